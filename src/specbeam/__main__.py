@@ -1,0 +1,7 @@
+"""``python -m specbeam``."""
+
+import sys
+
+from specbeam.cli import main
+
+sys.exit(main())

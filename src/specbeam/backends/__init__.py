@@ -1,0 +1,1 @@
+"""Backends: one loaded model on one device, behind one contract (contract.py)."""

@@ -1,0 +1,69 @@
+"""What a backend promises the engine, and the batch the two exchange."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+
+class Cache(Protocol):
+    """Keys and values of one token tree on one backend, in slots numbered from 0. Where they lie is its own affair."""
+
+    capacity: int
+
+    def reserve(self, slots: int) -> None:
+        """Make room for at least so many slots; what is stored stays."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The nodes of one token tree that one pass evaluates.
+
+    Attributes:
+        cache: the tree's cache; it has room for ``length`` slots.
+        tokens: token ids, int64 [n].
+        positions: positions in the text, int64 [n].
+        slots: where the nodes' keys and values go, int64 [n].
+        length: the slots in use, those of this pass included, are below this.
+        visible: bool [n, length], true where a node attends: its ancestors' slots and its own. None when all slots
+            are visible to all of the nodes.
+        wanted: which of the n nodes' logits are to be returned, int64 [w].
+    """
+
+    cache: Cache
+    tokens: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    slots: NDArray[np.int64]
+    length: int
+    visible: NDArray[np.bool_] | None
+    wanted: NDArray[np.int64]
+
+
+class Backend(Protocol):
+    """One loaded model on one device. It knows nothing of strategies, requests or trees."""
+
+    name: str
+    vocab_size: int
+    context_length: int
+    slot_bytes: int
+    """Bytes of keys and values a slot takes."""
+
+    def new_cache(self) -> Cache:
+        """An empty cache."""
+
+    def forward(self, segments: list[Segment]) -> Tensor:
+        """One pass over all nodes of all segments.
+
+        Stores the nodes' keys and values, and returns the logits at the wanted nodes, float32 [sum of w, vocab_size]
+        on the backend's device, in the order of the segments. Doing the same pass twice changes nothing.
+        """
+
+    def memory_for_caches(self) -> int:
+        """Bytes the engine may fill with caches."""
+
+    def peak_memory(self) -> int | None:
+        """Most bytes held so far: device memory on a GPU, the process's memory on a CPU; None if unknown."""

@@ -1,0 +1,116 @@
+"""The ``torch`` backend: our own transformer on any device PyTorch has. The reference for the other backends."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbeam.backends.contract import Segment
+from specbeam.backends.torch.cache import TreeCache
+from specbeam.backends.torch.transformer import Transformer, TreeSegment
+from specbeam.backends.torch.weights import load_weights
+from specbeam.checkpoints.checkpoint import Checkpoint
+from specbeam.errors import SpecbeamError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class TorchBackend:
+    """A checkpoint loaded into a :class:`Transformer`.
+
+    Args:
+        device: "auto" (the first CUDA device if there is one, else the CPU) or a PyTorch device.
+        dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, else the checkpoint's own half
+            precision, bfloat16 if it has none.
+
+    Raises:
+        SpecbeamError: no such device or dtype, or a checkpoint that cannot be loaded.
+    """
+
+    name = "torch"
+
+    def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
+        self.device = choose_device(device)
+        self.dtype = choose_dtype(dtype, self.device, checkpoint)
+        config = checkpoint.config
+        self.vocab_size = config.vocab_size
+        self.context_length = config.context_length
+        with torch.device("meta"):
+            self.model = Transformer(config)
+        load_weights(self.model, checkpoint, self.device, self.dtype)
+        self._cache_shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+        self.slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
+
+    def new_cache(self) -> TreeCache:
+        return TreeCache(*self._cache_shape, dtype=self.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def forward(self, segments: list[Segment]) -> Tensor:
+        tokens = np.concatenate([s.tokens for s in segments])
+        positions = np.concatenate([s.positions for s in segments])
+        starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
+        wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
+        parts = [
+            TreeSegment(
+                cache=s.cache,  # type: ignore[arg-type]  # caches come back as new_cache made them
+                rows=slice(start, start + len(s.tokens)),
+                slots=self._index(s.slots),
+                length=s.length,
+                visible=None if s.visible is None else torch.from_numpy(s.visible).to(self.device),
+            )
+            for start, s in zip(starts.tolist(), segments, strict=False)
+        ]
+        to_device = [torch.from_numpy(array).to(self.device) for array in (tokens, positions, wanted)]
+        return self.model(to_device[0], to_device[1], parts, to_device[2]).float()
+
+    def _index(self, slots: np.ndarray) -> slice | Tensor:
+        first = int(slots[0])
+        if (np.diff(slots) == 1).all():
+            return slice(first, first + len(slots))
+        return torch.from_numpy(slots).to(self.device)
+
+    def memory_for_caches(self) -> int:
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            return int(free * 0.8)
+        try:
+            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        except (AttributeError, ValueError, OSError):  # not on Windows
+            return 4 << 30
+
+    def peak_memory(self) -> int | None:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        if sys.platform == "win32":
+            return None
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+
+
+def choose_device(device: str) -> torch.device:
+    """The device a name stands for, tried out, so that a missing one is refused before anything is loaded."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise SpecbeamError(f"device {device!r} cannot be used here ({reason}): give auto, cpu or cuda") from error
+    return chosen
+
+
+def choose_dtype(dtype: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
+    """The dtype a name stands for; for "auto" the one that suits the device and the checkpoint."""
+    if dtype == "auto":
+        half = checkpoint.dtype if checkpoint.dtype in ("bfloat16", "float16") else "bfloat16"
+        dtype = "float32" if device.type == "cpu" else half
+    if dtype not in DTYPES:
+        raise SpecbeamError(f"unknown dtype {dtype!r}: give auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]

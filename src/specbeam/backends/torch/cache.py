@@ -1,0 +1,35 @@
+"""Keys and values of one token tree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class TreeCache:
+    """Keys and values a layer, [kv_heads, capacity, head_dim] each. Capacity doubles as slots are needed."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.capacity = 0
+        self._keys = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
+        self._values = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
+
+    def reserve(self, slots: int) -> None:
+        """Make room for at least so many slots; what is stored stays."""
+        if slots <= self.capacity:
+            return
+        capacity = max(slots, 2 * self.capacity, 64)
+        for tensors in (self._keys, self._values):
+            for layer, old in enumerate(tensors):  # a layer at a time: the old and the new never stand there whole
+                kv_heads, _, head_dim = old.shape
+                new = old.new_empty(kv_heads, capacity, head_dim)
+                new[:, : self.capacity] = old
+                tensors[layer] = new
+        self.capacity = capacity
+
+    def store(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Store keys and values [n, kv_heads, head_dim]; return those of the slots below length, slot by slot."""
+        keys, values = self._keys[layer], self._values[layer]
+        keys[:, slots] = k.transpose(0, 1)
+        values[:, slots] = v.transpose(0, 1)
+        return keys[:, :length], values[:, :length]

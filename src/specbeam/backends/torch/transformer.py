@@ -1,0 +1,182 @@
+"""A decoder-only transformer in plain PyTorch, over a batch of tree nodes.
+
+Activations are [nodes, features]: nodes of all requests lie one after the other, so every matrix product is one product
+for the whole batch. Only attention looks at one tree at a time.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from specbeam.backends.torch.cache import TreeCache
+from specbeam.checkpoints.architectures import Config
+
+FEW_ROWS = 64
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [n, in] times weight [out, in] transposed, plus bias [out].
+
+    For a few rows of float32 on a CPU the product is formed as weight times x transposed, with at least two columns:
+    BLAS libraries then stream the weight at the speed of memory, which their matrix-vector product and their products
+    with a short left side do not (measured with MKL on AMD EPYC: 35 GB/s against 11 GB/s for one row).
+    """
+    n = len(x)
+    if n > FEW_ROWS or x.dtype != torch.float32 or x.device.type != "cpu":
+        return F.linear(x, weight, bias)
+    rows = x if n > 1 else x.expand(2, -1).contiguous()
+    product = torch.mm(weight, rows.t()).t()[:n]
+    return product.contiguous() if bias is None else product + bias
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding (Su et al. 2021) of x [n, heads, head_dim], halves paired as in GPT-NeoX.
+
+    cos and sin are [n, 1, head_dim]; the first half of sin carries the minus sign of the rotation.
+    """
+    left, right = x.chunk(2, dim=-1)
+    return torch.addcmul(x * cos, torch.cat([right, left], dim=-1), sin)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+    """Attention of the nodes of one tree to its slots.
+
+    The query heads that share a key head (grouped-query attention) become further queries of it, so that keys and
+    values are read once and never repeated.
+
+    Args:
+        q: [n, heads, head_dim].
+        k, v: [kv_heads, slots, head_dim].
+        visible: bool [n, slots], true where a node attends; None if everywhere.
+
+    Returns: [n, heads * head_dim].
+    """
+    n, heads, head_dim = q.shape
+    kv_heads = k.shape[0]
+    group = heads // kv_heads
+    q = q.view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, head_dim)
+    mask = None if visible is None else visible.repeat(group, 1)
+    out = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask)
+    return out.view(kv_heads, group, n, head_dim).permute(2, 0, 1, 3).reshape(n, heads * head_dim)
+
+
+class TreeSegment:
+    """What attention needs to know of one segment, on the device.
+
+    Attributes:
+        rows: where the segment's nodes lie in the batch.
+        slots: where their keys and values go: a slice where they lie in a row, else an index.
+    """
+
+    def __init__(
+        self, cache: TreeCache, rows: slice, slots: slice | Tensor, length: int, visible: Tensor | None
+    ) -> None:
+        self.cache = cache
+        self.rows = rows
+        self.slots = slots
+        self.length = length
+        self.visible = visible
+
+
+class Attention(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
+        rows = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = Weights(rows, config.hidden_size, bias=config.qkv_bias)
+        self.output = Weights(config.hidden_size, self.heads * self.head_dim, bias=config.output_bias)
+        self.q_norm = Norm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = Norm(self.head_dim, config.norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: list[TreeSegment]) -> Tensor:
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)
+        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split([self.heads, self.kv_heads], dim=1)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
+        q, k = rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
+        outs = []
+        for s in segments:
+            keys, values = s.cache.store(self.layer, s.slots, k[s.rows], v[s.rows], s.length)
+            outs.append(attend(q[s.rows], keys, values, s.visible))
+        return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
+
+
+class MLP(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.gate_up = Weights(2 * config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down = Weights(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = Norm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config, layer)
+        self.mlp_norm = Norm(config.hidden_size, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: list[TreeSegment]) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin, segments)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Transformer(nn.Module):
+    """The model a :class:`Config` describes. Its parameters are uninitialized until a checkpoint fills them."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Weights(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
+        self.norm = Norm(config.hidden_size, config.norm_eps)
+        self.head = self.embedding if config.tied_head else Weights(config.vocab_size, config.hidden_size)
+        # In float32 whatever the weights are: positions beyond a few hundred are not exact in half precision.
+        self.frequencies = torch.tensor(config.rope_frequencies(), dtype=torch.float32, device="cpu")
+
+    def forward(self, tokens: Tensor, positions: Tensor, segments: list[TreeSegment], wanted: Tensor) -> Tensor:
+        """Logits [w, vocab] at the wanted nodes, int64 [w], of a batch with tokens and positions int64 [n]."""
+        x = F.embedding(tokens, self.embedding.weight)
+        if self.frequencies.device != x.device:
+            self.frequencies = self.frequencies.to(x.device)
+        angles = positions[:, None, None] * self.frequencies
+        cos, sin = angles.cos(), angles.sin()
+        cos = torch.cat([cos, cos], dim=-1).to(x.dtype)
+        sin = torch.cat([-sin, sin], dim=-1).to(x.dtype)
+        for block in self.blocks:
+            x = block(x, cos, sin, segments)
+        if not len(wanted):  # a chunk inside a prompt
+            return x.new_empty(0, self.config.vocab_size)
+        return self.head(self.norm(x[wanted]))
+
+
+class Weights(nn.Module):
+    """A matrix [out, in] and perhaps a bias [out], without the initialization that nn.Linear would spend time on."""
+
+    def __init__(self, rows: int, columns: int, bias: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(rows, columns), requires_grad=False)
+        self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+class Norm(nn.Module):
+    """RMSNorm (Zhang and Sennrich 2019) over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

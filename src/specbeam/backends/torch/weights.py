@@ -1,0 +1,64 @@
+"""A checkpoint's tensors into a transformer's parameters, a piece at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from specbeam.backends.torch.transformer import Transformer
+from specbeam.checkpoints.checkpoint import Checkpoint
+
+PIECE = 1 << 20
+"""Elements read at once: small enough to stay in a processor's cache while it is dequantized."""
+
+
+def load_weights(model: Transformer, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    """Fill a model that lies on the meta device.
+
+    The parameters are made in their dtype on their device and filled piece by piece, so that beside them never more
+    than a few pieces are held.
+
+    Raises:
+        SpecbeamError: a tensor is missing, unknown or has another shape than the configuration asks for.
+    """
+    checkpoint.check_tensors({name: tuple(p.shape) for name, p in model.named_parameters()})
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            empty = torch.empty(p.shape, dtype=dtype, device=device)
+            module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+    pieces = [piece for name, p in model.named_parameters() for piece in _pieces(checkpoint, name, p.data)]
+    total = sum(elements for elements, _ in pieces)
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as threads,
+        tqdm(total=total, desc="loading weights", unit="", unit_scale=True, leave=False, disable=None) as bar,
+    ):
+        try:
+            done = [threads.submit(fill) for _, fill in pieces]
+            for (elements, _), future in zip(pieces, done, strict=True):
+                future.result()
+                bar.update(elements)
+        except BaseException:  # Ctrl-C too: do not go on reading
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def _pieces(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> Iterator[tuple[int, Callable[[], object]]]:
+    """Jobs that each fill some rows of a parameter, with their sizes in elements."""
+    row = 0
+    for source in checkpoint.sources(name):
+        rows = checkpoint.shape(source)[0]
+        step = checkpoint.piece_rows(source, PIECE)
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            target = parameter[row + start : row + stop]
+
+            def fill(source: str = source, start: int = start, stop: int = stop, target: torch.Tensor = target) -> None:
+                target.copy_(checkpoint.read(source, start, stop))
+
+            yield target.numel(), fill
+        row += rows

@@ -1,0 +1,123 @@
+"""What every kind of checkpoint offers: facts, a configuration, a tokenizer, and tensors read a piece at a time."""
+
+from __future__ import annotations
+
+import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from specbeam.checkpoints.architectures import Config, sources
+from specbeam.errors import SpecbeamError
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What ``specbeam models show`` tells of a checkpoint; None where it does not say."""
+
+    architecture: str
+    parameters: int
+    context: int | None
+    quantization: str
+    size: int  # bytes on disk
+    license: str | None
+
+
+class Checkpoint(ABC):
+    """A trained model on disk, opened: headers are read, tensors are not.
+
+    Attributes:
+        path: a folder or a file.
+        file_format: the column of architectures.TENSORS that has its tensors' names.
+        ignored: tensors that may be there and are not read.
+    """
+
+    path: Path
+    file_format: int
+    ignored: tuple[str, ...] = ()
+
+    @property
+    @abstractmethod
+    def facts(self) -> Facts:
+        """What the headers tell, for architectures that are not supported too."""
+
+    @cached_property
+    @abstractmethod
+    def config(self) -> Config:
+        """The model's configuration. Raises SpecbeamError if it cannot be run."""
+
+    @cached_property
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """A tokenizer of transformers (``PreTrainedTokenizerFast``), with its chat template if there is one."""
+
+    @cached_property
+    @abstractmethod
+    def eos_token_ids(self) -> frozenset[int]:
+        """The tokens that end a text."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> str:
+        """The dtype of most of the weights, such as "bfloat16" or "Q4_K"."""
+
+    @property
+    @abstractmethod
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each tensor."""
+
+    @abstractmethod
+    def read(self, source: str, start: int, stop: int) -> Tensor:
+        """Rows start to stop of a tensor, dequantized. May be called from several threads."""
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        """Generation options the checkpoint recommends, with transformers' names."""
+        return {}
+
+    def piece_rows(self, source: str, elements: int) -> int:
+        """How many rows of a tensor to read at once for about so many elements."""
+        return max(1, elements // max(1, prod(self.shapes[source][1:])))
+
+    def shape(self, source: str) -> tuple[int, ...]:
+        return self.shapes[source]
+
+    def sources(self, name: str) -> list[str]:
+        """The tensors that make up one of our parameters, stacked along their rows."""
+        return sources(name, self.file_format)
+
+    def check_tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
+        """Raises SpecbeamError unless the checkpoint has exactly the tensors these parameters are made of."""
+        used = set()
+        for name, expected in parameters.items():
+            rows = 0
+            for source in self.sources(name):
+                if source not in self.shapes:
+                    near = difflib.get_close_matches(source, self.shapes, n=1)
+                    hint = f" (the nearest it has is {near[0]})" if near else ""
+                    raise SpecbeamError(f"{self.path} has no tensor {source}{hint}")
+                shape = self.shapes[source]
+                if shape[1:] != expected[1:] or not shape:
+                    raise SpecbeamError(
+                        f"{self.path}: tensor {source} has shape {list(shape)}, but the configuration asks for "
+                        f"{['*', *expected[1:]]}"
+                    )
+                rows += shape[0]
+                used.add(source)
+            if rows != expected[0]:
+                raise SpecbeamError(
+                    f"{self.path}: {' + '.join(self.sources(name))} have {rows} rows, but the configuration asks for "
+                    f"{expected[0]}"
+                )
+        extra = sorted(t for t in self.shapes if t not in used and not t.endswith(self.ignored))
+        if extra:
+            raise SpecbeamError(
+                f"{self.path} has {len(extra)} tensors a {self.config.architecture} model does not have: "
+                f"{', '.join(extra[:3])}{', ...' if len(extra) > 3 else ''}"
+            )

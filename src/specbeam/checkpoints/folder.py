@@ -1,0 +1,143 @@
+"""Checkpoints in Hugging Face's layout: a folder with config.json, safetensors files and a tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from specbeam.checkpoints.architectures import HUGGING_FACE, Config, config_from_hugging_face
+from specbeam.checkpoints.checkpoint import Checkpoint, Facts
+from specbeam.errors import SpecbeamError
+
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+class FolderCheckpoint(Checkpoint):
+    """A folder as ``save_pretrained`` writes it, with one safetensors file or several with an index.
+
+    Raises:
+        SpecbeamError: a file is missing, truncated or not what its name says.
+    """
+
+    file_format = HUGGING_FACE
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._config = self._json("config.json", required=True)
+        index = self._json("model.safetensors.index.json")
+        names = sorted(set(index.get("weight_map", {}).values())) or ["model.safetensors"]
+        self._files: dict[str, Path] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._dtypes: Counter[str] = Counter()
+        for name in names:
+            file = path / name
+            if not file.is_file():
+                raise SpecbeamError(f"{path} has no {name}: only models saved as safetensors can be loaded")
+            try:
+                with safe_open(file, "pt") as tensors:
+                    for tensor in tensors.keys():  # noqa: SIM118  (not a dictionary)
+                        described = tensors.get_slice(tensor)
+                        self._files[tensor] = file
+                        self._shapes[tensor] = tuple(described.get_shape())
+                        self._dtypes[described.get_dtype()] += prod(self._shapes[tensor])
+            except (SafetensorError, OSError) as error:
+                raise SpecbeamError(f"{file} is damaged or not a safetensors file ({error}): fetch it again") from error
+        lost = sorted(set(index.get("weight_map", {})) - set(self._shapes))
+        if lost:
+            raise SpecbeamError(f"{path}: the index names tensor {lost[0]}, but its file does not have it")
+        if not self._shapes:
+            raise SpecbeamError(f"{path} holds no tensors")
+        # Old checkpoints store the rotary frequencies, and tied ones sometimes the head once more.
+        tied = ("lm_head.weight",) if self._config.get("tie_word_embeddings") else ()
+        self.ignored = ("rotary_emb.inv_freq", *tied)
+
+    def _json(self, name: str, required: bool = False) -> dict[str, Any]:
+        file = self.path / name
+        if not file.is_file():
+            if required:
+                raise SpecbeamError(f"{self.path} has no {name}: give a folder as transformers saves models")
+            return {}
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SpecbeamError(f"{file} cannot be read as JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise SpecbeamError(f"{file} holds no JSON object")
+        return content
+
+    @property
+    def facts(self) -> Facts:
+        quantized = self._config.get("quantization_config", {}).get("quant_method")
+        return Facts(
+            architecture=str(self._config.get("model_type", "unknown")),
+            parameters=sum(map(prod, self._shapes.values())),
+            context=self._config.get("max_position_embeddings"),
+            quantization=quantized or self.dtype,
+            size=sum(file.stat().st_size for file in set(self._files.values())),
+            license=self._license(),
+        )
+
+    def _license(self) -> str | None:
+        """The license the model card names in its YAML head."""
+        card = self.path / "README.md"
+        if not card.is_file():
+            return None
+        head = card.read_text(encoding="utf-8", errors="replace").split("---")
+        lines = head[1].splitlines() if len(head) > 2 else []
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("license:")), None)
+
+    @cached_property
+    def config(self) -> Config:
+        if quantized := self._config.get("quantization_config", {}).get("quant_method"):
+            raise SpecbeamError(f"{self.path} is quantized with {quantized}: load an unquantized folder or a GGUF file")
+        return config_from_hugging_face(self._config, self._shapes)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+        except Exception as error:  # whatever is wrong with its files, it is they that are wrong
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise SpecbeamError(f"{self.path} has no tokenizer that can be loaded: {reason}") from error
+
+    @cached_property
+    def _generation_config(self) -> dict[str, Any]:
+        return self._json("generation_config.json")
+
+    @cached_property
+    def eos_token_ids(self) -> frozenset[int]:
+        for config in (self._generation_config, self._config):
+            ids = config.get("eos_token_id")
+            if ids is not None:
+                return frozenset([ids] if isinstance(ids, int) else ids)
+        eos = self.tokenizer.eos_token_id
+        return frozenset() if eos is None else frozenset([eos])
+
+    @property
+    def generation_defaults(self) -> Mapping[str, Any]:
+        return {name: value for name, value in self._generation_config.items() if value is not None}
+
+    @property
+    def dtype(self) -> str:
+        most = self._dtypes.most_common(1)[0][0]
+        return DTYPES.get(most, most)
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._shapes
+
+    def read(self, source: str, start: int, stop: int) -> Tensor:
+        # Opened anew each time: the pages a mapping has touched count as ours for as long as it is open.
+        with safe_open(self._files[source], "pt") as tensors:
+            piece: Tensor = tensors.get_slice(source)[start:stop]
+        return piece

@@ -1,0 +1,133 @@
+"""The tokenizer a GGUF file carries, as the ``tokenizers`` library runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from specbeam.errors import SpecbeamError
+
+UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+PUNCTUATION_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+SPLITS = {
+    # how text is cut before merging, by the length of the runs of digits kept together
+    "llama-bpe": rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{{1,3}}|{PUNCTUATION_AND_SPACE}",
+    "qwen2": rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}|{PUNCTUATION_AND_SPACE}",
+}
+SAME_SPLIT = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "smaug-bpe": "llama-bpe",
+    "dbrx": "llama-bpe",
+    "falcon3": "llama-bpe",
+    "deepseek-r1-qwen": "qwen2",
+    "megrez": "qwen2",
+}
+DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
+GPT2_SPLIT = {"gpt-2", "default", "gpt2", "mpt", "olmo", "jais", "phi-2"}
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
+    """A transformers tokenizer with the vocabulary, special tokens and chat template of a GGUF file's metadata.
+
+    Raises:
+        SpecbeamError: the file has no tokenizer, or one of a kind that is not supported.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    def get(key: str, otherwise: Any = None) -> Any:
+        return metadata.get(f"tokenizer.ggml.{key}", otherwise)
+
+    tokens: list[str] | None = get("tokens")
+    kind = get("model")
+    if not tokens:
+        raise SpecbeamError(f"{path} carries no tokenizer")
+    if kind == "gpt2":
+        tokenizer = _byte_level(tokens, get("merges", []), str(get("pre", "default")), path)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(tokens, get("scores", []), get("add_space_prefix", True), path)
+    else:
+        raise SpecbeamError(f"{path} carries a tokenizer of kind {kind!r}: supported are gpt2 and llama")
+
+    types = get("token_type") or [1] * len(tokens)
+    special = {name: get(f"{key}_token_id") for name, key in SPECIAL_TOKENS.items()}
+    special = {name: i for name, i in special.items() if i is not None and 0 <= i < len(tokens)}
+    control = {i for i, t in enumerate(types) if t == CONTROL} | set(special.values())
+    added = [
+        AddedToken(tokens[i], normalized=False, special=i in control)
+        for i, t in enumerate(types)
+        if i in control or t == USER_DEFINED
+    ]
+    tokenizer.add_tokens(added)
+    if get("add_bos_token", kind == "llama") and "bos_token" in special:
+        bos = special["bos_token"]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[tokens[bos], "$A"],
+            pair=[tokens[bos], "$A", tokens[bos], "$B"],
+            special_tokens=[(tokens[bos], bos)],
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        chat_template=metadata.get("tokenizer.chat_template"),
+        clean_up_tokenization_spaces=False,
+        **{name: tokens[i] for name, i in special.items()},
+    )
+
+
+SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+
+
+def _byte_level(tokens: list[str], merges: list[str], split: str, path: Path) -> Tokenizer:
+    """Byte-pair encoding over bytes, as GPT-2 and most later models have it."""
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [_pair(merge) for merge in merges]))
+    split = SAME_SPLIT.get(split, split)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split not in SPLITS)
+    if split in SPLITS:
+        first = [pre_tokenizers.Split(Regex(SPLITS[split]), behavior="isolated")]
+    elif split in DIGITS_APART:
+        first = [pre_tokenizers.Digits(individual_digits=True)]
+    elif split in GPT2_SPLIT:
+        first = []
+    else:
+        raise SpecbeamError(
+            f"{path}: how its tokenizer {split!r} splits text is not known here: known are "
+            f"{', '.join(sorted({*SPLITS, *SAME_SPLIT, *DIGITS_APART, *GPT2_SPLIT}))}"
+        )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, byte_level])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    return left, right
+
+
+def _sentencepiece(tokens: list[str], scores: list[float], space_prefix: bool, path: Path) -> Tokenizer:
+    """SentencePiece's byte-pair encoding, whose merges are implied: the pair that makes the best-scored token first."""
+    if len(scores) != len(tokens):
+        raise SpecbeamError(f"{path}: its tokenizer has {len(tokens)} tokens and {len(scores)} scores")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = []
+    for token, score in zip(tokens, scores, strict=True):
+        cuts = ((token[:i], token[i:]) for i in range(1, len(token)))
+        pairs = [pair for pair in cuts if pair[0] in vocabulary and pair[1] in vocabulary]
+        merges += [(-score, vocabulary[left], vocabulary[right], left, right) for left, right in pairs]
+    merges.sort(key=lambda merge: merge[:3])
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, [merge[3:] for merge in merges], unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
+    spaces = [normalizers.Prepend("▁")] if space_prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
+    strip = [decoders.Strip(" ", 1, 0)] if space_prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    return tokenizer

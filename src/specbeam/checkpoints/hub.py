@@ -1,0 +1,52 @@
+"""Models by their id on the Hugging Face hub, through ``huggingface_hub`` and its cache."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from specbeam.errors import SpecbeamError
+
+WHAT_WE_READ = [
+    "*.json",
+    "*.safetensors",
+    "*.jinja",
+    "tokenizer.model",
+    "*.tiktoken",
+    "merges.txt",
+    "vocab.txt",
+    "README.md",
+]
+
+
+def fetch(repository: str, revision: str | None = None) -> Path:
+    """The folder of a repository's snapshot, downloaded first if the cache lacks it.
+
+    ``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN`` and the rest of huggingface_hub's environment hold.
+
+    Raises:
+        SpecbeamError: no such repository or revision, no access, no network and not in the cache, or a full disk.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
+
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=WHAT_WE_READ))
+    except GatedRepoError as error:
+        raise SpecbeamError(f"{repository} is gated: accept its terms on its page and set HF_TOKEN") from error
+    except RepositoryNotFoundError as error:
+        raise SpecbeamError(
+            f"the hub has no {repository}, or it is private: check the name, or set HF_TOKEN"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise SpecbeamError(f"the hub has no {repository}{at}") from error
+    except HFValidationError as error:
+        raise SpecbeamError(f"{repository!r} is no hub id: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # every HTTP library has its own ways to say that there is no network
+        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+        why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        raise SpecbeamError(
+            f"{repository}{at} is not in the local cache and cannot be fetched ({why}): check the network, or give a "
+            "folder or a .gguf file"
+        ) from error

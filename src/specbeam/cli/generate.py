@@ -1,0 +1,210 @@
+"""``specbeam generate``: text from a model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from specbeam.errors import SpecbeamError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="generate text from a prompt",
+        description="Generate text from a prompt, or from each prompt of a file.",
+    )
+    parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads it from standard input")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="a prompt a line; in a .jsonl file a JSON text, list or object a line"
+    )
+    add_model_to(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
+    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
+    add_options_to(parser)
+    parser.add_argument(
+        "--stream", action=argparse.BooleanOptionalAction, default=True, help="print the text as it comes (default)"
+    )
+    parser.add_argument("--show-prompt", action="store_true", help="print exactly what the model sees first")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt and nothing else")
+    parser.set_defaults(run=run)
+
+
+def add_model_to(parser: argparse.ArgumentParser) -> None:
+    """The options that say which model, where and how."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="SOURCE",
+        help="an alias, a folder, a .gguf file or a hub id (default %(default)s)",
+    )
+    model.add_argument("--revision", help="a branch, tag or commit of a hub id")
+    model.add_argument("--backend", default="auto", help="auto or torch (default %(default)s)")
+    model.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default %(default)s)")
+    model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default %(default)s)")
+
+
+def add_options_to(parser: argparse.ArgumentParser) -> None:
+    """The fields of Options, under the same names."""
+    options = parser.add_argument_group("generation (transformers' names; see specbeam.Options)")
+    add = options.add_argument
+    add("--max-new-tokens", type=int, metavar="N", help="at most so many new tokens (default 256)")
+    add("--min-new-tokens", type=int, metavar="N", help="no end of text before so many (default 0)")
+    add("--do-sample", action=argparse.BooleanOptionalAction, help="draw tokens instead of taking the likeliest")
+    add("--temperature", type=float, metavar="T", help="over 1 flatter, under 1 sharper, 0 greedy")
+    add("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens")
+    add("--top-p", type=float, metavar="P", help="draw among the likeliest tokens that sum to P")
+    add("--min-p", type=float, metavar="P", help="draw among tokens at least P times as likely as the likeliest")
+    add("--repetition-penalty", type=float, metavar="R", help="over 1 makes repetition less likely")
+    add("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    add("--eos-token-id", type=int, action="append", metavar="ID", help="a token that ends the text (repeatable)")
+    add("--stop-strings", action="append", metavar="TEXT", help="end before this text (repeatable)")
+
+
+def options_of(given: argparse.Namespace) -> Any:
+    """The Options that were given on the command line."""
+    from specbeam.options import Options
+
+    names = [field.name for field in fields(Options)]
+    return Options.of({name: getattr(given, name) for name in names if getattr(given, name) is not None})
+
+
+def run(given: argparse.Namespace) -> int:
+    options = options_of(given)  # wrong input is refused before a model is loaded
+    prompts = list(read_prompts(given.prompt, given.prompts))
+
+    from specbeam.engine import Engine
+    from specbeam.model import load
+    from specbeam.prompts import show_prompt
+
+    lm = load(given.model, backend=given.backend, device=given.device, dtype=given.dtype, revision=given.revision)
+    engine = Engine(lm)
+    requests = []
+    for name, prompt in prompts:
+        try:
+            requests.append(engine.submit(prompt, options, system=given.system, raw=given.raw))
+        except SpecbeamError as error:
+            raise SpecbeamError(f"{name}: {error}" if name else str(error)) from error
+        if given.show_prompt:
+            shown = show_prompt(lm, prompt, system=given.system, raw=given.raw)
+            print(shown, file=sys.stderr if given.json else sys.stdout, flush=True)
+
+    stream = given.stream and not given.json and len(requests) == 1
+    printer = Printer(requests, as_json=given.json, stream=stream)
+    try:
+        while engine.step():
+            printer.print_ready()
+        printer.print_ready()
+    except KeyboardInterrupt:
+        for request in requests:
+            request.cancel()
+        engine.step()  # takes in what there is and evaluates nothing more
+        printer.print_ready()
+        raise
+    return 0
+
+
+class Printer:
+    """Prints what is ready, in the order of the prompts."""
+
+    def __init__(self, requests: list[Any], as_json: bool, stream: bool) -> None:
+        from tqdm import tqdm
+
+        self.waiting = list(requests)
+        self.as_json = as_json
+        self.stream = stream
+        several = len(requests) > 1
+        self.bar = tqdm(total=len(requests), desc="prompts", leave=False, disable=None if several else True)
+
+    def print_ready(self) -> None:
+        if self.stream:
+            for piece in drain(self.waiting[0].pieces) if self.waiting else ():
+                print(piece.text, end="", flush=True)
+        while self.waiting and self.waiting[0].done:
+            result = self.waiting.pop(0).result()
+            with self.bar.external_write_mode(file=sys.stdout):
+                if self.as_json:
+                    print(json.dumps(result.to_dict(), ensure_ascii=False), flush=True)
+                else:
+                    print("" if self.stream else result.text, flush=True)
+            if not self.as_json:
+                with self.bar.external_write_mode(file=sys.stderr):
+                    print(summary(result), file=sys.stderr, flush=True)
+            self.bar.update()
+        if not self.waiting:
+            self.bar.close()
+
+
+def drain(pieces: Any) -> Iterator[Any]:
+    while pieces:
+        yield pieces.popleft()
+
+
+def summary(result: Any) -> str:
+    """The statistics in one line."""
+    stats = result.stats
+    parts = [f"{stats.prompt_tokens} + {stats.new_tokens} tokens", f"{stats.tokens_per_second:.1f} tokens/s"]
+    if stats.time_to_first_token is not None:
+        parts.append(f"first after {stats.time_to_first_token:.2f} s")
+    parts.append(f"{stats.forward_passes} passes")
+    if stats.peak_memory is not None:
+        parts.append(f"{stats.peak_memory / 1e9:.2f} GB")
+    return f"[{', '.join(parts)}, {result.finish_reason}]"
+
+
+def read_prompts(prompt: str | None, file: str | None) -> Iterator[tuple[str, Any]]:
+    """The prompts asked for, each with a name for error messages.
+
+    Raises:
+        SpecbeamError: none or two sources, an unreadable file, or a line that is no prompt.
+    """
+    if (prompt is None) == (file is None):
+        raise SpecbeamError("give one of PROMPT (- for standard input) and --prompts FILE")
+    if prompt == "-":
+        yield "", _read("standard input").rstrip("\n")
+        return
+    if prompt is not None:
+        yield "", prompt
+        return
+    assert file is not None
+    number = found = 0
+    for number, line in enumerate(_read(file).splitlines(), 1):
+        if line.strip():
+            found += 1
+            name = f"{file} line {number}"
+            yield name, _json_prompt(name, line) if file.endswith((".jsonl", ".json")) else line
+    if not found:
+        raise SpecbeamError(f"{file} holds no prompts: put one a line")
+
+
+def _read(file: str) -> str:
+    try:
+        data = sys.stdin.buffer.read() if file == "standard input" else Path(file).read_bytes()
+        return data.decode("utf-8")
+    except OSError as error:
+        raise SpecbeamError(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SpecbeamError(f"{file} is not UTF-8 text (byte {error.start:,}): convert it") from error
+
+
+def _json_prompt(name: str, line: str) -> Any:
+    try:
+        value = json.loads(line)
+    except ValueError as error:
+        raise SpecbeamError(f"{name} is not JSON: {error}") from error
+    if isinstance(value, dict):
+        for key in ("prompt", "messages"):
+            if key in value:
+                return value[key]
+        raise SpecbeamError(
+            f'{name} has neither "prompt" nor "messages", but {", ".join(map(repr, value)) or "nothing"}'
+        )
+    return value

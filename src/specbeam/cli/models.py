@@ -1,0 +1,58 @@
+"""``specbeam models``: what there is, fetch it, look at it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser("models", help="list, fetch and describe models")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    action = actions.add_parser("list", help="the models known by a short name")
+    action.set_defaults(run=list_models)
+    action = actions.add_parser("pull", help="fetch a model and print where it lies")
+    action.add_argument("name", metavar="NAME", help="an alias or a hub id")
+    action.add_argument("--revision", help="a branch, tag or commit of a hub id")
+    action.set_defaults(run=pull)
+    action = actions.add_parser("show", help="describe a model, fetching it if need be")
+    action.add_argument("source", metavar="SOURCE", help="an alias, a folder, a .gguf file or a hub id")
+    action.add_argument("--revision", help="a branch, tag or commit of a hub id")
+    action.set_defaults(run=show)
+
+
+def list_models(given: argparse.Namespace) -> int:
+    from specbeam.checkpoints.registry import ALIASES, location
+
+    width = max(map(len, ALIASES))
+    for name, alias in ALIASES.items():
+        here = "here" if location(name).is_file() else "not fetched"
+        print(f"{name:{width}}  {alias.size / 1e6:5.0f} MB  {alias.license:10}  {here:11}  {alias.description}")
+    return 0
+
+
+def pull(given: argparse.Namespace) -> int:
+    from specbeam.checkpoints import locate
+
+    print(locate(given.name, given.revision))
+    return 0
+
+
+def show(given: argparse.Namespace) -> int:
+    from specbeam.checkpoints import locate, open_checkpoint
+
+    checkpoint = open_checkpoint(locate(given.source, given.revision))
+    facts = checkpoint.facts
+    rows = {
+        "source": given.source,
+        "path": checkpoint.path,
+        "architecture": facts.architecture,
+        "parameters": f"{facts.parameters:,}",
+        "context": "unknown" if facts.context is None else f"{facts.context:,}",
+        "quantization": facts.quantization,
+        "size": f"{facts.size / 1e6:,.0f} MB",
+        "license": facts.license or "not stated",
+    }
+    for name, value in rows.items():
+        print(f"{name:13} {value}")
+    return 0

@@ -1,0 +1,34 @@
+"""Greedy search, and the walk that sampling shares with it: one token after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from specbeam.decoding import Evaluate, Hypothesis, Strategy
+from specbeam.decoding.processors import Processors
+from specbeam.decoding.stopping import Stopping
+from specbeam.tree import Tree
+
+
+def greedy(tree: Tree, process: Processors, stop: Stopping, pick: Callable[[Tensor], int] | None = None) -> Strategy:
+    """Extend the tree's tip by the likeliest token until something stops it.
+
+    Args:
+        pick: chooses a token from processed scores [vocab]; the likeliest one if not given.
+    """
+    tip = tree.tip
+    while True:
+        logits = (yield Evaluate([tip]))[0]
+        scores = process(tree, tip, logits)
+        token = pick(scores) if pick else int(scores.argmax())
+        (tip,) = tree.add(tip, token, log_prob(logits, token)).tolist()
+        tree.keep(tip)
+        if reason := stop(tree, tip):
+            return [Hypothesis(tip, float(tree.scores(tip)), reason)]
+
+
+def log_prob(logits: Tensor, token: int) -> float:
+    """The log-probability of a token under logits [vocab]."""
+    return float(logits[token] - logits.logsumexp(-1))

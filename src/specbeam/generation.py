@@ -1,0 +1,70 @@
+"""Generate text in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from specbeam.engine import Engine
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel
+from specbeam.options import Options
+from specbeam.prompts import is_batch
+from specbeam.results import Piece
+
+
+def generate(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False, **options: Any) -> Any:
+    """Generate from one prompt, or from several at once.
+
+    Args:
+        lm: what :func:`specbeam.load` returned.
+        prompt: text, a list of chat messages (dictionaries with "role" and "content"), a list of token ids, or a list
+            of any of these.
+        system: a system message to put before text or messages.
+        raw: do not apply the model's chat template.
+        options: the fields of :class:`specbeam.Options`, such as ``max_new_tokens=64``.
+
+    Returns:
+        A :class:`specbeam.Result`; for a list of prompts, a list of them in the same order.
+
+    Raises:
+        SpecbeamError: a prompt or an option is not allowed. Nothing has been generated then.
+    """
+    engine = Engine(lm)
+    chosen = Options.of(options)
+    if not is_batch(prompt):
+        request = engine.submit(prompt, chosen, system=system, raw=raw)
+        engine.run()
+        return request.result()
+    requests = []
+    for number, one in enumerate(prompt):
+        try:
+            requests.append(engine.submit(one, chosen, system=system, raw=raw))
+        except SpecbeamError as error:
+            raise SpecbeamError(f"prompt {number}: {error}") from error
+    engine.run()
+    return [request.result() for request in requests]
+
+
+def stream(
+    lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False, **options: Any
+) -> Iterator[Piece]:
+    """Generate from one prompt, yielding pieces of text as soon as they are certain.
+
+    A piece never ends inside a character and never shows part of a stop string; all of them together are
+    ``generate(...).text``. Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
+    """
+    if is_batch(prompt):
+        raise SpecbeamError("stream takes one prompt: use Engine to stream several at once")
+    engine = Engine(lm)
+    request = engine.submit(prompt, Options.of(options), system=system, raw=raw)
+    return _pieces(engine, request)
+
+
+def _pieces(engine: Engine, request: Any) -> Iterator[Piece]:
+    more = True
+    while more:
+        more = engine.step()
+        while request.pieces:
+            yield request.pieces.popleft()
+    request.result()  # raises what went wrong, if anything did

@@ -1,0 +1,74 @@
+"""A language model ready to generate: a backend and the tokenizer that goes with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specbeam.backends.contract import Backend
+from specbeam.checkpoints import locate, open_checkpoint
+from specbeam.errors import SpecbeamError
+
+BACKENDS = ("torch",)
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """What :func:`load` returns.
+
+    Attributes:
+        source: what it was loaded from, as it was named.
+        tokenizer: a tokenizer of transformers, with the model's chat template if it has one.
+        eos_token_ids: the tokens that end its texts.
+        generation_defaults: generation options its checkpoint recommends.
+    """
+
+    source: str
+    backend: Backend
+    tokenizer: Any
+    eos_token_ids: frozenset[int]
+    generation_defaults: Mapping[str, Any]
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """The text of token ids."""
+        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    backend: str = "auto",
+    device: str = "auto",
+    dtype: str = "auto",
+    revision: str | None = None,
+) -> LanguageModel:
+    """Load a model.
+
+    Args:
+        source: an alias (``specbeam models list``), a folder as transformers saves models, a .gguf file, or a hub id.
+        backend: "auto" or "torch".
+        device: "auto" (a CUDA device if there is one, else the CPU), or a PyTorch device such as "cpu" or "cuda:1".
+        dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, else the checkpoint's own half precision
+            (bfloat16 if it has none).
+        revision: a branch, tag or commit of a hub id.
+
+    Raises:
+        SpecbeamError: no such source, an unsupported architecture, a damaged file, a device that is not there.
+    """
+    if backend not in ("auto", *BACKENDS):
+        raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
+    checkpoint = open_checkpoint(locate(source, revision))
+    _ = checkpoint.config  # refused before the slow parts if it cannot be run
+
+    from specbeam.backends.torch import TorchBackend
+
+    return LanguageModel(
+        source=os.fspath(source),
+        backend=TorchBackend(checkpoint, device, dtype),
+        tokenizer=checkpoint.tokenizer,
+        eos_token_ids=checkpoint.eos_token_ids,
+        generation_defaults=checkpoint.generation_defaults,
+    )

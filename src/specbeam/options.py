@@ -1,0 +1,122 @@
+"""What to generate: one dataclass with transformers' names, validated once."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from specbeam.errors import SpecbeamError
+
+SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Generation options of one request, named as in transformers' ``GenerationConfig``.
+
+    ``None`` means "not said": the checkpoint's ``generation_config.json`` decides, and where that is silent too, the
+    value in brackets does. Whether to sample is never taken from the checkpoint: generation is greedy unless asked.
+
+    Attributes:
+        max_new_tokens: at most so many tokens are generated; fewer where the model's context ends.
+        min_new_tokens: the end-of-sequence tokens cannot be chosen before so many tokens.
+        do_sample: draw tokens instead of taking the likeliest. Not said: sample when one of temperature (other than
+            0), top_k, top_p or min_p was given, else greedy.
+        temperature: logits are divided by it [1.0]; 0 is greedy.
+        top_k: draw among the k likeliest tokens [0, which is all of them; transformers' own default is 50].
+        top_p: draw among the likeliest tokens whose probabilities first sum to this [1.0].
+        min_p: draw among tokens at least this fraction as likely as the likeliest one [0.0].
+        repetition_penalty: over 1 makes tokens of the prompt and of the text so far less likely [1.0].
+        seed: the random draws of this request; the same seed gives the same text whatever else runs in the batch.
+        eos_token_id: one id or several that end the text [those of the checkpoint].
+        stop_strings: one string or several; the text ends before the first that appears.
+
+    Raises:
+        SpecbeamError: a value is out of its range, or two options contradict each other.
+    """
+
+    max_new_tokens: int = 256
+    min_new_tokens: int = 0
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed"):
+            self._check_number(name, int)
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+            self._check_number(name, (int, float))
+        self._check("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
+        self._check("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
+        self._check("do_sample", self.do_sample in (None, True, False), "true or false")
+        self._check("temperature", self.temperature is None or 0 <= self.temperature < float("inf"), "0 or more")
+        self._check("top_k", self.top_k is None or self.top_k >= 0, "0 (all tokens) or more")
+        self._check("top_p", self.top_p is None or 0 < self.top_p <= 1, "over 0 and at most 1")
+        self._check("min_p", self.min_p is None or 0 <= self.min_p <= 1, "0 to 1")
+        penalty = self.repetition_penalty
+        self._check("repetition_penalty", penalty is None or 0 < penalty < float("inf"), "over 0")
+        self._check("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1")
+        if isinstance(self.stop_strings, str):
+            object.__setattr__(self, "stop_strings", (self.stop_strings,))
+        stops = tuple(self.stop_strings)
+        self._check("stop_strings", all(isinstance(s, str) and s for s in stops), "text that is not empty")
+        object.__setattr__(self, "stop_strings", stops)
+        if self.eos_token_id is not None:
+            ids = (self.eos_token_id,) if isinstance(self.eos_token_id, int) else tuple(self.eos_token_id)
+            self._check("eos_token_id", all(isinstance(i, int) and i >= 0 for i in ids), "token ids")
+            object.__setattr__(self, "eos_token_id", ids)
+        if self.do_sample is False and self._asks_to_sample():
+            given = next(name for name in SAMPLING_OPTIONS if getattr(self, name) is not None)
+            raise SpecbeamError(f"{given}={getattr(self, given)} has no effect with do_sample=False: leave one out")
+        if self.do_sample and self.temperature == 0:
+            raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out")
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Options:
+        """Options from keyword arguments; an unknown name is refused with the nearest valid one."""
+        names = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+                raise SpecbeamError(f"unknown option {name!r}: {hint}")
+        return cls(**given)
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn (true) or the likeliest is taken (false)."""
+        return self._asks_to_sample() if self.do_sample is None else self.do_sample
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Options:
+        """These options with what was not said filled in from a checkpoint's ``generation_config.json``."""
+        names = ("repetition_penalty", *(SAMPLING_OPTIONS if self.samples else ()))
+        fill = {name: defaults[name] for name in names if getattr(self, name) is None and name in defaults}
+        if fill.get("temperature") == 0:  # a checkpoint that means greedy; the caller asked to sample
+            del fill["temperature"]
+        return replace(self, **fill)
+
+    def _asks_to_sample(self) -> bool:
+        if self.temperature == 0:
+            return False
+        neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        given = [name for name in SAMPLING_OPTIONS if getattr(self, name) is not None]
+        if self.do_sample is False:  # transformers' users pass neutral values along with do_sample=False
+            given = [name for name in given if getattr(self, name) != neutral[name]]
+        return bool(given)
+
+    def _check(self, name: str, holds: bool, allowed: str) -> None:
+        if not holds:
+            raise SpecbeamError(f"{name}={getattr(self, name)!r} is not allowed: give {allowed}")
+
+    def _check_number(self, name: str, kind: Any) -> None:
+        value = getattr(self, name)
+        optional = value is None and name not in ("max_new_tokens", "min_new_tokens")
+        self._check(name, optional or (isinstance(value, kind) and not isinstance(value, bool)), "a number")

@@ -1,0 +1,89 @@
+"""Prompts: text, chat messages or token ids, to the token ids the model sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel
+
+Message = dict[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+def is_batch(prompt: Any) -> bool:
+    """Whether this is a list of prompts, not one prompt."""
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
+        return False
+    return isinstance(prompt[0], str | Sequence) or getattr(prompt[0], "ndim", 0) == 1
+
+
+def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False) -> list[int]:
+    """Token ids of one prompt.
+
+    Args:
+        prompt: text, which is put to a chat model as a user's message and to other models as it is; a list of chat
+            messages, dictionaries with "role" and "content"; or token ids, which are taken as they are.
+        system: a system message to put first.
+        raw: no chat template: the text as it is, messages and the system message joined by blank lines.
+
+    Raises:
+        SpecbeamError: an empty prompt, one of another kind, or messages the chat template refuses.
+    """
+    if hasattr(prompt, "tolist"):  # a NumPy array or a tensor
+        prompt = prompt.tolist()
+    if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
+        raise SpecbeamError(f"a prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
+    if not len(prompt):
+        raise SpecbeamError("the prompt is empty: give at least one character, message or token id")
+    if isinstance(prompt, str):
+        messages = [{"role": "user", "content": prompt}]
+    elif all(isinstance(part, dict) for part in prompt):
+        messages = _messages(prompt)
+    elif all(isinstance(part, int) and not isinstance(part, bool) for part in prompt):
+        if system is not None:
+            raise SpecbeamError("system= goes with text or messages: a prompt of token ids is taken as it is")
+        return _in_vocabulary(lm, prompt)
+    else:
+        raise SpecbeamError("a prompt is text, a list of messages or a list of token ids; this list mixes kinds")
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+
+    if raw or not lm.tokenizer.chat_template:
+        ids = lm.tokenizer("\n\n".join(message["content"] for message in messages)).input_ids
+    else:
+        ids = lm.tokenizer(_render(lm, messages), add_special_tokens=False).input_ids
+    if not ids:
+        raise SpecbeamError("the prompt has no tokens: give at least one")
+    return _in_vocabulary(lm, ids)
+
+
+def show_prompt(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False) -> str:
+    """What the model sees of a prompt, special tokens written out. Arguments and errors as in :func:`encode`."""
+    return lm.decode(encode(lm, prompt, system=system, raw=raw), skip_special_tokens=False)
+
+
+def _render(lm: LanguageModel, messages: list[Message]) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        text: str = lm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except TemplateError as error:  # templates raise these for roles they do not know, or roles in a wrong order
+        raise SpecbeamError(f"the model's chat template refuses these messages: {error}") from error
+    return text
+
+
+def _messages(prompt: Sequence[Message]) -> list[Message]:
+    for message in prompt:
+        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise SpecbeamError(f'a chat message needs the texts "role" and "content": {message!r}')
+    return list(prompt)
+
+
+def _in_vocabulary(lm: LanguageModel, ids: Sequence[int]) -> list[int]:
+    size = lm.backend.vocab_size
+    for token in ids:
+        if not 0 <= token < size:
+            raise SpecbeamError(f"token id {token} is not in the model's vocabulary of {size}")
+    return list(ids)

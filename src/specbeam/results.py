@@ -1,0 +1,86 @@
+"""What generation returns."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One generated sequence.
+
+    Attributes:
+        text: the new text, without special tokens and without the stop string that ended it.
+        token_ids: the new tokens, the one that ended the text included.
+        score: the sum of the tokens' log-probabilities under the model (natural logarithm, temperature 1, before
+            penalties and truncation), so that methods can be compared.
+        finish_reason: "stop" (an end-of-sequence token or a stop string), "length" (max_new_tokens, or the context
+            is full), or "cancelled".
+    """
+
+    text: str
+    token_ids: list[int]
+    score: float
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What one request took.
+
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        new_tokens: tokens of the best sequence.
+        seconds: from submission to the last token, waiting and prefill included.
+        tokens_per_second: new_tokens / seconds.
+        time_to_first_token: seconds from submission to the first new token; None if there was none.
+        forward_passes: passes of the model this request took part in, prefill included.
+        peak_memory: bytes. On a GPU the most device memory allocated so far, on a CPU the most memory the process
+            has held so far; None where the system does not tell.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    seconds: float
+    tokens_per_second: float
+    time_to_first_token: float | None
+    forward_passes: int
+    peak_memory: int | None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one prompt gave: its sequences, best first, and what they took."""
+
+    sequences: list[Sequence]
+    stats: Stats
+
+    @property
+    def text(self) -> str:
+        return self.sequences[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequences[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.sequences[0].finish_reason
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object ``specbeam generate --json`` prints."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "sequences": [{"text": s.text, "token_ids": s.token_ids, "score": s.score} for s in self.sequences],
+            "finish_reason": self.finish_reason,
+            "stats": asdict(self.stats),
+        }
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece of streamed text: whole characters, never part of a stop string."""
+
+    text: str

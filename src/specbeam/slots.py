@@ -1,0 +1,106 @@
+"""Where the nodes of one token tree lie in one backend's cache."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam.backends.contract import Backend, Segment
+from specbeam.tree import Nodes, Tree
+
+NOWHERE = -1
+
+
+class Slots:
+    """The slots of one tree's nodes: given on evaluation, taken back when nodes are dropped, lowest first.
+
+    Attributes:
+        length: all slots in use are below it.
+        peak: the most slots that were in use at once.
+    """
+
+    def __init__(self, tree: Tree, backend: Backend) -> None:
+        self.tree = tree
+        self.cache = backend.new_cache()
+        self.length = 0
+        self.peak = 0
+        self._slot = np.full(len(tree), NOWHERE, dtype=np.int64)  # by node
+        self._free: list[int] = []  # a heap of slots below length
+
+    def missing(self, nodes: Any) -> Nodes:
+        """These nodes and those of their ancestors that were never evaluated, ancestors first."""
+        self._follow_tree()
+        found = [climbing := np.unique(np.asarray(nodes, dtype=np.int64))]
+        trunk = self.tree.trunk
+        while True:
+            climbing = np.unique(self.tree.parents(climbing[self.tree.depths(climbing) >= len(trunk)]))
+            climbing = climbing[self._slot[climbing] == NOWHERE]
+            if not len(climbing):
+                break
+            found.append(climbing)
+        deepest = self.tree.depths(np.concatenate(found)).max()
+        found.append(trunk[: deepest + 1][self._slot[trunk[: deepest + 1]] == NOWHERE])
+        return np.unique(np.concatenate(found))
+
+    def segment(self, nodes: Nodes, wanted: NDArray[np.int64]) -> Segment:
+        """The part of a pass that evaluates these nodes; their ancestors lie in the cache or are among them."""
+        self._place(nodes)
+        depths = self.tree.depths(nodes)
+        # A node has depth + 1 ancestors, itself included: if that is all there is, it sees all there is.
+        alone = len(nodes) == 1 and depths[0] + 1 == self.length
+        return Segment(
+            cache=self.cache,
+            tokens=self.tree.tokens(nodes),
+            positions=depths,
+            slots=self._slot[nodes],
+            length=self.length,
+            visible=None if alone else self._visible(nodes),
+            wanted=wanted,
+        )
+
+    def release(self) -> None:
+        """Take back the slots of the nodes the tree has dropped."""
+        self._follow_tree()
+        for nodes in self.tree.dropped:
+            for slot in self._slot[nodes].tolist():
+                if slot != NOWHERE:
+                    heapq.heappush(self._free, slot)
+            self._slot[nodes] = NOWHERE
+
+    @property
+    def used(self) -> int:
+        """Slots in use."""
+        return self.length - len(self._free)
+
+    def _place(self, nodes: Nodes) -> None:
+        homeless = nodes[self._slot[nodes] == NOWHERE]
+        reused = [heapq.heappop(self._free) for _ in range(min(len(self._free), len(homeless)))]
+        fresh = len(homeless) - len(reused)
+        self._slot[homeless] = [*reused, *range(self.length, self.length + fresh)]
+        self.length += fresh
+        self.peak = max(self.peak, self.used)
+        self.cache.reserve(self.length)
+
+    def _visible(self, nodes: Nodes) -> NDArray[np.bool_]:
+        visible = np.zeros((len(nodes), self.length), dtype=bool)
+        trunk = self.tree.trunk
+        on_trunk = self._slot[trunk]
+        placed = on_trunk != NOWHERE
+        visible[:, on_trunk[placed]] = self.tree.depths(trunk[placed]) <= self.tree.depths(nodes)[:, None]
+        rows, climbing = np.arange(len(nodes)), nodes
+        while True:
+            beyond = self.tree.depths(climbing) >= len(trunk)
+            rows, climbing = rows[beyond], climbing[beyond]
+            if not len(rows):
+                return visible
+            visible[rows, self._slot[climbing]] = True
+            climbing = self.tree.parents(climbing)
+
+    def _follow_tree(self) -> None:
+        """Know the nodes added to the tree since the last look."""
+        if len(self._slot) < len(self.tree):
+            room = max(2 * len(self._slot), len(self.tree))
+            self._slot = np.concatenate([self._slot, np.full(room - len(self._slot), NOWHERE, dtype=np.int64)])

@@ -1,0 +1,137 @@
+"""The conformance suite: what every backend owes the engine, against transformers for the same weights."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specbeam
+from specbeam.errors import SpecbeamError
+from specbeam.slots import Slots
+from specbeam.tree import Tree
+from tests.conftest import random_model
+
+FAMILIES = {
+    "llama": ("llama", {}),
+    "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama, head_dim apart": ("llama", {"head_dim": 24}),
+    "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
+    "llama, no grouping": ("llama", {"num_key_value_heads": 4}),
+    "llama 3 rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            }
+        },
+    ),
+    "llama, linear rope": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, biases": ("qwen3", {"attention_bias": True}),
+}
+
+
+def evaluate(lm, tree, slots, nodes):
+    """Logits at nodes, the way the engine asks for them."""
+    pending = slots.missing(nodes)
+    return lm.backend.forward([slots.segment(pending, np.flatnonzero(np.isin(pending, nodes)))])
+
+
+def alone(lm, tokens):
+    """Logits after a text, from nothing."""
+    tree = Tree(tokens)
+    return evaluate(lm, tree, Slots(tree, lm.backend), [tree.tip])[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(tiny, family):
+    architecture, changes = FAMILIES[family]
+    theirs, lm = tiny(architecture, **changes)
+    tokens = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0]
+    tree = Tree(tokens.tolist())
+    got = evaluate(lm, tree, Slots(tree, lm.backend), np.arange(len(tokens)))
+    assert expected.std() > 0.5  # else closeness says nothing
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_half_precision_is_near_float32(save, dtype):
+    model = random_model("qwen2", initializer_range=0.1)
+    lm = specbeam.load(save(model), dtype=dtype, device="cpu")
+    tokens = list(range(40))
+    with torch.no_grad():
+        expected = model(torch.tensor([tokens])).logits[0, -1]
+    got = alone(lm, tokens)
+    assert got.dtype == torch.float32
+    assert torch.nn.functional.cosine_similarity(got, expected, dim=0) > 0.99
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_tree_at_once_is_each_branch_alone(tiny, family, data):
+    """Also when nodes were dropped, their slots reused, and the prompt came in pieces."""
+    _, lm = tiny(family)
+    tree = Tree(data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=6)))
+    slots = Slots(tree, lm.backend)
+    leaves = [tree.tip]
+    for _ in range(data.draw(st.integers(1, 4))):
+        parents = data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=5))
+        first = tree.add(
+            parents, data.draw(st.lists(st.integers(0, 255), min_size=len(parents), max_size=len(parents)))
+        )
+        second = tree.add(first, data.draw(st.lists(st.integers(0, 255), min_size=len(first), max_size=len(first))))
+        leaves = [*leaves, *first.tolist(), *second.tolist()]
+        nodes = np.array(sorted(data.draw(st.sets(st.sampled_from(leaves), min_size=1))))
+        logits = evaluate(lm, tree, slots, nodes)
+        for node, row in zip(nodes.tolist(), logits, strict=True):
+            torch.testing.assert_close(row, alone(lm, tree.tokens(tree.path(node)).tolist()), atol=2e-4, rtol=0)
+        leaves = sorted(data.draw(st.sets(st.sampled_from(leaves), min_size=1)))
+        tree.keep(leaves)
+        slots.release()
+        tree.dropped.clear()
+        leaves = [n for n in leaves if tree.tip in tree.path(n)] or [tree.tip]
+        assert slots.used <= tree.live
+
+
+def test_trees_share_a_pass_without_seeing_each_other(lm):
+    texts = [[1, 2, 3], [4] * 30, [9]]
+    trees = [Tree(t) for t in texts]
+    segments = []
+    for tree in trees:
+        nodes = (slots := Slots(tree, lm.backend)).missing([tree.tip])
+        segments.append(slots.segment(nodes, np.array([len(nodes) - 1])))
+    together = lm.backend.forward(segments)
+    for row, text in zip(together, texts, strict=True):
+        torch.testing.assert_close(row, alone(lm, text), atol=2e-4, rtol=0)
+
+
+def test_a_pass_can_be_repeated(lm):
+    tree = Tree([5, 6, 7, 8])
+    slots = Slots(tree, lm.backend)
+    first = evaluate(lm, tree, slots, [tree.tip])
+    again = evaluate(lm, tree, slots, [tree.tip])
+    torch.testing.assert_close(again, first, atol=2e-4, rtol=0)
+    assert slots.used == 4
+
+
+@pytest.mark.parametrize(("device", "dtype", "says"), [("cuda:99", "auto", "cuda:99"), ("cpu", "int3", "int3")])
+def test_what_is_not_there_is_refused(save, device, dtype, says):
+    folder = save(random_model("llama"))
+    with pytest.raises(SpecbeamError, match=says):
+        specbeam.load(folder, device=device, dtype=dtype)
+    with pytest.raises(SpecbeamError, match="vllm"):
+        specbeam.load(folder, backend="vllm")

@@ -1,0 +1,108 @@
+"""Tiny random models written by transformers, and the real ones where they are on the machine."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+
+import specbeam
+from specbeam.checkpoints import registry
+
+BOS, EOS, UNUSED = 256, 257, 258
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('unknown role ' + m.role) }}{% endif %}"
+    "<bos>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+CONFIGS = {
+    "llama": lambda **kw: LlamaConfig(**kw),
+    "qwen2": lambda **kw: Qwen2Config(**kw),
+    "qwen3": lambda **kw: Qwen3Config(**kw),
+}
+
+
+def byte_tokenizer(chat_template=None):
+    """Bytes 0 to 255, then <bos>, <eos> and <unused>."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<bos>", "<eos>", "<unused>")])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", chat_template=chat_template
+    )
+
+
+def random_model(architecture, seed=0, **changes):
+    """A tiny model with random weights, wide enough that its likeliest tokens are no near-ties."""
+    sizes = {
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.4,
+        "eos_token_id": EOS,
+        "bos_token_id": BOS,
+        "tie_word_embeddings": False,
+    }
+    if architecture == "qwen3":
+        sizes["head_dim"] = 16
+    torch.manual_seed(seed)
+    config = CONFIGS[architecture](**(sizes | changes))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for name, parameter in model.named_parameters():  # norms and biases start as ones and zeros, which hide mistakes
+        if "norm" in name or name.endswith("bias"):
+            parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    model.generation_config.pad_token_id = EOS
+    return model
+
+
+@pytest.fixture(scope="session")
+def save(tmp_path_factory):
+    """Write a model and a byte tokenizer as transformers does; returns the folder."""
+
+    def save(model, tokenizer=None, **how):
+        folder = tmp_path_factory.mktemp("model")
+        model.save_pretrained(folder, **how)
+        (tokenizer or byte_tokenizer()).save_pretrained(folder)
+        return folder
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def tiny(save):
+    """The same tiny model twice: as transformers runs it and as we do. Cached by its description."""
+    made = {}
+
+    def tiny(architecture="llama", chat=False, **changes):
+        key = (architecture, chat, repr(sorted(changes.items())))
+        if key not in made:
+            model = random_model(architecture, **changes)
+            folder = save(model, byte_tokenizer(CHAT_TEMPLATE if chat else None))
+            made[key] = model, specbeam.load(folder, device="cpu", dtype="float32")
+        return made[key]
+
+    return tiny
+
+
+@pytest.fixture(scope="session")
+def lm(tiny):
+    """A tiny model without a chat template."""
+    return tiny("llama")[1]
+
+
+def reference_model(name):
+    """The file of a real model, or a skip that says how to get it."""
+    folder = Path(os.environ.get("SPECBEAM_REFERENCE_MODELS", Path.home() / ".cache/specbeam-reference-models"))
+    for path in (folder / f"{name}.gguf", registry.location(name)):
+        if path.is_file():
+            return path
+    pytest.skip(f"{name} is not on this machine: fetch the reference models")

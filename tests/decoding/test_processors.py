@@ -1,0 +1,91 @@
+"""Processors and warpers: equal to transformers', and sampling follows the softmax they leave."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from specbeam.decoding.processors import Processors, Warpers, repetition_penalty
+from specbeam.decoding.sampling import draw
+from specbeam.options import Options
+from specbeam.tree import Tree
+
+SCORES = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40).map(lambda x: torch.tensor(x)[None])
+
+
+@given(SCORES, st.floats(0.05, 5), st.integers(1, 50), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
+def test_warpers_are_those_of_transformers(scores, temperature, k, top_p, min_p):
+    theirs = {
+        "temperature": TemperatureLogitsWarper(temperature),
+        "top_k": TopKLogitsWarper(k),
+        "top_p": TopPLogitsWarper(top_p),
+        "min_p": MinPLogitsWarper(min_p),
+    }
+    values = {"temperature": temperature, "top_k": k, "top_p": top_p, "min_p": min_p}
+    together = scores
+    for name, warper in theirs.items():
+        torch.testing.assert_close(Warpers(Options(**{name: values[name]}))(scores), warper(None, scores))
+        together = warper(None, together)
+    torch.testing.assert_close(Warpers(Options(**values))(scores), together)
+
+
+@given(SCORES, st.data(), st.floats(0.1, 5))
+def test_repetition_penalty_is_that_of_transformers(scores, data, penalty):
+    ids = data.draw(st.lists(st.integers(0, scores.shape[1] - 1), min_size=1, max_size=20))
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), scores.clone())[0]
+    tree = Tree(ids)
+    got = Processors(Options(repetition_penalty=penalty), frozenset())(tree, tree.tip, scores[0])
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(repetition_penalty(scores[0], np.unique(ids), penalty), expected)
+
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, 1.5])
+
+
+def softmax_by_hand(logits):
+    weights = np.exp(np.array(logits, dtype=np.float64))
+    return weights / weights.sum()
+
+
+def only(keep, logits):
+    return softmax_by_hand([x if i in keep else -np.inf for i, x in enumerate(logits)])
+
+
+# By hand: the probabilities of LOGITS, likeliest first, are tokens 0 (0.385), 7 (0.233), 1 (0.142), 2 (0.086),
+# 3 (0.052), 4 (0.032), 5 (0.019), 6 (0.003).
+EXPECTED = {
+    "plain": (Options(do_sample=True), softmax_by_hand(LOGITS)),
+    "temperature": (Options(temperature=0.5), softmax_by_hand(LOGITS * 2)),
+    "top_k": (Options(top_k=3), only({0, 7, 1}, LOGITS)),
+    "top_p": (Options(top_p=0.7), only({0, 7, 1}, LOGITS)),
+    "min_p": (Options(min_p=0.2), only({0, 7, 1, 2}, LOGITS)),
+    "all": (Options(temperature=2.0, top_k=6, top_p=0.9, min_p=0.3), only({0, 7, 1, 2, 3}, LOGITS / 2)),
+}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_draws_follow_the_softmax(name):
+    options, expected = EXPECTED[name]
+    generator = torch.Generator().manual_seed(7)
+    probabilities = Warpers(options)(LOGITS).softmax(-1)
+    counts = np.zeros(len(LOGITS))
+    for _ in range(20_000):
+        counts[draw(probabilities, generator)] += 1
+    possible = expected > 0
+    assert not counts[~possible].any()
+    assert chisquare(counts[possible], 20_000 * expected[possible]).pvalue > 0.001
+
+
+def test_draws_stay_inside_a_distribution_that_does_not_quite_sum_to_one():
+    probabilities = torch.tensor([0.0, 0.3, 0.3, 0.0])
+    generator = torch.Generator().manual_seed(0)
+    assert {draw(probabilities, generator) for _ in range(200)} == {1, 2}

@@ -1,0 +1,208 @@
+"""The engine: requests share passes, and none feels the others."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specbeam
+from specbeam import Engine, Options, SpecbeamError
+from tests.conftest import EOS
+
+MIXED = [
+    ([1, 2, 3], Options(max_new_tokens=20)),
+    (list(range(100)), Options(max_new_tokens=5)),
+    ([9], Options(max_new_tokens=30, do_sample=True, seed=1)),
+    ([9], Options(max_new_tokens=30, do_sample=True, seed=2)),
+    ([7] * 40, Options(max_new_tokens=25, temperature=0.7, top_k=20, seed=3)),
+    ([200, 100], Options(max_new_tokens=40, repetition_penalty=1.4)),
+    ([5, 6], Options(max_new_tokens=60)),  # the one that is cancelled
+    (list(range(50, 90)), Options(max_new_tokens=12, top_p=0.8, seed=4, min_new_tokens=12)),
+]
+CANCELLED = 6
+
+
+def alone(lm, prompt, options):
+    request = (engine := Engine(lm)).submit(prompt, options)
+    engine.run()
+    return request.result()
+
+
+@pytest.mark.parametrize("limits", [{}, {"max_requests": 3}, {"max_batch_tokens": 7}, {"max_cache_tokens": 150}])
+def test_a_mixed_batch_gives_each_what_it_gets_alone(lm, limits):
+    engine = Engine(lm, **limits)
+    requests = [engine.submit(prompt, options) for prompt, options in MIXED]
+    cancelled = requests[CANCELLED]
+    while engine.step():
+        if len(cancelled.pieces) >= 10:
+            cancelled.cancel()
+    for number, (request, (prompt, options)) in enumerate(zip(requests, MIXED, strict=True)):
+        result, expected = request.result(), alone(lm, prompt, options)
+        if number == CANCELLED:
+            assert result.finish_reason == "cancelled"
+            assert 5 < len(result.token_ids) < 60
+            assert result.token_ids == expected.token_ids[: len(result.token_ids)]
+            assert expected.text.startswith(result.text)
+        else:
+            assert (result.token_ids, result.text, result.finish_reason) == (
+                expected.token_ids,
+                expected.text,
+                expected.finish_reason,
+            )
+            assert result.sequences[0].score == pytest.approx(expected.sequences[0].score, abs=1e-3)
+    assert engine.cache_tokens == 0
+
+
+def test_requests_share_passes(lm, monkeypatch):
+    sizes = count_nodes(lm, monkeypatch)
+    engine = Engine(lm)
+    requests = [engine.submit([i + 1], Options(max_new_tokens=10, eos_token_id=EOS)) for i in range(8)]
+    engine.run()
+    assert sizes == [8] * max(len(r.result().token_ids) for r in requests)
+
+
+def count_nodes(lm, monkeypatch):
+    sizes = []
+    forward = lm.backend.forward
+
+    def counted(segments):
+        sizes.append(sum(len(s.tokens) for s in segments))
+        return forward(segments)
+
+    monkeypatch.setattr(lm.backend, "forward", counted)
+    return sizes
+
+
+def test_a_long_prompt_is_read_in_chunks_beside_the_others(lm, monkeypatch):
+    sizes = count_nodes(lm, monkeypatch)
+    engine = Engine(lm, max_batch_tokens=16)
+    short = engine.submit([1], Options(max_new_tokens=20, min_new_tokens=20))
+    long = engine.submit([2] * 150, Options(max_new_tokens=3))
+    while not long.done:
+        engine.step()
+    engine.run()
+    assert max(sizes) == 16
+    assert long.result().token_ids == alone(lm, [2] * 150, Options(max_new_tokens=3)).token_ids
+    assert short.result().stats.forward_passes == 20  # it was in every pass, not behind the prompt
+
+
+def test_no_more_requests_are_live_than_allowed(lm):
+    engine = Engine(lm, max_requests=2, max_cache_tokens=1000)
+    requests = [engine.submit([1], Options(max_new_tokens=4, min_new_tokens=4)) for _ in range(6)]
+    engine.step()
+    assert [r.slots is not None for r in requests] == [True, True, False, False, False, False]
+    engine.run()
+    assert all(r.done for r in requests)
+
+
+def test_memory_is_bounded_by_what_the_live_requests_may_need(lm):
+    engine = Engine(lm, max_cache_tokens=60)
+    requests = [engine.submit([1] * 10, Options(max_new_tokens=15, min_new_tokens=15)) for _ in range(5)]
+    most = 0
+    while engine.step():
+        most = max(most, engine.cache_tokens)
+    assert 25 < most <= 60
+    assert all(len(r.result().token_ids) == 15 for r in requests)
+    with pytest.raises(SpecbeamError, match="61 cache slots, the engine has 60"):
+        engine.submit([1] * 10, Options(max_new_tokens=51))
+
+
+def test_a_request_that_fails_in_its_strategy_disturbs_nobody(lm, monkeypatch):
+    engine = Engine(lm)
+    good = [engine.submit([i], Options(max_new_tokens=15)) for i in range(3)]
+    bad = engine.submit([9], Options(max_new_tokens=15, do_sample=True))
+
+    def broken(tree, process, stop, warp, seed):
+        yield from ()
+        raise RuntimeError("a strategy's mistake")
+
+    monkeypatch.setattr("specbeam.engine.sample", broken)
+    engine.run()
+    with pytest.raises(RuntimeError, match="mistake"):
+        bad.result()
+    for i, request in enumerate(good):
+        assert request.result().token_ids == alone(lm, [i], Options(max_new_tokens=15)).token_ids
+
+
+def test_a_request_that_fails_in_a_pass_disturbs_nobody(lm, monkeypatch):
+    forward = lm.backend.forward
+
+    def out_of_memory(segments):
+        if any(len(s.tokens) > 30 for s in segments):
+            raise torch.OutOfMemoryError("the long one does not fit")
+        return forward(segments)
+
+    monkeypatch.setattr(lm.backend, "forward", out_of_memory)
+    engine = Engine(lm)
+    requests = [engine.submit([i] * (40 if i == 1 else 2), Options(max_new_tokens=10)) for i in range(3)]
+    engine.run()
+    with pytest.raises(SpecbeamError, match="out of memory"):
+        requests[1].result()
+    monkeypatch.undo()
+    for i in (0, 2):
+        assert requests[i].result().token_ids == alone(lm, [i] * 2, Options(max_new_tokens=10)).token_ids
+    assert engine.cache_tokens == 0
+
+
+def test_cancelled_before_it_began(lm):
+    engine = Engine(lm, max_requests=1)
+    first, second = engine.submit([1], Options(max_new_tokens=5)), engine.submit([2])
+    second.cancel()
+    engine.run()
+    assert first.done
+    assert (second.result().token_ids, second.result().finish_reason) == ([], "cancelled")
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**63 - 1), others=st.lists(st.lists(st.integers(0, 255), min_size=1), max_size=4))
+def test_a_seed_gives_the_same_text_in_any_company(lm, seed, others):
+    options = Options(max_new_tokens=12, do_sample=True, seed=seed)
+    engine = Engine(lm)
+    for other in others:
+        engine.submit(other, Options(max_new_tokens=6, do_sample=True))
+    request = engine.submit([3, 4], options)
+    engine.run()
+    assert request.result().token_ids == alone(lm, [3, 4], options).token_ids
+
+
+def test_without_a_seed_texts_differ(lm):
+    texts = {specbeam.generate(lm, [3], max_new_tokens=12, temperature=1.5).text for _ in range(5)}
+    assert len(texts) > 1
+
+
+def test_a_list_of_prompts_gives_a_list_of_results(lm):
+    prompts = ["one", [2, 3], [{"role": "user", "content": "three"}]]
+    results = specbeam.generate(lm, prompts, max_new_tokens=6)
+    assert [r.token_ids for r in results] == [specbeam.generate(lm, p, max_new_tokens=6).token_ids for p in prompts]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "says"),
+    [
+        ("", {}, "prompt is empty"),
+        ([], {}, "prompt is empty"),
+        (["a", ""], {}, "prompt 1: the prompt is empty"),
+        ([1] * 256, {}, "context of 256"),
+        ([1, 999], {}, "999 is not in the model's vocabulary"),
+        (3.5, {}, "not float"),
+        ([1, "a"], {}, "mixes kinds"),
+        ([{"role": "user"}], {}, "content"),
+        ("a", {"eos_token_id": 4000}, "4000"),
+        ("a", {"max_tokens": 5}, "did you mean 'max_new_tokens'"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(lm, prompt, options, says):
+    with pytest.raises(SpecbeamError, match=says):
+        specbeam.generate(lm, prompt, **options)
+
+
+@pytest.mark.parametrize("limit", ["max_requests", "max_batch_tokens", "max_cache_tokens"])
+def test_limits_are_checked(lm, limit):
+    with pytest.raises(SpecbeamError, match=limit):
+        Engine(lm, **{limit: 0})
+
+
+def test_a_result_is_not_there_before_it_is_done(lm):
+    request = Engine(lm).submit([1])
+    with pytest.raises(SpecbeamError, match="not finished"):
+        request.result()
