@@ -92,6 +92,14 @@ class Checkpoint(ABC):
         """The tensors that make up one of our parameters, stacked along their rows."""
         return sources(name, self.file_format)
 
+    def check_layers(self) -> None:
+        """Raises SpecbeamError if there cannot be as many layers as the configuration says, before any is made."""
+        if self.config.num_layers > len(self.shapes):
+            raise SpecbeamError(
+                f"{self.path}: the configuration says {self.config.num_layers} layers, but there are only "
+                f"{len(self.shapes)} tensors"
+            )
+
     def check_tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
         """Raises SpecbeamError unless the checkpoint has exactly the tensors these parameters are made of."""
         used = set()

@@ -52,7 +52,7 @@ class GGUFCheckpoint(Checkpoint):
             self.metadata, self._tensors = read_header(path)
         except OSError as error:
             raise SpecbeamError(f"{path} cannot be read: {error.strerror}") from error
-        except (struct.error, IndexError, ValueError, OverflowError, MemoryError) as error:
+        except (struct.error, LookupError, TypeError, ValueError, OverflowError, MemoryError) as error:
             if isinstance(error, SpecbeamError):
                 raise
             raise SpecbeamError(f"{path} is damaged: its header cannot be read. Fetch it again") from error
@@ -89,7 +89,7 @@ class GGUFCheckpoint(Checkpoint):
     def config(self) -> Config:
         config = config_from_gguf(self.metadata, self.shapes)
         if "rope_freqs.weight" in self._tensors:  # Llama 3's rotary scaling, worked out already
-            divisors = self._read("rope_freqs.weight", 0, 1).flatten().tolist()
+            divisors = self._read("rope_freqs.weight", 0, self.shapes["rope_freqs.weight"][0]).flatten().tolist()
             if len(divisors) != config.head_dim // 2:
                 raise SpecbeamError(
                     f"{self.path}: tensor rope_freqs.weight has {len(divisors)} values, not {config.head_dim // 2}"
@@ -99,7 +99,12 @@ class GGUFCheckpoint(Checkpoint):
 
     @cached_property
     def tokenizer(self) -> Any:
-        return tokenizer_from_gguf(self.metadata, self.path)
+        try:
+            return tokenizer_from_gguf(self.metadata, self.path)
+        except SpecbeamError:
+            raise
+        except Exception as error:  # the tokenizers library raises nothing narrower
+            raise SpecbeamError(f"{self.path}: its tokenizer is damaged ({error}). Fetch it again") from error
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:

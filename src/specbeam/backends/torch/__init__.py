@@ -37,6 +37,7 @@ class TorchBackend:
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.device, checkpoint)
         config = checkpoint.config
+        checkpoint.check_layers()
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         with torch.device("meta"):

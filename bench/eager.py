@@ -1,0 +1,85 @@
+"""Eager greedy decoding against transformers' eager: same weights, same prompts, same tokens, one run.
+
+    python bench/eager.py MODEL [MODEL ...] [--tokens 48] [--repeats 3] [--dtype float32]
+
+A MODEL is a folder or a .gguf file. The two take turns on every prompt, so that a drifting machine favours neither;
+the ratio is the median of the ratios of such pairs, after a warm-up. Tokens/s count whole generations, prefill
+included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from machine import describe
+
+import specbeam
+from specbeam.prompts import encode
+
+PROMPTS = [
+    "Why is the sky blue?",
+    "Write a Python function that reverses a linked list, and explain how it works.",
+    "Translate to French: the weather was fine, so we walked along the river until it was dark.",
+    "Summarize in one sentence: " + "The council met on Tuesday to discuss the new bridge and its cost. " * 8,
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+", type=Path)
+    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--dtype", default="float32")
+    given = parser.parse_args()
+    print(describe(f"transformers {transformers.__version__}"))
+    print(f"{given.dtype}, {given.tokens} new tokens, {len(PROMPTS)} prompts x {given.repeats}\n")
+    print("| model | transformers, tokens/s | specbeam, tokens/s | ratio (min to max) | same tokens |")
+    print("| --- | --- | --- | --- | --- |")
+    for path in given.models:
+        print(compare(path, given.tokens, given.repeats, given.dtype), flush=True)
+
+
+def compare(path: Path, tokens: int, repeats: int, dtype: str) -> str:
+    lm = specbeam.load(path, dtype=dtype)
+    device = lm.backend.device  # type: ignore[attr-defined]
+    theirs = load_with_transformers(path, dtype).to(device)
+    prompts = [encode(lm, prompt) for prompt in PROMPTS]
+    seconds: dict[str, list[float]] = {"transformers": [], "specbeam": []}
+    same = 0
+    for repeat in range(-1, repeats):
+        for prompt in prompts:
+            ids = torch.tensor([prompt], device=device)
+            start = time.perf_counter()
+            out = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens)
+            middle = time.perf_counter()
+            result = specbeam.generate(lm, prompt, max_new_tokens=tokens)
+            end = time.perf_counter()
+            expected = out[0, len(prompt) :].tolist()
+            if repeat < 0:  # warm-up
+                same += result.token_ids == expected
+                continue
+            seconds["transformers"].append((middle - start) / len(expected))
+            seconds["specbeam"].append((end - middle) / len(result.token_ids))
+    ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
+    rates = [1 / statistics.median(times) for times in seconds.values()]
+    return (
+        f"| {path.stem} | {rates[0]:.1f} | {rates[1]:.1f} | {statistics.median(ratios):.2f} "
+        f"({min(ratios):.2f} to {max(ratios):.2f}) | {same} of {len(prompts)} |"
+    )
+
+
+def load_with_transformers(path: Path, dtype: str) -> Any:
+    where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+    folder = path.parent if where else path
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **where)
+    return model.eval()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""From a fresh process to the first token: seconds, and the most memory held, against the size of the weights.
+
+    python bench/loading.py MODEL [MODEL ...] [--dtype float32] [--repeats 3]
+
+Each run is a process of its own, so that imports count. The allowance is 1.15 x the weights in their dtype + 0.5 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+
+from machine import describe
+
+CHILD = """
+import json, sys, specbeam
+lm = specbeam.load(sys.argv[1], dtype=sys.argv[2])
+weights = sum(p.numel() * p.element_size() for p in lm.backend.model.parameters())
+stream = specbeam.stream(lm, "Why is the sky blue?", max_new_tokens=2)
+next(stream)
+print(json.dumps({"weights": weights, "peak": lm.backend.peak_memory()}))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="+")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repeats", type=int, default=3)
+    given = parser.parse_args()
+    print(describe())
+    print(f"{given.dtype}\n")
+    print("| model | seconds to the first token | peak memory, GB | allowed, GB |")
+    print("| --- | --- | --- | --- |")
+    for model in given.models:
+        seconds = []
+        for _ in range(given.repeats):
+            start = time.perf_counter()
+            out = subprocess.run(
+                [sys.executable, "-c", CHILD, model, given.dtype], check=True, capture_output=True, text=True
+            )
+            seconds.append(time.perf_counter() - start)
+        found = json.loads(out.stdout)
+        allowed = 1.15 * found["weights"] + 0.5e9
+        print(
+            f"| {model.rsplit('/', 1)[-1]} | {statistics.median(seconds):.1f} ({min(seconds):.1f} to "
+            f"{max(seconds):.1f}) | {found['peak'] / 1e9:.2f} | {allowed / 1e9:.2f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Hugging Face folders: single and sharded, and what is wrong with wrong ones."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import specbeam
+from specbeam import SpecbeamError
+from specbeam.checkpoints import open_checkpoint
+from tests.conftest import EOS, byte_tokenizer, random_model
+
+
+@pytest.fixture
+def folder(save):
+    return save(random_model("llama"))
+
+
+def rewrite(folder, name, **changes):
+    path = folder / name
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({k: v for k, v in (content | changes).items() if v is not ...}))
+
+
+def test_shards_are_one_model(save):
+    model = random_model("qwen2")
+    whole, shards = save(model), save(model, max_shard_size="20KB")
+    assert len(list(shards.glob("*.safetensors"))) > 3
+    results = [specbeam.generate(specbeam.load(f), [1, 2, 3], max_new_tokens=20).token_ids for f in (whole, shards)]
+    assert results[0] == results[1]
+
+
+def test_generation_config_gives_the_ends_and_the_defaults(save):
+    model = random_model("llama")
+    model.generation_config.eos_token_id = [EOS, 7]
+    model.generation_config.repetition_penalty = 1.7
+    lm = specbeam.load(save(model))
+    assert lm.eos_token_ids == {EOS, 7}
+    ids = torch.tensor([[1, 2, 3]])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=30)
+    assert specbeam.generate(lm, [1, 2, 3], max_new_tokens=30).token_ids == out[0, 3:].tolist()
+
+
+def test_without_generation_config_the_config_or_the_tokenizer_knows_the_end(folder):
+    (folder / "generation_config.json").unlink()
+    assert open_checkpoint(folder).eos_token_ids == {EOS}
+    rewrite(folder, "config.json", eos_token_id=...)
+    assert open_checkpoint(folder).eos_token_ids == {EOS}
+
+
+def test_configs_of_transformers_4_and_5_say_the_same(save):
+    rope = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    folder = save(random_model("llama", rope_parameters=rope | {"rope_theta": 5000.0}))
+    new = open_checkpoint(folder).config
+    rewrite(folder, "config.json", rope_parameters=..., rope_theta=5000.0, rope_scaling=rope)
+    assert open_checkpoint(folder).config == new
+    assert new.rope_theta == 5000.0
+    assert max(new.rope_divisors) == 8.0
+
+
+def test_the_facts(folder):
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
+    facts = open_checkpoint(folder).facts
+    assert (facts.architecture, facts.quantization, facts.context, facts.license) == ("llama", "float32", 256, "mit")
+    assert facts.parameters == random_model("llama").num_parameters()
+    assert facts.size == (folder / "model.safetensors").stat().st_size
+
+
+def truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def damage(folder):
+    (folder / "model.safetensors").write_bytes(b"\xff" * 200)
+
+
+def tensors(change):
+    def apply(folder):
+        path = folder / "model.safetensors"
+        changed = load_file(path)
+        change(changed)
+        save_file(changed, path, metadata={"format": "pt"})
+
+    return apply
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("break_it", "says"),
+    [
+        (lambda f: (f / "config.json").unlink(), "has no config.json"),
+        (lambda f: (f / "config.json").write_text("{"), "cannot be read as JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "no JSON object"),
+        (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
+        (truncate, "damaged or not a safetensors file"),
+        (damage, "damaged or not a safetensors file"),
+        (lambda f: rewrite(f, "config.json", model_type="mamba"), "'mamba' is not supported: supported are llama"),
+        (lambda f: rewrite(f, "config.json", hidden_size=...), "no 'hidden_size'"),
+        (lambda f: rewrite(f, "config.json", hidden_size="big"), "hidden_size"),
+        (lambda f: rewrite(f, "config.json", num_hidden_layers=0), "num_layers = 0"),
+        (lambda f: rewrite(f, "config.json", num_hidden_layers=10**8), "100000000 layers"),
+        (lambda f: rewrite(f, "config.json", num_attention_heads=3, head_dim=8), "3 heads"),
+        (lambda f: rewrite(f, "config.json", hidden_act="gelu"), "gelu"),
+        (lambda f: rewrite(f, "config.json", rope_parameters={"rope_type": "yarn"}), "yarn"),
+        (lambda f: rewrite(f, "config.json", quantization_config={"quant_method": "gptq"}), "quantized with gptq"),
+        (lambda f: rewrite(f, "config.json", intermediate_size=64), "have 96 rows|asks for"),
+        (tensors(lambda t: t.pop(Q)), f"no tensor {Q}"),
+        (tensors(lambda t: t.update({Q: t[Q][:, :-1].clone()})), f"{Q} has shape"),
+        (tensors(lambda t: t.update({Q: t[Q][:-1].clone()})), "63 rows"),
+        (tensors(lambda t: t.update({"model.extra": t[Q].clone()})), "model.extra"),
+        (lambda f: (f / "tokenizer.json").unlink() or (f / "tokenizer_config.json").unlink(), "no tokenizer"),
+    ],
+)
+def test_what_is_wrong_is_said(folder, break_it, says):
+    break_it(folder)
+    with pytest.raises(SpecbeamError, match=says):
+        specbeam.load(folder)
+
+
+def test_a_shard_that_is_missing_is_named(save):
+    folder = save(random_model("llama"), max_shard_size="20KB")
+    lost = sorted(folder.glob("*.safetensors"))[1]
+    lost.unlink()
+    with pytest.raises(SpecbeamError, match=lost.name):
+        specbeam.load(folder)
+
+
+def test_a_head_stored_beside_a_tied_embedding_is_passed_over(save):
+    model = random_model("llama", tie_word_embeddings=True)
+    folder = save(model)
+    expected = specbeam.generate(specbeam.load(folder), [1], max_new_tokens=5).token_ids
+    tensors(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))(folder)
+    assert specbeam.generate(specbeam.load(folder), [1], max_new_tokens=5).token_ids == expected
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_noticed_when_it_matters(save, tmp_path):
+    tokenizer = byte_tokenizer()
+    folder = tmp_path / "m"
+    shutil.copytree(save(random_model("llama", vocab_size=200, eos_token_id=2, bos_token_id=1), tokenizer), folder)
+    lm = specbeam.load(folder)
+    with pytest.raises(SpecbeamError, match="not in the model's vocabulary of 200"):
+        specbeam.generate(lm, "a b")  # a space is token 220

@@ -1,0 +1,232 @@
+"""GGUF files: written with gguf's own writer, read back as the model they came from."""
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import GGUFWriter, quants
+from gguf.constants import GGML_QUANT_SIZES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specbeam
+from specbeam import SpecbeamError
+from specbeam.checkpoints import open_checkpoint
+from specbeam.checkpoints.architectures import GGUF, HUGGING_FACE, TENSORS
+from tests.conftest import BOS, CHAT_TEMPLATE, EOS, byte_tokenizer, random_model
+
+CONTROL, NORMAL = 3, 1
+AB = byte_tokenizer().convert_tokens_to_ids("ÿ")
+
+
+def interleave(weight, heads):
+    """How llama.cpp stores the query and key rows of Llama models."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def gguf_name(name):
+    """The GGUF name of a tensor of transformers."""
+    parts = name.split(".")
+    layer = parts[2] if parts[1] == "layers" else ""
+    pattern = name.replace(f"layers.{layer}.", "layers.{}.") if layer else name
+    for columns in TENSORS.values():
+        if pattern in columns[HUGGING_FACE]:
+            return columns[GGUF][columns[HUGGING_FACE].index(pattern)].format(layer)
+    raise KeyError(name)
+
+
+def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
+    """What llama.cpp's converter makes of a tiny Llama or Qwen model of transformers."""
+    config, architecture = model.config, model.config.model_type
+    writer = GGUFWriter(path, architecture)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(model.model.layers[0].self_attn.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    if tokenizer:
+        tokens = byte_tokenizer().convert_ids_to_tokens(list(range(259)))
+        tokens[AB] = "ab"  # in place of a byte that no UTF-8 text has
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_list(tokens)
+        writer.add_token_types([NORMAL] * 256 + [CONTROL] * 3)
+        writer.add_token_merges(["a b"])
+        writer.add_bos_token_id(BOS)
+        writer.add_eos_token_id(EOS)
+        writer.add_add_bos_token(False)
+        writer.add_chat_template(CHAT_TEMPLATE)
+    for key, value in metadata.items():
+        writer.add_string(f"general.{key}", value)
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        array = tensor.numpy()
+        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+            array = interleave(array, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
+        if array.ndim == 1 or kind == Type.F32:
+            writer.add_tensor(gguf_name(name), array)
+        else:
+            writer.add_tensor(gguf_name(name), quants.quantize(array, kind), raw_dtype=kind)
+    scaling = config.rope_parameters
+    if scaling["rope_type"] == "llama3":
+        plain = 1 / scaling["rope_theta"] ** (np.arange(0, 8, 2) / 8)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
+        ("llama", {"attention_bias": True}),
+        ("llama", {"rope_parameters": LLAMA3}),
+        ("qwen2", {}),
+        ("qwen3", {"tie_word_embeddings": True}),
+    ],
+)
+def test_a_file_is_the_model_it_came_from(tmp_path, architecture, changes):
+    model = random_model(architecture, **changes)
+    lm = specbeam.load(write_gguf(tmp_path / "m.gguf", model))
+    ids = torch.tensor([[1, 2, 3]])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40, eos_token_id=EOS)
+    result = specbeam.generate(lm, [1, 2, 3], max_new_tokens=40)
+    assert result.token_ids == out[0, 3:].tolist()
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+def test_every_simple_type_reads_as_gguf_dequantizes_it(tmp_path, kind):
+    model = random_model("llama", hidden_size=64, intermediate_size=96)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, Type[kind]))
+    assert checkpoint.dtype == {"F16": "float16", "BF16": "bfloat16"}.get(kind, kind)
+    original = model.model.embed_tokens.weight.detach().numpy()
+    expected = quants.dequantize(quants.quantize(original, Type[kind]), Type[kind])
+    got = checkpoint.read("token_embd.weight", 3, 200).numpy()
+    np.testing.assert_array_equal(got, expected[3:200])
+    assert np.abs(got - original[3:200]).max() < 0.2  # and is near what was written
+    down = model.model.layers[2].mlp.down_proj.weight.detach()
+    torch.testing.assert_close(checkpoint.read("blk.2.ffn_down.weight", 0, 64), down, atol=0.2, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_every_k_quant_reads_as_transformers_dequantizes_it(tmp_path, kind):
+    """transformers has an implementation of its own, apart from the gguf package's."""
+    theirs = pytest.importorskip("transformers.integrations.gguf.dequant")
+    block, size = GGML_QUANT_SIZES[Type[kind]]
+    raw = np.random.default_rng(0).integers(0, 60, (10, 2 * size), dtype=np.uint8)  # small bytes: no infinite scales
+    writer = GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("blk.0.ffn_down.weight", raw, raw_dtype=Type[kind])
+    writer.add_tensor("token_embd.weight", np.zeros((4, 512), np.float32))
+    for add, value in {
+        "embedding_length": 512,
+        "block_count": 1,
+        "context_length": 9,
+        "feed_forward_length": 9,
+    }.items():
+        getattr(writer, f"add_{add}")(value)
+    writer.add_head_count(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    got = open_checkpoint(tmp_path / "m.gguf").read("blk.0.ffn_down.weight", 2, 9)
+    expected = theirs.dequantize(torch.from_numpy(raw), int(Type[kind])).reshape(10, 2 * block)
+    torch.testing.assert_close(got, expected[2:9])
+    assert got.abs().max() > 0
+
+
+def test_tokenizer_special_tokens_and_template_come_from_the_file(tmp_path):
+    lm = specbeam.load(write_gguf(tmp_path / "m.gguf", random_model("llama")))
+    assert lm.eos_token_ids == {EOS}
+    bytes_alone = byte_tokenizer()("h\u00e9 ").input_ids
+    assert lm.tokenizer("h\u00e9 ab<eos>").input_ids == [*bytes_alone, AB, EOS]
+    assert lm.decode([*bytes_alone, AB, EOS]) == "h\u00e9 ab"
+    assert specbeam.show_prompt(lm, "Hi") == "<bos>user: Hi\nassistant: "
+
+
+def test_the_facts(tmp_path):
+    model = random_model("llama")
+    facts = open_checkpoint(write_gguf(tmp_path / "m.gguf", model, license="mit")).facts
+    assert facts.parameters == model.num_parameters()
+    assert (facts.architecture, facts.context, facts.quantization, facts.license) == ("llama", 256, "float32", "mit")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return write_gguf(tmp_path_factory.mktemp("gguf") / "m.gguf", random_model("llama"))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_a_damaged_file_is_refused_or_still_a_model(whole, tmp_path_factory, data):
+    """Cut anywhere it is refused; with bytes changed nothing worse happens than a clear error."""
+    path = tmp_path_factory.mktemp("cut") / "m.gguf"
+    content = whole.read_bytes()
+    if data.draw(st.booleans()):
+        path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
+        with pytest.raises(SpecbeamError, match="truncated|damaged|not a GGUF|no tensor"):
+            specbeam.load(path)
+        return
+    header = content.index(b"blk.0.attn_norm")
+    changed = bytearray(content)
+    for position in data.draw(st.lists(st.integers(0, header + 2000), min_size=1, max_size=4)):
+        changed[position] = data.draw(st.integers(0, 255))
+    path.write_bytes(changed)
+    try:
+        lm = specbeam.load(path)
+        specbeam.generate(lm, [1, 2], max_new_tokens=2)
+    except SpecbeamError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "not a GGUF file"),
+        (b"GGUF", "damaged"),
+        (b"PK\x03\x04 something else entirely", "not a GGUF file"),
+        (b"GGUF\x01\x00\x00\x00" + bytes(16), "version 1"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, content, says):
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    with pytest.raises(SpecbeamError, match=says):
+        specbeam.load(path)
+
+
+def test_a_file_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(SpecbeamError, match="no tokenizer"):
+        specbeam.load(write_gguf(tmp_path / "m.gguf", random_model("llama"), tokenizer=False))
+
+
+def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path):
+    writer = GGUFWriter(tmp_path / "m.gguf", "mamba")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(SpecbeamError, match="'mamba' is not supported: supported are llama, qwen2, qwen3"):
+        specbeam.load(tmp_path / "m.gguf")
+    assert open_checkpoint(tmp_path / "m.gguf").facts.architecture == "mamba"

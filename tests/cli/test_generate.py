@@ -1,0 +1,214 @@
+"""The command line: what it prints, and how it says no."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import specbeam
+from specbeam.cli import main
+from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, random_model
+
+
+@pytest.fixture(scope="module")
+def folder(save):
+    return str(save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE)))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return specbeam.load(folder)
+
+
+@pytest.fixture
+def run(folder, capsys):
+    def run(*arguments, model=folder):
+        where = ("--model", model) if arguments[0] == "generate" else ()
+        try:
+            status = main([*arguments, *where])
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def test_json_is_the_result_and_nothing_else(run, model):
+    status, out, err = run("generate", "hi", "--json", "--max-new-tokens", "9", "--show-prompt")
+    assert status == 0
+    assert len(out.splitlines()) == 1
+    got, expected = json.loads(out), specbeam.generate(model, "hi", max_new_tokens=9)
+    assert set(got) == {"text", "token_ids", "sequences", "finish_reason", "stats"}
+    assert (got["text"], got["token_ids"], got["finish_reason"]) == (expected.text, expected.token_ids, "length")
+    assert got["sequences"] == [
+        {"text": expected.text, "token_ids": expected.token_ids, "score": pytest.approx(expected.sequences[0].score)}
+    ]
+    assert got["stats"]["new_tokens"] == 9
+    assert "<bos>user: hi\nassistant: " in err
+
+
+@pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
+def test_text_goes_to_standard_output_and_statistics_to_the_other(run, model, stream):
+    status, out, err = run("generate", "hi", "--max_new_tokens", "9", stream)
+    assert (status, out) == (0, specbeam.generate(model, "hi", max_new_tokens=9).text + "\n")
+    assert "9 tokens" in err
+
+
+def test_every_option_reaches_the_engine(run, model):
+    options = {
+        "max_new_tokens": 30,
+        "min_new_tokens": 3,
+        "temperature": 0.9,
+        "top_k": 50,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repetition_penalty": 1.2,
+        "seed": 5,
+        "stop_strings": ["e"],
+        "eos_token_id": [EOS, 7],
+    }
+    arguments = ["--do-sample", "--system", "Be brief.", "--raw", "--json"]
+    for name, value in options.items():
+        for one in value if isinstance(value, list) else [value]:
+            arguments += [f"--{name.replace('_', '-')}", str(one)]
+    _, out, _ = run("generate", "hi", *arguments)
+    expected = specbeam.generate(model, "hi", system="Be brief.", raw=True, do_sample=True, **options)
+    assert json.loads(out)["token_ids"] == expected.token_ids
+
+
+def test_the_prompt_can_be_shown(run):
+    _, out, _ = run("generate", "hi", "--show-prompt", "--system", "S", "--max-new-tokens", "1")
+    assert out.startswith("<bos>system: S\n<bos>user: hi\nassistant: \n")
+
+
+def test_a_dash_reads_standard_input(run, monkeypatch):
+    _, expected, _ = run("generate", "two\nlines", "--json", "--max-new-tokens", "5")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines\n")))
+    _, out, _ = run("generate", "-", "--json", "--max-new-tokens", "5")
+    assert json.loads(out)["token_ids"] == json.loads(expected)["token_ids"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("p.txt", "one\n\ntwo\nthree\n"),
+        (
+            "p.jsonl",
+            '"one"\n{"prompt": "two"}\n{"id": 3, "messages": [{"role": "user", "content": "three"}]}\n',
+        ),
+    ],
+)
+def test_a_file_of_prompts_gives_a_line_a_prompt(run, model, tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    status, out, _ = run("generate", "--prompts", str(tmp_path / name), "--json", "--max-new-tokens", "6")
+    assert status == 0
+    expected = specbeam.generate(model, ["one", "two", "three"], max_new_tokens=6)
+    assert [json.loads(line)["token_ids"] for line in out.splitlines()] == [r.token_ids for r in expected]
+    _, out, _ = run("generate", "--prompts", str(tmp_path / name), "--max-new-tokens", "6")
+    assert out == "".join(r.text + "\n" for r in expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "give one of PROMPT"),
+        (("hi", "--prompts", "x.txt"), "give one of PROMPT"),
+        (("",), "the prompt is empty"),
+        (("hi", "--temperature", "-1"), "temperature=-1.0 is not allowed"),
+        (("hi", "--top-p", "1.5"), "top_p=1.5 is not allowed"),
+        (("hi", "--max-new-tokens", "0"), "max_new_tokens=0 is not allowed"),
+        (("hi", "--max-new-tokens", "many"), "invalid int value: 'many'"),
+        (("hi", "--max-tokens", "5"), "unrecognized arguments: --max-tokens"),
+        (("hi", "--backend", "gpu"), "unknown backend 'gpu'"),
+        (("hi", "--dtype", "int1"), "unknown dtype 'int1'"),
+        (("hi", "--device", "cuda:77"), "device 'cuda:77' cannot be used"),
+        (("x" * 300, "--raw"), "the prompt has 300 tokens"),
+        (("--prompts", "/not/there.txt"), "/not/there.txt cannot be read: No such file"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(run, arguments, says):
+    status, out, err = run("generate", *arguments)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("p.txt", b"\n\n", "holds no prompts"),
+        ("p.txt", b"caf\xe9", "not UTF-8"),
+        ("p.txt", b"good\n" + b"x" * 3000, "line 2: the prompt has"),
+        ("p.jsonl", b'"good"\n{"prompt"', "line 2 is not JSON"),
+        ("p.jsonl", b'{"question": "x"}', 'neither "prompt" nor "messages", but \'question\''),
+        ("p.jsonl", b"3", "not int"),
+    ],
+)
+def test_a_bad_file_of_prompts_names_the_line(run, tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    status, out, err = run("generate", "--prompts", str(tmp_path / name))
+    assert (status, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("model", ["nothing-like-it", "/not/there", "not-there.gguf"])
+def test_a_bad_model_is_one_line_and_status_2(run, model):
+    status, out, err = run("generate", "hi", model=model)
+    assert (status, out) == (2, "")
+    assert model in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("models",), ("models", "show")])
+def test_wrong_commands(run, arguments):
+    try:
+        status = main(arguments)
+    except SystemExit as stop:
+        status = stop.code
+    assert status == 2
+
+
+def test_version(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == specbeam.__version__
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize("as_json", [False, True])
+def test_ctrl_c_keeps_the_partial_text(save, as_json):
+    folder = save(random_model("llama", max_position_embeddings=100_000))
+    long = ["--max-new-tokens", "90000", "--min-new-tokens", "90000", "--model", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "specbeam",
+        "generate",
+        "hi",
+        *long,
+        *(["--json", "--show-prompt"] if as_json else []),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    (process.stderr if as_json else process.stdout).read(2)  # it has begun
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+    assert b"interrupted" in err
+    if as_json:
+        assert json.loads(out)["finish_reason"] == "cancelled"
+    else:
+        assert b"cancelled" in err
+        assert out.endswith(b"\n")
+
+
+def test_a_reader_that_goes_away_is_no_crash(folder):
+    command = f"{sys.executable} -m specbeam generate hi --model {folder} --max-new-tokens 200 | head -c 1"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr

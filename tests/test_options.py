@@ -1,0 +1,74 @@
+"""Options: ranges, contradictions, and what a checkpoint may fill in."""
+
+import pytest
+
+from specbeam import Options, SpecbeamError
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_new_tokens": 0},
+        {"max_new_tokens": 2.5},
+        {"max_new_tokens": None},
+        {"min_new_tokens": -1},
+        {"min_new_tokens": 9, "max_new_tokens": 8},
+        {"temperature": -0.1},
+        {"temperature": float("nan")},
+        {"temperature": "hot"},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"top_p": 1.1},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0},
+        {"seed": -1},
+        {"seed": True},
+        {"stop_strings": ""},
+        {"stop_strings": ["a", 3]},
+        {"eos_token_id": [-1]},
+        {"do_sample": "yes"},
+    ],
+)
+def test_values_out_of_range_are_refused_by_name_and_value(wrong):
+    name, value = next(iter(wrong.items()))
+    with pytest.raises(SpecbeamError, match=f"{name}=") as error:
+        Options(**wrong)
+    assert "give" in str(error.value)
+    assert repr(value)[:3] in str(error.value) or name == "stop_strings"
+
+
+@pytest.mark.parametrize("wrong", [{"do_sample": False, "top_p": 0.5}, {"do_sample": True, "temperature": 0}])
+def test_contradictions_are_refused(wrong):
+    with pytest.raises(SpecbeamError, match="leave one out"):
+        Options(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "samples"),
+    [
+        ({}, False),
+        ({"temperature": 0}, False),
+        ({"temperature": 0, "top_p": 0.9}, False),
+        ({"temperature": 1.0}, True),
+        ({"top_k": 5}, True),
+        ({"do_sample": True}, True),
+        ({"do_sample": False, "temperature": 1.0, "top_p": 1.0}, False),
+        ({"repetition_penalty": 1.2}, False),
+    ],
+)
+def test_sampling_is_asked_for(given, samples):
+    assert Options(**given).samples is samples
+
+
+def test_a_checkpoint_fills_in_what_was_not_said():
+    defaults = {"temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1, "do_sample": True, "max_length": 5}
+    greedy = Options().with_defaults(defaults)
+    assert not greedy.samples
+    assert (greedy.repetition_penalty, greedy.temperature) == (1.1, None)
+    sampled = Options(do_sample=True, top_k=3).with_defaults(defaults)
+    assert (sampled.temperature, sampled.top_k, sampled.repetition_penalty) == (0.7, 3, 1.1)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(SpecbeamError, match="did you mean 'temperature'"):
+        Options.of({"temprature": 1})

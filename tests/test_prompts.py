@@ -1,0 +1,61 @@
+"""Prompts of every kind, and what the model sees of them."""
+
+import numpy as np
+import pytest
+import torch
+
+import specbeam
+from specbeam.errors import SpecbeamError
+from specbeam.prompts import encode
+from tests.conftest import BOS
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+
+
+@pytest.fixture(scope="module")
+def chat(tiny):
+    return tiny("llama", chat=True)[1]
+
+
+def test_text_is_a_users_message_where_there_is_a_template(chat):
+    assert specbeam.show_prompt(chat, "Hi") == "<bos>user: Hi\nassistant: "
+    assert specbeam.show_prompt(chat, "Hi", system="Be brief.") == specbeam.show_prompt(chat, MESSAGES)
+    assert specbeam.show_prompt(chat, MESSAGES) == "<bos>system: Be brief.\n<bos>user: Hi\nassistant: "
+    assert encode(chat, "Hi")[0] == BOS
+
+
+def test_messages_are_rendered_as_transformers_renders_them(chat):
+    expected = chat.tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, return_dict=False)
+    assert encode(chat, MESSAGES) == list(expected)
+
+
+def test_plain_text_without_a_template_or_when_raw(chat, lm):
+    assert specbeam.show_prompt(lm, "Hi") == "Hi"
+    assert specbeam.show_prompt(chat, "Hi", raw=True) == "Hi"
+    assert specbeam.show_prompt(lm, MESSAGES) == "Be brief.\n\nHi"
+    assert specbeam.show_prompt(lm, "Hi", system="Be brief.") == "Be brief.\n\nHi"
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 3], np.array([1, 2, 3]), torch.tensor([1, 2, 3]), (1, 2, 3)])
+def test_token_ids_are_taken_as_they_are(chat, ids):
+    assert encode(chat, ids) == [1, 2, 3]
+
+
+def test_arrays_make_a_batch(lm):
+    results = specbeam.generate(lm, [np.array([1, 2]), torch.tensor([3])], max_new_tokens=2)
+    assert [r.stats.prompt_tokens for r in results] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "keywords", "says"),
+    [
+        ([{"role": "wizard", "content": "x"}], {}, "refuses these messages: unknown role wizard"),
+        ([{"role": "user", "content": 3}], {}, '"role" and "content"'),
+        ([1, 2], {"system": "x"}, "taken as it is"),
+        ([1, -1], {}, "-1 is not in the model's vocabulary"),
+        (None, {}, "not NoneType"),
+    ],
+)
+def test_what_is_no_prompt_is_refused(chat, prompt, keywords, says):
+    with pytest.raises(SpecbeamError, match=says):
+        encode(chat, prompt, **keywords)

@@ -1,0 +1,102 @@
+"""Real weights against transformers reading the same files. Minutes each; skipped where the models are not there."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import specbeam
+from specbeam import Engine, Options
+from specbeam.prompts import encode
+from tests.conftest import reference_model
+
+pytestmark = pytest.mark.models
+
+SPEC_BENCH = Path(__file__).parents[2] / "shared/data/spec_bench.jsonl"
+TOKENS = 64
+
+
+def questions(n):
+    """n first turns, spread over the categories."""
+    if not SPEC_BENCH.is_file():
+        pytest.skip(f"{SPEC_BENCH} is not there")
+    rows = [json.loads(line) for line in SPEC_BENCH.read_text(encoding="utf-8").splitlines()]
+    return [rows[i * len(rows) // n]["turns"][0] for i in range(n)]
+
+
+def near_tie(model, prompt, ours, theirs):
+    """Whether two texts part where transformers itself finds both tokens (nearly) equally likely."""
+    at = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + ours[:at]])).logits[0, -1]
+    return abs(logits[ours[at]] - logits[theirs[at]]).item() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts"),
+    [("smollm2-135m-instruct", 20), ("qwen2.5-coder-0.5b-instruct", 5), ("qwen2.5-coder-1.5b-instruct", 5)],
+)
+def test_greedy_tokens_are_those_of_transformers(name, prompts):
+    path = reference_model(name)
+    texts = questions(prompts)
+    lm = specbeam.load(path, dtype="float32", device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    different = []
+    for text in texts:
+        prompt = encode(lm, text)
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=TOKENS,
+                eos_token_id=sorted(lm.eos_token_ids),
+            )
+        expected = out[0, len(prompt) :].tolist()
+        got = specbeam.generate(lm, prompt, max_new_tokens=TOKENS).token_ids
+        if got != expected and not near_tie(model, prompt, got, expected):
+            different.append(text[:60])
+    assert not different
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
+def test_the_files_tokenizer_is_the_one_transformers_reads(name):
+    path = reference_model(name)
+    theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    ours = specbeam.checkpoints.open_checkpoint(path).tokenizer
+    texts = [*questions(100), "<|im_start|>user\nHi<|im_end|>\n", "naïve café 🙂👍🏽  \t\n\n 12345 it's", "   x", ""]
+    for text in texts:
+        assert ours(text).input_ids == theirs(text).input_ids
+        assert ours.decode(ours(text).input_ids, skip_special_tokens=False) == text
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    render = {"tokenize": False, "add_generation_prompt": True}
+    assert ours.apply_chat_template(messages, **render) == theirs.apply_chat_template(messages, **render)
+
+
+def test_a_mixed_batch_on_real_weights_gives_each_what_it_gets_alone():
+    lm = specbeam.load(reference_model("smollm2-135m-instruct"), dtype="float32", device="cpu")
+    texts = questions(8)
+    options = [
+        Options(max_new_tokens=24 + 8 * i, do_sample=True, temperature=0.8, seed=i)
+        if i % 2
+        else Options(max_new_tokens=24 + 8 * i)
+        for i in range(8)
+    ]
+    engine = Engine(lm)
+    requests = [engine.submit(text, o) for text, o in zip(texts, options, strict=True)]
+    while engine.step():
+        if len(requests[4].pieces) >= 20:
+            requests[4].cancel()
+    for i, (request, text, o) in enumerate(zip(requests, texts, options, strict=True)):
+        alone = Engine(lm)
+        expected = alone.submit(text, o)
+        alone.run()
+        got = request.result()
+        if i == 4:
+            assert got.finish_reason == "cancelled"
+            assert expected.result().text.startswith(got.text)
+        else:
+            assert got.token_ids == expected.result().token_ids
