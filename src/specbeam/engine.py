@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -71,14 +71,21 @@ class Engine:
         self._live: list[Request] = []
 
     def submit(
-        self, prompt: Any, options: Options | None = None, *, system: str | None = None, raw: bool = False
+        self,
+        prompt: Any,
+        options: Options | Mapping[str, Any] | None = None,
+        *,
+        system: str | None = None,
+        raw: bool = False,
     ) -> Request:
         """Queue one prompt (text, chat messages or token ids) and return its handle.
+
+        Options are an :class:`Options` or a mapping of its fields.
 
         Raises:
             SpecbeamError: a prompt that is empty or longer than the context, or options that do not fit the model.
         """
-        request = Request(self.lm, encode(self.lm, prompt, system=system, raw=raw), options or Options())
+        request = Request(self.lm, encode(self.lm, prompt, system=system, raw=raw), Options.of(options or {}))
         if request.max_length > self.max_cache_tokens:
             raise SpecbeamError(
                 f"prompt and max_new_tokens need {request.max_length} cache slots, the engine has "
@@ -142,14 +149,14 @@ class Engine:
             logits = self.lm.backend.forward(segments)
         except Exception as error:
             if len(batch) > 1:
-                for part in batch:
-                    yield from self._evaluate([part])
+                for one in batch:
+                    yield from self._evaluate([one])
             else:
                 batch[0][0].fail(error)
             return
-        rows = logits.split([len(s.wanted) for s in segments])
-        for (request, nodes), part in zip(batch, rows, strict=True):
-            yield request, nodes, part
+        rows = torch.split(logits, [len(s.wanted) for s in segments])
+        for (request, nodes), row in zip(batch, rows, strict=True):
+            yield request, nodes, row
 
 
 class Request:
@@ -288,7 +295,7 @@ class Request:
             self.pieces.append(Piece(text))
         sequences = [self._sequence(best, self._text.text)]
         for other in others:
-            stream = TextStream(self._lm.decode, self._text.stop_strings)
+            stream = TextStream(self._lm.decode, tuple(self._options.stop_strings))
             stream.push(self._tree.new_tokens(other.node))
             stream.finish()
             sequences.append(self._sequence(other, stream.text))

@@ -80,8 +80,10 @@ class Options:
             raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out")
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Options:
-        """Options from keyword arguments; an unknown name is refused with the nearest valid one."""
+    def of(cls, given: Options | Mapping[str, Any]) -> Options:
+        """Options from a mapping; an unknown name is refused with the nearest valid one."""
+        if isinstance(given, Options):
+            return given
         names = [field.name for field in fields(cls)]
         for name in given:
             if name not in names:

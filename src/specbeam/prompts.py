@@ -51,9 +51,9 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
         messages = [{"role": "system", "content": system}, *messages]
 
     if raw or not lm.tokenizer.chat_template:
-        ids = lm.tokenizer("\n\n".join(message["content"] for message in messages)).input_ids
+        ids = lm.tokenizer("\n\n".join(message["content"] for message in messages), verbose=False).input_ids
     else:
-        ids = lm.tokenizer(_render(lm, messages), add_special_tokens=False).input_ids
+        ids = lm.tokenizer(_render(lm, messages), add_special_tokens=False, verbose=False).input_ids
     if not ids:
         raise SpecbeamError("the prompt has no tokens: give at least one")
     return _in_vocabulary(lm, ids)

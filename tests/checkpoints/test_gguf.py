@@ -184,7 +184,7 @@ def test_a_damaged_file_is_refused_or_still_a_model(whole, tmp_path_factory, dat
     content = whole.read_bytes()
     if data.draw(st.booleans()):
         path.write_bytes(content[: data.draw(st.integers(0, len(content) - 1))])
-        with pytest.raises(SpecbeamError, match="truncated|damaged|not a GGUF|no tensor"):
+        with pytest.raises(SpecbeamError, match=r"truncated|damaged|not a GGUF|no tensor"):
             specbeam.load(path)
         return
     header = content.index(b"blk.0.attn_norm")

@@ -1,5 +1,7 @@
 """``specbeam models``."""
 
+from pathlib import Path
+
 from specbeam.checkpoints import registry
 from specbeam.cli import main
 from tests.checkpoints.test_registry import WHOLE, index  # noqa: F401  (a fixture)
@@ -17,8 +19,7 @@ def test_list_names_what_can_be_had(capsys, monkeypatch, tmp_path):
 
 def test_pull_prints_where_the_model_lies(capsys, index):  # noqa: F811
     assert main(["models", "pull", "toy"]) == 0
-    path = capsys.readouterr().out.strip()
-    assert open(path, "rb").read() == WHOLE
+    assert Path(capsys.readouterr().out.strip()).read_bytes() == WHOLE
 
 
 def test_show_describes_a_folder(capsys, save):

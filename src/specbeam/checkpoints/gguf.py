@@ -108,7 +108,7 @@ class GGUFCheckpoint(Checkpoint):
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:
-        named = {self.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")} - {None}
+        named = {self.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")}
         tokens = self.metadata.get("tokenizer.ggml.tokens", [])
         types = self.metadata.get("tokenizer.ggml.token_type", [])
         known = {
@@ -116,7 +116,7 @@ class GGUFCheckpoint(Checkpoint):
             for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
             if kind == CONTROL and token in END_OF_TEXT
         }
-        return frozenset(named | known)
+        return frozenset({i for i in named if i is not None} | known)
 
     @property
     def dtype(self) -> str:
@@ -127,7 +127,7 @@ class GGUFCheckpoint(Checkpoint):
         return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(most, most)
 
     @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:  # type: ignore[override]
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     def piece_rows(self, source: str, elements: int) -> int:

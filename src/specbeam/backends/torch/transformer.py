@@ -93,11 +93,11 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: list[TreeSegment]) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
-        qk, v = qkv.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = qk.split([self.heads, self.kv_heads], dim=1)
-            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
-        q, k = rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
+            qk = torch.cat([self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])], dim=1)
+        qk = rotate(qk, cos, sin)
+        q, k = qk[:, : self.heads], qk[:, self.heads :]
         outs = []
         for s in segments:
             keys, values = s.cache.store(self.layer, s.slots, k[s.rows], v[s.rows], s.length)
