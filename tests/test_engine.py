@@ -1,5 +1,8 @@
 """The engine: requests share passes, and none feels the others."""
 
+import weakref
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +10,9 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
+from specbeam.decoding import Evaluate, Hypothesis
+from specbeam.slots import Slots
+from specbeam.tree import Tree
 from tests.conftest import EOS
 
 MIXED = [
@@ -142,6 +148,97 @@ def test_a_request_that_fails_in_a_pass_disturbs_nobody(lm, monkeypatch):
     for i in (0, 2):
         assert requests[i].result().token_ids == alone(lm, [i] * 2, Options(max_new_tokens=10)).token_ids
     assert engine.cache_tokens == 0
+
+
+def test_a_failed_request_lets_go_of_all_memory(lm, monkeypatch):
+    caches = []
+    new_cache, forward = lm.backend.new_cache, lm.backend.forward
+
+    def watched(most):
+        caches.append(weakref.ref(cache := new_cache(most)))
+        return cache
+
+    def failing(segments):
+        if any(len(s.tokens) > 30 for s in segments):
+            raise RuntimeError("broken")
+        return forward(segments)
+
+    monkeypatch.setattr(lm.backend, "new_cache", watched)
+    monkeypatch.setattr(lm.backend, "forward", failing)
+    engine = Engine(lm)
+    handles = [engine.submit([i] * n, Options(max_new_tokens=3)) for i, n in enumerate((40, 2))]
+    engine.run()
+    assert len(caches) == len(handles) == 2
+    assert [cache() for cache in caches] == [None, None]
+    with pytest.raises(RuntimeError, match="broken") as error:
+        handles[0].result()
+    assert "failing" in error.value.__notes__[0]  # where it happened is still told
+
+
+def strategy_that(*yields, returns=()):
+    def strategy(tree, process, stop):
+        seen.clear()
+        for nodes in yields:
+            seen.append((yield Evaluate(nodes)))
+        return list(returns)
+
+    seen = []
+    strategy.seen = seen
+    return strategy
+
+
+@pytest.mark.parametrize("strategy", [strategy_that([]), strategy_that([0], returns=[]), strategy_that([99])])
+def test_a_strategy_that_asks_for_nonsense_disturbs_nobody(lm, monkeypatch, strategy):
+    engine = Engine(lm)
+    good = engine.submit([1], Options(max_new_tokens=5, do_sample=True, seed=1))
+    bad = engine.submit([2, 3])
+    monkeypatch.setattr("specbeam.engine.greedy", strategy)
+    engine.run()
+    assert len(good.result().token_ids) == 5
+    with pytest.raises((ValueError, IndexError)):
+        bad.result()
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 512])
+def test_logits_come_in_the_order_they_were_asked_for(lm, monkeypatch, chunk):
+    asked = [3, 0, 0, 2]
+    strategy = strategy_that(asked, [1], returns=[Hypothesis(3, 0.0, "length")])
+    monkeypatch.setattr("specbeam.engine.greedy", strategy)
+    engine = Engine(lm, max_batch_tokens=chunk)
+    request = engine.submit([5, 6, 7, 8])
+    engine.run()
+    request.result()
+    tree = Tree([5, 6, 7, 8])
+    slots = Slots(tree, lm.backend, 4)
+    expected = lm.backend.forward([slots.segment(slots.missing([3]), np.arange(4))])
+    torch.testing.assert_close(strategy.seen[0], expected[asked], atol=2e-4, rtol=0)
+    torch.testing.assert_close(strategy.seen[1], expected[[1]], atol=2e-4, rtol=0)
+
+
+def test_a_cache_sets_no_more_aside_than_its_request_may_need(lm):
+    engine = Engine(lm, max_cache_tokens=140, max_batch_tokens=129)
+    request = engine.submit([1] * 130, Options(max_new_tokens=8))
+    while engine.step():
+        assert request.slots.cache.capacity <= 138
+
+
+def test_making_room_can_be_tried_again(lm, monkeypatch):
+    cache = lm.backend.new_cache(200)
+    cache.reserve(64)
+    grown = cache._keys[2]
+
+    class Full:
+        shape = grown.shape
+
+        def new_empty(self, *size):
+            raise torch.OutOfMemoryError("full")
+
+    cache._keys[2] = Full()
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.reserve(65)
+    cache._keys[2] = grown
+    cache.reserve(65)
+    assert {t.shape[1] for t in (*cache._keys, *cache._values)} == {cache.capacity} == {128}
 
 
 def test_cancelled_before_it_began(lm):

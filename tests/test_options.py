@@ -1,5 +1,6 @@
 """Options: ranges, contradictions, and what a checkpoint may fill in."""
 
+import numpy as np
 import pytest
 
 from specbeam import Options, SpecbeamError
@@ -26,7 +27,12 @@ from specbeam import Options, SpecbeamError
         {"stop_strings": ""},
         {"stop_strings": ["a", 3]},
         {"eos_token_id": [-1]},
+        {"eos_token_id": 1.5},
+        {"eos_token_id": True},
+        {"stop_strings": 5},
         {"do_sample": "yes"},
+        {"do_sample": 0},
+        {"temperature": 1e-39},
     ],
 )
 def test_values_out_of_range_are_refused_by_name_and_value(wrong):
@@ -34,7 +40,7 @@ def test_values_out_of_range_are_refused_by_name_and_value(wrong):
     with pytest.raises(SpecbeamError, match=f"{name}=") as error:
         Options(**wrong)
     assert "give" in str(error.value)
-    assert repr(value)[:3] in str(error.value) or name == "stop_strings"
+    assert name in ("stop_strings", "eos_token_id") or repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize("wrong", [{"do_sample": False, "top_p": 0.5}, {"do_sample": True, "temperature": 0}])
@@ -67,6 +73,24 @@ def test_a_checkpoint_fills_in_what_was_not_said():
     assert (greedy.repetition_penalty, greedy.temperature) == (1.1, None)
     sampled = Options(do_sample=True, top_k=3).with_defaults(defaults)
     assert (sampled.temperature, sampled.top_k, sampled.repetition_penalty) == (0.7, 3, 1.1)
+
+
+def test_numbers_may_be_numpys_and_none_means_no_stop_strings():
+    options = Options(
+        max_new_tokens=np.int64(5), temperature=np.float32(0.5), eos_token_id=np.int64(3), stop_strings=None
+    )
+    assert (options.max_new_tokens, options.temperature, options.eos_token_id, options.stop_strings) == (
+        5,
+        0.5,
+        (3,),
+        (),
+    )
+    assert type(options.max_new_tokens) is int
+
+
+def test_a_checkpoints_wrong_value_is_not_blamed_on_the_caller():
+    with pytest.raises(SpecbeamError, match="generation_config.json: top_k=-1"):
+        Options(do_sample=True).with_defaults({"top_k": -1})
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():

@@ -36,7 +36,9 @@ def test_plain_text_without_a_template_or_when_raw(chat, lm):
     assert specbeam.show_prompt(lm, "Hi", system="Be brief.") == "Be brief.\n\nHi"
 
 
-@pytest.mark.parametrize("ids", [[1, 2, 3], np.array([1, 2, 3]), torch.tensor([1, 2, 3]), (1, 2, 3)])
+@pytest.mark.parametrize(
+    "ids", [[1, 2, 3], np.array([1, 2, 3]), torch.tensor([1, 2, 3]), (1, 2, 3), list(np.array([1, 2, 3]))]
+)
 def test_token_ids_are_taken_as_they_are(chat, ids):
     assert encode(chat, ids) == [1, 2, 3]
 
@@ -54,6 +56,9 @@ def test_arrays_make_a_batch(lm):
         ([1, 2], {"system": "x"}, "taken as it is"),
         ([1, -1], {}, "-1 is not in the model's vocabulary"),
         (None, {}, "not NoneType"),
+        (b"Hi", {}, "not bytes"),
+        ("a\ud800b", {}, "half a surrogate pair"),
+        ("Hi", {"system": 5}, '"role" and "content"'),
     ],
 )
 def test_what_is_no_prompt_is_refused(chat, prompt, keywords, says):

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specbeam
 from specbeam import Engine, Options
+from specbeam.checkpoints import open_checkpoint
 from specbeam.prompts import encode
 from tests.conftest import reference_model
 
@@ -67,7 +68,7 @@ def test_greedy_tokens_are_those_of_transformers(name, prompts):
 def test_the_files_tokenizer_is_the_one_transformers_reads(name):
     path = reference_model(name)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    ours = specbeam.checkpoints.open_checkpoint(path).tokenizer
+    ours = open_checkpoint(path).tokenizer
     texts = [*questions(100), "<|im_start|>user\nHi<|im_end|>\n", "naïve café 🙂👍🏽  \t\n\n 12345 it's", "   x", ""]
     for text in texts:
         # SmolLM2 cuts digits apart before it looks at spaces (its own tokenizer.json, llama.cpp and we); transformers'

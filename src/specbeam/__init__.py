@@ -1,26 +1,44 @@
 """specbeam: exact and fast decoding of open causal language models."""
 
-from specbeam.engine import Engine
-from specbeam.errors import SpecbeamError
-from specbeam.generation import generate, stream
-from specbeam.model import LanguageModel, load
-from specbeam.options import Options
-from specbeam.prompts import show_prompt
-from specbeam.results import Piece, Result, Sequence, Stats
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specbeam.engine import Engine as Engine
+    from specbeam.errors import SpecbeamError as SpecbeamError
+    from specbeam.generation import generate as generate
+    from specbeam.generation import stream as stream
+    from specbeam.model import LanguageModel as LanguageModel
+    from specbeam.model import load as load
+    from specbeam.options import Options as Options
+    from specbeam.prompts import show_prompt as show_prompt
+    from specbeam.results import Piece as Piece
+    from specbeam.results import Result as Result
+    from specbeam.results import Sequence as Sequence
+    from specbeam.results import Stats as Stats
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Engine",
-    "LanguageModel",
-    "Options",
-    "Piece",
-    "Result",
-    "Sequence",
-    "SpecbeamError",
-    "Stats",
-    "generate",
-    "load",
-    "show_prompt",
-    "stream",
-]
+_HOMES = {
+    "Engine": "engine",
+    "LanguageModel": "model",
+    "Options": "options",
+    "Piece": "results",
+    "Result": "results",
+    "Sequence": "results",
+    "SpecbeamError": "errors",
+    "Stats": "results",
+    "generate": "generation",
+    "load": "model",
+    "show_prompt": "prompts",
+    "stream": "generation",
+}
+
+__all__ = [*_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use, so that the command line answers before PyTorch has loaded."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'specbeam' has no attribute {name!r}")
+    return getattr(import_module(f"specbeam.{_HOMES[name]}"), name)

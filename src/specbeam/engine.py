@@ -7,8 +7,10 @@ live requests ask for, runs it as one batch, and hands the logits back. It alone
 from __future__ import annotations
 
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -145,18 +147,24 @@ class Engine:
     def _evaluate(self, batch: list[tuple[Request, Nodes]]) -> Iterator[tuple[Request, Nodes, Tensor]]:
         """One pass over the batch. If it fails, each request is tried alone, and those that fail alone are ended."""
         try:
-            segments = [request.segment(nodes) for request, nodes in batch]
-            logits = self.lm.backend.forward(segments)
+            rows = self._forward(batch)
         except Exception as error:
-            if len(batch) > 1:
-                for one in batch:
-                    yield from self._evaluate([one])
-            else:
-                batch[0][0].fail(error)
+            failure = forget_frames(error)
+        else:
+            for (request, nodes), row in zip(batch, rows, strict=True):
+                yield request, nodes, row
             return
-        rows = torch.split(logits, [len(s.wanted) for s in segments])
-        for (request, nodes), row in zip(batch, rows, strict=True):
-            yield request, nodes, row
+        # Outside of the except block: inside it, Python would hold on to the failed pass's memory.
+        if len(batch) == 1:
+            batch[0][0].fail(failure)
+        else:
+            for one in batch:
+                yield from self._evaluate([one])
+
+    def _forward(self, batch: list[tuple[Request, Nodes]]) -> tuple[Tensor, ...]:
+        segments = [request.segment(nodes) for request, nodes in batch]
+        logits = self.lm.backend.forward(segments)
+        return torch.split(logits, [len(s.wanted) for s in segments])
 
 
 class Request:
@@ -176,7 +184,7 @@ class Request:
                 "hold at least one new token too: shorten the prompt"
             )
         options = options.with_defaults(lm.generation_defaults)
-        eos: Any = options.eos_token_id
+        eos = options.eos_token_id
         self._eos_token_ids = lm.eos_token_ids if eos is None else frozenset(eos)
         foreign = [token for token in self._eos_token_ids if token >= lm.backend.vocab_size]
         if foreign:
@@ -190,11 +198,12 @@ class Request:
         self._lm = lm
         self._options = options
         self._tree = Tree(prompt_ids)
-        self._text = TextStream(lm.decode, tuple(options.stop_strings))
+        self._text = TextStream(lm.decode, options.stop_strings)
         self._streamed = len(prompt_ids)
         self._wanted: Nodes = self.pending
         self._received: list[Tensor] = []
         self._cancelled = False
+        self._strategy: Strategy | None = None
         self._result: Result | None = None
         self._error: Exception | None = None
         self._submitted = time.perf_counter()
@@ -217,19 +226,17 @@ class Request:
 
     def start(self) -> None:
         """Begin the strategy: it says what it wants evaluated first."""
-        try:
-            self.slots = Slots(self._tree, self._lm.backend)
+        with self._failing_alone():
+            self.slots = Slots(self._tree, self._lm.backend, self.max_length)
             self._strategy = self._make_strategy()
-        except Exception as error:
-            self.fail(error)
-        else:
             self._advance(None)
 
     def end_if_cancelled(self) -> None:
         """Make what there is the result, if the request was cancelled."""
         if self._cancelled and not self.done:
             tip = self._tree.tip
-            self._finish([Hypothesis(tip, float(self._tree.scores(tip)), "cancelled")])
+            with self._failing_alone():
+                self._finish([Hypothesis(tip, float(self._tree.scores(tip)), "cancelled")])
 
     def segment(self, nodes: Nodes) -> Segment:
         """The request's part of a pass over some of its pending nodes."""
@@ -242,24 +249,34 @@ class Request:
         self.pending = self.pending[len(nodes) :]
         self._received.append(logits)
         if not len(self.pending):
-            logits, self._received = torch.cat(self._received), []
-            # They come ordered by node; the strategy has its own order.
-            self._advance(logits if len(logits) == 1 else logits[np.searchsorted(np.sort(self._wanted), self._wanted)])
+            with self._failing_alone():
+                logits, self._received = torch.cat(self._received), []
+                if len(self._wanted) > 1:  # they come ordered by node; the strategy has its own order
+                    logits = logits[np.searchsorted(np.unique(self._wanted), self._wanted)]
+                self._advance(logits)
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
             error = SpecbeamError(
                 f"out of memory with {len(self._tree)} nodes in the request's tree: ask for fewer new tokens, a "
                 "shorter prompt, or a smaller dtype"
             )
-        self._error = error
+        self._error = forget_frames(error)
         self._release()
+
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """What goes wrong in here ends this request and no other."""
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
 
     def _make_strategy(self) -> Strategy:
         options = self._options
         process = Processors(options, self._eos_token_ids)
-        stop = Stopping(self._eos_token_ids, self.max_length, tuple(options.stop_strings), self._lm.decode)
+        stop = Stopping(self._eos_token_ids, self.max_length, options.stop_strings, self._lm.decode)
         if options.samples:
             return sample(self._tree, process, stop, Warpers(options), options.seed)
         return greedy(self._tree, process, stop)
@@ -267,18 +284,17 @@ class Request:
     def _advance(self, logits: Tensor | None) -> None:
         """Let the strategy take logits and name the next nodes, or finish."""
         assert self.slots is not None
+        assert self._strategy is not None
         try:
             wish: Evaluate = next(self._strategy) if logits is None else self._strategy.send(logits)
         except StopIteration as finished:
             self._finish(finished.value)
-        except Exception as error:
-            self.fail(error)
-        else:
-            self.slots.release()
-            self._tree.dropped.clear()
-            self._wanted = np.asarray(wish.nodes, dtype=np.int64)
-            self.pending = self.slots.missing(self._wanted)
-            self._stream(self._tree.trunk[self._streamed :])
+            return
+        self.slots.release()
+        self._tree.dropped.clear()
+        self._wanted = np.asarray(wish.nodes, dtype=np.int64)
+        self.pending = self.slots.missing(self._wanted)
+        self._stream(self._tree.trunk[self._streamed :])
 
     def _stream(self, nodes: Nodes) -> None:
         """Hand out the text of nodes that are certain."""
@@ -295,7 +311,7 @@ class Request:
             self.pieces.append(Piece(text))
         sequences = [self._sequence(best, self._text.text)]
         for other in others:
-            stream = TextStream(self._lm.decode, tuple(self._options.stop_strings))
+            stream = TextStream(self._lm.decode, self._options.stop_strings)
             stream.push(self._tree.new_tokens(other.node))
             stream.finish()
             sequences.append(self._sequence(other, stream.text))
@@ -324,5 +340,12 @@ class Request:
         self.slots = None
         self.pending = np.empty(0, dtype=np.int64)
         self._received = []
-        if hasattr(self, "_strategy"):
-            self._strategy.close()
+        self._strategy = None
+
+
+def forget_frames(error: Exception) -> Exception:
+    """The error with its traceback as text: frames would keep alive the tensors they worked on."""
+    if error.__traceback__ is not None:
+        error.add_note("".join(traceback.format_tb(error.__traceback__)))
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from numbers import Integral, Real
 from typing import Any
 
 from specbeam.errors import SpecbeamError
@@ -30,8 +31,8 @@ class Options:
         min_p: draw among tokens at least this fraction as likely as the likeliest one [0.0].
         repetition_penalty: over 1 makes tokens of the prompt and of the text so far less likely [1.0].
         seed: the random draws of this request; the same seed gives the same text whatever else runs in the batch.
-        eos_token_id: one id or several that end the text [those of the checkpoint].
-        stop_strings: one string or several; the text ends before the first that appears.
+        eos_token_id: one id or several (kept as a tuple) that end the text [those of the checkpoint].
+        stop_strings: one string or several (kept as a tuple); the text ends before the first that appears.
 
     Raises:
         SpecbeamError: a value is out of its range, or two options contradict each other.
@@ -46,33 +47,30 @@ class Options:
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
-    eos_token_id: int | Sequence[int] | None = None
-    stop_strings: str | Sequence[str] = ()
+    eos_token_id: Any = None
+    stop_strings: Any = ()
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed"):
-            self._check_number(name, int)
+            self._make_number(name, Integral, int)
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
-            self._check_number(name, (int, float))
+            self._make_number(name, Real, float)
         self._check("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
         self._check("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
-        self._check("do_sample", self.do_sample in (None, True, False), "true or false")
-        self._check("temperature", self.temperature is None or 0 <= self.temperature < float("inf"), "0 or more")
+        self._check("do_sample", any(self.do_sample is value for value in (None, True, False)), "true or false")
+        warmth = self.temperature
+        self._check("temperature", warmth is None or warmth == 0 or 1e-5 <= warmth <= 1e5, "0, or 0.00001 to 100000")
         self._check("top_k", self.top_k is None or self.top_k >= 0, "0 (all tokens) or more")
         self._check("top_p", self.top_p is None or 0 < self.top_p <= 1, "over 0 and at most 1")
         self._check("min_p", self.min_p is None or 0 <= self.min_p <= 1, "0 to 1")
         penalty = self.repetition_penalty
         self._check("repetition_penalty", penalty is None or 0 < penalty < float("inf"), "over 0")
         self._check("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1")
-        if isinstance(self.stop_strings, str):
-            object.__setattr__(self, "stop_strings", (self.stop_strings,))
-        stops = tuple(self.stop_strings)
-        self._check("stop_strings", all(isinstance(s, str) and s for s in stops), "text that is not empty")
-        object.__setattr__(self, "stop_strings", stops)
+        stops = self._make_tuple("stop_strings", self.stop_strings if self.stop_strings is not None else (), str)
+        self._check("stop_strings", all(stops), "text that is not empty")
         if self.eos_token_id is not None:
-            ids = (self.eos_token_id,) if isinstance(self.eos_token_id, int) else tuple(self.eos_token_id)
-            self._check("eos_token_id", all(isinstance(i, int) and i >= 0 for i in ids), "token ids")
-            object.__setattr__(self, "eos_token_id", ids)
+            ids = self._make_tuple("eos_token_id", self.eos_token_id, Integral)
+            self._check("eos_token_id", all(i >= 0 for i in ids), "token ids")
         if self.do_sample is False and self._asks_to_sample():
             given = next(name for name in SAMPLING_OPTIONS if getattr(self, name) is not None)
             raise SpecbeamError(f"{given}={getattr(self, given)} has no effect with do_sample=False: leave one out")
@@ -103,7 +101,10 @@ class Options:
         fill = {name: defaults[name] for name in names if getattr(self, name) is None and name in defaults}
         if fill.get("temperature") == 0:  # a checkpoint that means greedy; the caller asked to sample
             del fill["temperature"]
-        return replace(self, **fill)
+        try:
+            return replace(self, **fill)
+        except SpecbeamError as error:
+            raise SpecbeamError(f"the model's generation_config.json: {error}, or set the option yourself") from error
 
     def _asks_to_sample(self) -> bool:
         if self.temperature == 0:
@@ -118,7 +119,22 @@ class Options:
         if not holds:
             raise SpecbeamError(f"{name}={getattr(self, name)!r} is not allowed: give {allowed}")
 
-    def _check_number(self, name: str, kind: Any) -> None:
+    def _make_number(self, name: str, kind: type, make: type) -> None:
+        """Check the kind of an option, and make it a plain number (it may be NumPy's)."""
         value = getattr(self, name)
-        optional = value is None and name not in ("max_new_tokens", "min_new_tokens")
-        self._check(name, optional or (isinstance(value, kind) and not isinstance(value, bool)), "a number")
+        if value is None and name not in ("max_new_tokens", "min_new_tokens"):
+            return
+        number = "a whole number" if make is int else "a number"
+        self._check(name, isinstance(value, kind) and not isinstance(value, bool), number)
+        object.__setattr__(self, name, make(value))
+
+    def _make_tuple(self, name: str, value: Any, kind: type) -> tuple[Any, ...]:
+        """Make one value or several a tuple of checked ones."""
+        values = (value,) if isinstance(value, kind) else value
+        several = isinstance(values, Iterable) and not isinstance(values, str | bytes)
+        values = tuple(values) if several else (None,)
+        holds = all(isinstance(v, kind) and not isinstance(v, bool) for v in values)
+        self._check(name, holds, "one or several of its kind")
+        values = tuple(v if kind is str else int(v) for v in values)
+        object.__setattr__(self, name, values)
+        return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 from specbeam.errors import SpecbeamError
@@ -33,7 +34,7 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
     """
     if hasattr(prompt, "tolist"):  # a NumPy array or a tensor
         prompt = prompt.tolist()
-    if not isinstance(prompt, str) and not isinstance(prompt, Sequence):
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
         raise SpecbeamError(f"a prompt is text, a list of messages or a list of token ids, not {type(prompt).__name__}")
     if not len(prompt):
         raise SpecbeamError("the prompt is empty: give at least one character, message or token id")
@@ -41,19 +42,24 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
         messages = [{"role": "user", "content": prompt}]
     elif all(isinstance(part, dict) for part in prompt):
         messages = _messages(prompt)
-    elif all(isinstance(part, int) and not isinstance(part, bool) for part in prompt):
+    elif all(isinstance(part, Integral) and not isinstance(part, bool) for part in prompt):
         if system is not None:
             raise SpecbeamError("system= goes with text or messages: a prompt of token ids is taken as it is")
         return _in_vocabulary(lm, prompt)
     else:
         raise SpecbeamError("a prompt is text, a list of messages or a list of token ids; this list mixes kinds")
     if system is not None:
-        messages = [{"role": "system", "content": system}, *messages]
+        messages = [*_messages([{"role": "system", "content": system}]), *messages]
 
-    if raw or not lm.tokenizer.chat_template:
-        ids = lm.tokenizer("\n\n".join(message["content"] for message in messages), verbose=False).input_ids
-    else:
-        ids = lm.tokenizer(_render(lm, messages), add_special_tokens=False, verbose=False).input_ids
+    templated = not raw and bool(lm.tokenizer.chat_template)
+    text = _render(lm, messages) if templated else "\n\n".join(message["content"] for message in messages)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SpecbeamError(
+            f"the prompt has half a surrogate pair ({text[error.start]!r}), which is no character: give valid Unicode"
+        ) from error
+    ids = lm.tokenizer(text, add_special_tokens=not templated, verbose=False).input_ids
     if not ids:
         raise SpecbeamError("the prompt has no tokens: give at least one")
     return _in_vocabulary(lm, ids)
@@ -65,11 +71,9 @@ def show_prompt(lm: LanguageModel, prompt: Any, *, system: str | None = None, ra
 
 
 def _render(lm: LanguageModel, messages: list[Message]) -> str:
-    from jinja2 import TemplateError
-
     try:
         text: str = lm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except TemplateError as error:  # templates raise these for roles they do not know, or roles in a wrong order
+    except Exception as error:  # a template is a program of the checkpoint's, and may raise anything
         raise SpecbeamError(f"the model's chat template refuses these messages: {error}") from error
     return text
 
@@ -86,4 +90,4 @@ def _in_vocabulary(lm: LanguageModel, ids: Sequence[int]) -> list[int]:
     for token in ids:
         if not 0 <= token < size:
             raise SpecbeamError(f"token id {token} is not in the model's vocabulary of {size}")
-    return list(ids)
+    return [int(token) for token in ids]

@@ -17,14 +17,17 @@ NOWHERE = -1
 class Slots:
     """The slots of one tree's nodes: given on evaluation, taken back when nodes are dropped, lowest first.
 
+    Args:
+        most: the most slots there will ever be.
+
     Attributes:
         length: all slots in use are below it.
         peak: the most slots that were in use at once.
     """
 
-    def __init__(self, tree: Tree, backend: Backend) -> None:
+    def __init__(self, tree: Tree, backend: Backend, most: int) -> None:
         self.tree = tree
-        self.cache = backend.new_cache()
+        self.cache = backend.new_cache(most)
         self.length = 0
         self.peak = 0
         self._slot = np.full(len(tree), NOWHERE, dtype=np.int64)  # by node

@@ -51,7 +51,7 @@ def evaluate(lm, tree, slots, nodes):
 def alone(lm, tokens):
     """Logits after a text, from nothing."""
     tree = Tree(tokens)
-    return evaluate(lm, tree, Slots(tree, lm.backend), [tree.tip])[0]
+    return evaluate(lm, tree, Slots(tree, lm.backend, 256), [tree.tip])[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -62,7 +62,7 @@ def test_logits_are_those_of_transformers(tiny, family):
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]
     tree = Tree(tokens.tolist())
-    got = evaluate(lm, tree, Slots(tree, lm.backend), np.arange(len(tokens)))
+    got = evaluate(lm, tree, Slots(tree, lm.backend, 256), np.arange(len(tokens)))
     assert expected.std() > 0.5  # else closeness says nothing
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
 
@@ -86,7 +86,7 @@ def test_a_tree_at_once_is_each_branch_alone(tiny, family, data):
     """Also when nodes were dropped, their slots reused, and the prompt came in pieces."""
     _, lm = tiny(family)
     tree = Tree(data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=6)))
-    slots = Slots(tree, lm.backend)
+    slots = Slots(tree, lm.backend, 256)
     leaves = [tree.tip]
     for _ in range(data.draw(st.integers(1, 4))):
         parents = data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=5))
@@ -112,7 +112,7 @@ def test_trees_share_a_pass_without_seeing_each_other(lm):
     trees = [Tree(t) for t in texts]
     segments = []
     for tree in trees:
-        nodes = (slots := Slots(tree, lm.backend)).missing([tree.tip])
+        nodes = (slots := Slots(tree, lm.backend, 256)).missing([tree.tip])
         segments.append(slots.segment(nodes, np.array([len(nodes) - 1])))
     together = lm.backend.forward(segments)
     for row, text in zip(together, texts, strict=True):
@@ -121,7 +121,7 @@ def test_trees_share_a_pass_without_seeing_each_other(lm):
 
 def test_a_pass_can_be_repeated(lm):
     tree = Tree([5, 6, 7, 8])
-    slots = Slots(tree, lm.backend)
+    slots = Slots(tree, lm.backend, 256)
     first = evaluate(lm, tree, slots, [tree.tip])
     again = evaluate(lm, tree, slots, [tree.tip])
     torch.testing.assert_close(again, first, atol=2e-4, rtol=0)

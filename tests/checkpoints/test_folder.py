@@ -74,6 +74,17 @@ def test_the_facts(folder):
     assert facts.size == (folder / "model.safetensors").stat().st_size
 
 
+@pytest.mark.parametrize("card", ["license: mit", 'license: "mit"', "license:\n- mit\nlanguage: en"])
+def test_the_license_is_read_from_the_card(folder, card):
+    (folder / "README.md").write_text(f"---\n{card}\n---\n")
+    assert open_checkpoint(folder).facts.license == "mit"
+
+
+def test_null_means_not_quantized(folder):
+    rewrite(folder, "config.json", quantization_config=None)
+    assert specbeam.load(folder)
+
+
 def truncate(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
@@ -113,6 +124,12 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (lambda f: rewrite(f, "config.json", num_attention_heads=3, head_dim=8), "3 heads"),
         (lambda f: rewrite(f, "config.json", hidden_act="gelu"), "gelu"),
         (lambda f: rewrite(f, "config.json", rope_parameters={"rope_type": "yarn"}), "yarn"),
+        (lambda f: rewrite(f, "config.json", rope_parameters={"rope_type": "linear", "factor": 0}), "must be over 0"),
+        (lambda f: rewrite(f, "config.json", rope_parameters={"rope_theta": -1.0}), "must be over 0"),
+        (lambda f: rewrite(f, "config.json", rope_parameters=3), "cannot be read"),
+        (lambda f: (f / "config.json").write_text("[" * 100_000), "cannot be read as JSON"),
+        (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": [1]}'), "weight_map"),
+        (lambda f: rewrite(f, "generation_config.json", eos_token_id="abc"), "no token id"),
         (lambda f: rewrite(f, "config.json", quantization_config={"quant_method": "gptq"}), "quantized with gptq"),
         (lambda f: rewrite(f, "config.json", intermediate_size=64), "have 96 rows|asks for"),
         (tensors(lambda t: t.pop(Q)), f"no tensor {Q}"),

@@ -8,11 +8,14 @@ from gguf import GGUFWriter, quants
 from gguf.constants import GGML_QUANT_SIZES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaTokenizer
+from transformers.tokenization_utils_base import generate_merges
 
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architectures import GGUF, HUGGING_FACE, TENSORS
+from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from tests.conftest import BOS, CHAT_TEMPLATE, EOS, byte_tokenizer, random_model
 
 CONTROL, NORMAL = 3, 1
@@ -213,6 +216,98 @@ def test_other_files_are_refused(tmp_path, content, says):
     path.write_bytes(content)
     with pytest.raises(SpecbeamError, match=says):
         specbeam.load(path)
+
+
+def patched(whole, tmp_path, key, value):
+    """The file with the bytes of a key's value changed."""
+    content = bytearray(whole.read_bytes())
+    at = content.index(key) + len(key) + 4
+    content[at : at + len(value)] = value
+    path = tmp_path / "patched.gguf"
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        (b"llama.attention.head_count", bytes(4), "num_heads = 0"),
+        (b"llama.block_count", b"\xff\xff\xff\x0f", "268435455 layers"),
+        (b"llama.rope.freq_base", bytes(4), "must be over 0"),
+        (b"llama.attention.layer_norm_rms_epsilon", b"\x00\x00\xc0\x7f", "must be over 0"),
+        (b"llama.attention.key_length", b"\x03\x00\x00\x00", "the third even"),
+        (b"llama.feed_forward_length", b"\x01\x00\x00\x00", "asks for"),
+    ],
+)
+def test_impossible_sizes_are_refused_by_name(whole, tmp_path, key, value, says):
+    with pytest.raises(SpecbeamError, match=says):
+        specbeam.load(patched(whole, tmp_path, key, value))
+
+
+def test_a_type_that_cannot_be_dequantized_is_named(tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", random_model("llama"))
+    content = bytearray(path.read_bytes())
+    name = b"blk.0.ffn_down.weight"
+    at = content.index(name) + len(name) + 4 + 16
+    content[at : at + 4] = int(Type.I32).to_bytes(4, "little")
+    path.write_bytes(content)
+    with pytest.raises(SpecbeamError, match=r"blk.0.ffn_down.weight is of type I32"):
+        specbeam.load(path)
+
+
+def test_arrays_in_arrays_without_end_are_refused(tmp_path):
+    key = (4).to_bytes(8, "little") + b"deep" + (9).to_bytes(4, "little")
+    nested = ((9).to_bytes(4, "little") + (1).to_bytes(8, "little")) * 5000
+    header = b"GGUF" + (3).to_bytes(4, "little") + (0).to_bytes(8, "little") + (1).to_bytes(8, "little")
+    (tmp_path / "m.gguf").write_bytes(header + key + nested)
+    with pytest.raises(SpecbeamError, match="damaged"):
+        specbeam.load(tmp_path / "m.gguf")
+
+
+def byte_level(tokens, merges, pre, **more):
+    metadata = {"model": "gpt2", "tokens": tokens, "merges": merges, "pre": pre, "bos_token_id": 0, **more}
+    return tokenizer_from_gguf({f"tokenizer.ggml.{k}": v for k, v in metadata.items()}, "a file")
+
+
+def test_llama_3_takes_whole_words_and_begins_texts():
+    tokens = ["<bos>", "a", "b", "c", "ab", "abc"]
+    assert byte_level(tokens, ["a b"], "llama-bpe")("abc").input_ids == [0, 5]
+    assert byte_level(tokens, ["a b"], "llama-bpe", add_bos_token=False)("abc").input_ids == [5]
+    assert byte_level(tokens, ["a b"], "gpt-2")("abc").input_ids == [4, 3]
+
+
+@pytest.mark.parametrize(("pre", "pieces"), [("llama-bpe", [3, 1]), ("qwen2", [1] * 4), ("smollm", [1] * 4)])
+def test_digits_are_cut_as_the_model_learned_them(pre, pieces):
+    tokens = ["<bos>", "1", "11", "111"]
+    merges = ["1 1", "11 1"]
+    got = byte_level(tokens, merges, pre, add_bos_token=False)("1111").input_ids
+    assert [len(tokens[i]) for i in got] == pieces
+
+
+def test_an_unknown_way_to_split_is_refused():
+    with pytest.raises(SpecbeamError, match="'brand-new' splits text is not known"):
+        byte_level(["<bos>", "a"], [], "brand-new")
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentencepiece_is_that_of_transformers(prefix):
+    """The best-scored merge first, bytes for what is unknown, a space before the text."""
+    words = ["▁", "a", "b", "c", "ab", "bc", "abc", "▁a", "▁ab", "▁abc", "d"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *words]
+    order = {"bc": 1, "▁a": 2, "ab": 3, "▁ab": 4, "abc": 5, "▁abc": 6}  # bc is the likeliest pair
+    scores = [-float(order.get(token, 9)) for token in tokens]
+    metadata = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": [2, 3, 3, *[6] * 256, *[1] * 11]}
+    metadata |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_space_prefix": prefix}
+    ours = tokenizer_from_gguf({f"tokenizer.ggml.{k}": v for k, v in metadata.items()}, "a file")
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    merges = generate_merges(vocabulary, dict(zip(tokens, scores, strict=True)))
+    theirs = LlamaTokenizer(vocab=vocabulary, merges=merges, add_prefix_space=prefix, legacy=False)
+    for text in ("abc", "abc abc", "aabbcc d", "é abc", "  ab"):
+        expected = theirs(text, add_special_tokens=False).input_ids
+        if prefix and text.startswith(" "):  # transformers adds no space before one; SentencePiece and llama.cpp do
+            expected = [vocabulary["▁"], *expected]
+        assert ours(text).input_ids == [1, *expected]
+        assert ours.decode(ours(text).input_ids, skip_special_tokens=True) == text
 
 
 def test_a_file_without_a_tokenizer_is_refused(tmp_path):

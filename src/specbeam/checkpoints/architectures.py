@@ -90,6 +90,12 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
                 raise SpecbeamError(f"the model's configuration says {name} = {value!r}, which is no size")
+        divisors = self.rope_divisors or ()
+        if not all(math.isfinite(x) and x > 0 for x in (self.rope_theta, self.norm_eps, *divisors)):
+            raise SpecbeamError(
+                f"the model's configuration has rope_theta {self.rope_theta}, norm_eps {self.norm_eps} and rotary "
+                f"divisors from {min(divisors, default=1)}: all must be over 0"
+            )
         if self.num_heads % self.num_kv_heads or self.head_dim % 2:
             raise SpecbeamError(
                 f"the model's configuration has {self.num_heads} heads, {self.num_kv_heads} key-value heads and "
@@ -154,9 +160,9 @@ def config_from_hugging_face(given: Mapping[str, Any], tensors: Container[str]) 
         )
     except KeyError as error:
         raise SpecbeamError(f"config.json has no {error.args[0]!r}: it is not that of a {architecture} model") from None
-    except (TypeError, ValueError, ZeroDivisionError) as error:
-        if isinstance(error, SpecbeamError):
-            raise
+    except SpecbeamError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
         raise SpecbeamError(f"config.json cannot be read as that of a {architecture} model: {error}") from None
 
 
@@ -210,34 +216,39 @@ def config_from_gguf(metadata: Mapping[str, Any], tensors: Mapping[str, tuple[in
             raise SpecbeamError(f"the GGUF file has no {architecture}.{key}: it is not a complete {architecture} model")
         return value
 
-    heads, hidden = get("attention.head_count"), get("embedding_length")
     scaling = metadata.get(f"{architecture}.rope.scaling.type", "none")
     if scaling not in ("none", "linear"):
         raise SpecbeamError(f"rope scaling {scaling!r} is not supported: supported are none, linear, and llama3's")
     embedding = tensors.get("token_embd.weight")
     if embedding is None:
         raise SpecbeamError("the GGUF file has no tensor token_embd.weight: it is not a language model")
-    head_dim = metadata.get(f"{architecture}.attention.key_length") or hidden // heads
-    divisors = (float(get("rope.scaling.factor")),) * (head_dim // 2) if scaling == "linear" else None
-    return Config(
-        architecture=architecture,
-        vocab_size=embedding[0],
-        hidden_size=hidden,
-        intermediate_size=get("feed_forward_length"),
-        num_layers=get("block_count"),
-        num_heads=heads,
-        num_kv_heads=get("attention.head_count_kv", heads),
-        head_dim=head_dim,
-        context_length=get("context_length"),
-        norm_eps=float(get("attention.layer_norm_rms_epsilon")),
-        rope_theta=float(get("rope.freq_base", 10000.0)),
-        rope_divisors=divisors,
-        qkv_bias="blk.0.attn_q.bias" in tensors,
-        output_bias="blk.0.attn_output.bias" in tensors,
-        mlp_bias="blk.0.ffn_down.bias" in tensors,
-        qk_norm=ARCHITECTURES[architecture].get("qk_norm", False),
-        tied_head="output.weight" not in tensors,
-    )
+    try:
+        heads, hidden = get("attention.head_count"), get("embedding_length")
+        head_dim = metadata.get(f"{architecture}.attention.key_length") or hidden // heads
+        divisors = (float(get("rope.scaling.factor")),) * (head_dim // 2) if scaling == "linear" else None
+        return Config(
+            architecture=architecture,
+            vocab_size=embedding[0],
+            hidden_size=hidden,
+            intermediate_size=get("feed_forward_length"),
+            num_layers=get("block_count"),
+            num_heads=heads,
+            num_kv_heads=get("attention.head_count_kv", heads),
+            head_dim=head_dim,
+            context_length=get("context_length"),
+            norm_eps=float(get("attention.layer_norm_rms_epsilon")),
+            rope_theta=float(get("rope.freq_base", 10000.0)),
+            rope_divisors=divisors,
+            qkv_bias="blk.0.attn_q.bias" in tensors,
+            output_bias="blk.0.attn_output.bias" in tensors,
+            mlp_bias="blk.0.ffn_down.bias" in tensors,
+            qk_norm=ARCHITECTURES[architecture].get("qk_norm", False),
+            tied_head="output.weight" not in tensors,
+        )
+    except SpecbeamError:
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise SpecbeamError(f"the GGUF file's metadata is not that of a {architecture} model: {error}") from None
 
 
 def sources(name: str, file_format: int) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Mapping
 from functools import cached_property
@@ -32,8 +33,10 @@ class FolderCheckpoint(Checkpoint):
     def __init__(self, path: Path) -> None:
         self.path = path
         self._config = self._json("config.json", required=True)
-        index = self._json("model.safetensors.index.json")
-        names = sorted(set(index.get("weight_map", {}).values())) or ["model.safetensors"]
+        weight_map = self._json("model.safetensors.index.json").get("weight_map") or {}
+        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+            raise SpecbeamError(f"{path}: the weight_map of model.safetensors.index.json does not name a file a tensor")
+        names = sorted(set(weight_map.values())) or ["model.safetensors"]
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: Counter[str] = Counter()
@@ -50,7 +53,7 @@ class FolderCheckpoint(Checkpoint):
                         self._dtypes[described.get_dtype()] += prod(self._shapes[tensor])
             except (SafetensorError, OSError) as error:
                 raise SpecbeamError(f"{file} is damaged or not a safetensors file ({error}): fetch it again") from error
-        lost = sorted(set(index.get("weight_map", {})) - set(self._shapes))
+        lost = sorted(set(weight_map) - set(self._shapes))
         if lost:
             raise SpecbeamError(f"{path}: the index names tensor {lost[0]}, but its file does not have it")
         if not self._shapes:
@@ -67,7 +70,7 @@ class FolderCheckpoint(Checkpoint):
             return {}
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise SpecbeamError(f"{file} cannot be read as JSON: {error}") from error
         if not isinstance(content, dict):
             raise SpecbeamError(f"{file} holds no JSON object")
@@ -75,15 +78,18 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def facts(self) -> Facts:
-        quantized = self._config.get("quantization_config", {}).get("quant_method")
         return Facts(
             architecture=str(self._config.get("model_type", "unknown")),
             parameters=sum(map(prod, self._shapes.values())),
             context=self._config.get("max_position_embeddings"),
-            quantization=quantized or self.dtype,
+            quantization=self._quantized() or self.dtype,
             size=sum(file.stat().st_size for file in set(self._files.values())),
             license=self._license(),
         )
+
+    def _quantized(self) -> str | None:
+        how = self._config.get("quantization_config")
+        return str(how.get("quant_method", "a method it does not name")) if isinstance(how, dict) else None
 
     def _license(self) -> str | None:
         """The license the model card names in its YAML head."""
@@ -91,12 +97,12 @@ class FolderCheckpoint(Checkpoint):
         if not card.is_file():
             return None
         head = card.read_text(encoding="utf-8", errors="replace").split("---")
-        lines = head[1].splitlines() if len(head) > 2 else []
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith("license:")), None)
+        found = re.search(r"^license:[\s-]*(\S.*)$", head[1], re.MULTILINE) if len(head) > 2 else None
+        return found[1].strip().strip("\"'") if found else None
 
     @cached_property
     def config(self) -> Config:
-        if quantized := self._config.get("quantization_config", {}).get("quant_method"):
+        if quantized := self._quantized():
             raise SpecbeamError(f"{self.path} is quantized with {quantized}: load an unquantized folder or a GGUF file")
         return config_from_hugging_face(self._config, self._shapes)
 
@@ -119,7 +125,12 @@ class FolderCheckpoint(Checkpoint):
         for config in (self._generation_config, self._config):
             ids = config.get("eos_token_id")
             if ids is not None:
-                return frozenset([ids] if isinstance(ids, int) else ids)
+                ids = ids if isinstance(ids, list) else [ids]
+                if not all(isinstance(i, int) for i in ids):
+                    raise SpecbeamError(
+                        f"{self.path}: eos_token_id {ids} of its configuration holds what is no token id"
+                    )
+                return frozenset(ids)
         eos = self.tokenizer.eos_token_id
         return frozenset() if eos is None else frozenset([eos])
 

@@ -52,9 +52,17 @@ class GGUFCheckpoint(Checkpoint):
             self.metadata, self._tensors = read_header(path)
         except OSError as error:
             raise SpecbeamError(f"{path} cannot be read: {error.strerror}") from error
-        except (struct.error, LookupError, TypeError, ValueError, OverflowError, MemoryError) as error:
-            if isinstance(error, SpecbeamError):
-                raise
+        except SpecbeamError:
+            raise
+        except (
+            struct.error,
+            LookupError,
+            TypeError,
+            ValueError,
+            ArithmeticError,
+            MemoryError,
+            RecursionError,
+        ) as error:
             raise SpecbeamError(f"{path} is damaged: its header cannot be read. Fetch it again") from error
         size = path.stat().st_size
         for name, tensor in self._tensors.items():
@@ -63,7 +71,7 @@ class GGUFCheckpoint(Checkpoint):
                 raise SpecbeamError(
                     f"{path} is truncated: tensor {name} ends at byte {end:,}, the file at {size:,}. Fetch it again"
                 )
-        if self.metadata.get("split.count", 1) > 1:
+        if self.metadata.get("split.count", 1) not in (0, 1):
             raise SpecbeamError(f"{path} is one part of a split model: join the parts with llama-gguf-split --merge")
 
     @property
@@ -148,14 +156,18 @@ class GGUFCheckpoint(Checkpoint):
 
     def _read(self, source: str, start: int, stop: int) -> Tensor:
         tensor = self._tensors[source]
-        if len(tensor.shape) == 1:  # a vector is one row of the file, and many of ours
-            whole = np.fromfile(self.path, np.uint8, tensor.row_bytes, offset=tensor.offset)
-            return torch.from_numpy(np.array(dequantize(whole[None], tensor.type)[0], dtype=np.float32))[start:stop]
-        count, offset = (stop - start) * tensor.row_bytes, tensor.offset + start * tensor.row_bytes
-        raw = np.fromfile(self.path, np.uint8, count, offset=offset).reshape(stop - start, tensor.row_bytes)
-        with np.errstate(invalid="ignore", over="ignore"):
-            values = dequantize(raw, tensor.type)
-        return torch.from_numpy(values.reshape(stop - start, *tensor.shape[1:]))
+        vector = len(tensor.shape) == 1  # one row of the file, and many of ours
+        first, last = (0, 1) if vector else (start, stop)
+        count, offset = (last - first) * tensor.row_bytes, tensor.offset + first * tensor.row_bytes
+        raw = np.fromfile(self.path, np.uint8, count, offset=offset).reshape(last - first, tensor.row_bytes)
+        try:
+            with np.errstate(invalid="ignore", over="ignore"):
+                values = torch.from_numpy(np.ascontiguousarray(dequantize(raw, tensor.type), dtype=np.float32))
+        except NotImplementedError as error:
+            raise SpecbeamError(
+                f"{self.path}: tensor {source} is of type {tensor.type.name}, which cannot be dequantized"
+            ) from error
+        return values.flatten()[start:stop] if vector else values.view(last - first, *tensor.shape[1:])
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:

@@ -49,7 +49,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
     if not tokens:
         raise SpecbeamError(f"{path} carries no tokenizer")
     if kind == "gpt2":
-        tokenizer = _byte_level(tokens, get("merges", []), str(get("pre", "default")), path)
+        tokenizer = _byte_level(tokens, get("merges", []), _split(get("pre")), path)
     elif kind == "llama":
         tokenizer = _sentencepiece(tokens, get("scores", []), get("add_space_prefix", True), path)
     else:
@@ -65,7 +65,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
         if i in control or t == USER_DEFINED
     ]
     tokenizer.add_tokens(added)
-    if get("add_bos_token", kind == "llama") and "bos_token" in special:
+    # Older converters left the flag out for the two kinds that always begin a text with it.
+    begins = kind == "llama" or (kind == "gpt2" and _split(get("pre")) == "llama-bpe")
+    if get("add_bos_token", begins) and "bos_token" in special:
         bos = special["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=[tokens[bos], "$A"],
@@ -86,8 +88,12 @@ SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown"
 def _byte_level(tokens: list[str], merges: list[str], split: str, path: Path) -> Tokenizer:
     """Byte-pair encoding over bytes, as GPT-2 and most later models have it."""
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [_pair(merge) for merge in merges]))
-    split = SAME_SPLIT.get(split, split)
+    # Llama 3 takes a whole word that is a token as it is, though no merges lead to it.
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, [_pair(merge) for merge in merges], ignore_merges=split == "llama-bpe")
+    )
+    if split == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split not in SPLITS)
     if split in SPLITS:
         first: list[Any] = [pre_tokenizers.Split(Regex(SPLITS[split]), behavior="isolated")]
@@ -103,6 +109,11 @@ def _byte_level(tokens: list[str], merges: list[str], split: str, path: Path) ->
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, byte_level])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _split(name: Any) -> str:
+    """The name of a way to split text, by which those that are the same go."""
+    return SAME_SPLIT.get(str(name), str(name)) if name is not None else "default"
 
 
 def _pair(merge: str) -> tuple[str, str]:

