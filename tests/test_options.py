@@ -32,6 +32,12 @@ from specbeam import Options, SpecbeamError
         {"stop_strings": 5},
         {"do_sample": "yes"},
         {"do_sample": 0},
+        {"num_beams": 0},
+        {"num_beams": None},
+        {"num_return_sequences": 3, "num_beams": 2},
+        {"length_penalty": float("inf")},
+        {"early_stopping": "always"},
+        {"early_stopping": 1},
         {"temperature": 1e-39},
     ],
 )
@@ -89,7 +95,7 @@ def test_numbers_may_be_numpys_and_none_means_no_stop_strings():
 
 
 def test_a_checkpoints_wrong_value_is_not_blamed_on_the_caller():
-    with pytest.raises(SpecbeamError, match="generation_config.json: top_k=-1"):
+    with pytest.raises(SpecbeamError, match=r"generation_config.json: top_k=-1"):
         Options(do_sample=True).with_defaults({"top_k": -1})
 
 

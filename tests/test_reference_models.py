@@ -64,6 +64,32 @@ def test_greedy_tokens_are_those_of_transformers(name, prompts):
     assert not different
 
 
+@pytest.mark.parametrize(("num_beams", "prompts"), [(2, 4), (4, 6), (8, 4)])
+def test_beams_are_those_of_transformers(num_beams, prompts):
+    path = reference_model("smollm2-135m-instruct")
+    texts = questions(prompts)
+    lm = specbeam.load(path, dtype="float32", device="cpu")
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    for text in texts:
+        prompt = encode(lm, text)
+        ids = torch.tensor([prompt])
+        options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 32}
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_scores=True,
+            eos_token_id=sorted(lm.eos_token_ids),
+            **options,
+        )
+        result = specbeam.generate(lm, prompt, **options)
+        expected = out.sequences[:, len(prompt) :].tolist()
+        for got, tokens, score in zip(result.sequences, expected, out.sequences_scores.tolist(), strict=True):
+            assert got.token_ids == tokens[: len(got.token_ids)]
+            assert got.score == pytest.approx(score, abs=1e-4)
+
+
 @pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
 def test_the_files_tokenizer_is_the_one_transformers_reads(name):
     path = reference_model(name)

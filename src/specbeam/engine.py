@@ -19,9 +19,10 @@ from torch import Tensor
 
 from specbeam.backends.contract import Segment
 from specbeam.decoding import Evaluate, Hypothesis, Strategy
+from specbeam.decoding.beam import beam_search, draw_without_replacement
 from specbeam.decoding.greedy import greedy
 from specbeam.decoding.processors import Processors, Warpers
-from specbeam.decoding.sampling import sample
+from specbeam.decoding.sampling import sample, seeded
 from specbeam.decoding.stopping import Stopping
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -88,9 +89,9 @@ class Engine:
             SpecbeamError: a prompt that is empty or longer than the context, or options that do not fit the model.
         """
         request = Request(self.lm, encode(self.lm, prompt, system=system, raw=raw), Options.of(options or {}))
-        if request.max_length > self.max_cache_tokens:
+        if request.most_slots > self.max_cache_tokens:
             raise SpecbeamError(
-                f"prompt and max_new_tokens need {request.max_length} cache slots, the engine has "
+                f"prompt and max_new_tokens need {request.most_slots} cache slots, the engine has "
                 f"{self.max_cache_tokens}: ask for fewer new tokens or raise max_cache_tokens"
             )
         self._waiting.append(request)
@@ -103,7 +104,7 @@ class Engine:
 
     def step(self) -> bool:
         """One round: admit, evaluate, advance. Returns whether anything is left to do."""
-        for request in [*self._live, *self._waiting]:
+        for request in [*self._live, *self._waiting.copy()]:
             request.end_if_cancelled()
         self._admit()
         batch = self._gather()
@@ -121,14 +122,14 @@ class Engine:
     def _admit(self) -> None:
         """Start waiting requests, first come first served, as far as their greatest size fits beside the others'."""
         self._live = [request for request in self._live if not request.done]
-        room = self.max_cache_tokens - sum(request.max_length for request in self._live)
+        room = self.max_cache_tokens - sum(request.most_slots for request in self._live)
         while self._waiting and len(self._live) < self.max_requests:
             request = self._waiting[0]
-            if not request.done and request.max_length > room:
+            if not request.done and request.most_slots > room:
                 return
             self._waiting.popleft()
             if not request.done:
-                room -= request.max_length
+                room -= request.most_slots
                 self._live.append(request)
                 request.start()
 
@@ -172,6 +173,8 @@ class Request:
 
     Attributes:
         prompt_ids: the prompt's token ids, int.
+        max_length: the most tokens of prompt and text together.
+        most_slots: the most cache slots it may come to need.
         pieces: streamed pieces of text that nobody has taken yet.
         done: there is a result or an error.
     """
@@ -191,6 +194,7 @@ class Request:
             raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {lm.backend.vocab_size}")
         self.prompt_ids = prompt_ids
         self.max_length = min(len(prompt_ids) + options.max_new_tokens, context)
+        self.most_slots = len(prompt_ids) + (self.max_length - len(prompt_ids)) * options.num_beams
         self.pieces: deque[Piece] = deque()
         self.done = False
         self.slots: Slots | None = None
@@ -227,7 +231,7 @@ class Request:
     def start(self) -> None:
         """Begin the strategy: it says what it wants evaluated first."""
         with self._failing_alone():
-            self.slots = Slots(self._tree, self._lm.backend, self.max_length)
+            self.slots = Slots(self._tree, self._lm.backend, self.most_slots)
             self._strategy = self._make_strategy()
             self._advance(None)
 
@@ -277,8 +281,20 @@ class Request:
         options = self._options
         process = Processors(options, self._eos_token_ids)
         stop = Stopping(self._eos_token_ids, self.max_length, options.stop_strings, self._lm.decode)
+        warp, generator = Warpers(options), seeded(options.seed)
+        if options.num_beams > 1:
+            return beam_search(
+                self._tree,
+                (lambda *at: warp(process(*at))) if options.samples else process,
+                stop,
+                options.num_beams,
+                options.num_return_sequences,
+                options.length_penalty,
+                options.early_stopping,
+                draw_without_replacement(generator) if options.samples else None,
+            )
         if options.samples:
-            return sample(self._tree, process, stop, Warpers(options), options.seed)
+            return sample(self._tree, process, stop, warp, generator)
         return greedy(self._tree, process, stop)
 
     def _advance(self, logits: Tensor | None) -> None:

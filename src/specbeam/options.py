@@ -30,6 +30,12 @@ class Options:
         top_p: draw among the likeliest tokens whose probabilities first sum to this [1.0].
         min_p: draw among tokens at least this fraction as likely as the likeliest one [0.0].
         repetition_penalty: over 1 makes tokens of the prompt and of the text so far less likely [1.0].
+        num_beams: beam search with so many beams; 1 is greedy search or sampling. With sampling asked for, beams are
+            drawn (beam sampling).
+        num_return_sequences: so many of the best finished beams are returned.
+        length_penalty: beams compete by log-probability / length ** length_penalty; over 0 favours long texts.
+        early_stopping: True stops beam search when num_beams texts are finished; False when the best beam, ended now,
+            would not beat the worst of them; "never" when no length it may still reach would make it beat that.
         seed: the random draws of this request; the same seed gives the same text whatever else runs in the batch.
         eos_token_id: one id or several (kept as a tuple) that end the text [those of the checkpoint].
         stop_strings: one string or several (kept as a tuple); the text ends before the first that appears.
@@ -47,13 +53,17 @@ class Options:
     min_p: float | None = None
     repetition_penalty: float | None = None
     seed: int | None = None
+    num_beams: int = 1
+    num_return_sequences: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
     eos_token_id: Any = None
     stop_strings: Any = ()
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed"):
+        for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "num_beams", "num_return_sequences"):
             self._make_number(name, Integral, int)
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty"):
             self._make_number(name, Real, float)
         self._check("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
         self._check("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
@@ -65,6 +75,12 @@ class Options:
         self._check("min_p", self.min_p is None or 0 <= self.min_p <= 1, "0 to 1")
         penalty = self.repetition_penalty
         self._check("repetition_penalty", penalty is None or 0 < penalty < float("inf"), "over 0")
+        self._check("num_beams", self.num_beams >= 1, "at least 1")
+        most = "1 to num_beams"
+        self._check("num_return_sequences", 1 <= self.num_return_sequences <= self.num_beams, most)
+        self._check("length_penalty", abs(self.length_penalty) < float("inf"), "a finite number")
+        early = self.early_stopping
+        self._check("early_stopping", early is True or early is False or early == "never", 'true, false or "never"')
         self._check("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1")
         stops = self._make_tuple("stop_strings", self.stop_strings if self.stop_strings is not None else (), str)
         self._check("stop_strings", all(stops), "text that is not empty")
@@ -122,7 +138,7 @@ class Options:
     def _make_number(self, name: str, kind: type, make: type) -> None:
         """Check the kind of an option, and make it a plain number (it may be NumPy's)."""
         value = getattr(self, name)
-        if value is None and name not in ("max_new_tokens", "min_new_tokens"):
+        if value is None and _DEFAULTS[name] is None:
             return
         number = "a whole number" if make is int else "a number"
         self._check(name, isinstance(value, kind) and not isinstance(value, bool), number)
@@ -138,3 +154,6 @@ class Options:
         values = tuple(v if kind is str else int(v) for v in values)
         object.__setattr__(self, name, values)
         return values
+
+
+_DEFAULTS = {field.name: field.default for field in fields(Options)}

@@ -14,7 +14,8 @@ class Sequence:
         text: the new text, without special tokens and without the stop string that ended it.
         token_ids: the new tokens, the one that ended the text included.
         score: the sum of the tokens' log-probabilities under the model (natural logarithm, temperature 1, before
-            penalties and truncation), so that methods can be compared.
+            penalties and truncation), so that methods can be compared. For beam search it is transformers'
+            ``sequences_scores``: processed log-probabilities over length ** length_penalty.
         finish_reason: "stop" (an end-of-sequence token or a stop string), "length" (max_new_tokens, or the context
             is full), or "cancelled".
     """

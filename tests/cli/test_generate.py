@@ -114,10 +114,22 @@ def test_a_file_of_prompts_gives_a_line_a_prompt(run, model, tmp_path, name, con
     assert out == "".join(r.text + "\n" for r in expected)
 
 
+def test_beams_are_printed_best_first(run, model):
+    beams = ["--num-beams", "3", "--num-return-sequences", "2", "--length-penalty", "0.5", "--early-stopping", "never"]
+    _, out, _ = run("generate", "hi", "--json", "--max-new-tokens", "8", *beams)
+    options = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5, "early_stopping": "never"}
+    expected = specbeam.generate(model, "hi", max_new_tokens=8, **options)
+    got = json.loads(out)["sequences"]
+    assert [s["token_ids"] for s in got] == [s.token_ids for s in expected.sequences]
+    assert [s["score"] for s in got] == pytest.approx([s.score for s in expected.sequences])
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         ((), "give one of PROMPT"),
+        (("hi", "--num-beams", "2", "--num-return-sequences", "3"), "num_return_sequences=3 is not allowed"),
+        (("hi", "--early-stopping", "maybe"), "early_stopping='maybe' is not allowed"),
         (("hi", "--prompts", "x.txt"), "give one of PROMPT"),
         (("",), "the prompt is empty"),
         (("hi", "--temperature", "-1"), "temperature=-1.0 is not allowed"),

@@ -43,7 +43,7 @@ def test_repetition_penalty_is_that_of_transformers(scores, data, penalty):
     ids = data.draw(st.lists(st.integers(0, scores.shape[1] - 1), min_size=1, max_size=20))
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), scores.clone())[0]
     tree = Tree(ids)
-    got = Processors(Options(repetition_penalty=penalty), frozenset())(tree, tree.tip, scores[0])
+    got = Processors(Options(repetition_penalty=penalty), frozenset())(tree, [tree.tip], scores)[0]
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(repetition_penalty(scores[0], np.unique(ids), penalty), expected)
 

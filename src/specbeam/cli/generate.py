@@ -64,9 +64,17 @@ def add_options_to(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, metavar="P", help="draw among the likeliest tokens that sum to P")
     add("--min-p", type=float, metavar="P", help="draw among tokens at least P times as likely as the likeliest")
     add("--repetition-penalty", type=float, metavar="R", help="over 1 makes repetition less likely")
+    add("--num-beams", type=int, metavar="B", help="beam search with so many beams (default 1)")
+    add("--num-return-sequences", type=int, metavar="N", help="so many of the best beams (default 1)")
+    add("--length-penalty", type=float, metavar="X", help="over 0 favours long beams (default 1)")
+    add("--early-stopping", type=early_stopping, metavar="E", help="true, false or never (default false)")
     add("--seed", type=int, metavar="N", help="the same seed gives the same text")
     add("--eos-token-id", type=int, action="append", metavar="ID", help="a token that ends the text (repeatable)")
     add("--stop-strings", action="append", metavar="TEXT", help="end before this text (repeatable)")
+
+
+def early_stopping(value: str) -> bool | str:
+    return {"true": True, "false": False}.get(value.lower(), value)
 
 
 def options_of(given: argparse.Namespace) -> Any:

@@ -20,10 +20,10 @@ def greedy(tree: Tree, process: Processors, stop: Stopping, pick: Callable[[Tens
     """
     tip = tree.tip
     while True:
-        logits = (yield Evaluate([tip]))[0]
-        scores = process(tree, tip, logits)
+        logits = yield Evaluate([tip])
+        (scores,) = process(tree, [tip], logits)
         token = pick(scores) if pick else int(scores.argmax())
-        (tip,) = tree.add(tip, token, log_prob(logits, token)).tolist()
+        (tip,) = tree.add(tip, token, log_prob(logits[0], token)).tolist()
         tree.keep(tip)
         if reason := stop(tree, tip):
             return [Hypothesis(tip, float(tree.scores(tip)), reason)]

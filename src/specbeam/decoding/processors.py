@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,20 +19,25 @@ MASKED = float("-inf")
 
 
 class Processors:
-    """The processors of one request, applied to the scores at one node."""
+    """The processors of one request, applied to the scores at some nodes."""
 
     def __init__(self, options: Options, eos_token_ids: frozenset[int]) -> None:
         self.repetition_penalty = options.repetition_penalty or 1.0
         self.min_new_tokens = options.min_new_tokens
         self.eos_token_ids = sorted(eos_token_ids)
 
-    def __call__(self, tree: Tree, node: int, scores: Tensor) -> Tensor:
-        """Scores [vocab] at a node in, processed scores [vocab] out; the input is not changed."""
+    def __call__(self, tree: Tree, nodes: Any, scores: Tensor) -> Tensor:
+        """Scores [n, vocab] at n nodes in, processed scores [n, vocab] out; the input is not changed."""
         if self.repetition_penalty != 1.0:
-            scores = repetition_penalty(scores, np.unique(tree.tokens(tree.path(node))), self.repetition_penalty)
-        if self.eos_token_ids and tree.depths(node) + 1 - tree.prompt_length < self.min_new_tokens:
-            scores = scores.clone()
-            scores[self.eos_token_ids] = MASKED
+            seen = [np.unique(tree.tokens(tree.path(node))) for node in nodes]
+            rows = zip(scores, seen, strict=True)
+            scores = torch.stack([repetition_penalty(row, tokens, self.repetition_penalty) for row, tokens in rows])
+        if self.eos_token_ids and self.min_new_tokens:
+            early = tree.depths(nodes) + 1 - tree.prompt_length < self.min_new_tokens
+            if early.any():
+                forbidden = torch.zeros_like(scores, dtype=torch.bool)
+                forbidden[:, self.eos_token_ids] = torch.from_numpy(early).to(scores.device)[:, None]
+                scores = scores.masked_fill(forbidden, MASKED)
         return scores
 
 

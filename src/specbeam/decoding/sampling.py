@@ -12,14 +12,19 @@ from specbeam.decoding.stopping import Stopping
 from specbeam.tree import Tree
 
 
-def sample(tree: Tree, process: Processors, stop: Stopping, warp: Warpers, seed: int | None) -> Strategy:
-    """Greedy's walk, with each token drawn. The draws depend on the seed alone, not on device or batch."""
+def sample(tree: Tree, process: Processors, stop: Stopping, warp: Warpers, generator: torch.Generator) -> Strategy:
+    """Greedy's walk, with each token drawn."""
+    return greedy(tree, process, stop, pick=lambda scores: draw(warp(scores).softmax(-1), generator))
+
+
+def seeded(seed: int | None) -> torch.Generator:
+    """A request's own source of randomness, on the CPU: draws depend on the seed alone, not on device or batch."""
     generator = torch.Generator()
     if seed is None:
         generator.seed()
     else:
         generator.manual_seed(seed)
-    return greedy(tree, process, stop, pick=lambda scores: draw(warp(scores).softmax(-1), generator))
+    return generator
 
 
 def draw(probabilities: Tensor, generator: torch.Generator) -> int:

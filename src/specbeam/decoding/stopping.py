@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specbeam.tree import Tree
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam.tree import Nodes, Tree
 
 
 class Stopping:
@@ -25,9 +28,17 @@ class Stopping:
         decode: Callable[[list[int]], str],
     ) -> None:
         self.eos_token_ids = eos_token_ids
+        self._eos = np.array(sorted(eos_token_ids), dtype=np.int64)
         self.max_length = max_length
         self.stop_strings = stop_strings
         self.decode = decode
+
+    def ended(self, tree: Tree, nodes: Nodes) -> NDArray[np.bool_]:
+        """Which of the sequences that end at these nodes are finished, bool [n]."""
+        ended = np.isin(tree.tokens(nodes), self._eos) | (tree.depths(nodes) + 1 >= self.max_length)
+        if self.stop_strings:
+            ended |= np.array([self(tree, node) is not None for node in nodes.tolist()], dtype=bool)
+        return ended
 
     def __call__(self, tree: Tree, node: int) -> str | None:
         """Why the sequence that ends at this node is finished: "stop", "length", or None if it is not."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class TreeCache:
-    """Keys and values a layer, [kv_heads, capacity, head_dim] each. Capacity doubles as slots are needed, to the most."""
+    """Keys and values a layer, [kv_heads, capacity, head_dim] each. Capacity doubles as needed, up to the most."""
 
     def __init__(
         self, layers: int, kv_heads: int, head_dim: int, most: int, dtype: torch.dtype, device: torch.device

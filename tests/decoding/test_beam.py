@@ -1,0 +1,146 @@
+"""Beam search against transformers' generate: the same sequences in the same order with the same scores."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+import specbeam
+from specbeam import Engine, Options
+from specbeam.decoding.beam import draw_without_replacement
+from tests.conftest import EOS
+
+
+def theirs(model, prompt, **options):
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    return out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist()
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    family=st.sampled_from(["llama", "qwen2", "qwen3"]),
+    vocab_size=st.sampled_from([8, 20, 200]),
+    num_beams=st.integers(2, 9),
+    max_new_tokens=st.integers(1, 14),
+    length_penalty=st.sampled_from([1.0, 0.0, 2.0, -1.0, 0.6]),
+    early_stopping=st.sampled_from([False, True, "never"]),
+    penalty=st.sampled_from([1.0, 1.0, 1.4]),
+    data=st.data(),
+)
+def test_beam_search_is_that_of_transformers(
+    tiny, family, vocab_size, num_beams, max_new_tokens, length_penalty, early_stopping, penalty, data
+):
+    model, lm = tiny(family, vocab_size=vocab_size, eos_token_id=1, bos_token_id=0, initializer_range=0.25)
+    token = st.integers(0, vocab_size - 1)
+    prompt = data.draw(st.lists(token, min_size=1, max_size=12))
+    options = {
+        "num_beams": num_beams,
+        "num_return_sequences": data.draw(st.integers(1, num_beams)),
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": data.draw(st.integers(0, max_new_tokens)),
+        "length_penalty": length_penalty,
+        "early_stopping": early_stopping,
+        "repetition_penalty": penalty,
+        "eos_token_id": sorted(data.draw(st.sets(token, min_size=1, max_size=min(6, vocab_size - 2)))),
+    }
+    expected, scores = theirs(model, prompt, **options)
+    result = specbeam.generate(lm, prompt, **options)
+    real = [score > -1e8 for score in scores]  # transformers fills places that no text took with rubbish
+    assert len(result.sequences) == sum(real)
+    for got, tokens, score in zip(result.sequences, expected, scores, strict=False):
+        assert got.token_ids == tokens[: len(got.token_ids)]
+        assert set(tokens[len(got.token_ids) :]) <= {EOS}  # padding
+        assert got.score == pytest.approx(score, abs=1e-4, rel=1e-5)  # float32 has 7 digits
+        assert got.finish_reason == ("stop" if got.token_ids[-1] in options["eos_token_id"] else "length")
+
+
+def test_with_a_beam_for_every_text_the_result_is_all_texts_in_order(tiny):
+    model, lm = tiny("llama", vocab_size=8, eos_token_id=1, bos_token_id=0, initializer_range=0.25)
+    texts = {}
+    for a in range(7):  # 7 ends texts and is forbidden here
+        with torch.no_grad():
+            rows = model(torch.tensor([[3, a]])).logits[0].log_softmax(-1)
+        texts |= {(a, b): (rows[0, a] + rows[1, b]).item() for b in range(7)}
+    options = {"eos_token_id": 7, "min_new_tokens": 2, "max_new_tokens": 2, "length_penalty": 0.0}
+    result = specbeam.generate(lm, [3], num_beams=49, num_return_sequences=49, **options)
+    assert [tuple(s.token_ids) for s in result.sequences] == sorted(texts, key=texts.get, reverse=True)
+    assert [s.score for s in result.sequences] == pytest.approx(sorted(texts.values(), reverse=True), abs=1e-4)
+
+
+def test_streamed_beams_never_take_anything_back(lm):
+    for num_beams in (2, 5):
+        options = {"num_beams": num_beams, "max_new_tokens": 40, "eos_token_id": EOS}
+        pieces = [p.text for p in specbeam.stream(lm, "hello", **options)]
+        assert "".join(pieces) == specbeam.generate(lm, "hello", **options).text
+        assert len(pieces) > 3  # it did stream
+
+
+def test_beams_stop_at_stop_strings(lm):
+    whole = specbeam.generate(lm, "abc", num_beams=3, max_new_tokens=30).text
+    stop = whole[5:7]
+    result = specbeam.generate(lm, "abc", num_beams=3, num_return_sequences=3, max_new_tokens=30, stop_strings=stop)
+    for sequence in result.sequences:
+        assert stop not in sequence.text
+        assert (stop in lm.decode(sequence.token_ids)) == (sequence.finish_reason == "stop")
+
+
+def test_beams_in_a_batch_are_beams_alone(lm):
+    prompts = [[1, 2, 3], [9] * 20, [7, 5]]
+    options = [
+        Options(max_new_tokens=15, num_beams=4, num_return_sequences=4),
+        Options(max_new_tokens=10),
+        Options(max_new_tokens=12, num_beams=3, length_penalty=0.0),
+    ]
+    engine = Engine(lm, max_batch_tokens=5)
+    requests = [engine.submit(p, o) for p, o in zip(prompts, options, strict=True)]
+    engine.run()
+    for request, prompt, o in zip(requests, prompts, options, strict=True):
+        alone = Engine(lm)
+        handle = alone.submit(prompt, o)
+        alone.run()
+        got, want = request.result().sequences, handle.result().sequences
+        assert [s.token_ids for s in got] == [s.token_ids for s in want]
+        assert [s.score for s in got] == pytest.approx([s.score for s in want], abs=1e-4)
+
+
+def test_beams_share_the_memory_of_what_they_share(lm):
+    engine = Engine(lm)
+    request = engine.submit([5] * 50, Options(num_beams=16, max_new_tokens=100, min_new_tokens=100, eos_token_id=EOS))
+    peak = 0
+    while engine.step():
+        peak = max(peak, engine.cache_tokens)
+    assert len(request.result().token_ids) == 100
+    assert peak < 50 + 16 * 100 / 2  # nothing near a cache a beam
+
+
+def test_beam_sampling_draws_without_replacement():
+    """Pairs drawn from four candidates, against their probabilities written out."""
+    scores = torch.tensor([1.0, 0.0, -0.5, -2.0])
+    p = scores.double().softmax(-1).numpy()
+    select = draw_without_replacement(torch.Generator().manual_seed(3))
+    counts = np.zeros((4, 4))
+    for _ in range(20_000):
+        a, b = select(scores, 2).tolist()
+        counts[a, b] += 1
+    expected = np.array([[p[a] * p[b] / (1 - p[a]) if a != b else 0 for b in range(4)] for a in range(4)])
+    assert not counts.diagonal().any()
+    off = ~np.eye(4, dtype=bool)
+    assert chisquare(counts[off], 20_000 * expected[off]).pvalue > 0.001
+
+
+def test_beam_sampling_has_a_seed(lm):
+    def run(seed):
+        return specbeam.generate(lm, [1], num_beams=3, max_new_tokens=10, temperature=1.5, seed=seed).token_ids
+
+    assert run(1) == run(1)
+    assert len({tuple(run(seed)) for seed in range(5)}) > 1
