@@ -18,6 +18,15 @@ CHAT_TEMPLATE = (
     "<bos>{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
 CONFIGS = {
     "llama": lambda **kw: LlamaConfig(**kw),
     "qwen2": lambda **kw: Qwen2Config(**kw),

@@ -122,7 +122,7 @@ def test_a_request_that_fails_in_its_strategy_disturbs_nobody(lm, monkeypatch):
         yield from ()
         raise RuntimeError("a strategy's mistake")
 
-    monkeypatch.setattr("specbeam.engine.sample", broken)
+    monkeypatch.setattr("specbeam.request.sample", broken)
     engine.run()
     with pytest.raises(RuntimeError, match="mistake"):
         bad.result()
@@ -192,7 +192,7 @@ def test_a_strategy_that_asks_for_nonsense_disturbs_nobody(lm, monkeypatch, stra
     engine = Engine(lm)
     good = engine.submit([1], Options(max_new_tokens=5, do_sample=True, seed=1))
     bad = engine.submit([2, 3])
-    monkeypatch.setattr("specbeam.engine.greedy", strategy)
+    monkeypatch.setattr("specbeam.request.greedy", strategy)
     engine.run()
     assert len(good.result().token_ids) == 5
     with pytest.raises((ValueError, IndexError)):
@@ -203,7 +203,7 @@ def test_a_strategy_that_asks_for_nonsense_disturbs_nobody(lm, monkeypatch, stra
 def test_logits_come_in_the_order_they_were_asked_for(lm, monkeypatch, chunk):
     asked = [3, 0, 0, 2]
     strategy = strategy_that(asked, [1], returns=[Hypothesis(3, 0.0, "length")])
-    monkeypatch.setattr("specbeam.engine.greedy", strategy)
+    monkeypatch.setattr("specbeam.request.greedy", strategy)
     engine = Engine(lm, max_batch_tokens=chunk)
     request = engine.submit([5, 6, 7, 8])
     engine.run()

@@ -10,7 +10,7 @@ import specbeam
 from specbeam.errors import SpecbeamError
 from specbeam.slots import Slots
 from specbeam.tree import Tree
-from tests.conftest import random_model
+from tests.conftest import LLAMA3_ROPE, random_model
 
 FAMILIES = {
     "llama": ("llama", {}),
@@ -18,19 +18,7 @@ FAMILIES = {
     "llama, head_dim apart": ("llama", {"head_dim": 24}),
     "llama, one key head": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True}),
     "llama, no grouping": ("llama", {"num_key_value_heads": 4}),
-    "llama 3 rope": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            }
-        },
-    ),
+    "llama 3 rope": ("llama", {"rope_parameters": LLAMA3_ROPE}),
     "llama, linear rope": (
         "llama",
         {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}},

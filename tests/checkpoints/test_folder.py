@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
-from tests.conftest import EOS, byte_tokenizer, random_model
+from tests.conftest import EOS, LLAMA3_ROPE, byte_tokenizer, random_model
 
 
 @pytest.fixture
@@ -51,13 +51,7 @@ def test_without_generation_config_the_config_or_the_tokenizer_knows_the_end(fol
 
 
 def test_configs_of_transformers_4_and_5_say_the_same(save):
-    rope = {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
+    rope = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
     folder = save(random_model("llama", rope_parameters=rope | {"rope_theta": 5000.0}))
     new = open_checkpoint(folder).config
     rewrite(folder, "config.json", rope_parameters=..., rope_theta=5000.0, rope_scaling=rope)

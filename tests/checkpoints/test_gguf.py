@@ -16,7 +16,7 @@ from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.checkpoints.architectures import GGUF, HUGGING_FACE, TENSORS
 from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
-from tests.conftest import BOS, CHAT_TEMPLATE, EOS, byte_tokenizer, random_model
+from tests.conftest import BOS, CHAT_TEMPLATE, EOS, LLAMA3_ROPE, byte_tokenizer, random_model
 
 CONTROL, NORMAL = 3, 1
 AB = byte_tokenizer().convert_tokens_to_ids("ÿ")
@@ -86,23 +86,13 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
     return path
 
 
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-
-
 @pytest.mark.parametrize(
     ("architecture", "changes"),
     [
         ("llama", {}),
         ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
         ("llama", {"attention_bias": True}),
-        ("llama", {"rope_parameters": LLAMA3}),
+        ("llama", {"rope_parameters": LLAMA3_ROPE}),
         ("qwen2", {}),
         ("qwen3", {"tie_word_embeddings": True}),
     ],

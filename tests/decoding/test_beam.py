@@ -55,7 +55,7 @@ def test_beam_search_is_that_of_transformers(
     }
     expected, scores = theirs(model, prompt, **options)
     result = specbeam.generate(lm, prompt, **options)
-    real = [score > -1e8 for score in scores]  # transformers fills places that no text took with rubbish
+    real = [score > -1e6 for score in scores]  # transformers fills places that no text took with rubbish
     assert len(result.sequences) == sum(real)
     for got, tokens, score in zip(result.sequences, expected, scores, strict=False):
         assert got.token_ids == tokens[: len(got.token_ids)]

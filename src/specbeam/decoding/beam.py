@@ -64,16 +64,24 @@ def beam_search(
             break
     return [
         Hypothesis(node, score, stop(tree, node) or "length")
-        for node, score in zip(finished.nodes.tolist(), finished.scores.tolist(), strict=True)
-        if node >= 0
+        for node, score in zip(
+            finished.nodes[finished.real].tolist(), finished.scores[finished.real].tolist(), strict=True
+        )
     ][:num_return_sequences]
 
 
 class Finished:
-    """The places for finished texts: nodes (-1 where empty) and scores, best first."""
+    """The places for finished texts, best first.
+
+    Attributes:
+        nodes: where they end, -1 where a place is empty.
+        real: false for empty places, and for texts that took one only because there were fewer candidates than places:
+            forbidden ones, and those of the copies of the prompt that fill the beams at first.
+    """
 
     def __init__(self, places: int, length_penalty: float, early_stopping: bool | str) -> None:
         self.nodes: Nodes = np.full(places, -1)
+        self.real = np.zeros(places, dtype=bool)
         self.scores = torch.full((places,), NEVER)
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
@@ -92,6 +100,7 @@ class Finished:
         scores = log_probs / length**self.length_penalty + ~may * NEVER
         self.scores, best = torch.cat([self.scores, scores]).topk(places)
         self.nodes = np.concatenate([self.nodes, np.where(may.numpy(), nodes, -1)])[best.numpy()]
+        self.real = np.concatenate([self.real, (may & (log_probs > NEVER / 2)).numpy()])[best.numpy()]
 
     def settled(self, best_running: Tensor, length: int, longest: int) -> bool:
         """Whether the best beam, with this log-probability at this length, cannot change the outcome any more."""
