@@ -101,13 +101,13 @@ def run(given: argparse.Namespace) -> int:
             requests[name] = engine.submit(prompt, options, system=given.system, raw=given.raw)
         except SpecbeamError as error:
             raise SpecbeamError(f"{name}: {error}" if name else str(error)) from error
-        if given.show_prompt:
-            shown = show_prompt(lm, prompt, system=given.system, raw=given.raw)
-            print(shown, file=sys.stderr if given.json else sys.stdout, flush=True)
 
     stream = given.stream and not given.json and len(requests) == 1
     printer = Printer(requests, as_json=given.json, stream=stream)
     try:
+        for _, prompt in prompts if given.show_prompt else ():
+            shown = show_prompt(lm, prompt, system=given.system, raw=given.raw)
+            print(shown, file=sys.stderr if given.json else sys.stdout, flush=True)
         while engine.step():
             printer.print_ready()
         printer.print_ready()
