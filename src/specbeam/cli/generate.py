@@ -152,6 +152,8 @@ class Printer:
                     print(json.dumps(result.to_dict(), ensure_ascii=not utf8()), flush=True)
                 else:
                     print("" if self.stream else result.text, flush=True)
+                    for other in result.sequences[1:]:
+                        print(other.text, flush=True)
             if not self.as_json:
                 with self.bar.external_write_mode(file=sys.stderr):
                     print(summary(result), file=sys.stderr, flush=True)

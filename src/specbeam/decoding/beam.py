@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from specbeam.decoding import Evaluate, Hypothesis, Strategy
+from specbeam.decoding.sampling import gumbel
 from specbeam.decoding.stopping import Stopping
 from specbeam.tree import Nodes, Tree
 
@@ -119,8 +120,7 @@ def draw_without_replacement(generator: torch.Generator) -> Select:
     """
 
     def select(scores: Tensor, k: int) -> Tensor:
-        uniform = torch.rand(len(scores), generator=generator, dtype=torch.float64)
-        gumbel = -(-uniform.log()).log()
-        return (scores + gumbel.to(scores.device, scores.dtype)).topk(k).indices
+        noise = gumbel(len(scores), generator)
+        return (scores.double() + noise.to(scores.device)).topk(k).indices
 
     return select

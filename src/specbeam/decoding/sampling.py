@@ -14,7 +14,7 @@ from specbeam.tree import Tree
 
 def sample(tree: Tree, process: Processors, stop: Stopping, warp: Warpers, generator: torch.Generator) -> Strategy:
     """Greedy's walk, with each token drawn."""
-    return greedy(tree, process, stop, pick=lambda scores: draw(warp(scores).softmax(-1), generator))
+    return greedy(tree, process, stop, pick=lambda scores: draw(warp(scores), generator))
 
 
 def seeded(seed: int | None) -> torch.Generator:
@@ -27,13 +27,16 @@ def seeded(seed: int | None) -> torch.Generator:
     return generator
 
 
-def draw(probabilities: Tensor, generator: torch.Generator) -> int:
-    """Draw an index with the given probabilities [vocab] by inverting their cumulative sum.
+def gumbel(n: int, generator: torch.Generator) -> Tensor:
+    """n draws from the standard Gumbel distribution, float64 [n] on the CPU."""
+    return -torch.empty(n, dtype=torch.float64).exponential_(generator=generator).log()
 
-    The sum is in float64: in float32 the tail of a large vocabulary would be rounded away.
+
+def draw(scores: Tensor, generator: torch.Generator) -> int:
+    """Draw an index from the softmax of scores [vocab]: the highest after adding Gumbel noise (the Gumbel-max trick).
+
+    Each token has noise of its own, so rounding differences of the scores change the draw only where two tokens nearly
+    tie. Inverting the cumulative probabilities would add the differences up over the whole vocabulary.
     """
-    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    uniform = torch.rand((), generator=generator, dtype=torch.float64).to(cumulative.device)
-    # right=True: a token of probability 0 has an empty interval and is never drawn.
-    index = torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)
-    return int(index.clamp(max=int(probabilities.nonzero()[-1])))
+    noise = gumbel(scores.shape[-1], generator)
+    return int((scores.double() + noise.to(scores.device)).argmax())
