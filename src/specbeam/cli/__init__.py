@@ -26,25 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
-    from specbeam.cli import generate, models
-
-    parser = Parser(prog="specbeam", description="Exact and fast decoding of open causal language models.")
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (generate, models):
-        command.add_to(commands)
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    end = words.index("--") if "--" in words else len(words)
-    given = parser.parse_args([*map(_dashes, words[:end]), *words[end:]])
-    if given.version:
-        from specbeam import __version__
-
-        print(__version__)
-        return 0
-    if given.command is None:
-        parser.error("give a command: generate or models")
     try:
-        status: int = given.run(given)
+        status = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
         return status
     except SpecbeamError as error:
@@ -59,6 +42,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not isinstance(error, BrokenPipeError):
             print(f"specbeam: cannot write the output: {error.strerror or error}", file=sys.stderr)
         return FAILED
+
+
+def _run(words: list[str]) -> int:
+    from specbeam.cli import generate, models
+
+    parser = Parser(prog="specbeam", description="Exact and fast decoding of open causal language models.")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command in (generate, models):
+        command.add_to(commands)
+    end = words.index("--") if "--" in words else len(words)
+    given = parser.parse_args([*map(_dashes, words[:end]), *words[end:]])
+    if given.version:
+        from specbeam import __version__
+
+        print(__version__)
+        return 0
+    if given.command is None:
+        parser.error("give a command: generate or models")
+    status: int = given.run(given)
+    return status
 
 
 def _dashes(argument: str) -> str:
