@@ -108,6 +108,20 @@ def lm(tiny):
     return tiny("llama")[1]
 
 
+def beams_of_transformers(model, prompt, **options):
+    """The new tokens of the beams transformers returns, padded, and their scores."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    return out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist()
+
+
 def reference_model(name):
     """The file of a real model, or a skip that says how to get it."""
     folder = Path(os.environ.get("SPECBEAM_REFERENCE_MODELS", Path.home() / ".cache/specbeam-reference-models"))

@@ -12,7 +12,7 @@ import specbeam
 from specbeam import Engine, Options
 from specbeam.checkpoints import open_checkpoint
 from specbeam.prompts import encode
-from tests.conftest import reference_model
+from tests.conftest import beams_of_transformers, reference_model
 
 pytestmark = pytest.mark.models
 
@@ -72,20 +72,10 @@ def test_beams_are_those_of_transformers(num_beams, prompts):
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
     for text in texts:
         prompt = encode(lm, text)
-        ids = torch.tensor([prompt])
         options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 32}
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_scores=True,
-            eos_token_id=sorted(lm.eos_token_ids),
-            **options,
-        )
+        expected, scores = beams_of_transformers(model, prompt, eos_token_id=sorted(lm.eos_token_ids), **options)
         result = specbeam.generate(lm, prompt, **options)
-        expected = out.sequences[:, len(prompt) :].tolist()
-        for got, tokens, score in zip(result.sequences, expected, out.sequences_scores.tolist(), strict=True):
+        for got, tokens, score in zip(result.sequences, expected, scores, strict=True):
             assert got.token_ids == tokens[: len(got.token_ids)]
             assert got.score == pytest.approx(score, abs=1e-4)
 

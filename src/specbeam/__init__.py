@@ -8,7 +8,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     # PyTorch's threads spin while they wait for each other, by default for so long that one other busy process on the
     # machine stretches every product to a time slice of the scheduler (docs/performance.md). Too short, and waking up
     # costs more than the products. Read when PyTorch is loaded, so without effect after that.
-    os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:
     from specbeam.engine import Engine as Engine

@@ -54,7 +54,9 @@ class Request:
             raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {lm.backend.vocab_size}")
         self.prompt_ids = prompt_ids
         self.max_length = min(len(prompt_ids) + options.max_new_tokens, context)
-        self.most_slots = len(prompt_ids) + (self.max_length - len(prompt_ids)) * options.num_beams
+        # Beams and as many finished texts, which the tree keeps, may share nothing but the prompt.
+        texts = 1 if options.num_beams == 1 else 2 * options.num_beams
+        self.most_slots = len(prompt_ids) + (self.max_length - len(prompt_ids)) * texts
         self.pieces: deque[Piece] = deque()
         self.done = False
         self.slots: Slots | None = None

@@ -10,20 +10,7 @@ from scipy.stats import chisquare
 import specbeam
 from specbeam import Engine, Options
 from specbeam.decoding.beam import draw_without_replacement
-from tests.conftest import EOS
-
-
-def theirs(model, prompt, **options):
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **options,
-    )
-    return out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist()
+from tests.conftest import EOS, beams_of_transformers
 
 
 @settings(max_examples=300, deadline=None)
@@ -53,7 +40,7 @@ def test_beam_search_is_that_of_transformers(
         "repetition_penalty": penalty,
         "eos_token_id": sorted(data.draw(st.sets(token, min_size=1, max_size=min(6, vocab_size - 2)))),
     }
-    expected, scores = theirs(model, prompt, **options)
+    expected, scores = beams_of_transformers(model, prompt, **options)
     result = specbeam.generate(lm, prompt, **options)
     real = [score > -1e6 for score in scores]  # transformers fills places that no text took with rubbish
     assert len(result.sequences) == sum(real)
