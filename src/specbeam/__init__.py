@@ -11,9 +11,12 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:
+    from specbeam.decoding.constraints import TokenTrie as TokenTrie
+    from specbeam.drafting.suffix import suffix_automaton as suffix_automaton
     from specbeam.engine import Engine as Engine
     from specbeam.errors import SpecbeamError as SpecbeamError
     from specbeam.generation import generate as generate
+    from specbeam.generation import nbest as nbest
     from specbeam.generation import stream as stream
     from specbeam.model import LanguageModel as LanguageModel
     from specbeam.model import load as load
@@ -35,10 +38,13 @@ _HOMES = {
     "Sequence": "results",
     "SpecbeamError": "errors",
     "Stats": "results",
+    "TokenTrie": "decoding.constraints",
     "generate": "generation",
     "load": "model",
+    "nbest": "generation",
     "show_prompt": "prompts",
     "stream": "generation",
+    "suffix_automaton": "drafting.suffix",
 }
 
 __all__ = [*_HOMES]

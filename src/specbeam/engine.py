@@ -6,18 +6,24 @@ live requests ask for, runs it as one batch, and hands the logits back. It alone
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from specbeam.backends.contract import Backend
+from specbeam.drafting.suffix import SuffixAutomaton
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
-from specbeam.options import Options
+from specbeam.options import MOST_DRAFTED, Options
 from specbeam.prompts import encode
-from specbeam.request import Request, forget_frames
+from specbeam.request import Draft, Request, forget_frames, nominal_cost
 from specbeam.tree import Nodes
 
 
@@ -67,15 +73,24 @@ class Engine:
         *,
         system: str | None = None,
         raw: bool = False,
+        draft: Draft | None = None,
     ) -> Request:
         """Queue one prompt (text, chat messages or token ids) and return its handle.
 
-        Options are an :class:`Options` or a mapping of its fields.
+        Args:
+            options: an :class:`Options` or a mapping of its fields.
+            draft: what guesses how the text goes on, so that a pass of the model can check many tokens: a loaded model,
+                "ngram" or "suffix" (lookups in the text so far), or what :func:`specbeam.suffix_automaton` made of
+                earlier texts. It changes how fast the text comes, not which (docs/exactness.md).
 
         Raises:
-            SpecbeamError: a prompt that is empty or longer than the context, or options that do not fit the model.
+            SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, or a
+                draft that cannot be used with it.
         """
-        request = Request(self.lm, encode(self.lm, prompt, system=system, raw=raw), Options.of(options or {}))
+        chosen = Options.of(options or {})
+        check_draft(self.lm, draft, chosen)
+        ids = encode(self.lm, prompt, system=system, raw=raw)
+        request = Request(self.lm, ids, chosen, draft, lambda backend: pass_times(backend).expected)
         if request.most_slots > self.max_cache_tokens:
             raise SpecbeamError(
                 f"prompt and max_new_tokens need {request.most_slots} cache slots, the engine has "
@@ -104,7 +119,7 @@ class Engine:
     @property
     def cache_tokens(self) -> int:
         """Slots in use by live requests."""
-        return sum(request.slots.used for request in self._live if request.slots is not None)
+        return sum(request.used_slots for request in self._live)
 
     def _admit(self) -> None:
         """Start waiting requests, first come first served, as far as their greatest size fits beside the others'."""
@@ -121,13 +136,21 @@ class Engine:
                 request.start()
 
     def _gather(self) -> list[tuple[Request, Nodes]]:
-        """What the next pass evaluates: small wants first, so that a long prompt delays nobody."""
-        batch = []
+        """What the next pass evaluates: small wants first, so that a long prompt delays nobody.
+
+        While anybody waits for a draft model, the target waits for them: then one pass of it serves all.
+        """
+        waiting = [request for request in self._live if not request.done]
+        if any(request.drafting for request in waiting):
+            waiting = [request for request in waiting if request.drafting]
+        batch: list[tuple[Request, Nodes]] = []
         room = self.max_batch_tokens
-        for request in sorted((r for r in self._live if not r.done), key=lambda r: len(r.pending)):
+        for request in sorted(waiting, key=lambda r: len(r.pending)):
             nodes = request.pending[:room]
             if not len(nodes):
                 break
+            if batch and request.backend is not batch[0][0].backend:  # another draft model: its turn comes
+                continue
             room -= len(nodes)
             batch.append((request, nodes))
         return batch
@@ -151,5 +174,70 @@ class Engine:
 
     def _forward(self, batch: list[tuple[Request, Nodes]]) -> tuple[Tensor, ...]:
         segments = [request.segment(nodes) for request, nodes in batch]
-        logits = self.lm.backend.forward(segments)
+        backend = batch[0][0].backend
+        with pass_times(backend).measure(sum(len(s.tokens) for s in segments)):
+            logits = backend.forward(segments)
+            if logits.is_cuda:
+                torch.cuda.synchronize(logits.device)
         return torch.split(logits, [len(s.wanted) for s in segments])
+
+
+class PassTimes:
+    """What passes of a backend took lately, by how many nodes they had."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}  # by the power of two that is nearest to the number of nodes
+
+    @contextmanager
+    def measure(self, nodes: int) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        size = round(np.log2(nodes))
+        before = self._seconds.get(size)
+        # The first pass of a size may also warm things up, so it counts only until there is a second.
+        self._seconds[size] = seconds if before is None else min(seconds, 0.8 * before + 0.2 * seconds)
+
+    def expected(self, nodes: int) -> float:
+        """Seconds a pass over so many nodes will take; where none was measured, by the nearest that was."""
+        if not self._seconds:
+            return 0.1 * nominal_cost(nodes)
+        sizes = sorted(self._seconds)
+        size = float(np.log2(nodes))
+        seconds = float(np.interp(size, sizes, [self._seconds[s] for s in sizes]))
+        nearest = min(max(size, sizes[0]), sizes[-1])
+        return seconds * nominal_cost(nodes) / nominal_cost(round(2**nearest))
+
+
+_pass_times: WeakKeyDictionary[Backend, PassTimes] = WeakKeyDictionary()
+
+
+def pass_times(backend: Backend) -> PassTimes:
+    """The times of a backend's passes, which outlive an engine."""
+    return _pass_times.setdefault(backend, PassTimes())
+
+
+def check_draft_sizes(options: Options) -> None:
+    """Refuse sizes of drafts where nothing drafts."""
+    for name in MOST_DRAFTED:
+        if options.draft_size(name) is not None:
+            raise SpecbeamError(
+                f"{name}={options.draft_size(name)} has no effect without a draft: give one, or leave it out"
+            )
+
+
+def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
+    """Refuse what cannot draft for a model."""
+    if draft is None:
+        check_draft_sizes(options)
+    elif isinstance(draft, LanguageModel):
+        ours, theirs = lm.backend.device, draft.backend.device
+        if ours != theirs:
+            raise SpecbeamError(
+                f"the draft {draft.source} is on {theirs}, but the model on {ours}: load both on the same device"
+            )
+    elif not (isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in ("ngram", "suffix"))):
+        raise SpecbeamError(
+            f'draft={draft!r} is not allowed: give a loaded model (specbeam.load), "ngram", "suffix" or what '
+            "specbeam.suffix_automaton returned"
+        )

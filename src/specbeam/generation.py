@@ -10,10 +10,19 @@ from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.prompts import is_batch
-from specbeam.results import Piece
+from specbeam.request import Draft, Request
+from specbeam.results import Piece, Sequence
 
 
-def generate(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False, **options: Any) -> Any:
+def generate(
+    lm: LanguageModel,
+    prompt: Any,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    draft: Draft | None = None,
+    **options: Any,
+) -> Any:
     """Generate from one prompt, or from several at once.
 
     Args:
@@ -22,6 +31,8 @@ def generate(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: 
             of any of these.
         system: a system message to put before text or messages.
         raw: do not apply the model's chat template.
+        draft: what guesses how the text goes on, so that it comes sooner: a loaded model, "ngram", "suffix", or what
+            :func:`specbeam.suffix_automaton` returned.
         options: the fields of :class:`specbeam.Options`, such as ``max_new_tokens=64``.
 
     Returns:
@@ -33,13 +44,13 @@ def generate(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: 
     engine = Engine(lm)
     chosen = Options.of(options)
     if not is_batch(prompt):
-        request = engine.submit(prompt, chosen, system=system, raw=raw)
+        request = engine.submit(prompt, chosen, system=system, raw=raw, draft=draft)
         engine.run()
         return request.result()
     requests = []
     for number, one in enumerate(prompt):
         try:
-            requests.append(engine.submit(one, chosen, system=system, raw=raw))
+            requests.append(engine.submit(one, chosen, system=system, raw=raw, draft=draft))
         except SpecbeamError as error:
             raise SpecbeamError(f"prompt {number}: {error}") from error
     engine.run()
@@ -47,7 +58,13 @@ def generate(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: 
 
 
 def stream(
-    lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False, **options: Any
+    lm: LanguageModel,
+    prompt: Any,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    draft: Draft | None = None,
+    **options: Any,
 ) -> Iterator[Piece]:
     """Generate from one prompt, yielding pieces of text as soon as they are certain.
 
@@ -57,11 +74,48 @@ def stream(
     if is_batch(prompt):
         raise SpecbeamError("stream takes one prompt: use Engine to stream several at once")
     engine = Engine(lm)
-    request = engine.submit(prompt, Options.of(options), system=system, raw=raw)
+    request = engine.submit(prompt, Options.of(options), system=system, raw=raw, draft=draft)
     return _pieces(engine, request)
 
 
-def _pieces(engine: Engine, request: Any) -> Iterator[Piece]:
+def nbest(
+    lm: LanguageModel,
+    prompt: Any,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    draft: Draft | None = None,
+    num_beams: int = 4,
+    **options: Any,
+) -> Iterator[Sequence]:
+    """The texts beam search finishes, best first, each as soon as no other can come before it.
+
+    They are ``generate(..., num_beams=num_beams, num_return_sequences=num_beams).sequences``; whoever stops taking them
+    stops the search. With ``length_penalty=0`` scores only fall as texts grow, and texts are certain soonest; with a
+    penalty over 0 a text is certain once even the longest continuation of the best beam could not pass it.
+
+    Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
+    """
+    if is_batch(prompt):
+        raise SpecbeamError("nbest takes one prompt: call it once for each")
+    options.setdefault("num_return_sequences", num_beams)
+    engine = Engine(lm)
+    chosen = Options.of({**options, "num_beams": num_beams})
+    request = engine.submit(prompt, chosen, system=system, raw=raw, draft=draft)
+    return _found(engine, request)
+
+
+def _found(engine: Engine, request: Request) -> Iterator[Sequence]:
+    more, told = True, 0
+    while more:
+        more = engine.step()
+        while request.found:
+            told += 1
+            yield request.found.popleft()
+    yield from request.result().sequences[told:]
+
+
+def _pieces(engine: Engine, request: Request) -> Iterator[Piece]:
     more = True
     while more:
         more = engine.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from specbeam.backends.contract import Backend
@@ -30,6 +31,24 @@ class LanguageModel:
     tokenizer: Any
     eos_token_ids: frozenset[int]
     generation_defaults: Mapping[str, Any]
+
+    def shares_tokenizer(self, other: LanguageModel) -> bool:
+        """Whether token ids mean the same to both models, but for a few (siblings often differ in added special tokens).
+
+        Without a tokenizer they are taken to, if there are as many.
+        """
+        if self.tokenizer is None or other.tokenizer is None:
+            return self.backend.vocab_size == other.backend.vocab_size
+        ours, theirs = self._vocabulary, other._vocabulary
+        return self is other or len(ours ^ theirs) < 0.01 * len(ours | theirs)
+
+    @cached_property
+    def _vocabulary(self) -> frozenset[tuple[str, int]]:
+        return frozenset(self.tokenizer.get_vocab().items())
+
+    def decode_token(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens written out."""
+        return self.decode(token_ids, skip_special_tokens=False)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         """The text of token ids."""

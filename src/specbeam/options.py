@@ -10,6 +10,7 @@ from typing import Any
 
 from specbeam.errors import SpecbeamError
 
+MOST_DRAFTED = {"num_draft_tokens": 64, "draft_width": 1024, "draft_budget": 4096}
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -36,9 +37,23 @@ class Options:
         length_penalty: beams compete by log-probability / length ** length_penalty; over 0 favours long texts.
         early_stopping: True stops beam search when num_beams texts are finished; False when the best beam, ended now,
             would not beat the worst of them; "never" when no length it may still reach would make it beat that.
+        num_beam_groups: diverse beam search: so many groups of beams, each kept off the tokens of the groups before it.
+        diversity_penalty: what a token chosen by another group at the same step loses in score.
+        num_draft_tokens: how far drafts guess ahead; "auto" adapts to what is accepted and to what passes cost.
+        draft_width: guesses a level below the text (or below all beams) for a draft model, guesses a text or beam and
+            level for lookups; "auto" adapts.
+        draft_budget: at most so many guesses a pass of the target; "auto" adapts.
         seed: the random draws of this request; the same seed gives the same text whatever else runs in the batch.
         eos_token_id: one id or several (kept as a tuple) that end the text [those of the checkpoint].
         stop_strings: one string or several (kept as a tuple); the text ends before the first that appears.
+        trace: the result tells what was drafted, accepted and chosen, round by round.
+        constraint: what may be generated at all: a :class:`specbeam.TokenTrie` or another
+            :class:`specbeam.decoding.constraints.Constraint`.
+        prefix_allowed_tokens_fn: as in transformers: called with 0 and the token ids so far, prompt included (int64
+            tensor [length]), it returns the ids of the tokens that may follow.
+        logits_processor: one function or several (kept as a tuple) as in transformers: called with token ids (int64
+            [n, length], prompts included) and scores (float32 [n, vocab]), they return scores. They see
+            log-probabilities in beam search, logits otherwise, after all other processors.
 
     Raises:
         SpecbeamError: a value is out of its range, or two options contradict each other.
@@ -57,13 +72,27 @@ class Options:
     num_return_sequences: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
+    num_beam_groups: int = 1
+    diversity_penalty: float = 0.0
+    num_draft_tokens: int | str = "auto"
+    draft_width: int | str = "auto"
+    draft_budget: int | str = "auto"
     eos_token_id: Any = None
     stop_strings: Any = ()
+    trace: bool = False
+    constraint: Any = None
+    prefix_allowed_tokens_fn: Any = None
+    logits_processor: Any = ()
 
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "num_beams", "num_return_sequences"):
             self._make_number(name, Integral, int)
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty"):
+        self._make_number("num_beam_groups", Integral, int)
+        for name, largest in MOST_DRAFTED.items():
+            if (size := getattr(self, name)) != "auto":
+                whole = isinstance(size, Integral) and not isinstance(size, bool)
+                self._check(name, whole and 1 <= size <= largest, f'"auto", or 1 to {largest}')
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty", "diversity_penalty"):
             self._make_number(name, Real, float)
         self._check("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
         self._check("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
@@ -81,6 +110,19 @@ class Options:
         self._check("length_penalty", abs(self.length_penalty) < float("inf"), "a finite number")
         early = self.early_stopping
         self._check("early_stopping", early is True or early is False or early == "never", 'true, false or "never"')
+        groups = self.num_beam_groups
+        self._check(
+            "num_beam_groups", groups >= 1 and self.num_beams % groups == 0, f"a divisor of {self.num_beams} beams"
+        )
+        self._check("diversity_penalty", 0 <= self.diversity_penalty < float("inf"), "0 or more")
+        if self.diversity_penalty and groups == 1:
+            raise SpecbeamError(f"diversity_penalty={self.diversity_penalty} needs num_beam_groups of 2 or more")
+        if groups > 1 and self.samples:
+            raise SpecbeamError(
+                "diverse beam search does not sample: leave out num_beam_groups or the sampling options"
+            )
+        self._check("trace", self.trace is True or self.trace is False, "true or false")
+        self._check_constraints()
         self._check("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1")
         stops = self._make_tuple("stop_strings", self.stop_strings if self.stop_strings is not None else (), str)
         self._check("stop_strings", all(stops), "text that is not empty")
@@ -92,6 +134,11 @@ class Options:
             raise SpecbeamError(f"{given}={getattr(self, given)} has no effect with do_sample=False: leave one out")
         if self.do_sample and self.temperature == 0:
             raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out")
+
+    def draft_size(self, name: str) -> int | None:
+        """One of num_draft_tokens, draft_width and draft_budget; None if it adapts."""
+        size = getattr(self, name)
+        return None if size == "auto" else int(size)
 
     @classmethod
     def of(cls, given: Options | Mapping[str, Any]) -> Options:
@@ -130,6 +177,21 @@ class Options:
         if self.do_sample is False:  # transformers' users pass neutral values along with do_sample=False
             given = [name for name in given if getattr(self, name) != neutral[name]]
         return bool(given)
+
+    def _check_constraints(self) -> None:
+        from specbeam.decoding.constraints import Constraint
+
+        self._check(
+            "constraint",
+            self.constraint is None or isinstance(self.constraint, Constraint),
+            "a TokenTrie or another Constraint",
+        )
+        allowed = self.prefix_allowed_tokens_fn
+        self._check("prefix_allowed_tokens_fn", allowed is None or callable(allowed), "a function")
+        given = self.logits_processor
+        processors = () if given is None else tuple(given) if isinstance(given, list | tuple) else (given,)
+        self._check("logits_processor", all(map(callable, processors)), "one function or several")
+        object.__setattr__(self, "logits_processor", processors)
 
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:

@@ -5,27 +5,42 @@ from __future__ import annotations
 import time
 import traceback
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specbeam.backends.contract import Segment
-from specbeam.decoding import Evaluate, Hypothesis, Strategy
-from specbeam.decoding.beam import beam_search, draw_without_replacement
+from specbeam.backends.contract import Backend, Segment
+from specbeam.decoding import Hypothesis, Strategy
+from specbeam.decoding.beam import BeamSearch, DiverseBeamSearch, Search, beam_search, draw_without_replacement
 from specbeam.decoding.greedy import greedy
 from specbeam.decoding.processors import Processors, Warpers
+from specbeam.decoding.record import Record
 from specbeam.decoding.sampling import sample, seeded
+from specbeam.decoding.speculative import reject_or_accept, speculative
+from specbeam.decoding.speculative_beam import speculative_beam_search
 from specbeam.decoding.stopping import Stopping
+from specbeam.drafting import Drafter
+from specbeam.drafting.chains import Chains
+from specbeam.drafting.model import ModelDrafter
+from specbeam.drafting.ngram import NgramDrafter
+from specbeam.drafting.pace import Cost, Pace
+from specbeam.drafting.retokenizing import RetokenizingDrafter
+from specbeam.drafting.suffix import SuffixAutomaton, SuffixDrafter
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.results import Piece, Result, Sequence, Stats
 from specbeam.slots import Slots
 from specbeam.streaming import TextStream
-from specbeam.tree import Nodes, Tree
+from specbeam.tree import NO_NODES, Nodes, Tree
+
+
+Draft = LanguageModel | SuffixAutomaton | str
+"""A draft model, "ngram", "suffix", or an automaton over earlier texts."""
 
 
 class Request:
@@ -36,10 +51,18 @@ class Request:
         max_length: the most tokens of prompt and text together.
         most_slots: the most cache slots it may come to need.
         pieces: streamed pieces of text that nobody has taken yet.
+        found: finished sequences, best first, as they become certain; nobody has taken them yet.
         done: there is a result or an error.
     """
 
-    def __init__(self, lm: LanguageModel, prompt_ids: list[int], options: Options) -> None:
+    def __init__(
+        self,
+        lm: LanguageModel,
+        prompt_ids: list[int],
+        options: Options,
+        draft: Draft | None = None,
+        cost: Callable[[Backend], Cost] | None = None,
+    ) -> None:
         context = lm.backend.context_length
         if len(prompt_ids) >= context:
             raise SpecbeamError(
@@ -54,19 +77,27 @@ class Request:
             raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {lm.backend.vocab_size}")
         self.prompt_ids = prompt_ids
         self.max_length = min(len(prompt_ids) + options.max_new_tokens, context)
-        # Beams and as many finished texts, which the tree keeps, may share nothing but the prompt.
-        texts = 1 if options.num_beams == 1 else 2 * options.num_beams
-        self.most_slots = len(prompt_ids) + (self.max_length - len(prompt_ids)) * texts
+        if options.constraint is not None and not self._eos_token_ids:
+            raise SpecbeamError(
+                "a constraint needs a token that ends the text, and the model has none: give eos_token_id"
+            )
         self.pieces: deque[Piece] = deque()
+        self.found: deque[Sequence] = deque()
         self.done = False
-        self.slots: Slots | None = None
-        self.pending: Nodes = np.empty(0, dtype=np.int64)  # what is still to be evaluated, ancestors first
+        self.drafting = False  # whether what is pending is for the draft model
+        self.pending = NO_NODES  # what is still to be evaluated, ancestors first
         self._lm = lm
+        self._draft = draft
         self._options = options
         self._tree = Tree(prompt_ids)
+        self._record = Record(self._tree, options.trace)
+        self._process = Processors(options, self._eos_token_ids)
+        self._stop = Stopping(self._eos_token_ids, self.max_length, options.stop_strings, lm.decode)
+        self._drafter = None if draft is None else self._make_drafter(draft, cost or (lambda backend: nominal_cost))
+        self._slots: dict[bool, Slots] = {}  # of the draft model, and of the target
         self._text = TextStream(lm.decode, options.stop_strings)
         self._streamed = len(prompt_ids)
-        self._wanted: Nodes = self.pending
+        self._wanted = NO_NODES
         self._received: list[Tensor] = []
         self._cancelled = False
         self._strategy: Strategy | None = None
@@ -74,7 +105,30 @@ class Request:
         self._error: Exception | None = None
         self._submitted = time.perf_counter()
         self._first_token: float | None = None
-        self._passes = 0
+        self._passes = {False: 0, True: 0}  # of the target, and of the draft model
+        self._answered = 0  # of the target's, those that returned logits
+        self._evaluated = 0
+
+    @property
+    def backend(self) -> Backend:
+        """What is to evaluate the pending nodes."""
+        if self.drafting:
+            assert isinstance(self._draft, LanguageModel)
+            return self._draft.backend
+        return self._lm.backend
+
+    @property
+    def most_slots(self) -> int:
+        """The most cache slots it may come to need on the target."""
+        guesses = 0 if self._drafter is None else self._drafter.pace.most_nodes
+        new = self.max_length - len(self.prompt_ids)
+        # Beams may share nothing but the prompt; their guesses may last for two rounds.
+        return len(self.prompt_ids) + new * self._options.num_beams + 2 * min(guesses, new * guesses)
+
+    @property
+    def used_slots(self) -> int:
+        """Slots in use on the target."""
+        return self._slots[False].used if self._slots else 0
 
     def cancel(self) -> None:
         """End the request; its result is what there is so far. Takes effect before the next pass."""
@@ -93,7 +147,9 @@ class Request:
     def start(self) -> None:
         """Begin the strategy: it says what it wants evaluated first."""
         with self._failing_alone():
-            self.slots = Slots(self._tree, self._lm.backend, self.most_slots)
+            self._slots[False] = Slots(self._tree, self._lm.backend, self.most_slots)
+            if isinstance(self._draft, LanguageModel) and self._drafter is not None:
+                self._slots[True] = Slots(self._drafter.tree, self._draft.backend, self.most_slots)
             self._strategy = self._make_strategy()
             self._advance(None)
 
@@ -106,15 +162,16 @@ class Request:
 
     def segment(self, nodes: Nodes) -> Segment:
         """The request's part of a pass over some of its pending nodes."""
-        assert self.slots is not None
-        return self.slots.segment(nodes, wanted=np.flatnonzero(np.isin(nodes, self._wanted)))
+        return self._slots[self.drafting].segment(nodes, wanted=np.flatnonzero(np.isin(nodes, self._wanted)))
 
     def receive(self, nodes: Nodes, logits: Tensor) -> None:
         """Take the logits at the wanted ones among some pending nodes; go on when all there are have come."""
-        self._passes += 1
+        self._passes[self.drafting] += 1
+        self._evaluated += 0 if self.drafting else len(nodes)
         self.pending = self.pending[len(nodes) :]
         self._received.append(logits)
         if not len(self.pending):
+            self._answered += not self.drafting
             with self._failing_alone():
                 logits, self._received = torch.cat(self._received), []
                 if len(self._wanted) > 1:  # they come ordered by node; the strategy has its own order
@@ -140,38 +197,83 @@ class Request:
             self.fail(error)
 
     def _make_strategy(self) -> Strategy:
-        options = self._options
-        process = Processors(options, self._eos_token_ids)
-        stop = Stopping(self._eos_token_ids, self.max_length, options.stop_strings, self._lm.decode)
+        options, tree, process, stop, record = self._options, self._tree, self._process, self._stop, self._record
         warp, generator = Warpers(options), seeded(options.seed)
         if options.num_beams > 1:
-            return beam_search(
-                self._tree,
-                (lambda *at: warp(process(*at))) if options.samples else process,
-                stop,
-                options.num_beams,
-                options.num_return_sequences,
-                options.length_penalty,
-                options.early_stopping,
-                draw_without_replacement(generator) if options.samples else None,
-            )
+            search = self._make_search(warp, generator)
+            if self._drafter is not None:
+                return speculative_beam_search(tree, search, record, self._drafter)
+            return beam_search(tree, search, record)
+        if self._drafter is not None:
+            choose = reject_or_accept(tree, warp, generator) if options.samples else None
+            if isinstance(self._drafter, ModelDrafter) and options.samples:
+                self._drafter.draws = warp, generator
+            return speculative(tree, process, stop, record, self._drafter, choose)
         if options.samples:
-            return sample(self._tree, process, stop, warp, generator)
-        return greedy(self._tree, process, stop)
+            return sample(tree, process, stop, record, warp, generator)
+        return greedy(tree, process, stop, record)
+
+    def _make_search(self, warp: Warpers, generator: torch.Generator) -> Search:
+        options, process = self._options, self._process
+        search = partial(
+            BeamSearch,
+            self._tree,
+            (lambda *at: warp(process(*at))) if options.samples else process,
+            self._stop,
+            num_return_sequences=options.num_return_sequences,
+            length_penalty=options.length_penalty,
+            early_stopping=options.early_stopping,
+            select=draw_without_replacement(generator) if options.samples else None,
+        )
+        groups = options.num_beam_groups
+        if groups == 1:
+            return search(options.num_beams, bounded=not options.samples and not process.raises)
+        size = options.num_beams // groups
+        return DiverseBeamSearch([search(size, bounded=False) for _ in range(groups)], options.diversity_penalty)
+
+    def _make_drafter(self, draft: Draft, cost: Callable[[Backend], Cost]) -> Drafter:
+        options, lm = self._options, self._lm
+        if options.samples:  # costs that are measured would make a seed's text depend on the machine's mood
+            cost = lambda backend: nominal_cost if backend is lm.backend else lambda n: 0.2 * nominal_cost(n)  # noqa: E731
+        direct = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
+        pace = Pace(
+            num_draft_tokens=options.draft_size("num_draft_tokens"),
+            draft_width=options.draft_size("draft_width"),
+            draft_budget=options.draft_size("draft_budget"),
+            num_beams=options.num_beams,
+            target=cost(lm.backend),
+            draft=cost(draft.backend) if isinstance(draft, LanguageModel) else None,
+            chains=not direct,
+        )
+        vocab_size = lm.backend.vocab_size
+        chains = Chains(self._tree, self._process, self._stop, vocab_size, pace)
+        if isinstance(draft, LanguageModel):
+            if direct:
+                most = draft.backend.context_length
+                return ModelDrafter(self._tree, self._process, self._stop, vocab_size, most, pace)
+            return RetokenizingDrafter(self._tree, chains, lm, draft)
+        if draft == "ngram":
+            return NgramDrafter(self._tree, chains)
+        return SuffixDrafter(self._tree, chains, draft if isinstance(draft, SuffixAutomaton) else None)
 
     def _advance(self, logits: Tensor | None) -> None:
         """Let the strategy take logits and name the next nodes, or finish."""
-        assert self.slots is not None
         assert self._strategy is not None
         try:
-            wish: Evaluate = next(self._strategy) if logits is None else self._strategy.send(logits)
+            wish = next(self._strategy) if logits is None else self._strategy.send(logits)
+            while isinstance(wish, Hypothesis):
+                self.found.append(self._sequence(wish))
+                wish = next(self._strategy)
         except StopIteration as finished:
             self._finish(finished.value)
             return
-        self.slots.release()
-        self._tree.dropped.clear()
+        for slots in self._slots.values():
+            slots.release()
+        for slots in self._slots.values():
+            slots.tree.dropped.clear()
+        self.drafting = wish.drafting
         self._wanted = np.asarray(wish.nodes, dtype=np.int64)
-        self.pending = self.slots.missing(self._wanted)
+        self.pending = self._slots[self.drafting].missing(self._wanted)
         self._stream(self._tree.trunk[self._streamed :])
 
     def _stream(self, nodes: Nodes) -> None:
@@ -183,42 +285,64 @@ class Request:
             self.pieces.append(Piece(text))
 
     def _finish(self, hypotheses: list[Hypothesis]) -> None:
+        if not hypotheses:
+            raise SpecbeamError(
+                "no text is allowed: what the constraint, prefix_allowed_tokens_fn or logits_processor leave, or "
+                "max_new_tokens, has no room for a whole one"
+            )
         best, *others = hypotheses
         self._stream(self._tree.path(best.node)[self._streamed :])
         if text := self._text.finish():
             self.pieces.append(Piece(text))
-        sequences = [self._sequence(best, self._text.text)]
-        for other in others:
-            stream = TextStream(self._lm.decode, self._options.stop_strings)
-            stream.push(self._tree.new_tokens(other.node))
-            stream.finish()
-            sequences.append(self._sequence(other, stream.text))
-        seconds = time.perf_counter() - self._submitted
-        new = len(sequences[0].token_ids)
+        sequences = [self._sequence(best, self._text.text), *map(self._sequence, others)]
         self._result = Result(
-            sequences,
-            Stats(
-                prompt_tokens=len(self.prompt_ids),
-                new_tokens=new,
-                seconds=seconds,
-                tokens_per_second=new / seconds,
-                time_to_first_token=self._first_token,
-                forward_passes=self._passes,
-                peak_memory=self._lm.backend.peak_memory(),
-            ),
+            sequences, self._stats(len(sequences[0].token_ids)), self._record.trace(self._lm.decode_token)
         )
         self._release()
 
-    def _sequence(self, hypothesis: Hypothesis, text: str) -> Sequence:
-        return Sequence(text, self._tree.new_tokens(hypothesis.node), hypothesis.score, hypothesis.finish_reason)
+    def _stats(self, new_tokens: int) -> Stats:
+        record = self._record
+        seconds = time.perf_counter() - self._submitted
+        return Stats(
+            prompt_tokens=len(self.prompt_ids),
+            new_tokens=new_tokens,
+            seconds=seconds,
+            tokens_per_second=new_tokens / seconds,
+            time_to_first_token=self._first_token,
+            forward_passes=sum(self._passes.values()),
+            target_passes=self._passes[False],
+            draft_passes=self._passes[True],
+            nodes_evaluated=self._evaluated,
+            peak_slots=self._slots[False].peak if self._slots else 0,
+            drafted=record.drafted,
+            accepted=record.accepted,
+            acceptance_rate=record.accepted / record.drafted if record.drafted else None,
+            steps_per_target_pass=record.steps / self._answered if self._answered else None,
+            peak_memory=self._lm.backend.peak_memory(),
+        )
+
+    def _sequence(self, hypothesis: Hypothesis, text: str | None = None) -> Sequence:
+        token_ids = self._tree.new_tokens(hypothesis.node)
+        if text is None:
+            stream = TextStream(self._lm.decode, self._options.stop_strings)
+            stream.push(token_ids)
+            stream.finish()
+            text = stream.text
+        return Sequence(text, token_ids, hypothesis.score, hypothesis.finish_reason)
 
     def _release(self) -> None:
         """Let go of all memory but the result."""
         self.done = True
-        self.slots = None
-        self.pending = np.empty(0, dtype=np.int64)
+        self._slots = {}
+        self.pending = NO_NODES
         self._received = []
         self._strategy = None
+        self._drafter = None
+
+
+def nominal_cost(nodes: int) -> float:
+    """What a pass over so many nodes costs where nothing was measured, in passes over one."""
+    return 1 + nodes / 32
 
 
 def forget_frames(error: Exception) -> Exception:

@@ -10,6 +10,8 @@ from numpy.typing import NDArray
 
 Nodes = NDArray[np.int64]
 
+NO_NODES: Nodes = np.empty(0, dtype=np.int64)
+
 
 class Tree:
     """Tokens with parents. A node is a number; a parent's number is smaller than its children's.
@@ -18,9 +20,13 @@ class Tree:
     live nodes begin with the *trunk*, the path from the root that all of them share: at first the prompt, then also
     what every surviving hypothesis agrees on. Text on the trunk can no longer change, so it can be streamed.
 
+    A *guess* is a node that a drafter added: if a strategy adds the same token below the same parent, it gets that node,
+    and with it whatever was already evaluated there.
+
     Attributes:
         prompt_length: number of prompt tokens; they are nodes 0 to prompt_length - 1.
-        dropped: nodes that were let go and whose memory has not been taken back yet (the engine empties this).
+        dropped: nodes from which nothing can grow any more and whose memory has not been taken back yet (the engine
+            empties this).
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -30,9 +36,15 @@ class Tree:
         self._parents = np.arange(-1, n - 1, dtype=np.int64)
         self._depths = np.arange(n, dtype=np.int64)
         self._scores = np.zeros(n)
+        # A node lives while something holds it: a child that lives, or the strategy itself. It is held for growth, too,
+        # while anything below it may still grow.
+        self._holders = np.ones(n, dtype=np.int64)
+        self._growth_holders = np.ones(n, dtype=np.int64)
         self._trunk = np.arange(n, dtype=np.int64)  # the trunk's node at each depth
         self._trunk_length = n
-        self._branches: Nodes = np.empty(0, dtype=np.int64)  # live nodes beyond the trunk, ascending
+        self._branches = NO_NODES  # live nodes beyond the trunk, ascending
+        self._kept = self._growing = np.array([n - 1])  # what the strategy itself holds, ascending
+        self._guesses: dict[tuple[int, int], int] = {}  # by parent and token
         self.dropped: list[Nodes] = []
 
     def __len__(self) -> int:
@@ -71,7 +83,7 @@ class Tree:
         return self._scores[nodes]
 
     def add(self, parents: Any, tokens: Any, log_probs: Any = 0.0) -> Nodes:
-        """Add one child a parent and return the new nodes.
+        """Add one child a parent and return the new nodes; a child that was guessed is not added again.
 
         Args:
             parents: nodes, int [n]. Each is the trunk's tip or beyond it, and live.
@@ -79,78 +91,134 @@ class Tree:
             log_probs: the tokens' log-probabilities given what precedes them, float [n].
         """
         parents = np.atleast_1d(np.asarray(parents, dtype=np.int64))
+        tokens = np.broadcast_to(np.asarray(tokens, dtype=np.int64), parents.shape)
+        scores = self._scores[parents] + log_probs
+        if not self._guesses:
+            return self._append(parents, tokens, scores)
+        nodes = self.guessed(parents, tokens)
+        new = nodes < 0
+        nodes[new] = self._append(parents[new], tokens[new], scores[new])
+        self._scores[nodes] = scores
+        return nodes
+
+    def guess(self, parents: Any, tokens: Any) -> Nodes:
+        """Add guesses, one a parent, int [n] each; a guess made before is returned, not made again."""
+        parents = np.atleast_1d(np.asarray(parents, dtype=np.int64))
+        tokens = np.broadcast_to(np.asarray(tokens, dtype=np.int64), parents.shape)
+        pairs = list(zip(parents.tolist(), tokens.tolist(), strict=True))
+        new = list(dict.fromkeys(pair for pair in pairs if pair not in self._guesses))
+        if new:
+            above, below = np.array(new, dtype=np.int64).T
+            self._guesses.update(zip(new, self._append(above, below, self._scores[above]).tolist(), strict=True))
+        return np.array([self._guesses[pair] for pair in pairs], dtype=np.int64)
+
+    def guessed(self, parents: Nodes, tokens: Nodes) -> Nodes:
+        """The guesses of these tokens below these parents, int [n] each, -1 where there is none."""
+        pairs = zip(parents.tolist(), tokens.tolist(), strict=True)
+        return np.array([self._guesses.get(pair, -1) for pair in pairs], dtype=np.int64)
+
+    def _append(self, parents: Nodes, tokens: Nodes, scores: NDArray[np.float64]) -> Nodes:
         start, end = self._size, self._size + len(parents)
         if end > len(self._tokens):
             self._grow(end)
-        self._tokens[start:end] = tokens
-        self._parents[start:end] = parents
-        self._depths[start:end] = self._depths[parents] + 1
-        self._scores[start:end] = self._scores[parents] + log_probs
-        self._size = end
         nodes = np.arange(start, end, dtype=np.int64)
+        self._tokens[nodes] = tokens
+        self._parents[nodes] = parents
+        self._depths[nodes] = self._depths[parents] + 1
+        self._scores[nodes] = scores
+        for holders in (self._holders, self._growth_holders):
+            holders[nodes] = 1  # until the next keep, the strategy
+            np.add.at(holders, parents, 1)
+        self._size = end
         self._branches = np.concatenate([self._branches, nodes])
+        self._kept = np.concatenate([self._kept, nodes])
+        self._growing = np.concatenate([self._growing, nodes])
         return nodes
 
-    def keep(self, nodes: Any) -> None:
-        """Drop every node that is neither one of these nor an ancestor of one; advance the trunk."""
-        kept = np.zeros(len(self._branches), dtype=bool)
-        climbing = np.unique(np.asarray(nodes, dtype=np.int64))
-        shallowest = int(self._depths[climbing].min())
-        trunk_depth = self._trunk_length - 1
-        while True:
-            depths = self._depths[climbing]
-            on_trunk = depths <= trunk_depth
-            at = np.searchsorted(self._branches, climbing[~on_trunk])
-            expected = np.concatenate([self._trunk[depths[on_trunk]], self._branches[at[at < len(self._branches)]]])
-            climbing = np.concatenate([climbing[on_trunk], climbing[~on_trunk]])
-            if not np.array_equal(expected, climbing):
-                raise ValueError(f"nodes {climbing.tolist()} are not all live")
-            climbing = climbing[on_trunk.sum() :]
-            if not len(climbing):
-                break
-            kept[at] = True
-            climbing = np.unique(self._parents[climbing])
-        if not kept.all():
-            self.dropped.append(self._branches[~kept])
-            self._branches = self._branches[kept]
-        self._advance(shallowest)
+    def keep(self, growing: Any, finished: Any = NO_NODES) -> None:
+        """Drop every node that is neither one of these nor an ancestor of one; advance the trunk.
 
-    def _advance(self, shallowest: int) -> None:
-        """Move onto the trunk what all live nodes share.
-
-        The only live node at its depth is shared, unless a kept node is shallower and so ends before it.
+        Below finished nodes nothing grows any more: they and the ancestors that no growing node needs stay in the tree,
+        but are let go by the engine.
         """
-        depths = self._depths[self._branches]
-        order = np.argsort(depths, kind="stable")
-        depths, nodes = depths[order], self._branches[order]
-        shared = (depths <= shallowest) & np.append(depths[1:] > depths[:-1], True)[: len(depths)]
-        alone = len(shared) if shared.all() else int(shared.argmin())
-        if alone == 0:
-            return
-        length = self._trunk_length + alone
-        if length > len(self._trunk):
-            self._trunk = np.resize(self._trunk, 2 * length)
-        self._trunk[self._trunk_length : length] = nodes[:alone]
-        self._trunk_length = length
-        self._branches = np.sort(nodes[alone:])
+        growing = np.unique(np.asarray(growing, dtype=np.int64))
+        kept = np.union1d(growing, np.asarray(finished, dtype=np.int64))
+        dead = kept[self._holders[kept] <= 0]
+        if len(dead):
+            raise ValueError(f"nodes {dead.tolist()} are not all live")
+        idle = self._hold(self._growth_holders, self._growing, growing)
+        gone = self._hold(self._holders, self._kept, kept)
+        self._growing, self._kept = growing, kept
+        if len(idle):
+            self.dropped.append(idle)
+        if len(gone):
+            self._branches = self._branches[self._holders[self._branches] > 0]
+            if self._guesses:
+                self._guesses = {pair: node for pair, node in self._guesses.items() if self._holders[node] > 0}
+        self._advance()
+
+    def _hold(self, holders: NDArray[np.int64], before: Nodes, now: Nodes) -> Nodes:
+        """Hold other nodes than before; return those that nothing holds any more. Takes time for these alone."""
+        holders[np.setdiff1d(now, before, assume_unique=True)] += 1
+        let_go = np.setdiff1d(before, now, assume_unique=True)
+        holders[let_go] -= 1
+        gone = []
+        while len(let_go := let_go[holders[let_go] == 0]):
+            gone.append(let_go)
+            let_go, children = np.unique(self._parents[let_go], return_counts=True)
+            holders[let_go] -= children
+        return np.concatenate(gone) if gone else NO_NODES
+
+    def _advance(self) -> None:
+        """Move onto the trunk what all live nodes share: below its tip, while that is not itself kept, an only child."""
+        held_itself = set(self._kept[self._depths[self._kept] >= self._trunk_length - 1].tolist())
+        while self._holders[tip := self.tip] == 1 and tip not in held_itself:
+            at = int((self._parents[self._branches] == tip).argmax())
+            if self._trunk_length == len(self._trunk):
+                self._trunk = np.resize(self._trunk, 2 * len(self._trunk))
+            self._trunk[self._trunk_length] = self._branches[at]
+            self._trunk_length += 1
+            self._branches = np.delete(self._branches, at)
 
     def path(self, node: int) -> Nodes:
         """The nodes from the root down to a live node."""
-        above: list[int] = []
+        (path,) = self.paths(np.array([node]))
+        return path
+
+    def paths(self, nodes: Any) -> Nodes:
+        """The nodes from the root down to live nodes, int64 [n, longest path]; shorter paths repeat their last node."""
+        nodes = np.asarray(nodes, dtype=np.int64)
+        depths = self._depths[nodes]
+        columns = np.arange(depths.max() + 1)
+        paths = np.repeat(nodes[:, None], len(columns), axis=1)
         trunk_depth = self._trunk_length - 1
-        while self._depths[node] > trunk_depth:
-            above.append(node)
-            node = int(self._parents[node])
-        return np.concatenate([self._trunk[: self._depths[node] + 1], np.array(above[::-1], dtype=np.int64)])
+        climbing = nodes
+        for depth in range(len(columns) - 1, trunk_depth, -1):
+            paths[:, depth] = climbing
+            climbing = np.where(self._depths[climbing] == depth, self._parents[climbing], climbing)
+        shared = min(self._trunk_length, len(columns))
+        paths[:, :shared] = self._trunk[np.minimum(columns[:shared], depths[:, None])]
+        return paths
 
     def new_tokens(self, node: int) -> list[int]:
         """The generated token ids from the end of the prompt down to a live node."""
         tokens: list[int] = self._tokens[self.path(node)[self.prompt_length :]].tolist()
         return tokens
 
+    def below(self, nodes: Any, ancestors: Any) -> NDArray[np.bool_]:
+        """Which of the nodes, int [n], are one of the ancestors or below one, bool [n]."""
+        nodes, ancestors = np.asarray(nodes, dtype=np.int64), np.asarray(ancestors, dtype=np.int64)
+        found = np.isin(nodes, ancestors)
+        shallowest = self._depths[ancestors].min(initial=self._size)
+        climbing = nodes
+        while (deeper := ~found & (self._depths[climbing] > shallowest)).any():
+            climbing = np.where(deeper, self._parents[climbing], climbing)
+            found |= deeper & np.isin(climbing, ancestors)
+        return found
+
     def _grow(self, size: int) -> None:
         room = max(2 * len(self._tokens), size, 64)
-        for name in ("_tokens", "_parents", "_depths", "_scores"):
+        for name in ("_tokens", "_parents", "_depths", "_scores", "_holders", "_growth_holders"):
             old = getattr(self, name)
             new = np.empty(room, dtype=old.dtype)
             new[: self._size] = old[: self._size]

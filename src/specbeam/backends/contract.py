@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -47,6 +48,7 @@ class Backend(Protocol):
     """One loaded model on one device. It knows nothing of strategies, requests or trees."""
 
     name: str
+    device: torch.device
     vocab_size: int
     context_length: int
     slot_bytes: int

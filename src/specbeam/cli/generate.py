@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from specbeam.cli.trace import show_trace
 from specbeam.errors import SpecbeamError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -29,10 +31,17 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
     parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
     add_options_to(parser)
+    add_draft_to(parser)
     parser.add_argument(
         "--stream", action=argparse.BooleanOptionalAction, default=True, help="print the text as it comes (default)"
     )
     parser.add_argument("--show-prompt", action="store_true", help="print exactly what the model sees first")
+    parser.add_argument(
+        "--trace",
+        action="store_true",
+        default=None,
+        help="print round by round what was drafted, accepted and rejected (with --json, as data)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a prompt and nothing else")
     parser.set_defaults(run=run)
 
@@ -68,9 +77,33 @@ def add_options_to(parser: argparse.ArgumentParser) -> None:
     add("--num-return-sequences", type=int, metavar="N", help="so many of the best beams (default 1)")
     add("--length-penalty", type=float, metavar="X", help="over 0 favours long beams (default 1)")
     add("--early-stopping", type=early_stopping, metavar="E", help="true, false or never (default false)")
+    add("--num-beam-groups", type=int, metavar="G", help="diverse beam search: so many groups of beams (default 1)")
+    add("--diversity-penalty", type=float, metavar="X", help="what a token loses that another group chose (default 0)")
     add("--seed", type=int, metavar="N", help="the same seed gives the same text")
     add("--eos-token-id", type=int, action="append", metavar="ID", help="a token that ends the text (repeatable)")
     add("--stop-strings", action="append", metavar="TEXT", help="end before this text (repeatable)")
+
+
+def add_draft_to(parser: argparse.ArgumentParser) -> None:
+    """What drafts, and how much."""
+    draft = parser.add_argument_group("draft (the same text sooner; see docs/speculation.md)")
+    add = draft.add_argument
+    add(
+        "--draft",
+        metavar="SOURCE",
+        help="what guesses how the text goes on: a smaller model, or ngram or suffix to look it up in the text so far",
+    )
+    add("--draft-corpus", metavar="FILE", help="earlier texts for --draft suffix, one a line as for --prompts")
+    add("--num-draft-tokens", type=auto_or_int, metavar="K", help="tokens to guess ahead (default auto)")
+    add("--draft-width", type=auto_or_int, metavar="W", help="guesses a level of the tree of drafts (default auto)")
+    add("--draft-budget", type=auto_or_int, metavar="N", help="guesses a pass at most (default auto)")
+
+
+def auto_or_int(value: str) -> str | int:
+    return value if value == "auto" else int(value)
+
+
+auto_or_int.__name__ = "number"  # in error messages
 
 
 def early_stopping(value: str) -> bool | str:
@@ -81,12 +114,18 @@ def options_of(given: argparse.Namespace) -> Any:
     """The Options that were given on the command line."""
     from specbeam.options import Options
 
-    names = [field.name for field in fields(Options)]
-    return Options.of({name: getattr(given, name) for name in names if getattr(given, name) is not None})
+    values = {field.name: getattr(given, field.name, None) for field in fields(Options)}
+    return Options.of({name: value for name, value in values.items() if value is not None})
 
 
 def run(given: argparse.Namespace) -> int:
     options = options_of(given)  # wrong input is refused before a model is loaded
+    if given.draft_corpus is not None and given.draft != "suffix":
+        raise SpecbeamError("--draft-corpus goes with --draft suffix")
+    if given.draft is None:
+        from specbeam.engine import check_draft_sizes
+
+        check_draft_sizes(options)
     prompts = list(read_prompts(given.prompt, given.prompts))
 
     from specbeam.engine import Engine
@@ -94,11 +133,12 @@ def run(given: argparse.Namespace) -> int:
     from specbeam.prompts import show_prompt
 
     lm = load(given.model, backend=given.backend, device=given.device, dtype=given.dtype, revision=given.revision)
+    draft = load_draft(given, lm)
     engine = Engine(lm)
     requests = {}
     for name, prompt in prompts:
         try:
-            requests[name] = engine.submit(prompt, options, system=given.system, raw=given.raw)
+            requests[name] = engine.submit(prompt, options, system=given.system, raw=given.raw, draft=draft)
         except SpecbeamError as error:
             raise SpecbeamError(f"{name}: {error}" if name else str(error)) from error
 
@@ -118,6 +158,18 @@ def run(given: argparse.Namespace) -> int:
         printer.print_ready()
         raise
     return 1 if printer.failed else 0
+
+
+def load_draft(given: argparse.Namespace, lm: Any) -> Any:
+    """What --draft names, ready to draft for a model."""
+    from specbeam.drafting.suffix import suffix_automaton
+    from specbeam.model import load
+
+    if given.draft_corpus is not None:
+        return suffix_automaton(lm, (text for _, text in read_prompts(None, given.draft_corpus)))
+    if given.draft in (None, "ngram", "suffix"):
+        return given.draft
+    return load(given.draft, backend=given.backend, device=given.device, dtype=given.dtype)
 
 
 class Printer:
@@ -152,6 +204,11 @@ class Printer:
                     print(json.dumps(result.to_dict(), ensure_ascii=not utf8()), flush=True)
                 else:
                     print("" if self.stream else result.text, flush=True)
+                    if result.trace is not None:
+                        for line in show_trace(
+                            result.trace, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ
+                        ):
+                            print(line, flush=True)
                     for other in result.sequences[1:]:
                         print(other.text, flush=True)
             if not self.as_json:
@@ -181,7 +238,12 @@ def summary(result: Any) -> str:
     parts = [f"{stats.prompt_tokens} + {stats.new_tokens} tokens", f"{stats.tokens_per_second:.1f} tokens/s"]
     if stats.time_to_first_token is not None:
         parts.append(f"first after {stats.time_to_first_token:.2f} s")
-    parts.append(f"{stats.forward_passes} passes")
+    if stats.drafted or stats.draft_passes:
+        parts.append(f"{stats.target_passes} + {stats.draft_passes} passes")
+        parts.append(f"{stats.accepted} of {stats.drafted} guesses accepted")
+        parts.append(f"{stats.steps_per_target_pass:.2f} steps a target pass")
+    else:
+        parts.append(f"{stats.forward_passes} passes")
     if stats.peak_memory is not None:
         parts.append(f"{stats.peak_memory / 1e9:.2f} GB")
     return f"[{', '.join(parts)}, {result.finish_reason}]"

@@ -1,7 +1,8 @@
 """Strategies: decoding methods as generators over a token tree.
 
 A strategy yields :class:`Evaluate`, is sent the logits at those nodes (float32 [nodes, vocab]), decides which nodes
-live on (``tree.keep``), and returns its hypotheses, best first. It knows nothing of caches, devices or other requests.
+live on (``tree.keep``), and returns its hypotheses, best first. It may yield a :class:`Hypothesis` as soon as it is certain
+to be the next best, and is sent None then. It knows nothing of caches, devices or other requests.
 """
 
 from __future__ import annotations
@@ -15,9 +16,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Evaluate:
-    """A request for the next-token logits at nodes, int [n]. Ancestors not evaluated yet are the engine's concern."""
+    """A request for the next-token logits at nodes, int [n]. Ancestors not evaluated yet are the engine's concern.
+
+    Attributes:
+        drafting: ask the draft model, about nodes of the drafter's tree, instead of the target.
+    """
 
     nodes: Any
+    drafting: bool = False
 
 
 @dataclass(frozen=True)
@@ -29,4 +35,4 @@ class Hypothesis:
     finish_reason: str
 
 
-Strategy = Generator[Evaluate, Tensor, list[Hypothesis]]
+Strategy = Generator[Evaluate | Hypothesis, Tensor, list[Hypothesis]]

@@ -8,11 +8,14 @@ from torch import Tensor
 
 from specbeam.decoding import Evaluate, Hypothesis, Strategy
 from specbeam.decoding.processors import Processors
+from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.tree import Tree
 
 
-def greedy(tree: Tree, process: Processors, stop: Stopping, pick: Callable[[Tensor], int] | None = None) -> Strategy:
+def greedy(
+    tree: Tree, process: Processors, stop: Stopping, record: Record, pick: Callable[[Tensor], int] | None = None
+) -> Strategy:
     """Extend the tree's tip by the likeliest token until something stops it.
 
     Args:
@@ -24,6 +27,8 @@ def greedy(tree: Tree, process: Processors, stop: Stopping, pick: Callable[[Tens
         (scores,) = process(tree, [tip], logits)
         token = pick(scores) if pick else int(scores.argmax())
         (tip,) = tree.add(tip, token, log_prob(logits[0], token)).tolist()
+        record.round()
+        record.step([tip], tree.scores([tip]))
         tree.keep(tip)
         if reason := stop(tree, tip):
             return [Hypothesis(tip, float(tree.scores(tip)), reason)]

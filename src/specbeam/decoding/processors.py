@@ -5,39 +5,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from specbeam.decoding.constraints import Constrained
+from specbeam.errors import SpecbeamError
 from specbeam.options import Options
-from specbeam.tree import Tree
+from specbeam.tree import Nodes, Tree
 
 MASKED = float("-inf")
 
 
 class Processors:
-    """The processors of one request, applied to the scores at some nodes."""
+    """The processors of one request, applied to the scores at some nodes: penalties, then what may not be chosen.
+
+    Attributes:
+        constrains: some tokens may be forbidden before the model is asked.
+        raises: there are functions of the caller's, which may do anything to scores, and raise them too.
+    """
 
     def __init__(self, options: Options, eos_token_ids: frozenset[int]) -> None:
         self.repetition_penalty = options.repetition_penalty or 1.0
         self.min_new_tokens = options.min_new_tokens
         self.eos_token_ids = sorted(eos_token_ids)
+        self.constraint = None if options.constraint is None else Constrained(options.constraint, eos_token_ids)
+        self.prefix_allowed_tokens_fn = options.prefix_allowed_tokens_fn
+        self.functions = options.logits_processor
+        self.raises = bool(self.functions)
+        self.constrains = self.constraint is not None or self.prefix_allowed_tokens_fn is not None or self.raises
 
     def __call__(self, tree: Tree, nodes: Any, scores: Tensor) -> Tensor:
         """Scores [n, vocab] at n nodes in, processed scores [n, vocab] out; the input is not changed."""
+        nodes = np.asarray(nodes, dtype=np.int64)
         if self.repetition_penalty != 1.0:
-            seen = [np.unique(tree.tokens(tree.path(node))) for node in nodes]
-            rows = zip(scores, seen, strict=True)
-            scores = torch.stack([repetition_penalty(row, tokens, self.repetition_penalty) for row, tokens in rows])
+            seen = torch.from_numpy(tree.tokens(tree.paths(nodes))).to(scores.device)
+            scores = repetition_penalty(scores, seen, self.repetition_penalty)
         if self.eos_token_ids and self.min_new_tokens:
             early = tree.depths(nodes) + 1 - tree.prompt_length < self.min_new_tokens
             if early.any():
                 forbidden = torch.zeros_like(scores, dtype=torch.bool)
                 forbidden[:, self.eos_token_ids] = torch.from_numpy(early).to(scores.device)[:, None]
                 scores = scores.masked_fill(forbidden, MASKED)
+        if self.constraint is not None:
+            scores = self.constraint.mask(tree, nodes, scores)
+        if self.prefix_allowed_tokens_fn is not None or self.functions:
+            scores = self._call(tree, nodes, scores)
+        return scores
+
+    def _call(self, tree: Tree, nodes: Nodes, scores: Tensor) -> Tensor:
+        """The caller's functions, on all nodes of a depth at once: their texts are equally long."""
+        scores = scores.clone()
+        depths = tree.depths(nodes)
+        for depth in np.unique(depths):
+            (rows,) = np.nonzero(depths == depth)
+            input_ids = torch.from_numpy(tree.tokens(tree.paths(nodes[rows]))).to(scores.device)
+            at = torch.from_numpy(rows).to(scores.device)
+            here = scores[at]
+            if self.prefix_allowed_tokens_fn is not None:
+                here = only(here, [self.prefix_allowed_tokens_fn(0, ids) for ids in input_ids])
+            for function in self.functions:
+                here = function(input_ids, here)
+            scores[at] = here
         return scores
 
 
@@ -63,11 +95,26 @@ class Warpers:
         return scores
 
 
-def repetition_penalty(scores: Tensor, seen: np.ndarray, penalty: float) -> Tensor:
-    """Divide positive and multiply negative scores [vocab] of the tokens seen (Keskar et al. 2019, CTRL, 4.1)."""
-    index = torch.from_numpy(seen).to(scores.device)
-    chosen = scores[index]
-    return scores.index_put((index,), torch.where(chosen < 0, chosen * penalty, chosen / penalty))
+def repetition_penalty(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Divide positive and multiply negative scores [n, vocab] of the tokens seen, int64 [n, length] (CTRL, Keskar et al.
+    2019, 4.1)."""
+    chosen = scores.gather(-1, seen)
+    return scores.scatter(-1, seen, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
+
+
+def only(scores: Tensor, allowed: Sequence[Any]) -> Tensor:
+    """Scores [n, vocab] with all but these tokens, ids a row, forbidden.
+
+    Raises:
+        SpecbeamError: a row has no tokens.
+    """
+    masked = torch.full_like(scores, MASKED)
+    for row, tokens in enumerate(allowed):
+        index = torch.as_tensor(tokens, dtype=torch.int64, device=scores.device).flatten()
+        if not len(index):
+            raise SpecbeamError("prefix_allowed_tokens_fn returned no tokens: give at least one, such as the end token")
+        masked[row, index] = scores[row, index]
+    return masked
 
 
 def temperature(scores: Tensor, value: float) -> Tensor:

@@ -8,13 +8,16 @@ from torch import Tensor
 from specbeam.decoding import Strategy
 from specbeam.decoding.greedy import greedy
 from specbeam.decoding.processors import Processors, Warpers
+from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.tree import Tree
 
 
-def sample(tree: Tree, process: Processors, stop: Stopping, warp: Warpers, generator: torch.Generator) -> Strategy:
+def sample(
+    tree: Tree, process: Processors, stop: Stopping, record: Record, warp: Warpers, generator: torch.Generator
+) -> Strategy:
     """Greedy's walk, with each token drawn."""
-    return greedy(tree, process, stop, pick=lambda scores: draw(warp(scores), generator))
+    return greedy(tree, process, stop, record, pick=lambda scores: draw(warp(scores), generator))
 
 
 def seeded(seed: int | None) -> torch.Generator:

@@ -1,0 +1,72 @@
+"""What a strategy did, round by round: the numbers of the statistics, and the trace for those who want to see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from specbeam.tree import NO_NODES, Nodes, Tree
+
+
+class Record:
+    """Counts always; remembers rounds only if asked to.
+
+    Attributes:
+        steps: tokens added to a text, or steps of beam search.
+        drafted: guesses that the target was asked about.
+        accepted: guesses that became part of the text, or a beam.
+    """
+
+    def __init__(self, tree: Tree, trace: bool = False) -> None:
+        self.steps = self.drafted = self.accepted = 0
+        self._tree = tree
+        self._guesses: set[int] = set()  # those that may still be accepted
+        self._rounds: list[tuple[Nodes, list[list[tuple[int, float]]]]] | None = [] if trace else None
+
+    def round(self, guesses: Nodes = NO_NODES) -> None:
+        """A round begins: these guesses are put to the target."""
+        self.drafted += len(guesses)
+        self._guesses.update(guesses.tolist())
+        if self._rounds is not None:
+            self._rounds.append((guesses, []))
+
+    def step(self, nodes: Any, scores: Any) -> None:
+        """The texts now end at these nodes and have these scores; one text is a beam alone."""
+        self.steps += 1
+        ends = [int(node) for node in nodes]
+        accepted = self._guesses.intersection(ends)
+        self.accepted += len(accepted)
+        self._guesses -= accepted
+        if self._rounds is not None:
+            self._rounds[-1][1].append([*zip(ends, map(float, scores), strict=True)])
+
+    def trace(self, decode: Callable[[list[int]], str]) -> list[dict[str, Any]] | None:
+        """The rounds as plain data, described at :class:`specbeam.Result`; None if they were not remembered."""
+        if self._rounds is None:
+            return None
+        tree = self._tree
+
+        def token(node: int) -> dict[str, Any]:
+            token = int(tree.tokens(node))
+            return {"token_id": token, "text": decode([token])}
+
+        guesses = {node for drafted, _ in self._rounds for node in drafted.tolist()}
+        accepted = guesses & {node for _, steps in self._rounds for step in steps for node, _ in step}
+        ends = {tree.prompt_length - 1: 0}  # the number of the beam that ends at a node
+        rounds = []
+        for drafted, steps in self._rounds:
+            number = {node: i for i, node in enumerate(drafted.tolist())}
+            told: dict[str, Any] = {"drafted": [], "steps": []}
+            for node in number:
+                parent = int(tree.parents(node))
+                place = {"parent": number.get(parent), "beam": ends.get(parent)}
+                told["drafted"].append({**token(node), **place, "accepted": node in accepted})
+            for step in steps:
+                beams = []
+                for node, score in step:
+                    beam = ends.get(int(tree.parents(node)))
+                    beams.append({**token(node), "beam": beam, "drafted": node in guesses, "score": score})
+                told["steps"].append(beams)
+                ends = {node: i for i, (node, _) in reversed([*enumerate(step)])}
+            rounds.append(told)
+        return rounds

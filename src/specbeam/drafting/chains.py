@@ -1,0 +1,53 @@
+"""Guesses that come as texts, from a lookup or from another vocabulary, to nodes of the tree."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from specbeam.decoding.processors import MASKED, Processors
+from specbeam.decoding.stopping import Stopping
+from specbeam.drafting import Guesses
+from specbeam.drafting.pace import Pace
+from specbeam.tree import NO_NODES, Nodes, Tree
+
+
+class Chains:
+    """Puts chains of tokens below tips. A chain ends before what may not be chosen, would end the text, or has no room."""
+
+    def __init__(self, tree: Tree, process: Processors, stop: Stopping, vocab_size: int, pace: Pace) -> None:
+        self.tree = tree
+        self.process = process
+        self.stop = stop
+        self.vocab_size = vocab_size
+        self.pace = pace
+
+    def guess(self, tips: Nodes, chains: list[list[list[int]]]) -> Guesses:
+        """Guess below each tip some chains, the likeliest first. Chains that begin alike share nodes."""
+        tree = self.tree
+        parents = np.repeat(tips, [len(below) for below in chains])
+        below = [chain for of_tip in chains for chain in of_tip]
+        nodes: Nodes = NO_NODES
+        column = 0
+        while len(parents):
+            goes_on = np.array([len(chain) > column for chain in below], dtype=bool)
+            tokens = np.array([chain[column] if len(chain) > column else 0 for chain in below], dtype=np.int64)
+            goes_on &= self._allowed(parents, tokens)
+            below = [chain for chain, on in zip(below, goes_on, strict=True) if on]
+            parents = tree.guess(parents[goes_on], tokens[goes_on])
+            nodes = np.concatenate([nodes, parents])
+            column += 1
+        _, first = np.unique(nodes, return_index=True)
+        nodes = nodes[np.sort(first)][: self.pace.most_nodes]
+        below_tips = tree.depths(nodes) - tree.depths(tips[0])
+        return Guesses(nodes, np.power(self.pace.survival(self.pace.widths[0]), below_tips, dtype=np.float64))
+
+    def _allowed(self, parents: Nodes, tokens: Nodes) -> np.ndarray:
+        allowed = (tokens < self.vocab_size) & ~np.isin(tokens, sorted(self.stop.eos_token_ids))
+        allowed &= self.tree.depths(parents) + 2 < self.stop.max_length
+        if self.process.constrains and allowed.any():
+            # Whatever the processors would forbid, they would forbid whatever the model says.
+            at, scores = np.flatnonzero(allowed), torch.zeros(int(allowed.sum()), self.vocab_size)
+            scores = self.process(self.tree, parents[at], scores)
+            allowed[at] = (scores[torch.arange(len(at)), torch.from_numpy(tokens[at])] > MASKED).numpy()
+        return allowed

@@ -1,0 +1,152 @@
+"""Guesses of a smaller model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specbeam.decoding import Evaluate
+from specbeam.decoding.processors import MASKED, Processors, Warpers
+from specbeam.decoding.sampling import gumbel
+from specbeam.decoding.stopping import Stopping
+from specbeam.drafting import Guesses, Proposal
+from specbeam.drafting.pace import Pace
+from specbeam.tree import NO_NODES, Nodes, Tree
+
+
+class ModelDrafter:
+    """Guesses the texts that the draft model's own beam search finds below the tips.
+
+    Below one tip the guesses are then those with the highest cumulative probability, as many as pay (EAGLE-2, Li et al. 2024,
+    4.2). Below beams they are whole levels: a step of beam search needs all of its beams.
+
+    Args:
+        process: the request's processors: they hold for the draft as for the target.
+        vocab_size: the target's.
+        context: the most tokens the draft can see.
+        draws: for sampling, what shapes the draft's distribution and where its draws come from. Guesses are then drawn, and
+            how many depends on nothing that was drawn after.
+    """
+
+    def __init__(
+        self,
+        tree: Tree,
+        process: Processors,
+        stop: Stopping,
+        vocab_size: int,
+        context: int,
+        pace: Pace,
+        draws: tuple[Warpers, torch.Generator] | None = None,
+    ) -> None:
+        self.tree = tree
+        self.process = process
+        self.stop = stop
+        self.vocab_size = vocab_size
+        self.context = context
+        self.pace = pace
+        self.draws = draws
+        self._eos = sorted(stop.eos_token_ids)
+
+    def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
+        if self.draws is not None:
+            return (yield from self._draw(int(tips[0])))
+        if self.pace.num_beams > 1:
+            return (yield from self._beams(tips, scores))
+        return (yield from self._likeliest(tips, scores))
+
+    def _likeliest(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
+        nodes, totals, level, depth = NO_NODES, np.empty(0), tips, 0
+        chances, at = np.empty(0), scores
+        while self._has_room(level) and self.pace.goes_deeper(depth, chances, np.exp(at - scores[0])):
+            level, at = yield from self._next_level(level, at, self.pace.widths[-1])
+            nodes, totals = np.concatenate([nodes, level]), np.concatenate([totals, at])
+            chances = np.exp(totals - scores[0])
+            depth += 1
+        likeliest = np.argsort(-totals, kind="stable")[: self.pace.worthwhile(chances, depth)]
+        likeliest.sort()  # parents first again; none is missing, since a child is never likelier
+        return Guesses(nodes[likeliest], chances[likeliest])
+
+    def _beams(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
+        width, depth = self.pace.shape()
+        level, first = np.unique(tips, return_index=True)
+        at = scores[first]
+        nodes = NO_NODES
+        for _ in range(depth):
+            if not self._has_room(level):
+                break
+            level, at = yield from self._next_level(level, at, width)
+            nodes = np.concatenate([nodes, level])
+        return Guesses(nodes[: self.pace.most_nodes])
+
+    def _next_level(self, level: Nodes, at: NDArray[np.float64], width: int) -> Any:
+        """The likeliest continuations of a level, and their scores."""
+        log_probs = self._log_probs(level, (yield Evaluate(level, drafting=True)))
+        totals = (log_probs + torch.from_numpy(at).to(log_probs.device)[:, None]).flatten()
+        top = totals.topk(min(width, len(totals)))
+        values, index = top.values.cpu().numpy(), top.indices.cpu().numpy()
+        index = index[values > -np.inf]
+        nodes = self.tree.guess(level[index // self.vocab_size], index % self.vocab_size)
+        return nodes, values[values > -np.inf]
+
+    def _draw(self, tip: int) -> Proposal:
+        assert self.draws is not None
+        warp, generator = self.draws
+        nodes, chances, drawn_from = NO_NODES, np.empty(0), {}
+        level, at = np.array([tip]), np.ones(1)
+        width, depth = self.pace.shape()
+        for _ in range(depth):
+            if not self._has_room(level):
+                break
+            scores = self._scores(level, (yield Evaluate(level, drafting=True)))
+            distributions = warp(scores).double().softmax(-1).nan_to_num(0.0)
+            # How many children each gets is settled before any is drawn, or they would not follow the distribution.
+            counts = _shares(at, width)
+            below, chances_below = [], []
+            for node, q, count, chance in zip(level.tolist(), distributions, counts, at.tolist(), strict=True):
+                count = min(count, int((q > 0).sum()))
+                if not count:
+                    continue
+                # As many draws without replacement (Kool et al. 2019).
+                noise = gumbel(len(q), generator).to(q.device)
+                tokens = (q.log() + noise).topk(count).indices
+                below.append(self.tree.guess(np.full(count, node), tokens.cpu().numpy()))
+                chances_below.append(chance * q[tokens].cpu().numpy())
+                drawn_from[node] = q
+            if not below:
+                break
+            level, at = np.concatenate(below), np.concatenate(chances_below)
+            nodes, chances = np.concatenate([nodes, level]), np.concatenate([chances, at])
+        return Guesses(nodes, chances, drawn_from)
+
+    def _has_room(self, level: Nodes) -> bool:
+        """Whether a token below this level would still be followed by another."""
+        if not len(level):
+            return False
+        length = int(self.tree.depths(level).max()) + 1
+        return length + 1 < self.stop.max_length and length <= self.context
+
+    def _scores(self, nodes: Nodes, logits: Tensor) -> Tensor:
+        """Processed scores over the target's vocabulary, with no end of text among them: there is nothing to guess below."""
+        missing = self.vocab_size - logits.shape[-1]
+        logits = torch.nn.functional.pad(logits, (0, missing), value=MASKED)  # or cut, where it has more
+        scores = self.process(self.tree, nodes, logits)
+        scores = scores.clone() if scores is logits else scores
+        scores[:, self._eos] = MASKED
+        return scores
+
+    def _log_probs(self, nodes: Nodes, logits: Tensor) -> Tensor:
+        """Processed log-probabilities, float64."""
+        return self._scores(nodes, logits[:, : self.vocab_size].log_softmax(-1)).double()
+
+
+def _shares(chances: NDArray[np.float64], width: int) -> list[int]:
+    """Split so many children among nodes by their chances, the likeliest first."""
+    ideal = chances / chances.sum() * width
+    counts = np.floor(ideal).astype(int)
+    for i in np.argsort(counts - ideal, kind="stable")[: width - counts.sum()]:
+        counts[i] += 1
+    return counts.tolist()

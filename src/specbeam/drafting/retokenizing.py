@@ -1,0 +1,103 @@
+"""Guesses of a model with another vocabulary, by way of text (universal assisted generation)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam.decoding import Evaluate
+from specbeam.drafting import Guesses, Proposal
+from specbeam.drafting.chains import Chains
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel
+from specbeam.tree import Nodes, Tree
+
+
+class RetokenizingDrafter:
+    """The text at a tip is put into the draft's tokens, continued greedily, and the continuation put into the target's.
+
+    What the target's tokenizer makes of a continuation can only be a poor guess, never a wrong text: guesses are checked.
+
+    Args:
+        tree, chains: the request's.
+
+    Raises:
+        SpecbeamError: a tokenizer does not give back the prompt it is given, so that texts would be drafted that nobody wrote.
+    """
+
+    def __init__(self, tree: Tree, chains: Chains, target: LanguageModel, draft: LanguageModel) -> None:
+        self.text_tree = tree
+        self.chains = chains
+        self.pace = chains.pace
+        self.encode, self.decode = both_ways(target)
+        self.draft_encode, self.draft_decode = both_ways(draft)
+        self.context = draft.backend.context_length
+        prompt = self.decode(tree.tokens(tree.trunk).tolist())
+        for name, lm in (("target", target), ("draft", draft)):
+            encode, decode = both_ways(lm)
+            if decode(encode(prompt)) != prompt:
+                raise SpecbeamError(
+                    f"draft and target have different tokenizers, and they cannot be bridged by text: the {name}'s does not "
+                    "give back the prompt. Use a draft with the target's tokenizer, or a lookup (ngram, suffix)"
+                )
+        ids = self.draft_encode(prompt)
+        # What the draft's texts begin with, if anything.
+        self.bos: list[int] = [bos for bos in draft.tokenizer("a").input_ids[:1] if bos == draft.tokenizer.bos_token_id]
+        self.tree = Tree([*self.bos, *ids][:1])
+        self._path: Nodes = self.tree.trunk.copy()  # of the text placed last
+
+    def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
+        tips = np.unique(tips)
+        _, depth = self.pace.shape()
+        texts = [self.decode(self.text_tree.tokens(self.text_tree.path(tip)).tolist()) for tip in tips.tolist()]
+        drafted = [[*self.bos, *self.draft_encode(text)] for text in texts]
+        able = [
+            not text.endswith("\ufffd")
+            and ids[:1] == self.tree.tokens([0]).tolist()
+            and len(ids) + depth <= self.context
+            for text, ids in zip(texts, drafted, strict=True)
+        ]
+        places = [self._place(ids) if ok else 0 for ids, ok in zip(drafted, able, strict=True)]
+        going = np.array(places, dtype=np.int64)[able]
+        if not len(going) or not depth:
+            return Guesses()
+        self.tree.keep([0, *going.tolist()])  # with the root, so that nothing ever becomes its trunk for good
+        tokens: list[NDArray[np.int64]] = []
+        for _ in range(depth):
+            logits = yield Evaluate(going, drafting=True)
+            tokens.append(logits.argmax(-1).cpu().numpy())
+            going = self.tree.guess(going, tokens[-1])
+        continued = iter(np.stack(tokens, axis=1).tolist())
+        found = [
+            [self._continuation(tip, text, ids, next(continued))] if ok else []
+            for tip, text, ids, ok in zip(tips.tolist(), texts, drafted, able, strict=True)
+        ]
+        return self.chains.guess(tips, found)
+
+    def _place(self, ids: list[int]) -> int:
+        """The node of the draft's tree at which this text ends; what it shares with the last one placed is there."""
+        length = min(len(ids), len(self._path))
+        differs = np.flatnonzero(self.tree.tokens(self._path[:length]) != ids[:length])
+        shared = int(differs[0]) if len(differs) else length
+        path: list[int] = self._path[:shared].tolist()
+        for token in ids[shared:]:
+            path += self.tree.guess(path[-1], token).tolist()
+        self._path = np.array(path)
+        return path[-1]
+
+    def _continuation(self, tip: int, text: str, ids: list[int], more: list[int]) -> list[int]:
+        """The target's tokens for what the draft went on with."""
+        new = self.draft_decode(ids + more)[len(self.draft_decode(ids)) :].rstrip("\ufffd")
+        path: list[int] = self.text_tree.tokens(self.text_tree.path(tip)).tolist()
+        whole = self.encode(text + new)
+        return whole[len(path) :] if whole[: len(path)] == path else self.encode(new)
+
+
+def both_ways(lm: LanguageModel) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
+    """A tokenizer's two directions, with special tokens written out and none added."""
+    return (
+        lambda text: lm.tokenizer(text, add_special_tokens=False, verbose=False).input_ids,
+        lambda ids: lm.decode(ids, skip_special_tokens=False),
+    )

@@ -1,0 +1,190 @@
+"""Guesses from a suffix automaton over the text so far, and perhaps over earlier texts.
+
+The longest end of the text that came before, however long, is known at any time, and with it how often each token followed
+(SAM decoding, Hu et al. 2024).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam.drafting import Proposal
+from specbeam.drafting.chains import Chains
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel
+from specbeam.prompts import encode
+from specbeam.tree import Tree
+
+SEPARATOR = -1
+"""Between texts: no token, so nothing is guessed across it."""
+RECOUNTED = 64
+"""Contexts of a new token, longest first, whose counts are brought up to date: repetitive texts have endless ones."""
+LEAST_CHANCE = 0.01
+
+Match = tuple[int, int]
+"""A state, and how many tokens of the text's end it stands for."""
+
+
+class SuffixAutomaton:
+    """The smallest automaton of all parts of a text, extended token by token (Blumer et al. 1985).
+
+    A state stands for parts of the text that end at the same places; 0 is the empty part.
+
+    Attributes:
+        next: by state, the states that one more token leads to.
+        count: by state, how often its parts came.
+    """
+
+    def __init__(self) -> None:
+        self.next: list[dict[int, int]] = [{}]
+        self.count = [0]
+        self._length = [0]  # of the longest part
+        self._link = [-1]  # the state of the longest part that is a proper end of this state's and comes elsewhere too
+        self._last = 0
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        """Append tokens to the text."""
+        for token in tokens:
+            self._append(token)
+
+    @property
+    def repeated(self) -> Match:
+        """The longest end of the text that also stands elsewhere in it."""
+        state = max(self._link[self._last], 0)
+        return state, self._length[state]
+
+    def follow(self, match: Match, token: int) -> Match:
+        """The longest end of a text that stands in the automaton's, after one more token of that text."""
+        state, length = match
+        while state and token not in self.next[state]:
+            state = self._link[state]
+            length = self._length[state]
+        below = self.next[state].get(token)
+        return (0, 0) if below is None else (below, length + 1)
+
+    def _append(self, token: int) -> None:
+        new = self._state(self._length[self._last] + 1)
+        state = self._last
+        while state >= 0 and token not in self.next[state]:
+            self.next[state][token] = new
+            state = self._link[state]
+        if state < 0:
+            self._link[new] = 0
+        else:
+            below = self.next[state][token]
+            if self._length[below] != self._length[state] + 1:
+                below = self._split(below, state, token)
+            self._link[new] = below
+        self._last = state = new
+        for _ in range(RECOUNTED):
+            if state <= 0:
+                break
+            self.count[state] += 1
+            state = self._link[state]
+
+    def _split(self, state: int, above: int, token: int) -> int:
+        """Give the shorter parts of a state, reached by a token from another, a state of their own."""
+        clone = self._state(self._length[above] + 1)
+        self.next[clone] = dict(self.next[state])
+        self.count[clone] = self.count[state]
+        self._link[clone], self._link[state] = self._link[state], clone
+        while above >= 0 and self.next[above].get(token) == state:
+            self.next[above][token] = clone
+            above = self._link[above]
+        return clone
+
+    def _state(self, length: int) -> int:
+        self.next.append({})
+        self.count.append(0)
+        self._length.append(length)
+        self._link.append(-1)
+        return len(self.next) - 1
+
+
+class SuffixDrafter:
+    """For each tip, the likeliest continuations by what followed the longest end of its text that came before.
+
+    Args:
+        earlier: an automaton over earlier texts, shared by requests; it is not changed.
+    """
+
+    def __init__(self, tree: Tree, chains: Chains, earlier: SuffixAutomaton | None = None) -> None:
+        self.tree = tree
+        self.chains = chains
+        self.pace = chains.pace
+        self._own = SuffixAutomaton()
+        self._read = 0  # tokens of the trunk
+        self._earlier = earlier
+        self._earlier_match: Match = (0, 0)
+
+    def propose(self, tips: NDArray[np.int64], scores: NDArray[np.float64]) -> Proposal:
+        self._read_trunk()
+        width, depth = self.pace.shape()
+        tips = np.unique(tips)
+        found = [[*self._likeliest(int(tip), width * depth, depth)] for tip in tips]
+        return self.chains.guess(tips, found)
+        yield  # never, but it makes this a generator like every drafter's
+
+    def _read_trunk(self) -> None:
+        tokens = self.tree.tokens(self.tree.trunk[self._read :]).tolist()
+        self._read += len(tokens)
+        self._own.extend(tokens)
+        if self._earlier is not None:
+            for token in tokens:
+                self._earlier_match = self._earlier.follow(self._earlier_match, token)
+
+    def _likeliest(self, tip: int, most: int, depth: int) -> Iterator[list[int]]:
+        """Chains below a tip, so that together they have the likeliest nodes, as many and as deep as said."""
+        branch = self.tree.tokens(self.tree.path(tip)[self._read :]).tolist()
+        automaton, match = self._own, self._own.repeated
+        for token in branch:
+            match = automaton.follow(match, token)
+        if self._earlier is not None:
+            elsewhere = self._earlier_match
+            for token in branch:
+                elsewhere = self._earlier.follow(elsewhere, token)
+            if elsewhere[1] > match[1]:
+                automaton, match = self._earlier, elsewhere
+        state, length = match
+        if not length:
+            return
+        # Best first: chance, then what leads there.
+        waiting: list[tuple[float, tuple[int, ...], int]] = [(-1.0, (), state)]
+        while waiting and most >= 0:
+            chance, chain, state = heapq.heappop(waiting)
+            if chain:
+                yield list(chain)
+            most -= 1
+            if len(chain) == depth:
+                continue
+            below = [(token, other) for token, other in automaton.next[state].items() if token != SEPARATOR]
+            # The shorter the context, the less it says: as if something else had followed it, too.
+            total = sum(automaton.count[other] for _, other in below) + 1 / (length + len(chain))
+            for token, other in below:
+                if (less := chance * automaton.count[other] / total) <= -LEAST_CHANCE:
+                    heapq.heappush(waiting, (less, (*chain, token), other))
+
+
+def suffix_automaton(lm: LanguageModel, texts: Iterable[str | Sequence[int]]) -> SuffixAutomaton:
+    """An automaton over earlier texts, to draft from: pass it as ``draft=``.
+
+    Args:
+        lm: the model that is to be drafted for.
+        texts: texts, or their token ids.
+
+    Raises:
+        SpecbeamError: something that is neither, or no texts at all.
+    """
+    automaton = SuffixAutomaton()
+    if isinstance(texts, str):
+        raise SpecbeamError("suffix_automaton takes a list of texts, not one text")
+    for text in texts:
+        automaton.extend(encode(lm, text, raw=True))
+        automaton.extend([SEPARATOR])
+    if len(automaton.next) == 1:
+        raise SpecbeamError("there are no texts to draft from: give at least one")
+    return automaton

@@ -1,0 +1,248 @@
+"""Speculation changes nothing but speed: greedy and beams against transformers, sampling against exact distributions."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import specbeam
+from specbeam import Engine, Options, SpecbeamError
+from specbeam.decoding import beam
+from tests.conftest import EOS, beams_of_transformers, random_model
+
+def other_tokenizer():
+    """Bytes in another order, and some pairs of them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet(), reverse=True)
+    pairs = [(a, b) for a in "!#%'" for b in '"$&(']
+    vocabulary = {c: i for i, c in enumerate([*alphabet, *(a + b for a, b in pairs[:2])])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, pairs[:2]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+DRAFTERS = ["ngram", "suffix", "perfect", "good", "other", "adversarial", "earlier texts", "another vocabulary"]
+
+
+@pytest.fixture(scope="session")
+def drafter(tiny, save):
+    """What drafts for tiny("llama" and the like, **sizes), by how good it is."""
+    made = {}
+
+    def drafter(kind, family, **changes):
+        lm = tiny(family, **changes)[1]
+        if kind in ("ngram", "suffix"):
+            return kind
+        if kind == "perfect":
+            return lm
+        if kind == "earlier texts":
+            return specbeam.suffix_automaton(lm, [[1, 2, 3, 4, 5, 6, 7, 1, 2, 3], [6, 5, 4, 3, 2, 1, 0, 5]])
+        key = (kind, family, repr(changes))
+        if key not in made:
+            if kind == "other":
+                model = random_model("llama", seed=7, **changes)
+            elif kind == "another vocabulary":
+                model = random_model("llama", seed=7)
+            else:
+                model = random_model(family, **changes)
+            if kind == "good":
+                torch.manual_seed(1)
+                for parameter in model.parameters():
+                    parameter.data += torch.randn_like(parameter) * 0.02
+            if kind == "adversarial":
+                model.lm_head.weight.data.neg_()  # always the least likely
+            tokenizer = other_tokenizer() if kind == "another vocabulary" else None
+            made[key] = specbeam.load(save(model, tokenizer), device="cpu", dtype="float32")
+        return made[key]
+
+    return drafter
+
+
+def sizes(data):
+    """Options for how much is drafted; most of the time something fixed, since that reaches the odd corners."""
+    size = {
+        "num_draft_tokens": st.sampled_from(["auto", 1, 2, 3, 6, 20]),
+        "draft_width": st.sampled_from(["auto", 1, 2, 5, 13]),
+        "draft_budget": st.sampled_from(["auto", "auto", 1, 4, 30]),
+    }
+    return {name: data.draw(values, name) for name, values in size.items()}
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from(DRAFTERS),
+    family=st.sampled_from(["llama", "qwen2", "qwen3"]),
+    vocab_size=st.sampled_from([8, 20, 200]),
+    max_new_tokens=st.integers(1, 24),
+    penalty=st.sampled_from([1.0, 1.0, 1.4, 0.8]),
+    data=st.data(),
+)
+def test_speculative_greedy_is_that_of_transformers(
+    tiny, drafter, kind, family, vocab_size, max_new_tokens, penalty, data
+):
+    changes = {"vocab_size": vocab_size, "eos_token_id": 1, "bos_token_id": 0, "initializer_range": 0.25}
+    model, lm = tiny(family, **changes)
+    draft = drafter(kind, family, **changes)
+    token = st.integers(0, vocab_size - 1)
+    prompt = data.draw(st.lists(token, min_size=1, max_size=12))
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": data.draw(st.integers(0, max_new_tokens)),
+        "repetition_penalty": penalty,
+        "eos_token_id": sorted(data.draw(st.sets(token, min_size=1, max_size=6))),
+    }
+    ids = torch.tensor([prompt])
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)[0, len(prompt) :]
+    try:
+        result = specbeam.generate(lm, prompt, draft=draft, **options, **sizes(data))
+    except SpecbeamError as error:
+        assert kind == "another vocabulary"
+        assert "bridged" in str(error)
+        return
+    assert result.token_ids == expected.tolist()
+    assert result.sequences[0].score == pytest.approx(specbeam.generate(lm, prompt, **options).sequences[0].score, abs=1e-4)
+    assert result.stats.accepted <= result.stats.drafted
+    assert len(result.token_ids) <= result.stats.target_passes + result.stats.accepted
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kind=st.sampled_from(DRAFTERS),
+    family=st.sampled_from(["llama", "qwen2", "qwen3"]),
+    vocab_size=st.sampled_from([8, 20, 200]),
+    num_beams=st.integers(2, 9),
+    max_new_tokens=st.integers(1, 14),
+    length_penalty=st.sampled_from([1.0, 0.0, 2.0, -1.0, 0.6]),
+    early_stopping=st.sampled_from([False, True, "never"]),
+    penalty=st.sampled_from([1.0, 1.0, 1.4]),
+    data=st.data(),
+)
+def test_speculative_beam_search_is_beam_search_of_transformers(
+    tiny, drafter, kind, family, vocab_size, num_beams, max_new_tokens, length_penalty, early_stopping, penalty, data
+):
+    changes = {"vocab_size": vocab_size, "eos_token_id": 1, "bos_token_id": 0, "initializer_range": 0.25}
+    model, lm = tiny(family, **changes)
+    draft = drafter(kind, family, **changes)
+    token = st.integers(0, vocab_size - 1)
+    prompt = data.draw(st.lists(token, min_size=1, max_size=12))
+    options = {
+        "num_beams": num_beams,
+        "num_return_sequences": data.draw(st.integers(1, num_beams)),
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": data.draw(st.integers(0, max_new_tokens)),
+        "length_penalty": length_penalty,
+        "early_stopping": early_stopping,
+        "repetition_penalty": penalty,
+        "eos_token_id": sorted(data.draw(st.sets(token, min_size=1, max_size=min(6, vocab_size - 2)))),
+    }
+    expected, scores = beams_of_transformers(model, prompt, **options)
+    try:
+        result = specbeam.generate(lm, prompt, draft=draft, **options, **sizes(data))
+    except SpecbeamError as error:
+        assert kind == "another vocabulary"
+        assert "bridged" in str(error)
+        return
+    real = [score > -1e6 for score in scores]  # transformers fills places that no text took with rubbish
+    assert len(result.sequences) == sum(real)
+    for got, tokens, score in zip(result.sequences, expected, scores, strict=False):
+        assert got.token_ids == tokens[: len(got.token_ids)]
+        assert set(tokens[len(got.token_ids) :]) <= {EOS}  # padding
+        assert got.score == pytest.approx(score, abs=1e-4, rel=1e-5)
+
+
+def test_a_perfect_draft_saves_passes(tiny):
+    _, lm = tiny("llama")
+    options = {"max_new_tokens": 40, "min_new_tokens": 40}
+    result = specbeam.generate(lm, [1, 2, 3], draft=lm, num_draft_tokens=7, draft_width=1, **options)
+    assert result.stats.target_passes == 5
+    assert result.stats.steps_per_target_pass == 8
+    assert result.stats.acceptance_rate == 1
+    beams = specbeam.generate(lm, [1, 2, 3], draft=lm, num_draft_tokens=7, draft_width=8, num_beams=4, **options)
+    assert beams.stats.target_passes <= 6
+
+
+def test_the_bound_rule_saves_passes(tiny, drafter, monkeypatch):
+    """With a draft as wide as the beams only, some beam is often missing that turns out not to matter."""
+    lm, good = tiny("llama")[1], drafter("good", "llama")
+    plain = beam.BeamSearch.__init__
+
+    def passes():
+        options = {"num_beams": 4, "max_new_tokens": 30, "draft": good, "num_draft_tokens": 4, "draft_width": 4}
+        return sum(specbeam.generate(lm, [n, 2, 3], **options).stats.target_passes for n in range(8))
+
+    bounded = passes()
+    monkeypatch.setattr(beam.BeamSearch, "__init__", lambda self, *a, **k: plain(self, *a, **{**k, "bounded": False}))
+    assert bounded < passes()
+
+
+def texts_and_chances(model, prompt, length, vocab, warp):
+    """Every text of a length with its exact probability, by brute force."""
+    chances = {(): 1.0}
+    for _ in range(length):
+        rows = [[*prompt, *text] for text in chances]
+        with torch.no_grad():
+            logits = model(torch.tensor(rows)).logits[:, -1]
+        p = warp(logits).double().softmax(-1).numpy()
+        chances = {
+            (*text, token): chance * p[i, token]
+            for i, (text, chance) in enumerate(chances.items())
+            for token in range(vocab)
+            if p[i, token] > 0
+        }
+    return chances
+
+
+WARPED = {
+    "plain": ({"temperature": 1.0}, lambda logits: logits),
+    "warm, top-k": ({"temperature": 1.3, "top_k": 5}, lambda logits: top_k(logits / 1.3, 5)),
+}
+
+
+def top_k(logits, k):
+    return torch.where(logits < logits.topk(k).values[:, -1:], float("-inf"), logits)
+
+
+@pytest.mark.parametrize("warped", WARPED)
+@pytest.mark.parametrize(
+    ("kind", "drafting"),
+    [
+        ("good", {"num_draft_tokens": 3, "draft_width": 1}),
+        ("other", {"num_draft_tokens": 3, "draft_width": 1}),
+        ("good", {"num_draft_tokens": 2, "draft_width": 4}),
+        ("other", {"num_draft_tokens": 3, "draft_width": 3}),
+        ("adversarial", {"num_draft_tokens": 2, "draft_width": 3}),
+        ("ngram", {"num_draft_tokens": 3, "draft_width": 2}),
+        ("other", {}),
+    ],
+)
+def test_speculative_sampling_has_the_exact_distribution(tiny, drafter, kind, drafting, warped):
+    changes = {"vocab_size": 8, "eos_token_id": 7, "bos_token_id": 0, "initializer_range": 0.2}
+    model, lm = tiny("llama", **changes)
+    options, warp = WARPED[warped]
+    prompt, draws, length = [1, 2, 3, 1, 2], 2000, 3
+    options = {**options, "max_new_tokens": length + 1, "eos_token_id": [], **drafting}
+    counts = Counter()
+    engine = Engine(lm, max_requests=200)
+    requests = [engine.submit(prompt, {**options, "seed": n}, draft=drafter(kind, "llama", **changes)) for n in range(draws)]
+    engine.run()
+    for request in requests:
+        counts[tuple(request.result().token_ids[:length])] += 1
+    chances = texts_and_chances(model, prompt, length, 8, warp)
+    assert set(counts) <= set(chances)
+    check_fit(counts, chances, draws)
+
+
+def check_fit(counts, chances, draws):
+    """Chi-square, with rare texts put together."""
+    common = [text for text, chance in chances.items() if chance * draws >= 5]
+    seen = np.array([counts[text] for text in common], dtype=float)
+    expected = np.array([chances[text] * draws for text in common])
+    if draws - expected.sum() >= 1:
+        seen, expected = np.append(seen, draws - seen.sum()), np.append(expected, draws - expected.sum())
+    assert chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 0.001
