@@ -11,6 +11,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:
+    from specbeam import hf as hf
     from specbeam.engine import Engine as Engine
     from specbeam.errors import SpecbeamError as SpecbeamError
     from specbeam.generation import generate as generate
@@ -46,6 +47,8 @@ __all__ = [*_HOMES]
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that the command line answers before PyTorch has loaded."""
+    if name == "hf":
+        return import_module("specbeam.hf")
     if name not in _HOMES:
         raise AttributeError(f"module 'specbeam' has no attribute {name!r}")
     return getattr(import_module(f"specbeam.{_HOMES[name]}"), name)

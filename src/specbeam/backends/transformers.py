@@ -1,7 +1,7 @@
 """The ``transformers`` backend: any causal language model of transformers, as it was loaded.
 
-The nodes of all trees go through the model as one row of tokens with explicit positions. A 4-D attention mask says which
-slots a node sees, one block a tree, and a cache of ours puts keys and values into the slots.
+The nodes of all trees go through the model as one row of tokens with explicit positions. A 4-D attention mask says
+which slots a node sees, one block a tree, and a cache of ours puts keys and values into the slots.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ class TransformersBackend:
             raise SpecbeamError(f"{type(model).__name__} cannot be evaluated at the nodes of a tree: {reason}")
         if config._attn_implementation not in ("sdpa", "eager"):
             raise SpecbeamError(
-                f"{config._attn_implementation} takes no mask of a tree: load the model with "
-                'attn_implementation="sdpa"'
+                f'{config._attn_implementation} takes no mask of a tree: load the model with attn_implementation="sdpa"'
             )
         if model.training:
             raise SpecbeamError("the model is in training mode, where dropout makes it random: call model.eval() first")
@@ -92,7 +91,7 @@ class TransformersBackend:
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
         for s in segments:
             s.cache.positions[s.slots] = s.positions  # type: ignore[attr-defined]  # as new_cache made it
-        inputs = {
+        inputs: dict[str, Any] = {
             "input_ids": self._row([s.tokens for s in segments]),
             "position_ids": self._row([s.positions for s in segments]),
             "attention_mask": self._masks(segments),
@@ -189,16 +188,12 @@ class CacheOfPass(Cache):  # type: ignore[misc]  # transformers is untyped
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [1, kv_heads, nodes, head_dim]; return those of all slots, [1, kv_heads, slots, ...]."""
-        sizes = [len(slots) for slots in self._slots]
-        new = zip(
-            self._segments,
-            self._slots,
-            key_states[0].transpose(0, 1).split(sizes),
-            value_states[0].transpose(0, 1).split(sizes),
-            strict=True,
-        )
-        parts = [s.cache.store(layer_idx, at.to(k.device), k, v, s.length) for s, at, k, v in new]  # type: ignore[attr-defined]
+        """Store keys and values [1, kv_heads, nodes, head_dim]; return those of all slots."""
+        parts, row = [], 0
+        for s, slots in zip(self._segments, self._slots, strict=True):
+            rows = slice(row, row := row + len(slots))
+            k, v = (states[0, :, rows].transpose(0, 1) for states in (key_states, value_states))
+            parts.append(s.cache.store(layer_idx, slots.to(k.device), k, v, s.length))  # type: ignore[attr-defined]
         if len(parts) == 1:
             return parts[0][0][None], parts[0][1][None]
         keys, values = zip(*parts, strict=True)
