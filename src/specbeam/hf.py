@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, MaxLengthCriteria, PreTrainedModel
+from transformers import EosTokenCriteria, GenerationMixin, MaxLengthCriteria
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, logits_process
 
 from specbeam.backends.transformers import TransformersBackend
@@ -109,7 +109,7 @@ def generate(
     engine = Engine(replace(wrap(model), generation_defaults={}))  # transformers has filled them in
     draft: dict[str, Any] = {} if assistant_model is None else {"draft": wrap(assistant_model)}
     requests = [
-        engine.submit(prompt, options | {"seed": int(torch.randint(2**63 - 1, ()))}, **draft)
+        engine.submit(prompt, options | {"seed": _seed() if options["do_sample"] else None}, **draft)
         for prompt in prompts
         for _ in range(1 if beams > 1 else returned)
     ]
@@ -128,6 +128,11 @@ def generate(
         return GenerateDecoderOnlyOutput(sequences=sequences)
     scores = torch.tensor([text.score for text in texts], device=input_ids.device)
     return GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=scores)
+
+
+def _seed() -> int:
+    """A request's seed, drawn from the source that ``torch.manual_seed`` sets."""
+    return int(torch.randint(2**63 - 1, ()))
 
 
 def _options(processors: Iterable[Any], prompt_length: int) -> dict[str, Any]:
@@ -205,6 +210,6 @@ def _given_to_generate(name: str) -> Any:
     """An argument of ``model.generate`` that it does not pass on: whatever our signature names, it drops its own."""
     frame = inspect.currentframe()
     caller = frame.f_back.f_back if frame and frame.f_back else None
-    if caller is None or caller.f_globals.get("__name__") != PreTrainedModel.generate.__module__:
+    if caller is None or caller.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
         return None
     return caller.f_locals.get(name)
