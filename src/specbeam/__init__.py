@@ -11,7 +11,6 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:
-    from specbeam import hf as hf
     from specbeam.engine import Engine as Engine
     from specbeam.errors import SpecbeamError as SpecbeamError
     from specbeam.generation import generate as generate
