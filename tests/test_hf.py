@@ -210,14 +210,14 @@ needs_drafts = pytest.mark.skipif(
 
 @needs_drafts
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_an_assistant_model_changes_nothing_but_the_passes(model, num_beams):
-    draft = random_model("llama", seed=1, vocab_size=VOCAB, initializer_range=0.25, num_hidden_layers=1)
+def test_an_assistant_model_drafts_and_changes_nothing(model, monkeypatch, num_beams):
+    small = random_model("llama", seed=1, vocab_size=VOCAB, initializer_range=0.25, num_hidden_layers=1)
     options = {"num_beams": num_beams, "max_new_tokens": 12, "eos_token_id": 1}
     inputs = padded([[3, 4, 5], [6]])
     expected = model.generate(**inputs, **options).tolist()
-    calls = []
-    draft.register_forward_pre_hook(lambda *_: calls.append(1))
-    assert model.generate(**inputs, **options, assistant_model=draft, **EXTRA).tolist() == expected
-    assert len(calls) > 1  # it was asked
-    bound = partial(hf.generate, assistant_model=draft)
+    drafts, submit = [], Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda *a, draft, **kw: drafts.append(draft) or submit(*a, draft=draft, **kw))
+    assert model.generate(**inputs, **options, assistant_model=small, **EXTRA).tolist() == expected
+    bound = partial(hf.generate, assistant_model=small)
     assert model.generate(**inputs, **options, custom_generate=bound).tolist() == expected
+    assert [draft.backend.model is small for draft in drafts] == [True] * 4
