@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 import specbeam
 from specbeam.checkpoints import registry
@@ -31,6 +41,10 @@ CONFIGS = {
     "llama": lambda **kw: LlamaConfig(**kw),
     "qwen2": lambda **kw: Qwen2Config(**kw),
     "qwen3": lambda **kw: Qwen3Config(**kw),
+    "mistral": lambda **kw: MistralConfig(**kw),
+    "gemma3": lambda **kw: Gemma3TextConfig(**kw),
+    "gpt2": lambda **kw: GPT2Config(**kw),
+    "gpt_neox": lambda **kw: GPTNeoXConfig(**kw),
 }
 
 
@@ -46,7 +60,7 @@ def byte_tokenizer(chat_template=None):
     )
 
 
-def random_model(architecture, seed=0, **changes):
+def random_model(architecture, seed=0, attention="sdpa", **changes):
     """A tiny model with random weights, wide enough that its likeliest tokens are no near-ties."""
     sizes = {
         "vocab_size": 259,
@@ -65,7 +79,7 @@ def random_model(architecture, seed=0, **changes):
         sizes["head_dim"] = 16
     torch.manual_seed(seed)
     config = CONFIGS[architecture](**(sizes | changes))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()
     for name, parameter in model.named_parameters():  # norms and biases start as ones and zeros, which hide mistakes
         if "norm" in name or name.endswith("bias"):
             parameter.data.add_(torch.randn_like(parameter) * 0.2)

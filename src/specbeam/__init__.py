@@ -52,6 +52,8 @@ __all__ = [*_HOMES]
 
 def __getattr__(name: str) -> Any:
     """Import a public name on first use, so that the command line answers before PyTorch has loaded."""
+    if name == "hf":
+        return import_module("specbeam.hf")
     if name not in _HOMES:
         raise AttributeError(f"module 'specbeam' has no attribute {name!r}")
     return getattr(import_module(f"specbeam.{_HOMES[name]}"), name)

@@ -12,7 +12,7 @@ from specbeam.backends.contract import Backend
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.errors import SpecbeamError
 
-BACKENDS = ("torch",)
+BACKENDS = ("torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,8 @@ class LanguageModel:
 
     Attributes:
         source: what it was loaded from, as it was named.
-        tokenizer: a tokenizer of transformers, with the model's chat template if it has one.
+        tokenizer: a tokenizer of transformers, with the model's chat template if it has one. None if there is none:
+            prompts are then token ids, and texts are empty.
         eos_token_ids: the tokens that end its texts.
         generation_defaults: generation options its checkpoint recommends.
     """
@@ -51,7 +52,9 @@ class LanguageModel:
         return self.decode(token_ids, skip_special_tokens=False)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of token ids."""
+        """The text of token ids; empty without a tokenizer."""
+        if self.tokenizer is None:
+            return ""
         text: str = self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
 
@@ -68,7 +71,8 @@ def load(
 
     Args:
         source: an alias (``specbeam models list``), a folder as transformers saves models, a .gguf file, or a hub id.
-        backend: "auto" or "torch".
+        backend: "torch", specbeam's own transformer; "transformers", any architecture that transformers can load; or
+            "auto", which is "torch".
         device: "auto" (a CUDA device if there is one, else the CPU), or a PyTorch device such as "cpu" or "cuda:1".
         dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, else the checkpoint's own half precision
             (bfloat16 if it has none).
@@ -80,13 +84,20 @@ def load(
     if backend not in ("auto", *BACKENDS):
         raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
     checkpoint = open_checkpoint(locate(source, revision))
-    _ = checkpoint.config  # refused before the slow parts if it cannot be run
+    loaded: Backend
+    if backend == "transformers":
+        from specbeam.backends.transformers import TransformersBackend, load_model
 
-    from specbeam.backends.torch import TorchBackend
+        loaded = TransformersBackend(load_model(checkpoint.path, device, dtype, checkpoint.dtype))
+    else:
+        _ = checkpoint.config  # refused before the slow parts if it cannot be run
 
+        from specbeam.backends.torch import TorchBackend
+
+        loaded = TorchBackend(checkpoint, device, dtype)
     return LanguageModel(
         source=os.fspath(source),
-        backend=TorchBackend(checkpoint, device, dtype),
+        backend=loaded,
         tokenizer=checkpoint.tokenizer,
         eos_token_ids=checkpoint.eos_token_ids,
         generation_defaults=checkpoint.generation_defaults,

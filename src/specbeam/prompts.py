@@ -51,6 +51,8 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
     if system is not None:
         messages = [*_messages([{"role": "system", "content": system}]), *messages]
 
+    if lm.tokenizer is None:
+        raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a tokenizer along with the model")
     templated = not raw and bool(lm.tokenizer.chat_template)
     text = _render(lm, messages) if templated else "\n\n".join(message["content"] for message in messages)
     try:

@@ -69,6 +69,10 @@ class Request:
                 f"the prompt has {len(prompt_ids)} tokens, but {lm.source} has a context of {context}, which must "
                 "hold at least one new token too: shorten the prompt"
             )
+        if options.stop_strings and lm.tokenizer is None:
+            raise SpecbeamError(
+                f"stop_strings need a text to look in, and {lm.source} has no tokenizer: leave them out"
+            )
         options = options.with_defaults(lm.generation_defaults)
         eos = options.eos_token_id
         self._eos_token_ids = lm.eos_token_ids if eos is None else frozenset(eos)

@@ -56,7 +56,7 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
         help="an alias, a folder, a .gguf file or a hub id (default %(default)s)",
     )
     model.add_argument("--revision", help="a branch, tag or commit of a hub id")
-    model.add_argument("--backend", default="auto", help="auto or torch (default %(default)s)")
+    model.add_argument("--backend", default="auto", help="auto, torch or transformers (default %(default)s)")
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default %(default)s)")
     model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default %(default)s)")
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import sys
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from specbeam.backends.contract import Segment
+from specbeam.backends.devices import choose_device, choose_dtype, memory_for_caches, peak_memory
 from specbeam.backends.torch.cache import TreeCache
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
 from specbeam.backends.torch.weights import load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
-from specbeam.errors import SpecbeamError
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class TorchBackend:
@@ -35,7 +30,7 @@ class TorchBackend:
 
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
         self.device = choose_device(device)
-        self.dtype = choose_dtype(dtype, self.device, checkpoint)
+        self.dtype = choose_dtype(dtype, self.device, checkpoint.dtype)
         config = checkpoint.config
         checkpoint.check_layers()
         self.vocab_size = config.vocab_size
@@ -75,46 +70,7 @@ class TorchBackend:
         return torch.from_numpy(slots).to(self.device)
 
     def memory_for_caches(self) -> int:
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            return int((free + kept) * 0.8)
-        try:
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-        except (AttributeError, ValueError, OSError):  # not on Windows
-            return 4 << 30
+        return memory_for_caches(self.device)
 
     def peak_memory(self) -> int | None:
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
-        if sys.platform == "win32":
-            return None
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-
-
-def choose_device(device: str) -> torch.device:
-    """The device a name stands for, tried out, so that a missing one is refused before anything is loaded."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        chosen = torch.device(device)
-        if chosen.type == "meta":
-            raise RuntimeError("it holds no data")
-        torch.empty(1, device=chosen)
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise SpecbeamError(f"device {device!r} cannot be used here ({reason}): give auto, cpu or cuda") from error
-    return chosen
-
-
-def choose_dtype(dtype: str, device: torch.device, checkpoint: Checkpoint) -> torch.dtype:
-    """The dtype a name stands for; for "auto" the one that suits the device and the checkpoint."""
-    if dtype == "auto":
-        half = checkpoint.dtype if checkpoint.dtype in ("bfloat16", "float16") else "bfloat16"
-        dtype = "float32" if device.type == "cpu" else half
-    if dtype not in DTYPES:
-        raise SpecbeamError(f"unknown dtype {dtype!r}: give auto, {', '.join(DTYPES)}")
-    return DTYPES[dtype]
+        return peak_memory(self.device)

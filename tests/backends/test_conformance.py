@@ -12,6 +12,8 @@ from specbeam.slots import Slots
 from specbeam.tree import Tree
 from tests.conftest import LLAMA3_ROPE, random_model
 
+BACKENDS = ["torch", "transformers", "transformers, eager"]
+
 FAMILIES = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -28,6 +30,37 @@ FAMILIES = {
     "qwen3": ("qwen3", {}),
     "qwen3, biases": ("qwen3", {"attention_bias": True}),
 }
+ONLY_TRANSFORMERS = {
+    "gpt2, learned positions": ("gpt2", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "mistral, sliding window": ("mistral", {"sliding_window": 5}),
+    "gemma3, some layers sliding": (
+        "gemma3",
+        {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
+        | {"num_hidden_layers": 4},
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def pair(request, tiny):
+    """By family: a model of transformers, and the same on one of the backends. Skips what the backend is not for."""
+    made = {}
+
+    def pair(family):
+        if request.param == "torch":
+            if family in ONLY_TRANSFORMERS:
+                pytest.skip("not one of our architectures")
+            architecture, changes = FAMILIES[family]
+            return tiny(architecture, **changes)
+        if family not in made:
+            architecture, changes = (FAMILIES | ONLY_TRANSFORMERS)[family]
+            attention = "eager" if request.param.endswith("eager") else "sdpa"
+            model = random_model(architecture, attention=attention, **changes)
+            made[family] = model, specbeam.hf.wrap(model)
+        return made[family]
+
+    return pair
 
 
 def evaluate(lm, tree, slots, nodes):
@@ -42,10 +75,9 @@ def alone(lm, tokens):
     return evaluate(lm, tree, Slots(tree, lm.backend, 256), [tree.tip])[0]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_are_those_of_transformers(tiny, family):
-    architecture, changes = FAMILIES[family]
-    theirs, lm = tiny(architecture, **changes)
+@pytest.mark.parametrize("family", [*FAMILIES, *ONLY_TRANSFORMERS])
+def test_logits_are_those_of_transformers(pair, family):
+    theirs, lm = pair(family)
     tokens = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]
@@ -55,10 +87,11 @@ def test_logits_are_those_of_transformers(tiny, family):
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("backend", ["torch", "transformers"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_is_near_float32(save, dtype):
+def test_half_precision_is_near_float32(save, backend, dtype):
     model = random_model("qwen2", initializer_range=0.1)
-    lm = specbeam.load(save(model), dtype=dtype, device="cpu")
+    lm = specbeam.load(save(model), backend=backend, dtype=dtype, device="cpu")
     tokens = list(range(40))
     with torch.no_grad():
         expected = model(torch.tensor([tokens])).logits[0, -1]
@@ -69,10 +102,10 @@ def test_half_precision_is_near_float32(save, dtype):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_tree_at_once_is_each_branch_alone(tiny, family, data):
+@pytest.mark.parametrize("family", ["llama", "qwen3", *ONLY_TRANSFORMERS])
+def test_a_tree_at_once_is_each_branch_alone(pair, family, data):
     """Also when nodes were dropped, their slots reused, and the prompt came in pieces."""
-    _, lm = tiny(family)
+    _, lm = pair(family)
     tree = Tree(data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=6)))
     slots = Slots(tree, lm.backend, 256)
     leaves = [tree.tip]
@@ -95,7 +128,9 @@ def test_a_tree_at_once_is_each_branch_alone(tiny, family, data):
         assert slots.used <= tree.live
 
 
-def test_trees_share_a_pass_without_seeing_each_other(lm):
+@pytest.mark.parametrize("family", ["llama", *ONLY_TRANSFORMERS])
+def test_trees_share_a_pass_without_seeing_each_other(pair, family):
+    _, lm = pair(family)
     texts = [[1, 2, 3], [4] * 30, [9]]
     trees = [Tree(t) for t in texts]
     segments = []
@@ -107,7 +142,9 @@ def test_trees_share_a_pass_without_seeing_each_other(lm):
         torch.testing.assert_close(row, alone(lm, text), atol=2e-4, rtol=0)
 
 
-def test_a_pass_can_be_repeated(lm):
+@pytest.mark.parametrize("family", ["llama", *ONLY_TRANSFORMERS])
+def test_a_pass_can_be_repeated(pair, family):
+    _, lm = pair(family)
     tree = Tree([5, 6, 7, 8])
     slots = Slots(tree, lm.backend, 256)
     first = evaluate(lm, tree, slots, [tree.tip])
@@ -116,10 +153,18 @@ def test_a_pass_can_be_repeated(lm):
     assert slots.used == 4
 
 
+def test_nothing_wanted_gives_no_rows(pair):
+    _, lm = pair("llama")
+    tree = Tree([1, 2, 3])
+    slots = Slots(tree, lm.backend, 256)
+    assert lm.backend.forward([slots.segment(np.array([0, 1]), np.array([], dtype=np.int64))]).shape == (0, 259)
+
+
+@pytest.mark.parametrize("backend", ["torch", "transformers"])
 @pytest.mark.parametrize(("device", "dtype", "says"), [("cuda:99", "auto", "cuda:99"), ("cpu", "int3", "int3")])
-def test_what_is_not_there_is_refused(save, device, dtype, says):
+def test_what_is_not_there_is_refused(save, backend, device, dtype, says):
     folder = save(random_model("llama"))
     with pytest.raises(SpecbeamError, match=says):
-        specbeam.load(folder, device=device, dtype=dtype)
+        specbeam.load(folder, backend=backend, device=device, dtype=dtype)
     with pytest.raises(SpecbeamError, match="vllm"):
         specbeam.load(folder, backend="vllm")

@@ -1,0 +1,61 @@
+"""What backends on PyTorch devices share: the choice of device and dtype, and how much memory there is."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+
+from specbeam.errors import SpecbeamError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def choose_device(device: str) -> torch.device:
+    """The device a name stands for, tried out, so that a missing one is refused before anything is loaded."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        chosen = torch.device(device)
+        if chosen.type == "meta":
+            raise RuntimeError("it holds no data")
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise SpecbeamError(f"device {device!r} cannot be used here ({reason}): give auto, cpu or cuda") from error
+    return chosen
+
+
+def choose_dtype(dtype: str, device: torch.device, own: str) -> torch.dtype:
+    """The dtype a name stands for; for "auto" the one that suits the device and the checkpoint's own."""
+    if dtype == "auto":
+        half = own if own in ("bfloat16", "float16") else "bfloat16"
+        dtype = "float32" if device.type == "cpu" else half
+    if dtype not in DTYPES:
+        raise SpecbeamError(f"unknown dtype {dtype!r}: give auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def memory_for_caches(device: torch.device) -> int:
+    """Bytes the engine may fill with caches: four fifths of a GPU's free memory, a quarter of the machine's."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int((free + kept) * 0.8)
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+    except (AttributeError, ValueError, OSError):  # not on Windows
+        return 4 << 30
+
+
+def peak_memory(device: torch.device) -> int | None:
+    """Most bytes held so far: device memory on a GPU, the process's memory on a CPU; None if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

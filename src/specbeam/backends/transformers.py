@@ -1,0 +1,229 @@
+"""The ``transformers`` backend: any causal language model of transformers, as it was loaded.
+
+The nodes of all trees go through the model as one row of tokens with explicit positions. A 4-D attention mask says
+which slots a node sees, one block a tree, and a cache of ours puts keys and values into the slots.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Cache
+
+from specbeam.backends.contract import Segment
+from specbeam.backends.devices import choose_device, choose_dtype, memory_for_caches, peak_memory
+from specbeam.backends.torch.cache import TreeCache
+from specbeam.errors import SpecbeamError
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+OWN_ATTENTION = ("codegen", "falcon", "gptj", "stablelm")
+"""Models that do not attend through transformers' common interface, but do follow mask and positions."""
+
+_slot_elements: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+
+
+class TransformersBackend:
+    """A loaded ``AutoModelForCausalLM``. The model is not changed, and may be used otherwise between passes.
+
+    Args:
+        model: in evaluation mode, with attention of the kind "sdpa" or "eager".
+
+    Raises:
+        SpecbeamError: a model that cannot be evaluated at the nodes of a tree.
+    """
+
+    name = "transformers"
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._parameters = inspect.signature(model.forward).parameters
+        config = model.config.get_text_config()
+        self._eager = config._attn_implementation == "eager"
+        types = set(getattr(config, "layer_types", None) or ())
+        self._check(config, types)
+        self._window: int | None = None if types == {FULL} else getattr(config, "sliding_window", None)
+        self._mixed = len(types) > 1
+        self.device: torch.device = model.get_input_embeddings().weight.device
+        self.dtype: torch.dtype = model.dtype
+        self.vocab_size: int = getattr(model.get_output_embeddings(), "out_features", config.vocab_size)
+        self.context_length = _context_length(config)
+        self.slot_bytes = self._measure_slot() * self.dtype.itemsize
+
+    def _check(self, config: Any, types: set[str]) -> None:
+        model = self.model
+        lacking = {"attention_mask", "position_ids", "past_key_values"} - set(self._parameters)
+        foreign = types - {FULL, SLIDING}
+        reason = None
+        if model.config.is_encoder_decoder:
+            reason = "it has an encoder, and only decoder-only models can be"
+        elif model._is_stateful:
+            reason = "it keeps a running state instead of keys and values of each token"
+        elif foreign:
+            reason = f"it has layers of kind {min(foreign)}"
+        elif lacking:
+            reason = f"it takes no {min(lacking)}"
+        elif getattr(config, "alibi", False) or not (
+            model._supports_attention_backend or config.model_type in OWN_ATTENTION
+        ):
+            reason = "its attention does not follow the mask and the positions it is given"
+        if reason:
+            raise SpecbeamError(f"{type(model).__name__} cannot be evaluated at the nodes of a tree: {reason}")
+        if config._attn_implementation not in ("sdpa", "eager"):
+            raise SpecbeamError(
+                f'{config._attn_implementation} takes no mask of a tree: load the model with attn_implementation="sdpa"'
+            )
+        if model.training:
+            raise SpecbeamError("the model is in training mode, where dropout makes it random: call model.eval() first")
+
+    def new_cache(self, most: int) -> SlotCache:
+        return SlotCache(most)
+
+    @torch.no_grad()  # inference_mode would leave tensors in the user's model that cannot be trained with
+    def forward(self, segments: list[Segment]) -> Tensor:
+        starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
+        wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
+        for s in segments:
+            s.cache.positions[s.slots] = s.positions  # type: ignore[attr-defined]  # as new_cache made it
+        inputs: dict[str, Any] = {
+            "input_ids": self._row([s.tokens for s in segments]),
+            "position_ids": self._row([s.positions for s in segments]),
+            "attention_mask": self._masks(segments),
+            "past_key_values": CacheOfPass(segments),
+            "use_cache": True,
+        }
+        if "cache_position" in self._parameters:
+            inputs["cache_position"] = inputs["position_ids"][0]
+        keep = torch.from_numpy(wanted).to(self.device)
+        if "logits_to_keep" in self._parameters:
+            logits = self.model(**inputs, logits_to_keep=keep).logits[0]
+        else:
+            logits = self.model(**inputs).logits[0][keep]
+        return logits.float()
+
+    def _row(self, parts: list[NDArray[np.int64]]) -> Tensor:
+        return torch.from_numpy(np.concatenate(parts))[None].to(self.device)
+
+    def _masks(self, segments: list[Segment]) -> Tensor | dict[str, Tensor]:
+        """What the nodes see: one mask, or one for each kind of layer if there are several."""
+        shape = sum(len(s.tokens) for s in segments), sum(s.length for s in segments)
+        full, near = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
+        row = column = 0
+        for s in segments:
+            block = slice(row, row + len(s.tokens)), slice(column, column + s.length)
+            full[block] = True if s.visible is None else s.visible
+            if self._window is not None:
+                where = s.cache.positions[: s.length]  # type: ignore[attr-defined]
+                near[block] = full[block] & (s.positions[:, None] - where < self._window)
+            row, column = block[0].stop, block[1].stop
+        if self._mixed:
+            return {FULL: self._mask(full), SLIDING: self._mask(near)}
+        return self._mask(full if self._window is None else near)
+
+    def _mask(self, visible: NDArray[np.bool_]) -> Tensor:
+        mask = torch.from_numpy(visible)[None, None].to(self.device)
+        if not self._eager:
+            return mask
+        return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
+
+    def _measure_slot(self) -> int:
+        """The numbers a slot holds. One token is evaluated to see, once a model: its configuration tells too little."""
+        if self.model not in _slot_elements:
+            cache, zero = self.new_cache(1), np.zeros(1, dtype=np.int64)
+            cache.reserve(1)
+            self.forward([Segment(cache, zero, zero, zero, 1, None, zero)])
+            if not cache.elements:
+                raise SpecbeamError(f"{type(self.model).__name__} keeps no keys and values of the tokens it has seen")
+            _slot_elements[self.model] = cache.elements
+        return _slot_elements[self.model]
+
+    def memory_for_caches(self) -> int:
+        return memory_for_caches(self.device)
+
+    def peak_memory(self) -> int | None:
+        return peak_memory(self.device)
+
+
+class SlotCache(TreeCache):
+    """A tree's cache that takes each layer as it comes: layers may differ in shape, and lie on several devices.
+
+    Attributes:
+        positions: where in the text the node of each slot is, int64 [capacity].
+    """
+
+    def __init__(self, most: int) -> None:
+        super().__init__(0, 0, 0, most, torch.float32, torch.device("cpu"))
+        self.positions = np.zeros(0, dtype=np.int64)
+
+    @property
+    def elements(self) -> int:
+        """The numbers a slot holds."""
+        return sum(t.shape[0] * t.shape[2] for t in (*self._keys, *self._values))
+
+    def reserve(self, slots: int) -> None:
+        super().reserve(slots)
+        self.positions.resize(self.capacity, refcheck=False)
+
+    def store(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        while len(self._keys) <= layer:
+            self._keys.append(k.new_empty(k.shape[1], self.capacity, k.shape[2]))
+            self._values.append(v.new_empty(v.shape[1], self.capacity, v.shape[2]))
+        return super().store(layer, slots, k, v, length)
+
+
+class CacheOfPass(Cache):  # type: ignore[misc]  # transformers is untyped
+    """The caches of a pass's trees as transformers sees one: their slots below length, one tree after the other."""
+
+    def __init__(self, segments: list[Segment]) -> None:
+        super().__init__(layers=[])
+        self._segments = segments
+        self._slots = [torch.from_numpy(s.slots) for s in segments]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values [1, kv_heads, nodes, head_dim]; return those of all slots."""
+        parts, row = [], 0
+        for s, slots in zip(self._segments, self._slots, strict=True):
+            rows = slice(row, row := row + len(slots))
+            k, v = (states[0, :, rows].transpose(0, 1) for states in (key_states, value_states))
+            parts.append(s.cache.store(layer_idx, slots.to(k.device), k, v, s.length))  # type: ignore[attr-defined]
+        if len(parts) == 1:
+            return parts[0][0][None], parts[0][1][None]
+        keys, values = zip(*parts, strict=True)
+        return torch.cat(keys, dim=1)[None], torch.cat(values, dim=1)[None]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Slots in use before this pass."""
+        return sum(s.length - len(s.tokens) for s in self._segments)
+
+
+def load_model(path: Path, device: str, dtype: str, own: str) -> Any:
+    """A checkpoint as transformers loads it, folder or GGUF file; ``own`` is the dtype of its weights.
+
+    Raises:
+        SpecbeamError: no such device or dtype, or transformers cannot load it.
+    """
+    chosen = choose_device(device)
+    folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
+    how = {"dtype": choose_dtype(dtype, chosen, own), "local_files_only": True, **file}
+    try:
+        return AutoModelForCausalLM.from_pretrained(folder, **how).to(chosen).eval()
+    except Exception as error:  # it raises whatever its parts raise
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise SpecbeamError(f"transformers cannot load {path}: {reason}") from error
+
+
+def _context_length(config: Any) -> int:
+    """The longest text the model is for."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    # Longer texts would change the rotation of all tokens, those in the cache and those of the other trees included.
+    original = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
+    length = original or getattr(config, "max_position_embeddings", None)
+    return length or 1 << 20  # where nothing is said, as with relative positions, nothing is exceeded

@@ -1,0 +1,113 @@
+"""What is particular to the transformers backend: loading, and the models it refuses."""
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BloomConfig,
+    FalconConfig,
+    GPTNeoConfig,
+    Llama4TextConfig,
+    MambaConfig,
+    Phi3Config,
+)
+
+import specbeam
+from specbeam import SpecbeamError, hf
+from tests.checkpoints.test_gguf import write_gguf
+from tests.conftest import random_model
+
+OPTIONS = {"max_new_tokens": 20, "num_beams": 3}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_a_folder_is_loaded_through_transformers(save, architecture):
+    model = random_model(architecture)
+    lm = specbeam.load(save(model), backend="transformers", device="cpu")
+    assert lm.backend.name == "transformers"
+    assert lm.eos_token_ids == {model.config.eos_token_id}
+    expected = specbeam.generate(hf.wrap(model, lm.tokenizer), "hello", **OPTIONS)
+    got = specbeam.generate(lm, "hello", **OPTIONS)
+    assert (got.text, got.token_ids) == (expected.text, expected.token_ids)
+
+
+def test_a_gguf_file_is_loaded_through_transformers(tmp_path):
+    model = random_model("llama")
+    path = tmp_path / "model.gguf"
+    write_gguf(path, model)
+    ours, theirs = (specbeam.load(path, backend=backend, device="cpu") for backend in ("torch", "transformers"))
+    assert specbeam.generate(theirs, [1, 2, 3], **OPTIONS).text == specbeam.generate(ours, [1, 2, 3], **OPTIONS).text
+
+
+def test_what_transformers_cannot_load_is_one_line(save):
+    folder = save(random_model("llama"))
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"no-such-model"'))
+    with pytest.raises(SpecbeamError, match=r"transformers cannot load .*no-such-model") as raised:
+        specbeam.load(folder, backend="transformers")
+    assert "\n" not in str(raised.value)
+
+
+SMALL = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (MambaConfig(**SMALL), "running state"),
+        (BartConfig(vocab_size=9, d_model=16, encoder_layers=1, decoder_layers=1), "encoder"),
+        (BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2), "takes no position_ids"),
+        (FalconConfig(**SMALL, alibi=True), "does not follow"),
+        (
+            GPTNeoConfig(vocab_size=9, hidden_size=8, num_layers=1, num_heads=2, attention_types=[[["global"], 1]]),
+            "does",
+        ),
+        (Llama4TextConfig(**SMALL, num_local_experts=2, intermediate_size_mlp=8), "layers of kind chunked_attention"),
+    ],
+    ids=lambda value: value.model_type if hasattr(value, "model_type") else "",
+)
+def test_models_a_tree_cannot_be_laid_over_are_refused(config, says):
+    kind = AutoModelForCausalLM
+    if config.is_encoder_decoder:
+        from transformers import AutoModelForSeq2SeqLM as kind
+    with pytest.raises(SpecbeamError, match=f"cannot be evaluated at the nodes of a tree: .*{says}"):
+        hf.wrap(kind.from_config(config).eval())
+
+
+def test_attention_without_masks_and_training_are_refused():
+    model = random_model("llama")
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(SpecbeamError, match=r'flash_attention_2 .*attn_implementation="sdpa"'):
+        hf.wrap(model)
+    with pytest.raises(SpecbeamError, match=r"training mode.*model\.eval"):
+        hf.wrap(random_model("llama").train())
+
+
+def test_the_facts_are_those_of_the_model():
+    backend = hf.wrap(random_model("gpt2", vocab_size=40)).backend
+    assert (backend.vocab_size, backend.context_length) == (40, 256)
+    assert backend.slot_bytes == 3 * 2 * 32 * 4  # layers, keys and values, features, bytes
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 2, "long_factor": [2.0] * 2}
+    lengths = {"max_position_embeddings": 512, "original_max_position_embeddings": 64}
+    config = Phi3Config(**SMALL, **lengths, rope_parameters=rope, pad_token_id=0)
+    assert hf.wrap(AutoModelForCausalLM.from_config(config).eval()).backend.context_length == 64
+
+
+def test_the_callers_model_stays_as_it_was():
+    model = random_model("llama")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    specbeam.generate(hf.wrap(model), [1, 2], **OPTIONS)
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    model.train()(torch.tensor([[1, 2]]), labels=torch.tensor([[1, 2]])).loss.backward()  # and can be trained
+
+
+def test_without_a_tokenizer_there_are_ids_and_no_text():
+    lm = hf.wrap(random_model("llama"))
+    result = specbeam.generate(lm, [1, 2, 3], max_new_tokens=5)
+    assert (result.text, len(result.token_ids)) == ("", 5)
+    assert not list(specbeam.stream(lm, [1, 2, 3], max_new_tokens=5))
+    with pytest.raises(SpecbeamError, match="has no tokenizer: give token ids"):
+        specbeam.generate(lm, "hello")
+    with pytest.raises(SpecbeamError, match=r"stop_strings.* has no tokenizer"):
+        specbeam.generate(lm, [1], stop_strings="x")

@@ -1,0 +1,223 @@
+"""Decoding inside transformers: what ``model.generate`` returns with and without our ``custom_generate``."""
+
+import inspect
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+from transformers import (
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+    TextStreamer,
+    TopPLogitsWarper,
+)
+
+from specbeam import Engine, SpecbeamError, hf
+from tests.conftest import byte_tokenizer, random_model
+
+VOCAB, PAD = 20, 0
+EXTRA = {"custom_generate": hf.generate}
+
+
+@pytest.fixture(scope="module")
+def models():
+    made = {}
+
+    def model(architecture):
+        if architecture not in made:
+            sizes = {"vocab_size": VOCAB, "eos_token_id": 1, "bos_token_id": 2, "initializer_range": 0.25}
+            if architecture == "mistral":
+                sizes["sliding_window"] = 4
+            made[architecture] = random_model(architecture, **sizes)
+            made[architecture].generation_config.pad_token_id = PAD
+        return made[architecture]
+
+    return model
+
+
+@pytest.fixture(scope="module")
+def model(models):
+    return models("llama")
+
+
+def padded(prompts):
+    """Prompts as a tokenizer that pads on the left gives them."""
+    longest = max(map(len, prompts))
+    rows = [[PAD] * (longest - len(p)) + p for p in prompts]
+    mask = [[0] * (longest - len(p)) + [1] * len(p) for p in prompts]
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+
+
+PROMPTS = st.lists(st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=8), min_size=1, max_size=3)
+EOS_SETS = st.sets(st.integers(1, VOCAB - 1), min_size=1, max_size=4).map(sorted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    architecture=st.sampled_from(["llama", "gpt2", "mistral"]),
+    prompts=PROMPTS,
+    eos=EOS_SETS,
+    new=st.integers(1, 12),
+    penalty=st.sampled_from([1.0, 1.3]),
+    data=st.data(),
+)
+def test_greedy_text_is_that_of_transformers(models, architecture, prompts, eos, new, penalty, data):
+    options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": eos, "repetition_penalty": penalty}
+    options["min_new_tokens"] = data.draw(st.integers(0, new))
+    inputs = padded(prompts)
+    expected = models(architecture).generate(**inputs, **options)
+    got = models(architecture).generate(**inputs, **options, custom_generate=hf.generate)
+    assert got.dtype == expected.dtype
+    assert got.tolist() == expected.tolist()
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    architecture=st.sampled_from(["llama", "gpt2", "mistral"]),
+    prompts=PROMPTS,
+    eos=EOS_SETS,
+    num_beams=st.integers(2, 6),
+    new=st.integers(1, 12),
+    length_penalty=st.sampled_from([1.0, 0.0, 2.0, -1.0]),
+    early_stopping=st.sampled_from([False, True, "never"]),
+    data=st.data(),
+)
+def test_beams_are_those_of_transformers(
+    models, architecture, prompts, eos, num_beams, new, length_penalty, early_stopping, data
+):
+    options = {
+        "num_beams": num_beams,
+        "num_return_sequences": data.draw(st.integers(1, num_beams)),
+        "max_new_tokens": new,
+        "length_penalty": length_penalty,
+        "early_stopping": early_stopping,
+        "eos_token_id": eos,
+        "pad_token_id": eos[0],  # transformers pads beams with this wherever pad_token_id is 0
+        "return_dict_in_generate": True,
+        "output_scores": True,
+    }
+    inputs = padded(prompts)
+    expected = models(architecture).generate(**inputs, **options)
+    got = models(architecture).generate(**inputs, **options, custom_generate=hf.generate)
+    assert type(got) is type(expected)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(got.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-5)
+    plain = models(architecture).generate(**inputs, **options | {"return_dict_in_generate": False}, **EXTRA)
+    assert plain.tolist() == expected.sequences.tolist()
+
+
+def test_lengths_count_as_in_transformers(model):
+    inputs = padded([[3, 4, 5], [6]])
+    for options in (
+        {"max_length": 9},
+        {"max_length": 9, "min_length": 7},
+        {"max_new_tokens": 4, "min_length": 30},
+        {"max_length": 9, "eos_token_id": -1},
+        {},
+    ):
+        expected = model.generate(**inputs, **options)
+        assert model.generate(**inputs, **options, **EXTRA).tolist() == expected.tolist()
+
+
+def test_greedy_returns_transformers_output_if_asked(model):
+    options = {"max_new_tokens": 5, "return_dict_in_generate": True}
+    expected = model.generate(**padded([[3, 4]]), **options)
+    got = model.generate(**padded([[3, 4]]), **options, **EXTRA)
+    assert type(got) is type(expected)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_samples_follow_the_global_seed(model):
+    options = {"do_sample": True, "max_new_tokens": 8, "num_return_sequences": 3}
+    inputs = padded([[3, 4, 5], [6]])
+
+    def run(seed, **more):
+        torch.manual_seed(seed)
+        return model.generate(**inputs, **options, **more, **EXTRA).tolist()
+
+    first = run(1)
+    assert len(first) == 6
+    assert run(1) == first
+    assert run(2) != first
+    assert len({tuple(row) for row in first[:3]}) > 1
+    assert run(1, num_beams=3) == run(1, num_beams=3) != run(2, num_beams=3)
+
+
+def test_samples_have_transformers_distribution(model):
+    torch.manual_seed(0)
+    options = {"do_sample": True, "temperature": 0.7, "top_k": 6, "top_p": 0.9, "repetition_penalty": 1.2}
+    rows = model.generate(torch.tensor([[3, 4]]), max_new_tokens=1, num_return_sequences=2000, **options, **EXTRA)
+    out = model.generate(
+        torch.tensor([[3, 4]]), max_new_tokens=1, return_dict_in_generate=True, output_scores=True, **options
+    )
+    p = out.scores[0][0].double().softmax(-1)
+    counts = rows[:, 2].bincount(minlength=VOCAB)
+    assert not counts[p == 0].any()
+    assert chisquare(counts[p > 0], 2000 * p[p > 0] / p.sum()).pvalue > 1e-3
+
+
+def test_a_callers_own_processor_of_a_known_kind_counts(model):
+    own = LogitsProcessorList([TopPLogitsWarper(1e-6)])  # leaves one token
+    sampled = model.generate(
+        torch.tensor([[3, 4]]), do_sample=True, top_k=0, max_new_tokens=6, logits_processor=own, **EXTRA
+    )
+    assert sampled.tolist() == model.generate(torch.tensor([[3, 4]]), max_new_tokens=6).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
+        ({"bad_words_ids": [[5]]}, "NoBadWordsLogitsProcessor"),
+        ({"prefix_allowed_tokens_fn": lambda row, ids: [5]}, "PrefixConstrainedLogitsProcessor"),
+        ({"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "function"),
+        ({"do_sample": True, "typical_p": 0.5}, "TypicalLogitsWarper"),
+        ({"stopping_criteria": StoppingCriteriaList([lambda ids, scores: False])}, "stopping criterion function"),
+        ({"max_time": 1.0}, MaxTimeCriteria.__name__),
+        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ({"return_dict_in_generate": True, "output_logits": True}, "output_logits"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores without beams"),
+        ({"streamer": TextStreamer(byte_tokenizer())}, "streamer"),
+        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "pad prompts on the left"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "pad prompts on the left"),
+        ({"position_ids": torch.tensor([[4, 5, 6]])}, "position_ids"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_we_do_not_have_is_refused_by_name(model, options, says):
+    with pytest.raises(SpecbeamError, match=says) as raised:
+        model.generate(torch.tensor([[3, 4, 5]]), **options, max_new_tokens=3, **EXTRA)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_callers_own_end_of_text_counts(model):
+    prompt = torch.tensor([[3, 4]])
+    end = int(model.generate(prompt, max_new_tokens=6)[0, 4])
+    own = StoppingCriteriaList([EosTokenCriteria(end)])
+    expected = model.generate(prompt, max_new_tokens=6, stopping_criteria=own)
+    assert model.generate(prompt, max_new_tokens=6, stopping_criteria=own, **EXTRA).tolist() == expected.tolist()
+
+
+needs_drafts = pytest.mark.skipif(
+    "draft" not in inspect.signature(Engine.submit).parameters, reason="Engine.submit takes no draft yet"
+)
+
+
+@needs_drafts
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_an_assistant_model_drafts_and_changes_nothing(model, monkeypatch, num_beams):
+    small = random_model("llama", seed=1, vocab_size=VOCAB, initializer_range=0.25, num_hidden_layers=1)
+    options = {"num_beams": num_beams, "max_new_tokens": 12, "eos_token_id": 1}
+    inputs = padded([[3, 4, 5], [6]])
+    expected = model.generate(**inputs, **options).tolist()
+    drafts, submit = [], Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda *a, draft, **kw: drafts.append(draft) or submit(*a, draft=draft, **kw))
+    assert model.generate(**inputs, **options, assistant_model=small, **EXTRA).tolist() == expected
+    bound = partial(hf.generate, assistant_model=small)
+    assert model.generate(**inputs, **options, custom_generate=bound).tolist() == expected
+    assert [draft.backend.model is small for draft in drafts] == [True] * 4
