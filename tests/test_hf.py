@@ -1,6 +1,5 @@
 """Decoding inside transformers: what ``model.generate`` returns with and without our ``custom_generate``."""
 
-import inspect
 from functools import partial
 
 import pytest
@@ -21,6 +20,7 @@ from specbeam import Engine, SpecbeamError, hf
 from tests.conftest import byte_tokenizer, random_model
 
 VOCAB, PAD = 20, 0
+PREFERRED = torch.arange(VOCAB) % 3 == 0
 EXTRA = {"custom_generate": hf.generate}
 
 
@@ -172,11 +172,7 @@ def test_a_callers_own_processor_of_a_known_kind_counts(model):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"no_repeat_ngram_size": 2}, "NoRepeatNGramLogitsProcessor"),
-        ({"bad_words_ids": [[5]]}, "NoBadWordsLogitsProcessor"),
-        ({"prefix_allowed_tokens_fn": lambda row, ids: [5]}, "PrefixConstrainedLogitsProcessor"),
-        ({"logits_processor": LogitsProcessorList([lambda ids, scores: scores])}, "function"),
-        ({"do_sample": True, "typical_p": 0.5}, "TypicalLogitsWarper"),
+        ({"do_sample": True, "temperature": 0.7, "top_k": 0, "typical_p": 0.5}, "TypicalLogitsWarper after TemperatureLogitsWarper"),
         ({"stopping_criteria": StoppingCriteriaList([lambda ids, scores: False])}, "stopping criterion function"),
         ({"max_time": 1.0}, MaxTimeCriteria.__name__),
         ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
@@ -203,12 +199,28 @@ def test_a_callers_own_end_of_text_counts(model):
     assert model.generate(prompt, max_new_tokens=6, stopping_criteria=own, **EXTRA).tolist() == expected.tolist()
 
 
-needs_drafts = pytest.mark.skipif(
-    "draft" not in inspect.signature(Engine.submit).parameters, reason="Engine.submit takes no draft yet"
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"no_repeat_ngram_size": 2},
+        {"bad_words_ids": [[5], [7, 8]]},
+        {"prefix_allowed_tokens_fn": lambda row, ids: [1, 3 + row, 9, 10, int(ids[-1]) // 2 + 3]},
+        {"logits_processor": LogitsProcessorList([lambda ids, scores: scores + 3 * (ids[:, -1:] % 2) * PREFERRED])},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
+    ],
+    ids=lambda options: next(iter(options)),
 )
+def test_processors_of_the_caller_hold_with_and_without_drafts(model, options, num_beams):
+    small = random_model("llama", seed=1, vocab_size=VOCAB, initializer_range=0.25, num_hidden_layers=1)
+    options = options | {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 12}
+    options |= {"eos_token_id": 1, "pad_token_id": 1}  # with which transformers pads beams wherever pad_token_id is 0
+    inputs = padded([[3, 4, 5], [6]])
+    expected = model.generate(**inputs, **options).tolist()
+    assert model.generate(**inputs, **options, **EXTRA).tolist() == expected
+    assert model.generate(**inputs, **options, assistant_model=small, **EXTRA).tolist() == expected
 
 
-@needs_drafts
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_an_assistant_model_drafts_and_changes_nothing(model, monkeypatch, num_beams):
     small = random_model("llama", seed=1, vocab_size=VOCAB, initializer_range=0.25, num_hidden_layers=1)

@@ -73,7 +73,8 @@ def generate(
 
     Greedy search and beam search return what transformers returns; with ``assistant_model`` too, in fewer passes of the
     model, and for beams as well. Samples have the same distribution from other draws, which ``torch.manual_seed``
-    settles. A text ends where the model's context ends.
+    settles. A text ends where the model's context ends. Logits processors are called with the ids of texts of equal length,
+    prompts without padding, in any order: they must depend on their arguments alone.
 
     Returns:
         The texts, prompts included, int64 [batch * num_return_sequences, length], padded with pad_token_id. With
@@ -108,11 +109,15 @@ def generate(
 
     engine = Engine(replace(wrap(model), generation_defaults={}))  # transformers has filled them in
     draft: dict[str, Any] = {} if assistant_model is None else {"draft": wrap(assistant_model)}
-    requests = [
-        engine.submit(prompt, options | {"seed": _seed() if options["do_sample"] else None}, **draft)
-        for prompt in prompts
-        for _ in range(1 if beams > 1 else returned)
-    ]
+    requests = []
+    for number, prompt in enumerate(prompts):
+        if allowed := options.get("prefix_allowed_tokens_fn"):  # it is told which prompt it is asked about
+            own = {"prefix_allowed_tokens_fn": lambda _, ids, number=number: allowed(number, ids)}
+        else:
+            own = {}
+        for _ in range(1 if beams > 1 else returned):
+            seed = _seed() if options["do_sample"] else None
+            requests.append(engine.submit(prompt, {**options, **own, "seed": seed}, **draft))
     engine.run()
     texts = [sequence for request in requests for sequence in _filled(request.result().sequences, beams, returned)]
 
@@ -136,26 +141,34 @@ def _seed() -> int:
 
 
 def _options(processors: Iterable[Any], prompt_length: int) -> dict[str, Any]:
-    """Our options for transformers' logits processors, those it made of the generation config and the caller's own.
-
-    THE PLACE FOR THE CALLER'S OWN: once there is an option for processors that are functions of ids and scores, those
-    not in the table go there, and ``PrefixConstrainedLogitsProcessor`` (``prefix_allowed_tokens_fn``) with them.
-    """
-    options: dict[str, Any] = {}
-    order = list(PROCESSORS)
-    last = 0
+    """Our options for transformers' logits processors, those it made of the generation config and the caller's own."""
+    options: dict[str, Any] = {"logits_processor": []}
+    last: type = type(None)
     for processor in processors:
         kind = type(processor)
-        _refuse(kind not in PROCESSORS, f"{kind.__name__} (of an option or of logits_processor)")
-        _refuse(order.index(kind) < last, f"{kind.__name__} after {order[last].__name__}")
+        _refuse(_turn(kind) < _turn(last), f"{kind.__name__} after {last.__name__}")
+        last = kind
         _refuse(isinstance(getattr(processor, "prompt_ignore_length", None), int), "prompt_ignore_length")
-        last = order.index(kind)
-        option, attribute = PROCESSORS[kind]
-        value = getattr(processor, attribute)
-        if kind is logits_process.MinLengthLogitsProcessor:
-            value -= prompt_length
-        options[option] = max(value, options.get(option, 0)) if option == "min_new_tokens" else value
+        if kind is logits_process.PrefixConstrainedLogitsProcessor:
+            options["prefix_allowed_tokens_fn"] = processor._prefix_allowed_tokens_fn
+        elif kind not in PROCESSORS:
+            options["logits_processor"].append(processor)
+        else:
+            option, attribute = PROCESSORS[kind]
+            value = getattr(processor, attribute)
+            if kind is logits_process.MinLengthLogitsProcessor:
+                value -= prompt_length
+            options[option] = max(value, options.get(option, 0)) if option == "min_new_tokens" else value
     return options
+
+
+def _turn(kind: type) -> int:
+    """When a processor has its turn with us: penalties, then what forbids tokens and the caller's own, then warpers."""
+    known = [*PROCESSORS]
+    warpers = known.index(logits_process.TemperatureLogitsWarper)
+    if kind in (type(None), logits_process.RepetitionPenaltyLogitsProcessor):
+        return 0
+    return max(1, 2 + known.index(kind) - warpers) if kind in known else 1
 
 
 def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
