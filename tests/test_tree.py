@@ -65,3 +65,61 @@ def test_a_dropped_node_cannot_be_kept():
     tree.keep(left)
     with pytest.raises(ValueError, match="not all live"):
         tree.keep(right)
+
+
+@given(st.data())
+def test_finished_nodes_stay_but_their_memory_goes(data):
+    """Growing and finished nodes live with all above them; what is not needed to grow is dropped, once."""
+    prompt = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+    tree, paths = Tree(prompt), Paths(prompt)
+    finished, dropped = [], []
+    for _ in range(data.draw(st.integers(1, 12))):
+        growing = data.draw(st.lists(st.sampled_from(sorted(paths.live - set(finished))), min_size=1, max_size=5))
+        growing = [n for n in growing if tree.tip in paths.paths[n]] or [tree.tip]
+        growing = [n for n in growing if not set(paths.paths[n]) & set(dropped)] or [tree.tip]
+        if tree.tip in dropped:
+            break
+        nodes = tree.add(growing, np.arange(len(growing))).tolist()
+        for node, parent in zip(nodes, growing, strict=True):
+            paths.add(node, parent)
+        before = set(paths.live)
+        growing = data.draw(st.lists(st.sampled_from(nodes), min_size=1))
+        ending = sorted((set(nodes) - set(growing)) | set(finished))
+        finished = data.draw(st.lists(st.sampled_from(ending), unique=True)) if ending else []
+        tree.keep(growing, finished)
+        paths.keep([*growing, *finished])
+        assert tree.live == len(paths.live)
+        assert tree.trunk.tolist() == paths.trunk([*growing, *finished])
+        gone = [n for part in tree.dropped for n in part.tolist()]
+        tree.dropped.clear()
+        needed = {n for g in growing for n in paths.paths[g]}
+        assert sorted(gone) == sorted(before - needed - set(dropped))
+        dropped += gone
+        for node in [*growing, *finished]:
+            assert tree.path(node).tolist() == list(paths.paths[node])
+
+
+def test_a_guess_is_found_again():
+    tree = Tree([1, 2])
+    first, second = tree.guess([1, 1], [5, 6]).tolist()
+    assert tree.guess([1, 1, first], [6, 5, 7]).tolist() == [second, first, 4]
+    assert tree.add([1, 1, 1], [6, 9, 5], [-1.0, -2.0, -3.0]).tolist() == [second, 5, first]
+    assert tree.scores([second, 5, first]).tolist() == [-1.0, -2.0, -3.0]
+    tree.keep([first, 4])
+    assert tree.tip == first
+    assert tree.guessed(np.array([1, first]), np.array([6, 7])).tolist() == [-1, 4]
+
+
+@given(st.data())
+def test_paths_and_what_lies_below_are_those_written_out(data):
+    tree, paths = Tree([1, 2, 3]), Paths([1, 2, 3])
+    for _ in range(data.draw(st.integers(1, 6))):
+        parents = data.draw(st.lists(st.sampled_from([n for n in paths.live if n >= 2]), min_size=1, max_size=6))
+        for node, parent in zip(tree.add(parents, 0).tolist(), parents, strict=True):
+            paths.add(node, parent)
+    some = st.lists(st.sampled_from([n for n in paths.live if n >= 2]), min_size=1, max_size=8)
+    nodes, ancestors = data.draw(some), data.draw(some)
+    for node, path in zip(nodes, tree.paths(nodes).tolist(), strict=True):
+        own = list(paths.paths[node])
+        assert path == own + own[-1:] * (len(path) - len(own))
+    assert tree.below(nodes, ancestors).tolist() == [bool(set(paths.paths[n]) & set(ancestors)) for n in nodes]

@@ -131,3 +131,104 @@ def test_beam_sampling_has_a_seed(lm):
 
     assert run(1) == run(1)
     assert len({tuple(run(seed)) for seed in range(5)}) > 1
+
+
+@pytest.mark.parametrize("draft", [None, "model"])
+@pytest.mark.parametrize("length_penalty", [0.0, 1.0, -0.5])
+def test_nbest_tells_each_text_as_soon_as_it_is_certain(tiny, draft, length_penalty):
+    _, lm = tiny("llama", vocab_size=20, eos_token_id=1, bos_token_id=0, initializer_range=0.2)
+    options = {"num_beams": 5, "max_new_tokens": 30, "eos_token_id": [1, 2, 3, 4], "length_penalty": length_penalty}
+    draft = lm if draft else None
+    whole = specbeam.generate(lm, [5, 6], num_return_sequences=5, **options)
+    assert list(specbeam.nbest(lm, [5, 6], draft=draft, **options)) == pytest.approx(whole.sequences)
+    engine = Engine(lm)
+    request = engine.submit([5, 6], Options(num_return_sequences=5, **options))
+    first = rounds = 0
+    while engine.step():
+        rounds += 1
+        first = first or (rounds if request.found else 0)
+    if length_penalty == 0.0:
+        assert 0 < first < rounds  # before the search was over
+
+
+def test_the_search_ends_once_what_is_returned_is_certain(tiny):
+    """With scores that only fall, one text takes no more passes than it needs, and is still that of transformers."""
+    model, lm = tiny("llama", vocab_size=20, eos_token_id=1, bos_token_id=0, initializer_range=0.2)
+    options = {"num_beams": 5, "max_new_tokens": 40, "eos_token_id": [1, 2, 3, 4], "length_penalty": 0.0}
+    passes = []
+    for n in (1, 5):
+        result = specbeam.generate(lm, [5, 6], num_return_sequences=n, **options)
+        expected, _ = beams_of_transformers(model, [5, 6], num_return_sequences=n, **options)
+        assert result.token_ids == expected[0][: len(result.token_ids)]
+        passes.append(result.stats.target_passes)
+    assert passes[0] < passes[1]
+
+
+def diverse_by_hand(model, prompt, groups, size, penalty, steps):
+    """Diverse beam search written out over whole texts, without ends of text."""
+    texts = [[((), 0.0)] for _ in range(groups)]
+    for _ in range(steps):
+        taken = torch.zeros(model.config.vocab_size)
+        for g in range(groups):
+            rows = torch.tensor([[*prompt, *text] for text, _ in texts[g]])
+            with torch.no_grad():
+                log_probs = model(rows).logits[:, -1].log_softmax(-1) - penalty * taken
+            scored = [
+                ((*text, token), score + log_probs[i, token].item())
+                for i, (text, score) in enumerate(texts[g])
+                for token in range(log_probs.shape[-1])
+            ]
+            texts[g] = sorted(scored, key=lambda pair: -pair[1])[:size]
+            for text, _ in texts[g]:
+                taken[text[-1]] += 1
+    return sorted((pair for group in texts for pair in group), key=lambda pair: -pair[1])
+
+
+@pytest.mark.parametrize("draft", [None, "model"])
+@pytest.mark.parametrize(("groups", "size"), [(2, 2), (3, 1), (2, 3)])
+def test_diverse_beam_search_is_the_one_written_out(tiny, groups, size, draft):
+    model, lm = tiny("llama", vocab_size=20, eos_token_id=1, bos_token_id=0, initializer_range=0.2)
+    expected = diverse_by_hand(model, [3, 4], groups, size, 0.7, 8)
+    options = {"num_beams": groups * size, "num_beam_groups": groups, "diversity_penalty": 0.7, "length_penalty": 0.0}
+    options |= {"num_return_sequences": groups * size, "max_new_tokens": 8, "eos_token_id": []}
+    result = specbeam.generate(lm, [3, 4], draft=lm if draft else None, **options)
+    assert [tuple(s.token_ids) for s in result.sequences] == [text for text, _ in expected]
+    assert [s.score for s in result.sequences] == pytest.approx([score for _, score in expected], abs=1e-4)
+
+
+def test_groups_without_a_penalty_are_searches_of_their_own(lm):
+    options = {"max_new_tokens": 10, "length_penalty": 0.0}
+    alone = specbeam.generate(lm, [3], num_beams=3, num_return_sequences=3, **options)
+    groups = specbeam.generate(lm, [3], num_beams=6, num_beam_groups=2, num_return_sequences=6, **options)
+    assert [s.token_ids for s in groups.sequences] == [s.token_ids for s in alone.sequences for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"num_beams": 4, "num_beam_groups": 3}, "num_beam_groups=3"),
+        ({"num_beams": 4, "diversity_penalty": 1.0}, "needs num_beam_groups"),
+        ({"num_beams": 4, "num_beam_groups": 2, "temperature": 0.5}, "does not sample"),
+        ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3"),
+        ({"num_draft_tokens": 3}, "without a draft"),
+        ({"draft": "ngrams"}, "draft='ngrams'"),
+        ({"draft": "ngram", "num_draft_tokens": 0}, "num_draft_tokens=0"),
+        ({"draft": "ngram", "draft_width": "wide"}, "draft_width='wide'"),
+        ({"trace": "yes"}, "trace='yes'"),
+        ({"logits_processor": 3}, "logits_processor=3"),
+    ],
+)
+def test_options_that_contradict_are_refused(lm, options, says):
+    with pytest.raises(specbeam.SpecbeamError, match=says):
+        specbeam.generate(lm, [1, 2], **options)
+
+
+def test_hundreds_of_beams_over_few_steps(tiny):
+    model, lm = tiny("llama", vocab_size=200, eos_token_id=1, bos_token_id=0, initializer_range=0.25)
+    options = {"num_beams": 300, "num_return_sequences": 300, "max_new_tokens": 4, "length_penalty": 0.0}
+    expected, scores = beams_of_transformers(model, [3, 4, 5], **options)
+    for draft in (None, lm):
+        result = specbeam.generate(lm, [3, 4, 5], draft=draft, **options)
+        assert [s.score for s in result.sequences] == pytest.approx(scores, abs=1e-4)
+        same = sum(s.token_ids == e[: len(s.token_ids)] for s, e in zip(result.sequences, expected, strict=True))
+        assert same >= 290  # near-ties may change places

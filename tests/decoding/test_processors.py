@@ -45,7 +45,7 @@ def test_repetition_penalty_is_that_of_transformers(scores, data, penalty):
     tree = Tree(ids)
     got = Processors(Options(repetition_penalty=penalty), frozenset())(tree, [tree.tip], scores)[0]
     torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(repetition_penalty(scores[0], np.unique(ids), penalty), expected)
+    torch.testing.assert_close(repetition_penalty(scores, torch.tensor([ids]), penalty)[0], expected)
 
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, 1.5])

@@ -14,6 +14,14 @@ from transformers import PreTrainedTokenizerFast
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
 from specbeam.decoding import beam
+from specbeam.decoding.processors import Processors, Warpers
+from specbeam.decoding.record import Record
+from specbeam.decoding.sampling import seeded
+from specbeam.decoding.speculative import reject_or_accept, speculative
+from specbeam.decoding.stopping import Stopping
+from specbeam.drafting.model import ModelDrafter
+from specbeam.drafting.pace import Pace
+from specbeam.tree import Tree
 from tests.conftest import EOS, beams_of_transformers, random_model
 
 def other_tokenizer():
@@ -35,7 +43,8 @@ def drafter(tiny, save):
     """What drafts for tiny("llama" and the like, **sizes), by how good it is."""
     made = {}
 
-    def drafter(kind, family, **changes):
+    def drafter(kind, family, as_model=False, **changes):
+        """A drafter, or the model of transformers it was made of."""
         lm = tiny(family, **changes)[1]
         if kind in ("ngram", "suffix"):
             return kind
@@ -58,8 +67,8 @@ def drafter(tiny, save):
             if kind == "adversarial":
                 model.lm_head.weight.data.neg_()  # always the least likely
             tokenizer = other_tokenizer() if kind == "another vocabulary" else None
-            made[key] = specbeam.load(save(model, tokenizer), device="cpu", dtype="float32")
-        return made[key]
+            made[key] = model, specbeam.load(save(model, tokenizer), device="cpu", dtype="float32")
+        return made[key][0 if as_model else 1]
 
     return drafter
 
@@ -208,38 +217,80 @@ def top_k(logits, k):
     return torch.where(logits < logits.topk(k).values[:, -1:], float("-inf"), logits)
 
 
+def logits_by_text(model, prompt, length, vocab):
+    """What a model says after every text of up to a length, so that drawing many takes no passes."""
+    texts = [()]
+    table = {}
+    for _ in range(length + 1):
+        with torch.no_grad():
+            table |= zip(texts, model(torch.tensor([[*prompt, *text] for text in texts])).logits[:, -1], strict=True)
+        texts = [(*text, token) for text in texts for token in range(vocab)]
+    return table
+
+
+def draw_two(prompt, length, vocab, target, draft, shape, options, seed):
+    """The first two tokens of a text by the strategy itself, its models answered from tables."""
+    tree = Tree(prompt)
+    process, warp, generator = Processors(options, frozenset()), Warpers(options), seeded(seed)
+    stop = Stopping(frozenset(), len(prompt) + length, (), None)
+    pace = Pace(*shape, None, num_beams=1, target=float, draft=float, chains=False)
+    drafter = ModelDrafter(tree, process, stop, vocab, 99, pace, draws=(warp, generator))
+    choose = reject_or_accept(tree, warp, generator)
+    strategy = speculative(tree, process, stop, Record(tree), drafter, choose)
+    wish = next(strategy)
+    while len(tree.trunk) < len(prompt) + 2:
+        paths = tree.tokens(tree.paths(wish.nodes))[:, len(prompt) :]
+        lengths = tree.depths(wish.nodes) + 1 - len(prompt)
+        table = draft if wish.drafting else target
+        rows = [table[tuple(path[:n])] for path, n in zip(paths.tolist(), lengths.tolist(), strict=True)]
+        try:
+            wish = strategy.send(torch.stack(rows))
+        except StopIteration as finished:
+            return tuple(tree.new_tokens(finished.value[0].node)[:2])
+    return tuple(tree.tokens(tree.trunk[len(prompt) : len(prompt) + 2]).tolist())
+
+
 @pytest.mark.parametrize("warped", WARPED)
 @pytest.mark.parametrize(
-    ("kind", "drafting"),
-    [
-        ("good", {"num_draft_tokens": 3, "draft_width": 1}),
-        ("other", {"num_draft_tokens": 3, "draft_width": 1}),
-        ("good", {"num_draft_tokens": 2, "draft_width": 4}),
-        ("other", {"num_draft_tokens": 3, "draft_width": 3}),
-        ("adversarial", {"num_draft_tokens": 2, "draft_width": 3}),
-        ("ngram", {"num_draft_tokens": 3, "draft_width": 2}),
-        ("other", {}),
-    ],
+    ("kind", "shape"),
+    [("good", (2, 1)), ("other", (2, 1)), ("good", (2, 3)), ("other", (2, 4)), ("adversarial", (2, 3))],
 )
-def test_speculative_sampling_has_the_exact_distribution(tiny, drafter, kind, drafting, warped):
+def test_speculative_sampling_has_the_exact_distribution(tiny, drafter, kind, shape, warped):
+    """20,000 draws in each of ten cases, four of them chains."""
+    vocab, prompt, length, draws = 6, [1, 2, 3, 1, 2], 3, 20_000
+    changes = {"vocab_size": vocab, "eos_token_id": 5, "bos_token_id": 0, "initializer_range": 0.2}
+    model, _ = tiny("llama", **changes)
+    drafts = drafter(kind, "llama", as_model=True, **changes)
+    tables = [logits_by_text(m, prompt, length, vocab) for m in (model, drafts)]
+    options, warp = WARPED[warped]
+    options = Options(**options)
+    counts = Counter(draw_two(prompt, length, vocab, *tables, shape, options, seed) for seed in range(draws))
+    check_fit(counts, texts_and_chances(model, prompt, 2, vocab, warp), draws)
+
+
+@pytest.mark.parametrize(
+    ("kind", "drafting"),
+    [("good", {"num_draft_tokens": 2, "draft_width": 3}), ("ngram", {"draft_width": 2}), ("other", {})],
+)
+def test_speculative_sampling_in_the_engine_has_the_exact_distribution(tiny, drafter, kind, drafting):
     changes = {"vocab_size": 8, "eos_token_id": 7, "bos_token_id": 0, "initializer_range": 0.2}
     model, lm = tiny("llama", **changes)
-    options, warp = WARPED[warped]
+    options, warp = WARPED["warm, top-k"]
     prompt, draws, length = [1, 2, 3, 1, 2], 2000, 3
     options = {**options, "max_new_tokens": length + 1, "eos_token_id": [], **drafting}
-    counts = Counter()
     engine = Engine(lm, max_requests=200)
-    requests = [engine.submit(prompt, {**options, "seed": n}, draft=drafter(kind, "llama", **changes)) for n in range(draws)]
+    draft = drafter(kind, "llama", **changes)
+    requests = [engine.submit(prompt, {**options, "seed": n}, draft=draft) for n in range(draws)]
     engine.run()
-    for request in requests:
-        counts[tuple(request.result().token_ids[:length])] += 1
-    chances = texts_and_chances(model, prompt, length, 8, warp)
-    assert set(counts) <= set(chances)
-    check_fit(counts, chances, draws)
+    counts = Counter(tuple(request.result().token_ids[:length]) for request in requests)
+    check_fit(counts, texts_and_chances(model, prompt, length, 8, warp), draws)
+    again = specbeam.generate(lm, prompt, draft=draft, **options, seed=5)
+    assert again.token_ids == requests[5].result().token_ids  # a seed is a seed, whatever else there was in the batch
 
 
 def check_fit(counts, chances, draws):
     """Chi-square, with rare texts put together."""
+    assert set(counts) <= set(chances)
     common = [text for text, chance in chances.items() if chance * draws >= 5]
     seen = np.array([counts[text] for text in common], dtype=float)
     expected = np.array([chances[text] * draws for text in common])

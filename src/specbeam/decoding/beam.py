@@ -128,13 +128,13 @@ class BeamSearch:
         top, index = log_probs[chosen].cpu(), chosen.cpu().numpy()
         nodes = self.tree.add(beams[index // vocab], index % vocab)
         ended = torch.from_numpy(self.stop.ended(self.tree, nodes))
-        scores, running = (top + ended * NEVER).topk(self.num_beams)
+        # At the greatest length all have ended; the likeliest are then the beams that groups and traces want to see.
+        scores, running = (top if ended.all() else top + ended * NEVER).topk(self.num_beams)
         if missing:
             # The bound rule: a continuation of a missing beam scores at most what the beam does, so it comes after all
-            # that matter here: the candidates down to the last that goes on, or down to the last place if none does.
-            last = top[self.num_beams - 1] if ended.all() else scores[-1]
-            known_scores = np.delete(np.arange(self.num_beams), rows)
-            if not bool(last > self.scores[torch.from_numpy(known_scores)].max()):
+            # that matter here: the candidates down to the last of the new beams.
+            others = np.delete(np.arange(self.num_beams), rows)
+            if not bool(scores[-1] > self.scores[torch.from_numpy(others)].max()):
                 return False
         self.length += 1
         self.beams, self.scores = nodes[running.numpy()], scores

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from specbeam.decoding import Evaluate, Hypothesis, Strategy
-from specbeam.decoding.processors import Processors
+from specbeam.decoding.processors import MASKED, Processors
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
+from specbeam.errors import SpecbeamError
 from specbeam.tree import Tree
 
 
@@ -26,7 +27,7 @@ def greedy(
         logits = yield Evaluate([tip])
         (scores,) = process(tree, [tip], logits)
         token = pick(scores) if pick else int(scores.argmax())
-        (tip,) = tree.add(tip, token, log_prob(logits[0], token)).tolist()
+        (tip,) = tree.add(tip, token, log_prob(logits[0], token, scores)).tolist()
         record.round()
         record.step([tip], tree.scores([tip]))
         tree.keep(tip)
@@ -34,6 +35,15 @@ def greedy(
             return [Hypothesis(tip, float(tree.scores(tip)), reason)]
 
 
-def log_prob(logits: Tensor, token: int) -> float:
-    """The log-probability of a token under logits [vocab]."""
+def log_prob(logits: Tensor, token: int, scores: Tensor) -> float:
+    """The log-probability of a token under logits [vocab], chosen by processed scores [vocab].
+
+    Raises:
+        SpecbeamError: no token was allowed.
+    """
+    if scores[token] == MASKED:
+        raise SpecbeamError(
+            "no token is allowed where the text now ends: the constraint, prefix_allowed_tokens_fn, logits_processor and "
+            "min_new_tokens together leave none"
+        )
     return float(logits[token] - logits.logsumexp(-1))

@@ -42,7 +42,7 @@ def speculative(
         while (row := rows.get(tip)) is not None:
             (scores,) = process(tree, [tip], row[None])
             token = choose(scores, tip, guesses) if choose else int(scores.argmax())
-            (tip,) = tree.add(tip, token, log_prob(row, token)).tolist()
+            (tip,) = tree.add(tip, token, log_prob(row, token, scores)).tolist()
             record.step([tip], tree.scores([tip]))
             if reason := stop(tree, tip):
                 return [Hypothesis(tip, float(tree.scores(tip)), reason)]

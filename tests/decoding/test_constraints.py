@@ -1,0 +1,133 @@
+"""Constraints: the trie against sets of texts, and constrained decoding against transformers and brute force."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specbeam
+from specbeam import SpecbeamError, TokenTrie
+from tests.conftest import beams_of_transformers
+
+OUTPUTS = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4), min_size=1, max_size=30)
+DRAFTS = [None, "ngram", "suffix", "model"]
+
+
+@given(OUTPUTS, st.lists(st.integers(0, 6), max_size=5))
+def test_a_trie_allows_what_its_outputs_begin_with(outputs, text):
+    trie = TokenTrie(outputs)
+    states = np.array([trie.start])
+    for i, token in enumerate(text):
+        begins = [o for o in outputs if o[: i + 1] == text[: i + 1]]
+        states = trie.advance(states, np.array([token]))
+        assert (states[0] >= 0) == bool(begins)
+        if not begins:
+            return
+        rows, tokens = trie.allowed(states)
+        assert rows.tolist() == [0] * len(rows)
+        assert tokens.tolist() == sorted({o[i + 1] for o in begins if len(o) > i + 1})
+        assert trie.complete(states).tolist() == [text[: i + 1] in outputs]
+
+
+def test_a_trie_of_a_million_outputs_is_compact():
+    table = np.random.default_rng(0).integers(0, 256, (1_000_000, 5))
+    trie = TokenTrie(table)
+    assert 1_000_000 < len(trie) < 4_000_000
+    held = sum(a.nbytes for a in vars(trie).values() if isinstance(a, np.ndarray))
+    assert held < 10 * len(trie)
+    states = np.full(1000, trie.start)
+    for column in table[:1000].T:
+        states = trie.advance(states, column)
+    assert trie.complete(states).all()
+
+
+@pytest.mark.parametrize("outputs", [[], [[]], [[1], []], [[1, -2]], [["a"]], [1, 2], np.zeros((0, 3), int)])
+def test_what_is_no_set_of_outputs_is_refused(outputs):
+    with pytest.raises(SpecbeamError, match="TokenTrie"):
+        TokenTrie(outputs)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    outputs=OUTPUTS,
+    num_beams=st.integers(1, 6),
+    draft=st.sampled_from(DRAFTS),
+    length_penalty=st.sampled_from([0.0, 1.0]),
+    early_stopping=st.sampled_from([False, True, "never"]),
+)
+def test_beams_in_a_trie_are_those_of_transformers(tiny, outputs, num_beams, draft, length_penalty, early_stopping):
+    changes = {"vocab_size": 8, "eos_token_id": 7, "bos_token_id": 0, "initializer_range": 0.25}
+    model, lm = tiny("llama", **changes)
+    if draft == "model":
+        draft = tiny("llama", seed=3, **changes)[1]
+    prompt = [1, 2, 3, 1, 2]
+
+    def allowed(_, ids):
+        text = ids[len(prompt) :].tolist()
+        begins = [o for o in outputs if o[: len(text)] == text]
+        return sorted({7 if len(o) == len(text) else o[len(text)] for o in begins}) or [7]
+
+    options = {"max_new_tokens": 6, "num_beams": num_beams, "num_return_sequences": num_beams}
+    if num_beams > 1:
+        options |= {"length_penalty": length_penalty, "early_stopping": early_stopping}
+        expected, scores = beams_of_transformers(model, prompt, prefix_allowed_tokens_fn=allowed, **options)
+        expected = [
+            tokens[: tokens.index(7) + 1] for tokens, score in zip(expected, scores, strict=True) if score > -1e6
+        ]
+    else:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, prefix_allowed_tokens_fn=allowed, do_sample=False, max_new_tokens=6)
+        expected = [out[0, len(prompt) :].tolist()]
+    for how in ({"constraint": TokenTrie(outputs)}, {"prefix_allowed_tokens_fn": allowed}):
+        result = specbeam.generate(lm, prompt, draft=draft, **options, **how)
+        got = [s.token_ids for s in result.sequences]
+        if len(expected) == num_beams or "constraint" not in how:
+            assert got == expected
+        else:  # transformers stopped for texts of no account, which end twice; a trie leads to none
+            assert all(text in got for text in expected)
+        assert all(s.token_ids[:-1] in outputs for s in result.sequences)
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_samples_in_a_trie_stay_in_it(tiny, draft):
+    changes = {"vocab_size": 8, "eos_token_id": 7, "bos_token_id": 0, "initializer_range": 0.25}
+    _, lm = tiny("llama", **changes)
+    if draft == "model":
+        draft = tiny("llama", seed=3, **changes)[1]
+    outputs = [list(text) for text in itertools.product((1, 4, 5), repeat=3)]
+    texts = {
+        tuple(
+            specbeam.generate(
+                lm, [1, 4, 5, 1], constraint=TokenTrie(outputs), temperature=2.0, seed=seed, draft=draft
+            ).token_ids[:-1]
+        )
+        for seed in range(40)
+    }
+    assert texts <= set(map(tuple, outputs))
+    assert len(texts) > 5
+
+
+def test_drafts_the_constraint_forbids_cost_nothing(tiny):
+    """A lookup that finds only what may not be generated puts nothing to the target."""
+    _, lm = tiny("llama", vocab_size=8, eos_token_id=7, bos_token_id=0)
+    trie = TokenTrie([[3, 6, 5], [6, 4, 5]])  # in the prompt 1 was followed by 2, and 3 by 1
+    result = specbeam.generate(lm, [1, 2, 3, 1, 2, 3, 1], constraint=trie, draft="ngram", num_draft_tokens=4)
+    assert result.stats.drafted == 0
+    assert result.token_ids in ([3, 6, 5, 7], [6, 4, 5, 7])
+
+
+def test_a_constraint_that_leaves_nothing_says_so(tiny):
+    _, lm = tiny("llama", vocab_size=8, eos_token_id=7, bos_token_id=0)
+    trie = TokenTrie([[5, 5, 5]])
+    for options in ({"min_new_tokens": 6, "max_new_tokens": 8}, {"num_beams": 3, "min_new_tokens": 6}):
+        with pytest.raises(SpecbeamError, match="no text is allowed|no token"):
+            specbeam.generate(lm, [1], constraint=trie, **options)
+    with pytest.raises(SpecbeamError, match="returned no tokens"):
+        specbeam.generate(lm, [1], prefix_allowed_tokens_fn=lambda _, ids: [])
+    with pytest.raises(SpecbeamError, match="needs a token that ends the text"):
+        specbeam.generate(lm, [1], constraint=trie, eos_token_id=[])
+    with pytest.raises(SpecbeamError, match="constraint="):
+        specbeam.generate(lm, [1], constraint=[[1, 2]])

@@ -1,0 +1,80 @@
+"""Lookups against brute force over the text."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import specbeam
+from specbeam import SpecbeamError
+from specbeam.drafting.ngram import LONGEST, continuations
+from specbeam.drafting.suffix import SuffixAutomaton
+
+TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+
+
+def occurrences(part, text):
+    return [i for i in range(len(text) - len(part) + 1) if text[i : i + len(part)] == part]
+
+
+@given(TEXTS, st.integers(1, 4), st.integers(1, 5))
+def test_ngram_continuations_are_what_followed(text, width, depth):
+    got = continuations(np.array(text), width, depth)
+    for n in range(min(LONGEST, len(text) - 1), 0, -1):
+        earlier = [i + n for i in occurrences(text[-n:], text[:-1])]
+        if earlier:
+            followed = [text[end : end + depth] for end in reversed(earlier)]
+            unique = [f for i, f in enumerate(followed) if f not in followed[:i]]
+            assert got == unique[:width]
+            return
+    assert got == []
+
+
+@given(TEXTS, TEXTS)
+def test_the_automaton_knows_every_part_and_how_often_it_came(text, other):
+    automaton = SuffixAutomaton()
+    automaton.extend(text)
+    for i in range(len(text)):
+        for j in range(i + 1, len(text) + 1):
+            state = 0
+            for token in text[i:j]:
+                state = automaton.next[state][token]
+            assert automaton.count[state] == len(occurrences(text[i:j], text))
+    # Of another text it always knows the longest end that stands in its own.
+    match = (0, 0)
+    for i, token in enumerate(other, 1):
+        match = automaton.follow(match, token)
+        ends = [n for n in range(i + 1) if occurrences(other[i - n : i], text)]
+        assert match[1] == max(ends)
+
+
+@given(TEXTS)
+def test_the_longest_end_that_came_before_is_known_as_the_text_grows(text):
+    automaton = SuffixAutomaton()
+    for i, token in enumerate(text, 1):
+        automaton.extend([token])
+        so_far = text[:i]
+        assert automaton.repeated[1] == max(n for n in range(i) if occurrences(so_far[i - n :], so_far[:-1]))
+
+
+def test_a_repetitive_text_takes_no_more_than_linear_time():
+    automaton = SuffixAutomaton()
+    automaton.extend([7] * 20_000)  # seconds; minutes if every context were counted
+    assert automaton.repeated[1] == 19_999
+
+
+def test_earlier_texts_are_drafted_from(lm):
+    options = {"max_new_tokens": 30, "min_new_tokens": 30}
+    plain = specbeam.generate(lm, [9, 8, 7], **options)
+    corpus = specbeam.suffix_automaton(lm, [[5, 5, 5], [9, 8, 7, *plain.token_ids]])
+    again = specbeam.generate(lm, [9, 8, 7], draft=corpus, num_draft_tokens=10, draft_width=1, **options)
+    assert again.token_ids == plain.token_ids
+    assert again.stats.target_passes <= 4
+    beams = specbeam.generate(lm, [9, 8, 7], draft=corpus, num_beams=3, **options)
+    assert beams.token_ids == specbeam.generate(lm, [9, 8, 7], num_beams=3, **options).token_ids
+
+
+@pytest.mark.parametrize("texts", [[], "one text", [[]], [3]])
+def test_what_is_no_corpus_is_refused(lm, texts):
+    with pytest.raises(SpecbeamError, match=r"text|prompt"):
+        specbeam.suffix_automaton(lm, texts)
