@@ -187,10 +187,10 @@ def test_ctrl_c_keeps_what_was_printed(save):
     long = ["--max-new-tokens", "90000", "--min-new-tokens", "90000", "--model", str(folder)]
     command = [sys.executable, "-m", "specbeam", "compare", "hi", *long]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
-    first = process.stdout.readline()  # it has begun
+    begun = [process.stdout.readline() for _ in range(4)]
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert first == b"prompt: hi\n"
-    assert out.startswith(b"draft: ngram\n")
+    assert begun[:3] == [b"prompt: hi\n", b"draft: ngram\n", b"\n"]
+    assert begun[3].startswith(b"strategy ")
     assert err == b"specbeam: interrupted\n"
