@@ -1,0 +1,216 @@
+"""``specbeam compare``: the same prompts with several strategies, side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import fields
+from statistics import fmean
+from typing import Any
+
+from specbeam.cli.generate import add_draft_to, add_model_to, add_options_to, load_draft, one_line, read_prompts, utf8
+from specbeam.errors import SpecbeamError
+from specbeam.options import MOST_DRAFTED, SAMPLING_OPTIONS, Options
+
+TWINS = {"greedy": None, "speculative": "greedy", "beam": None, "speculative-beam": "beam", "sample": None}
+"""The strategies in the order they run, and the one whose text each promises."""
+BEAM_OPTIONS = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups")
+ONLY: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(SAMPLING_OPTIONS, ("sample",)),
+    **dict.fromkeys((*BEAM_OPTIONS, "diversity_penalty"), ("beam", "speculative-beam")),
+    **dict.fromkeys(("draft", "draft_corpus", *MOST_DRAFTED), ("speculative", "speculative-beam")),
+}
+"""Options that are for some of the strategies."""
+WARM_UP = 8
+WIDTH = 100
+
+COLUMNS: dict[str, tuple[str, Callable[[Any], float | None]]] = {
+    "tokens/s": (".1f", lambda result: result.stats.tokens_per_second),
+    "target passes": (".0f", lambda result: result.stats.target_passes),
+    "draft passes": (".0f", lambda result: result.stats.draft_passes),
+    "steps/pass": (".2f", lambda result: result.stats.steps_per_target_pass),
+    "accepted": (".0%", lambda result: result.stats.acceptance_rate),
+    "score": (".3f", lambda result: result.sequences[0].score),
+}
+"""What the table tells of a result, and how it is written."""
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "compare",
+        help="compare strategies on a prompt, side by side",
+        description="Run each prompt with each strategy, one at a time, and show speed and texts side by side. "
+        "A step is a token, or with beams one more token of each; accepted are so many of the guesses. Times include "
+        "reading the prompt, but not a short warm-up.",
+        conflict_handler="resolve",  # some of generate's options are other ones here
+    )
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="the prompts; - reads one from standard input")
+    parser.add_argument(
+        "--strategies",
+        type=strategies,
+        default=[name for name in TWINS if name != "sample"],
+        metavar="LIST",
+        help=f"some of {','.join(TWINS)} (default all but sample)",
+    )
+    add_model_to(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
+    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
+    add_options_to(parser)
+    parser.add_argument("--do-sample", action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
+    parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="at most so many (default 48)")
+    parser.add_argument("--num-beams", type=int, metavar="B", help="so many beams for beam search (default 4)")
+    add_draft_to(parser)
+    parser.add_argument("--draft", metavar="SOURCE", help="a smaller model, ngram or suffix (default ngram)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt and nothing else")
+    parser.set_defaults(run=run)
+
+
+def strategies(text: str) -> list[str]:
+    asked = [name.strip().replace("_", "-") for name in text.split(",") if name.strip()]
+    for name in asked or [""]:
+        if name not in TWINS:
+            wrong = f"{name!r} is no strategy" if name else "no strategy is named"
+            raise argparse.ArgumentTypeError(f"{wrong}: give some of {','.join(TWINS)}")
+    return [name for name in TWINS if name in asked]
+
+
+def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What each strategy is run with.
+
+    Raises:
+        SpecbeamError: an option is out of its range, or for none of the strategies.
+    """
+    if given.do_sample is not None:
+        raise SpecbeamError("--strategies says what samples: leave out --do-sample")
+    if given.draft_corpus is not None and given.draft != "suffix":
+        raise SpecbeamError("--draft-corpus goes with --draft suffix")
+    values = {name: value for name, value in vars(given).items() if value is not None}
+    for name, users in ONLY.items():
+        if name in values and not {*users} & {*given.strategies}:
+            raise SpecbeamError(f"{name}={values[name]} is for {' and '.join(users)}: add one to --strategies")
+    names = {field.name for field in fields(Options)} & {*values}
+    chosen = {s: {n: values[n] for n in names if s in ONLY.get(n, TWINS)} for s in given.strategies}
+    for strategy, options in chosen.items():
+        if strategy == "sample":
+            options["do_sample"] = True
+        if strategy in ONLY["num_beams"] and options.setdefault("num_beams", 4) < 2:
+            raise SpecbeamError(f"num_beams={options['num_beams']} is no beam search: give 2 or more")
+        Options.of(options)
+    return chosen
+
+
+def run(given: argparse.Namespace) -> int:
+    chosen = options_by_strategy(given)  # wrong input is refused before a model is loaded
+    prompts = [text for prompt in given.prompts for _, text in read_prompts(prompt, None)]
+
+    from tqdm import tqdm
+
+    from specbeam.engine import Engine
+    from specbeam.generation import generate
+    from specbeam.model import load
+
+    drafted = {*ONLY["draft"]} & {*chosen}
+    if drafted and given.draft is None:
+        given.draft = "ngram"
+    lm = load(given.model, backend=given.backend, device=given.device, dtype=given.dtype, revision=given.revision)
+    draft = load_draft(given, lm)
+    where = {s: {"system": given.system, "raw": given.raw, "draft": draft if s in drafted else None} for s in chosen}
+    for number, prompt in enumerate(prompts, 1):
+        for strategy, options in chosen.items():
+            try:
+                Engine(lm).submit(prompt, options, **where[strategy])  # refuses, or is not heard of again
+            except SpecbeamError as error:
+                raise SpecbeamError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from error
+
+    with tqdm(total=len(prompts) * len(chosen), desc="warm-up", leave=False, disable=None) as bar:
+
+        def say(*lines: str, file: Any = sys.stdout) -> None:
+            with bar.external_write_mode(file=file):
+                print(*lines, sep="\n", file=file, flush=True)
+
+        def results_of(prompt: Any) -> Iterator[tuple[str, Any]]:
+            for strategy, options in chosen.items():
+                bar.set_description(strategy)
+                yield strategy, generate(lm, prompt, **where[strategy], **options)
+                bar.update()
+
+        for strategy, options in chosen.items():
+            few = {"max_new_tokens": min(WARM_UP, given.max_new_tokens), "min_new_tokens": 0}
+            with suppress(Exception):  # it will come again, and be told
+                generate(lm, prompts[0], **where[strategy], **options | few)
+        done = []
+        for number, prompt in enumerate(prompts, 1):
+            results: dict[str, Any] = {}
+            try:
+                if not given.json:
+                    say(*heading(prompt, given.draft), header())
+                for strategy, result in results_of(prompt):
+                    results[strategy] = result
+                    if not given.json:
+                        say(row(strategy, [results]))
+            except Exception as error:  # whatever it was, the other prompts go on
+                say(f"specbeam: prompt {number} failed: {one_line(error)}", file=sys.stderr)
+                continue
+            done.append(results)
+            if given.json:
+                told = {s: r.to_dict() | {"identical": identical(s, results)} for s, r in results.items()}
+                answer = {"prompt": prompt, "draft": given.draft, "strategies": told}
+                say(json.dumps(answer, ensure_ascii=not utf8()))
+            else:
+                say(*texts(results))
+        if len(done) > 1 and not given.json:
+            say(f"means of {len(done)} prompts", "", header(), *(row(strategy, done) for strategy in chosen))
+    return 1 if len(done) < len(prompts) else 0
+
+
+def identical(strategy: str, results: dict[str, Any]) -> bool | None:
+    """Whether a strategy found the same as its plain twin; None if it has none here."""
+    twin = results.get(TWINS[strategy] or "")
+    if twin is None:
+        return None
+    return [s.token_ids for s in results[strategy].sequences] == [s.token_ids for s in twin.sequences]
+
+
+def heading(prompt: str, draft: str | None) -> Iterator[str]:
+    yield textwrap.shorten(f"prompt: {prompt}", WIDTH, placeholder=" ...")
+    if draft is not None:
+        yield f"draft: {draft}"
+    yield ""
+
+
+def header() -> str:
+    return "  ".join([f"{'strategy':16}", *(f"{name:>8}" for name in COLUMNS), "identical"])
+
+
+def row(strategy: str, prompts: list[dict[str, Any]]) -> str:
+    """A line of the table: a strategy's figures on a prompt, or their means over several."""
+    cells = [f"{strategy:16}"]
+    for name, (form, figure) in COLUMNS.items():
+        known = [value for results in prompts if (value := figure(results[strategy])) is not None]
+        cells.append(f"{f'{fmean(known):{form}}' if known else '-':>{max(8, len(name))}}")
+    same = [identical(strategy, results) for results in prompts]
+    if len(same) > 1 and None not in same:
+        verdict = f"{same.count(True)} of {len(same)}"
+    else:
+        verdict = {None: "-", True: "yes", False: "differs"}[same[0]]
+    return "  ".join([*cells, f"{verdict:>9}"])
+
+
+def texts(results: dict[str, Any]) -> Iterator[str]:
+    """The texts, equal ones once, and who differs that should not."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for strategy, result in results.items():
+        found.setdefault(tuple(s.text for s in result.sequences), []).append(strategy)
+    for several, names in found.items():
+        yield from ("", f"{', '.join(names)}:")
+        for line in "\n".join(several).split("\n"):
+            yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
+    yield ""
+    for strategy in results:
+        if identical(strategy, results) is False:
+            twin = TWINS[strategy]
+            yield f"{strategy} differs from {twin}: a near-tie in floating point can do that (docs/exactness.md)\n"

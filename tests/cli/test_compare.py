@@ -1,0 +1,196 @@
+"""The command that compares strategies: the table, the texts, and how it says no."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+import specbeam
+from specbeam.backends.torch import TorchBackend
+from specbeam.cli import compare, main
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
+
+DEFAULT = ["greedy", "speculative", "beam", "speculative-beam"]
+
+
+@pytest.fixture(scope="module")
+def folder(save):
+    return str(save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE)))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return specbeam.load(folder)
+
+
+@pytest.fixture
+def run(folder, capsys):
+    def run(*arguments, model=folder):
+        try:
+            status = main(["compare", *arguments, "--model", model])
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def tables(out):
+    """Each table printed: the cells below each heading, by strategy."""
+    found = []
+    for line in out.splitlines():
+        if line.startswith("strategy "):
+            names = line.replace("target passes", "target").replace("draft passes", "draft").split()
+            found.append({})
+        elif line.split(" ")[0] in compare.TWINS and not line.endswith(":"):
+            cells = line.replace(" of ", "/").split()
+            if len(cells) == 8:
+                found[-1][cells[0]] = dict(zip(names[1:], cells[1:], strict=True))
+    return found
+
+
+def test_the_table_tells_what_the_library_does_and_equal_texts_come_once(run, model):
+    status, out, err = run("hello hello hello", "--max-new-tokens", "20")
+    assert (status, err) == (0, "")
+    (table,) = tables(out)
+    assert list(table) == DEFAULT
+    assert [table[name]["identical"] for name in DEFAULT] == ["-", "yes", "-", "yes"]
+    assert "\ndraft: ngram\n" in out
+    assert max(map(len, out.splitlines())) <= compare.WIDTH
+    one = specbeam.generate(model, "hello hello hello", max_new_tokens=20)
+    beams = specbeam.generate(model, "hello hello hello", max_new_tokens=20, num_beams=4)
+    for name, plain in zip(DEFAULT, [one, one, beams, beams], strict=True):
+        assert float(table[name]["score"]) == pytest.approx(plain.sequences[0].score, abs=1e-3)
+        assert table[name]["draft"] == "0"
+    assert table["greedy"]["target"] == "20"
+    assert table["greedy"]["steps/pass"] == "1.00"
+    assert table["greedy"]["accepted"] == "-"
+    assert table["speculative"]["accepted"].endswith("%")
+    assert one.text != beams.text
+    assert out.count("\ngreedy, speculative:\n") == out.count("\nbeam, speculative-beam:\n") == 1
+
+
+def test_json_is_the_results_and_nothing_else(run, model):
+    names = "speculative_beam, sample,beam,speculative"
+    options = ["--json", "--max-new-tokens", "9", "--num-beams", "3", "--num-return-sequences", "2", "--top-k", "5"]
+    status, out, _ = run("hi", "you", "--strategies", names, *options, "--seed", "7", "--num-draft-tokens", "2")
+    assert status == 0
+    for prompt, line in zip(["hi", "you"], out.splitlines(), strict=True):
+        got = json.loads(line)
+        assert list(got) == ["prompt", "draft", "strategies"]
+        assert (got["prompt"], got["draft"]) == (prompt, "ngram")
+        same = {name: told["identical"] for name, told in got["strategies"].items()}
+        assert same == {"speculative": None, "beam": None, "speculative-beam": True, "sample": None}
+        for name, told in {
+            "beam": {"num_beams": 3, "num_return_sequences": 2},
+            "sample": {"do_sample": True, "top_k": 5, "seed": 7},
+        }.items():
+            expected = specbeam.generate(model, prompt, max_new_tokens=9, **told)
+            assert [s["token_ids"] for s in got["strategies"][name]["sequences"]] == [
+                s.token_ids for s in expected.sequences
+            ]
+
+
+def test_a_draft_model_can_be_given(run, folder):
+    arguments = ("--strategies", "greedy,speculative", "--max-new-tokens", "12", "--num-draft-tokens", "3")
+    status, out, _ = run("hi", "--draft", folder, *arguments)
+    (table,) = tables(out)
+    assert status == 0
+    assert f"\ndraft: {folder}\n" in out
+    assert int(table["speculative"]["draft"]) > 0
+    assert table["speculative"]["identical"] == "yes"
+
+
+def test_nothing_is_said_of_drafts_where_none_was_asked_for(run):
+    status, out, _ = run("hi", "--strategies", "greedy,sample", "--max-new-tokens", "4")
+    assert status == 0
+    assert "draft:" not in out
+    assert json.loads(run("hi", "--strategies", "greedy", "--max-new-tokens", "4", "--json")[1])["draft"] is None
+
+
+def test_several_prompts_end_with_means(run):
+    few = ("--strategies", "greedy,speculative", "--max-new-tokens")
+    status, out, _ = run("hello hello", "x", *few, "10")
+    assert status == 0
+    first, second, means = tables(out)
+    assert "\nmeans of 2 prompts\n" in out
+    assert means["speculative"]["identical"] == "2/2"
+    assert means["greedy"]["identical"] == "-"
+    scores = [float(table["greedy"]["score"]) for table in (first, second)]
+    assert float(means["greedy"]["score"]) == pytest.approx(sum(scores) / 2, abs=2e-3)
+
+
+def test_a_difference_is_said_plainly(run, monkeypatch):
+    monkeypatch.setitem(compare.TWINS, "sample", "greedy")
+    arguments = ("hi", "--strategies", "greedy,sample", "--temperature", "50", "--max-new-tokens", "30", "--seed", "1")
+    status, out, _ = run(*arguments)
+    assert status == 0
+    assert tables(out)[0]["sample"]["identical"] == "differs"
+    assert "\nsample differs from greedy: a near-tie" in out
+    assert "\ngreedy:\n" in out
+    assert "\nsample:\n" in out
+    assert json.loads(run(*arguments, "--json")[1])["strategies"]["sample"]["identical"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "the following arguments are required: PROMPT"),
+        (("hi", "--strategies", "greedy,fast"), "'fast' is no strategy: give some of greedy,speculative,beam,"),
+        (("hi", "--strategies", ""), "no strategy is named: give some of greedy,"),
+        (("hi", "--strategies", " , "), "no strategy is named: give some of greedy,"),
+        (("hi", "--temperature", "0.7"), "temperature=0.7 is for sample: add one to --strategies"),
+        (("hi", "--strategies", "greedy,beam", "--draft", "ngram"), "draft=ngram is for speculative and"),
+        (("hi", "--strategies", "greedy", "--num-beams", "2"), "num_beams=2 is for beam and speculative-beam"),
+        (("hi", "--num-beams", "1"), "num_beams=1 is no beam search"),
+        (("hi", "--do-sample"), "leave out --do-sample"),
+        (("hi", "--draft-corpus", "x.txt"), "--draft-corpus goes with --draft suffix"),
+        (("hi", "--num-draft-tokens", "0"), "num_draft_tokens=0 is not allowed"),
+        (("hi", "--max-new-tokens", "0"), "max_new_tokens=0 is not allowed"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, arguments, says):
+    status, out, err = run(*arguments, model="/not/there")
+    assert (status, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_prompt_that_cannot_be_run_is_named_before_anything_is(run):
+    status, out, err = run("good", "x" * 300)
+    assert (status, out) == (2, "")
+    assert err.startswith("specbeam: prompt 2: the prompt has 3")
+
+
+def test_a_prompt_that_fails_does_not_take_the_others_along(run, monkeypatch):
+    forward = TorchBackend.forward
+
+    def failing(self, segments):
+        if any(len(s.tokens) > 60 for s in segments):
+            raise RuntimeError("it broke")
+        return forward(self, segments)
+
+    monkeypatch.setattr(TorchBackend, "forward", failing)
+    status, out, err = run("x" * 80, "one", "--json", "--strategies", "greedy", "--max-new-tokens", "4")
+    assert status == 1
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["one"]
+    assert err == "specbeam: prompt 1 failed: RuntimeError: it broke\n"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_ctrl_c_keeps_what_was_printed(save):
+    folder = save(random_model("llama", max_position_embeddings=100_000))
+    long = ["--max-new-tokens", "90000", "--min-new-tokens", "90000", "--model", str(folder)]
+    command = [sys.executable, "-m", "specbeam", "compare", "hi", *long]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+    begun = [process.stdout.readline() for _ in range(4)]
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert begun[:3] == [b"prompt: hi\n", b"draft: ngram\n", b"\n"]
+    assert begun[3].startswith(b"strategy ")
+    assert err == b"specbeam: interrupted\n"
