@@ -47,7 +47,7 @@ def main() -> None:
 
 def compare(path: Path, tokens: int, repeats: int, dtype: str) -> str:
     lm = specbeam.load(path, dtype=dtype)
-    device = lm.backend.device  # type: ignore[attr-defined]
+    device = lm.backend.device
     theirs = load_with_transformers(path, dtype).to(device)
     prompts = [encode(lm, prompt) for prompt in PROMPTS]
     seconds: dict[str, list[float]] = {"transformers": [], "specbeam": []}

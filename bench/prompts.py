@@ -10,7 +10,7 @@ CODING = [
     "Write a SQL query that lists the ten customers with the most orders.",
     "Write a Python script that reads a CSV file and prints the average of each column.",
     "Write a Java method that computes the nth Fibonacci number iteratively.",
-    "Fix this function:\n\ndef mean(xs):\n    total = 0\n    for x in xs\n        total += x\n    return total / len(x)",
+    "Fix this function:\n\ndef mean(xs):\n    total = 0\n    for x in xs\n        total += x\n    return total/len(x)",
 ]
 
 PROSE = [

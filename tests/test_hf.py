@@ -172,7 +172,10 @@ def test_a_callers_own_processor_of_a_known_kind_counts(model):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"do_sample": True, "temperature": 0.7, "top_k": 0, "typical_p": 0.5}, "TypicalLogitsWarper after TemperatureLogitsWarper"),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_k": 0, "typical_p": 0.5},
+            "TypicalLogitsWarper after TemperatureLogitsWarper",
+        ),
         ({"stopping_criteria": StoppingCriteriaList([lambda ids, scores: False])}, "stopping criterion function"),
         ({"max_time": 1.0}, MaxTimeCriteria.__name__),
         ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),

@@ -203,10 +203,10 @@ class PassTimes:
         if not self._seconds:
             return 0.1 * nominal_cost(nodes)
         sizes = sorted(self._seconds)
-        size = float(np.log2(nodes))
-        seconds = float(np.interp(size, sizes, [self._seconds[s] for s in sizes]))
-        nearest = min(max(size, sizes[0]), sizes[-1])
-        return seconds * nominal_cost(nodes) / nominal_cost(round(2**nearest))
+        known = [2.0**size for size in sizes]  # between them a pass takes about so much, and so much more a node
+        seconds = float(np.interp(nodes, known, [self._seconds[size] for size in sizes]))
+        nearest = min(max(nodes, known[0]), known[-1])
+        return seconds * nominal_cost(nodes) / nominal_cost(nearest)
 
 
 _pass_times: WeakKeyDictionary[Backend, PassTimes] = WeakKeyDictionary()

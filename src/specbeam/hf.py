@@ -73,8 +73,8 @@ def generate(
 
     Greedy search and beam search return what transformers returns; with ``assistant_model`` too, in fewer passes of the
     model, and for beams as well. Samples have the same distribution from other draws, which ``torch.manual_seed``
-    settles. A text ends where the model's context ends. Logits processors are called with the ids of texts of equal length,
-    prompts without padding, in any order: they must depend on their arguments alone.
+    settles. A text ends where the model's context ends. Logits processors are called with the ids of texts of equal
+    length, prompts without padding, in any order: they must depend on their arguments alone.
 
     Returns:
         The texts, prompts included, int64 [batch * num_return_sequences, length], padded with pad_token_id. With

@@ -34,7 +34,7 @@ class LanguageModel:
     generation_defaults: Mapping[str, Any]
 
     def shares_tokenizer(self, other: LanguageModel) -> bool:
-        """Whether token ids mean the same to both models, but for a few (siblings often differ in added special tokens).
+        """Whether token ids mean the same to both models, but for a few: siblings often differ in special tokens.
 
         Without a tokenizer they are taken to, if there are as many.
         """

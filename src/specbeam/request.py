@@ -38,7 +38,6 @@ from specbeam.slots import Slots
 from specbeam.streaming import TextStream
 from specbeam.tree import NO_NODES, Nodes, Tree
 
-
 Draft = LanguageModel | SuffixAutomaton | str
 """A draft model, "ngram", "suffix", or an automaton over earlier texts."""
 
@@ -344,7 +343,7 @@ class Request:
         self._drafter = None
 
 
-def nominal_cost(nodes: int) -> float:
+def nominal_cost(nodes: float) -> float:
     """What a pass over so many nodes costs where nothing was measured, in passes over one."""
     return 1 + nodes / 32
 

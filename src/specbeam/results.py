@@ -74,10 +74,10 @@ class Result:
     Attributes:
         trace: with ``trace=True``, a dictionary a round (a pass of the target). "drafted" lists the guesses put to it:
             "token_id", "text", "accepted", and where they hang: "parent", the number of another guess of the round, or
-            "beam", the number of the beam (0 for a single text), or neither when it hangs below a guess of an earlier round.
-            "steps" lists what was then decided: after each step the beams, best first (a single text is one beam), each with
-            its last token ("token_id", "text"), the number of the "beam" of the step before that it continues, whether the
-            token was "drafted", and its "score".
+            "beam", the number of the beam (0 for a single text), or neither when it hangs below a guess of an earlier
+            round. "steps" lists what was then decided: after each step the beams, best first (a single text is one
+            beam), each with its last token ("token_id", "text"), the number of the "beam" of the step before that it
+            continues, whether the token was "drafted", and its "score".
     """
 
     sequences: list[Sequence]

@@ -20,8 +20,8 @@ class Tree:
     live nodes begin with the *trunk*, the path from the root that all of them share: at first the prompt, then also
     what every surviving hypothesis agrees on. Text on the trunk can no longer change, so it can be streamed.
 
-    A *guess* is a node that a drafter added: if a strategy adds the same token below the same parent, it gets that node,
-    and with it whatever was already evaluated there.
+    A *guess* is a node that a drafter added: if a strategy adds the same token below the same parent, it gets that
+    node, and with it whatever was already evaluated there.
 
     Attributes:
         prompt_length: number of prompt tokens; they are nodes 0 to prompt_length - 1.
@@ -170,7 +170,7 @@ class Tree:
         return np.concatenate(gone) if gone else NO_NODES
 
     def _advance(self) -> None:
-        """Move onto the trunk what all live nodes share: below its tip, while that is not itself kept, an only child."""
+        """Move onto the trunk what all live nodes share: below a tip that is not itself kept, an only child."""
         held_itself = set(self._kept[self._depths[self._kept] >= self._trunk_length - 1].tolist())
         while self._holders[tip := self.tip] == 1 and tip not in held_itself:
             at = int((self._parents[self._branches] == tip).argmax())

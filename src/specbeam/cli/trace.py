@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+
 def show_trace(rounds: list[dict[str, Any]], colour: bool) -> Iterator[str]:
     """Lines for ``Result.trace``.
 
-    Accepted guesses are green, the first rejected ones of a round red, and the model's own token follows them plain; where
-    there is no colour, ``+accepted+`` and ``-rejected-``. Beams are listed with their scores, step by step.
+    Accepted guesses are green, the first rejected ones of a round red, and the model's own token follows them plain;
+    where there is no colour, ``+accepted+`` and ``-rejected-``. Beams are listed with their scores, step by step.
     """
     accepted, rejected = ("\033[32m{}\033[0m", "\033[31m{}\033[0m") if colour else ("+{}+", "-{}-")
     beams: list[str] = [""]

@@ -1,8 +1,8 @@
 """Strategies: decoding methods as generators over a token tree.
 
 A strategy yields :class:`Evaluate`, is sent the logits at those nodes (float32 [nodes, vocab]), decides which nodes
-live on (``tree.keep``), and returns its hypotheses, best first. It may yield a :class:`Hypothesis` as soon as it is certain
-to be the next best, and is sent None then. It knows nothing of caches, devices or other requests.
+live on (``tree.keep``), and returns its hypotheses, best first. It may yield a :class:`Hypothesis` as soon as it is
+certain to be the next best, and is sent None then. It knows nothing of caches, devices or other requests.
 """
 
 from __future__ import annotations

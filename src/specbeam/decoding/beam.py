@@ -1,4 +1,4 @@
-"""Beam search, beam sampling and diverse beam search, with transformers' rules for what is finished and when to stop."""
+"""Beam search, beam sampling and diverse beam search, with transformers' rules for what is finished."""
 
 from __future__ import annotations
 
@@ -215,8 +215,8 @@ class Finished:
 class DiverseBeamSearch:
     """Groups of beams that take their steps one after the other, each kept off the tokens of those before it.
 
-    What a group chose at a step is worth diversity_penalty less, a choice, to the groups after it (Vijayakumar et al. 2018,
-    "Diverse Beam Search", 3, with Hamming diversity). The finished texts of all groups are ranked together.
+    What a group chose at a step is worth diversity_penalty less, a choice, to the groups after it (Vijayakumar et al.
+    2018, "Diverse Beam Search", 3, with Hamming diversity). The finished texts of all groups are ranked together.
 
     Args:
         groups: the groups' searches over one tree, with as many beams each.

@@ -48,7 +48,8 @@ class TokenTrie:
     Built once, in compact arrays: a node is a state; the tokens below it are a sorted run, found by bisection.
 
     Args:
-        outputs: token ids of each allowed output, without an end-of-sequence token. May also be an int array [n, length],
+        outputs: token ids of each allowed output, without an end-of-sequence token. May also be an int array [n,
+        length],
             in which negative numbers fill up shorter outputs.
 
     Raises:

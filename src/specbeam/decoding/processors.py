@@ -96,8 +96,7 @@ class Warpers:
 
 
 def repetition_penalty(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Divide positive and multiply negative scores [n, vocab] of the tokens seen, int64 [n, length] (CTRL, Keskar et al.
-    2019, 4.1)."""
+    """Divide positive and multiply negative scores [n, vocab] of tokens seen, int64 [n, length] (CTRL, 2019, 4.1)."""
     chosen = scores.gather(-1, seen)
     return scores.scatter(-1, seen, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
 

@@ -54,9 +54,10 @@ def reject_or_accept(tree: Tree, warp: Warpers, generator: torch.Generator) -> C
     """Speculative sampling's choice of the next token, which follows the target's distribution p whatever was guessed.
 
     The guesses below a node are tried in the order in which they were drawn, without replacement, from the draft's
-    distribution q. One is accepted with probability min(1, p / q); after a rejection p becomes the positive part of p - q
-    and q loses the token, both normalized; when none is left, p is drawn from (recursive rejection sampling, Jeon et al.
-    2024, 4.1; with a single guess it is Leviathan et al. 2023, 2.3). For a guess that was not drawn, q is certain of it.
+    distribution q. One is accepted with probability min(1, p / q); after a rejection p becomes the positive part of
+    (p - q), and q loses the token, both normalized; when none is left, p is drawn from (recursive rejection sampling,
+    Jeon et al. 2024, 4.1; with a single guess it is Leviathan et al. 2023, 2.3). Of a guess that was not drawn, q is
+    certain.
     """
 
     def choose(scores: Tensor, node: int, guesses: Guesses) -> int:

@@ -15,11 +15,11 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter: Drafter) -> Strategy:
-    """Evaluate the beams and guesses below them in one pass, then take steps for as long as the logits they need are there.
+    """Evaluate the beams and guesses below them in one pass, then take all steps whose logits are there.
 
-    Every round takes at least one step, since all beams are evaluated, and no step is ever approximated: it is the plain
-    search's own, which goes on without a beam only where that cannot matter (the bound rule, at ``BeamSearch.step``).
-    Guesses that may still become beams keep their logits for the next round.
+    Every round takes at least one step, since all beams are evaluated, and no step is ever approximated: it is the
+    plain search's own, which goes on without a beam only where that cannot matter (the bound rule, at
+    ``BeamSearch.step``). Guesses that may still become beams keep their logits for the next round.
     """
     known = Known()
     while not search.done:

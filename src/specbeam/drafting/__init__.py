@@ -22,9 +22,11 @@ class Guesses:
     """Nodes guessed below some tips.
 
     Attributes:
-        nodes: int64 [n], parents before children, and the children of a node in the order in which they are to be tried.
+        nodes: int64 [n], parents before children, and the children of a node in the order in which they are to be
+        tried.
         chances: the drafter's estimate of the probability that each becomes part of the text, float64 [n].
-        drawn_from: by parent, the distribution its children were drawn from, float64 [vocab]; parents that are not there
+        drawn_from: by parent, the distribution its children were drawn from, float64 [vocab]; parents that are not
+        there
             have children that were not drawn.
     """
 
@@ -50,6 +52,6 @@ class Drafter(Protocol):
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         """Guess below some tips, int64 [b], whose texts have these scores, float64 [b] (sums of log-probabilities).
 
-        May yield ``Evaluate(nodes, drafting=True)``. Guesses are made with ``tree.guess`` on the request's tree. None of
-        them ends its text: nothing would be evaluated there.
+        May yield ``Evaluate(nodes, drafting=True)``. Guesses are made with ``tree.guess`` on the request's tree. None
+        of them ends its text: nothing would be evaluated there.
         """

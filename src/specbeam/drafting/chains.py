@@ -13,7 +13,7 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 class Chains:
-    """Puts chains of tokens below tips. A chain ends before what may not be chosen, would end the text, or has no room."""
+    """Puts chains of tokens below tips. A chain ends before what is forbidden, would end the text, or has no room."""
 
     def __init__(self, tree: Tree, process: Processors, stop: Stopping, vocab_size: int, pace: Pace) -> None:
         self.tree = tree

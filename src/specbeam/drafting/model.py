@@ -21,14 +21,15 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 class ModelDrafter:
     """Guesses the texts that the draft model's own beam search finds below the tips.
 
-    Below one tip the guesses are then those with the highest cumulative probability, as many as pay (EAGLE-2, Li et al. 2024,
-    4.2). Below beams they are whole levels: a step of beam search needs all of its beams.
+    Below one tip the guesses are then those with the highest cumulative probability, as many as pay (EAGLE-2, Li et
+    al. 2024, 4.2). Below beams they are whole levels: a step of beam search needs all of its beams.
 
     Args:
         process: the request's processors: they hold for the draft as for the target.
         vocab_size: the target's.
         context: the most tokens the draft can see.
-        draws: for sampling, what shapes the draft's distribution and where its draws come from. Guesses are then drawn, and
+        draws: for sampling, what shapes the draft's distribution and where its draws come from. Guesses are then
+        drawn, and
             how many depends on nothing that was drawn after.
     """
 
@@ -130,7 +131,7 @@ class ModelDrafter:
         return length + 1 < self.stop.max_length and length <= self.context
 
     def _scores(self, nodes: Nodes, logits: Tensor) -> Tensor:
-        """Processed scores over the target's vocabulary, with no end of text among them: there is nothing to guess below."""
+        """Processed scores over the target's vocabulary, without ends of text: there is nothing to guess below."""
         missing = self.vocab_size - logits.shape[-1]
         logits = torch.nn.functional.pad(logits, (0, missing), value=MASKED)  # or cut, where it has more
         scores = self.process(self.tree, nodes, logits)

@@ -16,7 +16,7 @@ LONGEST = 4
 
 
 class NgramDrafter:
-    """For each tip, the continuations of the latest places where its last n tokens stand, for the greatest n there is."""
+    """For each tip, what followed where its last n tokens stood before, latest first, for the greatest n there is."""
 
     def __init__(self, tree: Tree, chains: Chains) -> None:
         self.tree = tree

@@ -14,6 +14,8 @@ DEEPEST = 12
 """Tokens guessed ahead at most when that is not said."""
 MEMORY = 0.9
 """What a round's observation is worth one round later."""
+PROBED = 16
+"""Rounds without drafts after which a small one is tried: costs and texts change."""
 TRIED, FOUND = 3.0, 2.0
 """What is taken for seen at first, so that drafting is tried."""
 
@@ -24,8 +26,8 @@ Cost = Callable[[int], float]
 class Pace:
     """The sizes of one request's drafts. What was asked for is fixed; the rest adapts.
 
-    A round yields one token (or beam step) and those that guesses add, and costs the draft's passes and one of the target:
-    sizes are chosen for the most tokens a second.
+    A round yields one token (or beam step) and those that guesses add, and costs the draft's passes and one of the
+    target: sizes are chosen for the most tokens a second.
 
     Args:
         num_draft_tokens: how far to guess ahead; None adapts.
@@ -62,6 +64,7 @@ class Pace:
         self._found = dict.fromkeys(self.widths, FOUND)
         self._hoped = self._came = 1.0
         self._shape = (self.widths[0], self.depths[0])
+        self._idle = 0  # rounds without guesses
 
     @property
     def most_nodes(self) -> int:
@@ -86,7 +89,13 @@ class Pace:
                 rate = steps / (self._drafting(width, depth) + self.target(self.num_beams + nodes))
                 if rate > best:
                     best, self._shape = rate, (width, depth)
+        if self._probes:
+            self._shape = self.widths[0], self.depths[1]
         return self._shape
+
+    @property
+    def _probes(self) -> bool:
+        return self._idle >= PROBED and len(self.depths) > 1
 
     def learn(self, guesses: Guesses, tree: Tree, tip: int) -> None:
         """Take in how a round ended: the text, or the beams, are now as long as the text that ends at this tip."""
@@ -94,14 +103,17 @@ class Pace:
             for width in self.widths:
                 self._found[width] = MEMORY * self._found[width] + (1 - MEMORY) * FOUND
                 self._tried[width] = MEMORY * self._tried[width] + (1 - MEMORY) * TRIED
+            self._idle += 1
             return
+        self._idle = 0
         depths = tree.depths(guesses.nodes)
         above = int(depths.min()) - 1
         drafted = int(depths.max()) - above
         found = min(int(tree.depths(tip)) - above - 1, drafted)
         missed = found < drafted
         for width in self.widths:
-            # What was found among fewer guesses is found among more, and what was missed among more is missed among fewer.
+            # What was found among fewer guesses is found among more, and what was missed among more is missed among
+            # fewer.
             found_here, missed_here = found * (width >= self._shape[0]), missed * (width <= self._shape[0])
             if found_here or missed_here:
                 self._found[width] = MEMORY * self._found[width] + found_here
@@ -117,13 +129,15 @@ class Pace:
             return 0.0
         return self.draft(self.num_beams) + (depth - 1) * self.draft(width)
 
-    # Below a single text the draft's probabilities say which guesses are worth it: their sum is the number of tokens that
-    # are expected, as far as the draft can be trusted.
+    # Below a single text the draft's probabilities say which guesses are worth it: their sum is the number of tokens
+    # that are expected, as far as the draft can be trusted.
 
     def goes_deeper(self, depth: int, chances: NDArray[np.float64], level: NDArray[np.float64]) -> bool:
         """Whether to draft a level below this one, with these chances, after so many levels and guesses with those."""
         if self.num_draft_tokens is not None or depth >= DEEPEST:
             return depth < self.depths[-1]
+        if self._probes:
+            return depth == 0
         spent = self._drafting(self.widths[-1], depth)
         n, expected = self._best(chances, spent)
         gain = self._trust * float(level.max())
@@ -134,6 +148,8 @@ class Pace:
         """How many of the likeliest guesses to put to the target after so many levels."""
         if self.draft_width is not None or self.draft_budget is not None:
             return min(len(chances), self.most_nodes)
+        if self._probes:
+            return min(len(chances), 1)
         return self._best(chances, self._drafting(self.widths[-1], depth))[0]
 
     def _best(self, chances: NDArray[np.float64], spent: float) -> tuple[int, float]:

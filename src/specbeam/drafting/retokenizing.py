@@ -18,13 +18,15 @@ from specbeam.tree import Nodes, Tree
 class RetokenizingDrafter:
     """The text at a tip is put into the draft's tokens, continued greedily, and the continuation put into the target's.
 
-    What the target's tokenizer makes of a continuation can only be a poor guess, never a wrong text: guesses are checked.
+    What the target's tokenizer makes of a continuation can only be a poor guess, never a wrong text: guesses are
+    checked.
 
     Args:
         tree, chains: the request's.
 
     Raises:
-        SpecbeamError: a tokenizer does not give back the prompt it is given, so that texts would be drafted that nobody wrote.
+        SpecbeamError: a tokenizer does not give back the prompt it is given, so that texts would be drafted that
+        nobody wrote.
     """
 
     def __init__(self, tree: Tree, chains: Chains, target: LanguageModel, draft: LanguageModel) -> None:
@@ -39,8 +41,9 @@ class RetokenizingDrafter:
             encode, decode = both_ways(lm)
             if decode(encode(prompt)) != prompt:
                 raise SpecbeamError(
-                    f"draft and target have different tokenizers, and they cannot be bridged by text: the {name}'s does not "
-                    "give back the prompt. Use a draft with the target's tokenizer, or a lookup (ngram, suffix)"
+                    "draft and target have different tokenizers, and text cannot bridge them: the "
+                    f"{name}'s does not give back the prompt. Use a draft with the target's tokenizer, or a lookup "
+                    "(ngram, suffix)"
                 )
         ids = self.draft_encode(prompt)
         # What the draft's texts begin with, if anything.

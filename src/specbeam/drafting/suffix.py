@@ -1,7 +1,7 @@
 """Guesses from a suffix automaton over the text so far, and perhaps over earlier texts.
 
-The longest end of the text that came before, however long, is known at any time, and with it how often each token followed
-(SAM decoding, Hu et al. 2024).
+The longest end of the text that came before, however long, is known at any time, and with it how often each token
+followed (SAM decoding, Hu et al. 2024).
 """
 
 from __future__ import annotations
