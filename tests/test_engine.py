@@ -13,7 +13,7 @@ from specbeam import Engine, Options, SpecbeamError
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.slots import Slots
 from specbeam.tree import Tree
-from tests.conftest import EOS
+from tests.conftest import EOS, random_model
 
 MIXED = [
     ([1, 2, 3], Options(max_new_tokens=20)),
@@ -303,3 +303,75 @@ def test_a_result_is_not_there_before_it_is_done(lm):
     request = Engine(lm).submit([1])
     with pytest.raises(SpecbeamError, match="not finished"):
         request.result()
+
+
+def test_all_kinds_of_requests_with_drafts_share_passes_and_nothing_else(tiny):
+    _, lm = tiny("llama")
+    draft = tiny("qwen2", seed=5)[1]
+    trie = specbeam.TokenTrie([[1, 2, 3], [1, 2, 4, 5], [9, 9]])
+    sizes = {"num_draft_tokens": 3, "draft_width": 4}
+    kinds = [
+        ({"num_beams": 4, **sizes}, draft),
+        ({"num_beams": 3, "num_return_sequences": 3}, "suffix"),
+        (sizes, draft),
+        ({"temperature": 1.0, "seed": 4, **sizes}, draft),
+        ({"temperature": 0.8, "seed": 5}, "ngram"),
+        ({"num_beams": 2}, None),
+        ({}, None),
+        ({"constraint": trie, "num_beams": 2, **sizes}, draft),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, **sizes}, lm),
+    ]
+    prompts = [[1, 2, 3, 1, 2], [7] * 20, *([n, 3, n, 3] for n in range(7))]
+
+    def submit(engine, i):
+        options, drafts = kinds[i]
+        return engine.submit(prompts[i], {"max_new_tokens": 12 + i, "repetition_penalty": 1.1, **options}, draft=drafts)
+
+    engine = Engine(lm, max_batch_tokens=64)
+    together = [submit(engine, i) for i in range(len(kinds))]
+    passes = 0
+    while engine.step():
+        passes += 1
+    for i, request in enumerate(together):
+        alone = Engine(lm)
+        expected = submit(alone, i)
+        alone.run()
+        got, want = request.result().sequences, expected.result().sequences
+        assert [s.token_ids for s in got] == [s.token_ids for s in want]
+        assert [s.score for s in got] == pytest.approx([s.score for s in want], abs=1e-4)
+    assert passes < sum(request.result().stats.forward_passes for request in together) / 2
+    assert engine.cache_tokens == 0
+
+
+def test_a_draft_that_fails_ends_its_request_alone(tiny, monkeypatch):
+    _, lm = tiny("llama")
+    draft = tiny("qwen2", seed=5)[1]
+
+    def failing(segments):
+        raise RuntimeError("the draft is broken")
+
+    monkeypatch.setattr(draft.backend, "forward", failing)
+    engine = Engine(lm)
+    broken = engine.submit([1, 2], {"max_new_tokens": 4, "num_draft_tokens": 2}, draft=draft)
+    fine = engine.submit([1, 2], {"max_new_tokens": 4})
+    engine.run()
+    assert len(fine.result().token_ids) == 4
+    with pytest.raises(RuntimeError, match="draft is broken"):
+        broken.result()
+
+
+def test_a_draft_with_a_shorter_context_stops_drafting_there(tiny, save):
+    _, lm = tiny("llama")
+    draft = specbeam.load(save(random_model("llama", max_position_embeddings=16)), device="cpu", dtype="float32")
+    options = {"max_new_tokens": 40, "min_new_tokens": 40}
+    plain = specbeam.generate(lm, [1, 2, 3], **options)
+    result = specbeam.generate(lm, [1, 2, 3], draft=draft, num_draft_tokens=4, draft_width=1, **options)
+    assert result.token_ids == plain.token_ids
+    assert 0 < result.stats.draft_passes < 16
+
+
+def test_a_draft_elsewhere_is_refused(lm, tiny, monkeypatch):
+    draft = tiny("qwen2", seed=5)[1]
+    monkeypatch.setattr(draft.backend, "device", torch.device("meta"))
+    with pytest.raises(SpecbeamError, match="on meta, but the model on cpu"):
+        specbeam.generate(lm, [1], draft=draft)

@@ -80,6 +80,49 @@ def test_beams_are_those_of_transformers(num_beams, prompts):
             assert got.score == pytest.approx(score, abs=1e-4)
 
 
+def together(lm, prompts, draft=None, **options):
+    """Results of all prompts from one engine."""
+    engine = Engine(lm, max_requests=len(prompts))
+    requests = [engine.submit(prompt, options, draft=draft) for prompt in prompts]
+    engine.run()
+    return [request.result() for request in requests]
+
+
+def same_but_for_near_ties(lm, prompt, ours, theirs):
+    """Whether two results have the same texts, or where they differ, scores within 1e-4 of each other."""
+    if [s.token_ids for s in ours.sequences] == [s.token_ids for s in theirs.sequences]:
+        return True
+    gaps = [abs(a.score - b.score) for a, b in zip(ours.sequences, theirs.sequences, strict=True)]
+    print(lm.source, prompt[:60], gaps)
+    return max(gaps) < 1e-4
+
+
+@pytest.mark.parametrize("num_beams", [1, 2, 4, 8])
+def test_lookups_change_nothing_on_40_questions(num_beams):
+    lm = specbeam.load(reference_model("smollm2-135m-instruct"), dtype="float32", device="cpu")
+    texts = questions(40)
+    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 48}
+    plain = together(lm, texts, **options)
+    for draft in ("ngram", "suffix"):
+        drafted = together(lm, texts, draft, num_draft_tokens=4, draft_width=1, **options)
+        assert sum(r.stats.accepted for r in drafted) > 0
+        for text, ours, theirs in zip(texts, drafted, plain, strict=True):
+            assert same_but_for_near_ties(lm, text, ours, theirs)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4, 8])
+def test_a_draft_model_changes_nothing_on_12_questions(num_beams):
+    lm = specbeam.load(reference_model("qwen2.5-coder-1.5b-instruct"), dtype="float32", device="cpu")
+    draft = specbeam.load(reference_model("qwen2.5-coder-0.5b-instruct"), dtype="float32", device="cpu")
+    texts = questions(12)
+    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 32}
+    plain = together(lm, texts, **options)
+    drafted = together(lm, texts, draft, num_draft_tokens=4, draft_width=2 * num_beams, **options)
+    assert sum(r.stats.target_passes for r in drafted) < sum(r.stats.target_passes for r in plain)
+    for text, ours, theirs in zip(texts, drafted, plain, strict=True):
+        assert same_but_for_near_ties(lm, text, ours, theirs)
+
+
 @pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
 def test_the_files_tokenizer_is_the_one_transformers_reads(name):
     path = reference_model(name)

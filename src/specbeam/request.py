@@ -122,11 +122,17 @@ class Request:
 
     @property
     def most_slots(self) -> int:
-        """The most cache slots it may come to need on the target."""
+        """The most cache slots it may come to need, those of a draft model counted by what they take."""
+        draft = self._draft.backend.slot_bytes if isinstance(self._draft, LanguageModel) else 0
+        return round(self._most_nodes * (1 + draft / self._lm.backend.slot_bytes))
+
+    @property
+    def _most_nodes(self) -> int:
+        """The most nodes that may come to be in a cache at once."""
         guesses = 0 if self._drafter is None else self._drafter.pace.most_nodes
         new = self.max_length - len(self.prompt_ids)
-        # Beams may share nothing but the prompt; their guesses may last for two rounds.
-        return len(self.prompt_ids) + new * self._options.num_beams + 2 * min(guesses, new * guesses)
+        # Beams may share nothing but the prompt; guesses may last for two rounds.
+        return len(self.prompt_ids) + new * self._options.num_beams + 2 * guesses
 
     @property
     def used_slots(self) -> int:
@@ -150,9 +156,9 @@ class Request:
     def start(self) -> None:
         """Begin the strategy: it says what it wants evaluated first."""
         with self._failing_alone():
-            self._slots[False] = Slots(self._tree, self._lm.backend, self.most_slots)
+            self._slots[False] = Slots(self._tree, self._lm.backend, self._most_nodes)
             if isinstance(self._draft, LanguageModel) and self._drafter is not None:
-                self._slots[True] = Slots(self._drafter.tree, self._draft.backend, self.most_slots)
+                self._slots[True] = Slots(self._drafter.tree, self._draft.backend, self._most_nodes)
             self._strategy = self._make_strategy()
             self._advance(None)
 

@@ -262,3 +262,49 @@ def test_a_reader_that_goes_away_is_no_crash(folder):
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
+
+
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "model"])
+@pytest.mark.parametrize("beams", ["1", "3"])
+def test_a_draft_changes_the_numbers_only(run, folder, draft, beams):
+    drafting = ("--draft", folder if draft == "model" else draft, "--num-draft-tokens", "4", "--draft-width", "auto")
+    plain = run("generate", "hi hi hi", "--num-beams", beams, "--max-new-tokens", "20")
+    status, out, err = run("generate", "hi hi hi", "--num-beams", beams, "--max-new-tokens", "20", *drafting)
+    assert (status, out) == plain[:2]
+    assert "steps a target pass" in err or draft != "model"
+
+
+def test_a_corpus_is_drafted_from(run, model, tmp_path):
+    text = specbeam.generate(model, "hi", max_new_tokens=20).token_ids
+    corpus = tmp_path / "earlier.jsonl"
+    corpus.write_text(json.dumps(text) + "\n")
+    drafting = ("--draft", "suffix", "--draft-corpus", str(corpus), "--num-draft-tokens", "8")
+    status, out, _ = run("generate", "hi", "--max-new-tokens", "20", "--json", *drafting)
+    assert status == 0
+    assert json.loads(out)["token_ids"] == text
+    assert json.loads(out)["stats"]["target_passes"] < 15
+
+
+def test_the_trace_is_told_round_by_round(run):
+    status, out, _ = run("generate", "hi hi", "--max-new-tokens", "12", "--draft", "ngram", "--trace", "--no-stream")
+    assert status == 0
+    assert "round   1  " in out
+    status, out, _ = run("generate", "hi hi", "--max-new-tokens", "12", "--num-beams", "2", "--trace", "--json")
+    assert len(json.loads(out)["trace"]) == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--draft-corpus", "x"), "--draft-corpus goes with --draft suffix"),
+        (("--num-draft-tokens", "3"), "num_draft_tokens=3 has no effect without a draft"),
+        (("--draft", "ngram", "--draft-width", "wide"), "invalid number value: 'wide'"),
+        (("--draft", "nowhere"), "nowhere"),
+        (("--num-beams", "4", "--num-beam-groups", "3"), "num_beam_groups=3"),
+    ],
+)
+def test_wrong_drafts_are_refused_in_one_line(run, arguments, says):
+    status, out, err = run("generate", "hi", *arguments)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1

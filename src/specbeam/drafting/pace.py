@@ -12,6 +12,8 @@ from specbeam.tree import Tree
 
 DEEPEST = 12
 """Tokens guessed ahead at most when that is not said."""
+MOST = 128
+"""Guesses a pass at most when that is not said; for many beams, eight a beam."""
 MEMORY = 0.9
 """What a round's observation is worth one round later."""
 PROBED = 16
@@ -70,7 +72,10 @@ class Pace:
     def most_nodes(self) -> int:
         """The most guesses a pass may have."""
         most = self._nodes(self.widths[-1], self.depths[-1])
-        return most if self.draft_budget is None else min(most, self.draft_budget)
+        if self.draft_budget is not None:
+            return min(most, self.draft_budget)
+        fixed = len(self.widths) == len(self.depths) == 1
+        return most if fixed else min(most, max(MOST, 8 * self.num_beams))
 
     def survival(self, width: int) -> float:
         """The share of steps that found their tokens among guesses so wide, lately."""

@@ -30,6 +30,11 @@ class RetokenizingDrafter:
     """
 
     def __init__(self, tree: Tree, chains: Chains, target: LanguageModel, draft: LanguageModel) -> None:
+        if target.tokenizer is None or draft.tokenizer is None:
+            raise SpecbeamError(
+                f"draft and target have different vocabularies ({draft.backend.vocab_size} and "
+                f"{target.backend.vocab_size} tokens), which without their tokenizers cannot be bridged"
+            )
         self.text_tree = tree
         self.chains = chains
         self.pace = chains.pace
