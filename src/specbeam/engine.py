@@ -187,6 +187,7 @@ class PassTimes:
 
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # by the power of two that is nearest to the number of nodes
+        self._sizes = self._taken = np.empty(0)  # the same, ascending
 
     @contextmanager
     def measure(self, nodes: int) -> Iterator[None]:
@@ -197,15 +198,16 @@ class PassTimes:
         before = self._seconds.get(size)
         # The first pass of a size may also warm things up, so it counts only until there is a second.
         self._seconds[size] = seconds if before is None else min(seconds, 0.8 * before + 0.2 * seconds)
+        self._sizes = 2.0 ** np.array(sorted(self._seconds))
+        self._taken = np.array([self._seconds[size] for size in sorted(self._seconds)])
 
     def expected(self, nodes: int) -> float:
         """Seconds a pass over so many nodes will take; where none was measured, by the nearest that was."""
         if not self._seconds:
             return 0.1 * nominal_cost(nodes)
-        sizes = sorted(self._seconds)
-        known = [2.0**size for size in sizes]  # between them a pass takes about so much, and so much more a node
-        seconds = float(np.interp(nodes, known, [self._seconds[size] for size in sizes]))
-        nearest = min(max(nodes, known[0]), known[-1])
+        # Between them a pass takes about so much, and so much more a node.
+        seconds = float(np.interp(nodes, self._sizes, self._taken))
+        nearest = min(max(nodes, self._sizes[0]), self._sizes[-1])
         return seconds * nominal_cost(nodes) / nominal_cost(nearest)
 
 

@@ -89,7 +89,8 @@ class Options:
             self._make_number(name, Integral, int)
         self._make_number("num_beam_groups", Integral, int)
         for name, largest in MOST_DRAFTED.items():
-            if (size := getattr(self, name)) != "auto":
+            size = getattr(self, name)
+            if not (isinstance(size, str) and size == "auto"):
                 whole = isinstance(size, Integral) and not isinstance(size, bool)
                 self._check(name, whole and 1 <= size <= largest, f'"auto", or 1 to {largest}')
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty", "diversity_penalty"):
@@ -107,9 +108,10 @@ class Options:
         self._check("num_beams", self.num_beams >= 1, "at least 1")
         most = "1 to num_beams"
         self._check("num_return_sequences", 1 <= self.num_return_sequences <= self.num_beams, most)
-        self._check("length_penalty", abs(self.length_penalty) < float("inf"), "a finite number")
+        self._check("length_penalty", abs(self.length_penalty) <= 10, "-10 to 10")
         early = self.early_stopping
-        self._check("early_stopping", early is True or early is False or early == "never", 'true, false or "never"')
+        never = isinstance(early, str) and early == "never"
+        self._check("early_stopping", early is True or early is False or never, 'true, false or "never"')
         groups = self.num_beam_groups
         self._check(
             "num_beam_groups", groups >= 1 and self.num_beams % groups == 0, f"a divisor of {self.num_beams} beams"
@@ -138,7 +140,7 @@ class Options:
     def draft_size(self, name: str) -> int | None:
         """One of num_draft_tokens, draft_width and draft_budget; None if it adapts."""
         size = getattr(self, name)
-        return None if size == "auto" else int(size)
+        return None if isinstance(size, str) else int(size)
 
     @classmethod
     def of(cls, given: Options | Mapping[str, Any]) -> Options:
@@ -183,7 +185,8 @@ class Options:
 
         self._check(
             "constraint",
-            self.constraint is None or isinstance(self.constraint, Constraint),
+            self.constraint is None
+            or (isinstance(self.constraint, Constraint) and not isinstance(self.constraint, type)),
             "a TokenTrie or another Constraint",
         )
         allowed = self.prefix_allowed_tokens_fn

@@ -123,13 +123,15 @@ class Request:
     @property
     def most_slots(self) -> int:
         """The most cache slots it may come to need, those of a draft model counted by what they take."""
-        draft = self._draft.backend.slot_bytes if isinstance(self._draft, LanguageModel) else 0
-        return round(self._most_nodes * (1 + draft / self._lm.backend.slot_bytes))
+        pace = None if self._drafter is None else self._drafter.pace
+        most = self._most_nodes(0 if pace is None else pace.most_nodes)
+        if isinstance(self._draft, LanguageModel) and pace is not None:
+            share = self._draft.backend.slot_bytes / self._lm.backend.slot_bytes
+            most += round(self._most_nodes(pace.most_drafted) * share)
+        return most
 
-    @property
-    def _most_nodes(self) -> int:
-        """The most nodes that may come to be in a cache at once."""
-        guesses = 0 if self._drafter is None else self._drafter.pace.most_nodes
+    def _most_nodes(self, guesses: int) -> int:
+        """The most nodes that may come to be in a cache at once, with so many guesses a round."""
         new = self.max_length - len(self.prompt_ids)
         # Beams may share nothing but the prompt; guesses may last for two rounds.
         return len(self.prompt_ids) + new * self._options.num_beams + 2 * guesses
@@ -156,9 +158,12 @@ class Request:
     def start(self) -> None:
         """Begin the strategy: it says what it wants evaluated first."""
         with self._failing_alone():
-            self._slots[False] = Slots(self._tree, self._lm.backend, self._most_nodes)
+            pace = None if self._drafter is None else self._drafter.pace
+            most = self._most_nodes(0 if pace is None else pace.most_nodes)
+            self._slots[False] = Slots(self._tree, self._lm.backend, most)
             if isinstance(self._draft, LanguageModel) and self._drafter is not None:
-                self._slots[True] = Slots(self._drafter.tree, self._draft.backend, self._most_nodes)
+                most = self._most_nodes(self._drafter.pace.most_drafted)
+                self._slots[True] = Slots(self._drafter.tree, self._draft.backend, most)
             self._strategy = self._make_strategy()
             self._advance(None)
 
@@ -296,8 +301,8 @@ class Request:
     def _finish(self, hypotheses: list[Hypothesis]) -> None:
         if not hypotheses:
             raise SpecbeamError(
-                "no text is allowed: what the constraint, prefix_allowed_tokens_fn or logits_processor leave, or "
-                "max_new_tokens, has no room for a whole one"
+                "no text came of it: the constraint, prefix_allowed_tokens_fn, logits_processor, min_new_tokens and "
+                "max_new_tokens together allow none, or length_penalty puts all scores out of range"
             )
         best, *others = hypotheses
         self._stream(self._tree.path(best.node)[self._streamed :])

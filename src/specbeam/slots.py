@@ -27,6 +27,7 @@ class Slots:
 
     def __init__(self, tree: Tree, backend: Backend, most: int) -> None:
         self.tree = tree
+        self.vocab_size = backend.vocab_size
         self.cache = backend.new_cache(most)
         self.length = 0
         self.peak = 0
@@ -52,11 +53,14 @@ class Slots:
         """The part of a pass that evaluates these nodes; their ancestors lie in the cache or are among them."""
         self._place(nodes)
         depths = self.tree.depths(nodes)
+        tokens = self.tree.tokens(nodes)
+        # A draft model may lack some of the target's tokens. Whatever it takes them for, its guesses are checked.
+        tokens = np.where(tokens < self.vocab_size, tokens, 0)
         # A node has depth + 1 ancestors, itself included: if that is all there is, it sees all there is.
         alone = len(nodes) == 1 and depths[0] + 1 == self.length
         return Segment(
             cache=self.cache,
-            tokens=self.tree.tokens(nodes),
+            tokens=tokens,
             positions=depths,
             slots=self._slot[nodes],
             length=self.length,

@@ -44,7 +44,24 @@ def test_a_trie_of_a_million_outputs_is_compact():
     assert trie.complete(states).all()
 
 
-@pytest.mark.parametrize("outputs", [[], [[]], [[1], []], [[1, -2]], [["a"]], [1, 2], np.zeros((0, 3), int)])
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        [],
+        [[]],
+        [[1], []],
+        [[1, -2]],
+        [["a"]],
+        [1, 2],
+        ["12", "34"],
+        [[1.5, 2]],
+        [[True]],
+        b"ab",
+        [[2**40, 1]],
+        np.array([[2**40, 1]]),
+        np.zeros((0, 3), int),
+    ],
+)
 def test_what_is_no_set_of_outputs_is_refused(outputs):
     with pytest.raises(SpecbeamError, match="TokenTrie"):
         TokenTrie(outputs)
@@ -123,7 +140,7 @@ def test_a_constraint_that_leaves_nothing_says_so(tiny):
     _, lm = tiny("llama", vocab_size=8, eos_token_id=7, bos_token_id=0)
     trie = TokenTrie([[5, 5, 5]])
     for options in ({"min_new_tokens": 6, "max_new_tokens": 8}, {"num_beams": 3, "min_new_tokens": 6}):
-        with pytest.raises(SpecbeamError, match=r"no text is allowed|no token"):
+        with pytest.raises(SpecbeamError, match=r"no text came of it|no token"):
             specbeam.generate(lm, [1], constraint=trie, **options)
     with pytest.raises(SpecbeamError, match="returned no tokens"):
         specbeam.generate(lm, [1], prefix_allowed_tokens_fn=lambda _, ids: [])
@@ -131,3 +148,23 @@ def test_a_constraint_that_leaves_nothing_says_so(tiny):
         specbeam.generate(lm, [1], constraint=trie, eos_token_id=[])
     with pytest.raises(SpecbeamError, match="constraint="):
         specbeam.generate(lm, [1], constraint=[[1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"prefix_allowed_tokens_fn": lambda _, ids: None}, "returned None"),
+        ({"prefix_allowed_tokens_fn": lambda _, ids: [-1]}, "give token ids below"),
+        ({"prefix_allowed_tokens_fn": lambda _, ids: [999]}, "give token ids below"),
+        ({"prefix_allowed_tokens_fn": lambda _, ids: [1.5]}, "give token ids below"),
+        ({"logits_processor": lambda ids, scores: None}, "logits_processor returned"),
+        ({"logits_processor": lambda ids, scores: scores[0]}, "logits_processor returned"),
+        ({"logits_processor": lambda ids, scores: scores * float("nan")}, "NaN"),
+        ({"constraint": TokenTrie}, "constraint="),
+        ({"length_penalty": 150.0, "num_beams": 2}, "length_penalty"),
+    ],
+)
+def test_what_the_callers_functions_must_not_return_is_told_in_one_line(lm, options, says):
+    with pytest.raises(SpecbeamError, match=says) as raised:
+        specbeam.generate(lm, [1, 2], max_new_tokens=3, **options)
+    assert "\n" not in str(raised.value)

@@ -305,3 +305,70 @@ def check_fit(counts, chances, draws):
     if draws - expected.sum() >= 1:
         seen, expected = np.append(seen, draws - seen.sum()), np.append(expected, draws - expected.sum())
     assert chisquare(seen, expected * seen.sum() / expected.sum()).pvalue > 0.001
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    kind=st.sampled_from(["ngram", "suffix", "good", "other", "adversarial"]),
+    num_beams=st.sampled_from([1, 2, 3, 4, 6]),
+    groups=st.sampled_from([1, 1, 2]),
+    length_penalty=st.sampled_from([0.0, 1.0, 2.0, -1.0]),
+    early_stopping=st.sampled_from([False, True, "never"]),
+    data=st.data(),
+)
+def test_drafts_change_nothing_where_texts_end_by_strings_or_in_groups(
+    tiny, drafter, kind, num_beams, groups, length_penalty, early_stopping, data
+):
+    """What transformers has no reference for is compared with the plain search."""
+    changes = {"vocab_size": 20, "eos_token_id": 1, "bos_token_id": 0, "initializer_range": 0.25}
+    lm = tiny("llama", **changes)[1]
+    prompt = data.draw(st.lists(st.integers(0, 19), min_size=1, max_size=6))
+    options = {"num_beams": num_beams, "num_return_sequences": data.draw(st.integers(1, num_beams))}
+    options |= {"max_new_tokens": data.draw(st.integers(1, 16)), "length_penalty": length_penalty}
+    options |= {"early_stopping": early_stopping, "eos_token_id": data.draw(st.sets(st.integers(0, 19), max_size=3))}
+    options["stop_strings"] = data.draw(st.lists(st.sampled_from("!#$%&'()*+"), max_size=4, unique=True))
+    if num_beams % groups == 0 and num_beams > groups > 1:
+        options |= {"num_beam_groups": groups, "diversity_penalty": 0.5}
+    plain = specbeam.generate(lm, prompt, **options)
+    drafted = specbeam.generate(lm, prompt, draft=drafter(kind, "llama", **changes), **options, **sizes(data))
+    assert [s.token_ids for s in drafted.sequences] == [s.token_ids for s in plain.sequences]
+    assert [s.score for s in drafted.sequences] == pytest.approx([s.score for s in plain.sequences], abs=1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0}])
+def test_a_draft_may_lack_some_of_the_targets_tokens(tiny, save, options):
+    _, lm = tiny("llama")
+    fewer = specbeam.load(save(random_model("llama", vocab_size=258)), device="cpu", dtype="float32")
+    for draft, target in ((fewer, lm), (lm, fewer)):
+        prompt = [1, 258, 3] if target is lm else [1, 3]
+        result = specbeam.generate(target, prompt, draft=draft, num_draft_tokens=3, max_new_tokens=9, seed=1, **options)
+        assert result.stats.draft_passes > 0
+        if not options.get("temperature"):
+            assert result.token_ids == specbeam.generate(target, prompt, max_new_tokens=9, **options).token_ids
+
+
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "perfect"])
+def test_texts_the_target_never_leads_to_may_have_no_continuation(tiny, drafter, draft):
+    _, lm = tiny("llama")
+    first = specbeam.generate(lm, [7, 9, 7], max_new_tokens=1).token_ids[0]
+    other = 9 if first != 9 else 8
+
+    def allowed(_, ids):
+        return [] if ids[-1] == other and len(ids) > 3 else [first, other, 5]
+
+    options = {"max_new_tokens": 1, "prefix_allowed_tokens_fn": allowed}
+    drafts = drafter(draft, "llama")
+    plain = specbeam.generate(lm, [7, other, 7], **options).token_ids
+    options["max_new_tokens"] = 5
+    if plain == [first]:
+        sizes = {"num_draft_tokens": 3, "draft_width": 3}
+        result = specbeam.generate(lm, [7, other, 7], draft=drafts, **sizes, **options)
+        assert result.token_ids == specbeam.generate(lm, [7, other, 7], **options).token_ids
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0, "seed": 2}])
+def test_no_pass_has_more_guesses_than_the_budget(tiny, options):
+    _, lm = tiny("llama")
+    sizes = {"num_draft_tokens": 20, "draft_width": 5, "draft_budget": 4}
+    result = specbeam.generate(lm, [1, 2], draft=lm, trace=True, max_new_tokens=40, **sizes, **options)
+    assert 0 < max(len(told["drafted"]) for told in result.trace) <= 4

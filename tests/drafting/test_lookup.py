@@ -74,7 +74,7 @@ def test_earlier_texts_are_drafted_from(lm):
     assert beams.token_ids == specbeam.generate(lm, [9, 8, 7], num_beams=3, **options).token_ids
 
 
-@pytest.mark.parametrize("texts", [[], "one text", [[]], [3]])
+@pytest.mark.parametrize("texts", [[], "one text", [[]], [3], None, 5])
 def test_what_is_no_corpus_is_refused(lm, texts):
     with pytest.raises(SpecbeamError, match=r"text|prompt"):
         specbeam.suffix_automaton(lm, texts)

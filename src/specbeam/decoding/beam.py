@@ -41,7 +41,7 @@ class Search(Protocol):
     def step(self, logits: Tensor, known: NDArray[np.bool_] | None = None) -> bool:
         """Replace every beam by continuations of beams, given the logits at those known, float32 [k, vocab].
 
-        Returns False, and changes nothing, if the outcome depends on a beam that is not known.
+        Returns False, and leaves the search as it was, if the outcome depends on a beam that is not known.
         """
 
     @property
@@ -133,6 +133,8 @@ class BeamSearch:
         if missing:
             # The bound rule: a continuation of a missing beam scores at most what the beam does, so it comes after all
             # that matter here: the candidates down to the last of the new beams.
+            if ended.all() and not (self.tree.depths(nodes) + 1 >= self.stop.max_length).all():
+                return False  # it is not known to be the end: the missing beams' candidates may go on
             others = np.delete(np.arange(self.num_beams), rows)
             if not bool(scores[-1] > self.scores[torch.from_numpy(others)].max()):
                 return False
@@ -225,6 +227,7 @@ class DiverseBeamSearch:
     def __init__(self, groups: list[BeamSearch], diversity_penalty: float) -> None:
         self.groups = groups
         self.penalty = diversity_penalty
+        self.stepped = groups  # by the last step
         self.told = False
 
     @property
@@ -237,8 +240,8 @@ class DiverseBeamSearch:
 
     @property
     def live(self) -> list[BeamSearch]:
-        """The groups that go on; all of them when none does."""
-        return [group for group in self.groups if not group.done] or self.groups
+        """The groups that go on; when none does, those that took the last step."""
+        return [group for group in self.groups if not group.done] or self.stepped
 
     @property
     def done(self) -> bool:
@@ -248,8 +251,8 @@ class DiverseBeamSearch:
         if known is not None and not known.all():
             return False
         chosen: Nodes = NO_NODES
-        live = self.live
-        for group, rows in zip(live, logits.chunk(len(live)), strict=True):
+        self.stepped = self.live
+        for group, rows in zip(self.stepped, logits.chunk(len(self.stepped)), strict=True):
             plain = group.process
             taken = torch.from_numpy(chosen).to(logits.device)
             # As a process of the group's own: the penalty shows in its scores, as in the paper and in transformers.

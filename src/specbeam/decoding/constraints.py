@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from numbers import Integral
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -45,7 +46,8 @@ class Constraint(Protocol):
 class TokenTrie:
     """The allowed outputs written out, such as the identifiers of a catalogue for generative retrieval.
 
-    Built once, in compact arrays: a node is a state; the tokens below it are a sorted run, found by bisection.
+    Built once, in compact arrays: a node is a state; the tokens below it are a sorted run, found by bisection. A text
+    is cut where max_new_tokens ends, and where an entry has an end-of-sequence token inside.
 
     Args:
         outputs: token ids of each allowed output, without an end-of-sequence token. May also be an int array [n,
@@ -60,9 +62,11 @@ class TokenTrie:
 
     def __init__(self, outputs: Iterable[Sequence[int]] | NDArray[np.integer]) -> None:
         table = outputs if isinstance(outputs, np.ndarray) and outputs.ndim == 2 else _padded(outputs)
+        if isinstance(outputs, bytes | str):
+            raise SpecbeamError("a TokenTrie is made of lists of token ids, not of text")
         if not table.size:
             raise SpecbeamError("a TokenTrie needs at least one output")
-        if not np.issubdtype(table.dtype, np.integer) or (table[:, 0] < 0).any():
+        if not np.issubdtype(table.dtype, np.integer) or (table[:, 0] < 0).any() or table.max() >= 2**31:
             raise SpecbeamError("a TokenTrie is made of token ids, at least one an output")
         table = table.astype(np.int32, copy=False)
         table = table[np.lexsort(table.T[::-1])]  # so that what shares a beginning lies together
@@ -123,11 +127,14 @@ def _padded(outputs: Iterable[Sequence[int]]) -> NDArray[np.int32]:
     try:
         outputs = [*outputs]
         lengths = np.array([len(output) for output in outputs], dtype=np.int64)
-        flat = np.fromiter(chain.from_iterable(outputs), dtype=np.int64, count=int(lengths.sum()))
-    except (TypeError, ValueError) as error:
+        tokens = list(chain.from_iterable(outputs))
+        if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in tokens):
+            raise ValueError("something else is among them")
+        flat = np.array(tokens, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
         raise SpecbeamError(f"a TokenTrie is made of lists of token ids: {error}") from error
-    if not len(lengths) or not lengths.all() or (flat < 0).any():
-        raise SpecbeamError("a TokenTrie needs at least one output, and at least one token in each, none negative")
+    if not len(lengths) or not lengths.all() or (flat < 0).any() or (flat >= 2**31).any():
+        raise SpecbeamError("a TokenTrie needs at least one output, and at least one token id in each, 0 or more")
     table = np.full((len(lengths), int(lengths.max())), -1, dtype=np.int32)
     table[np.arange(table.shape[1]) < lengths[:, None]] = flat
     return table

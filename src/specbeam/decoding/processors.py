@@ -24,7 +24,7 @@ class Processors:
     """The processors of one request, applied to the scores at some nodes: penalties, then what may not be chosen.
 
     Attributes:
-        constrains: some tokens may be forbidden before the model is asked.
+        forbids: some tokens may be forbidden before the model is asked.
         raises: there are functions of the caller's, which may do anything to scores, and raise them too.
     """
 
@@ -36,10 +36,17 @@ class Processors:
         self.prefix_allowed_tokens_fn = options.prefix_allowed_tokens_fn
         self.functions = options.logits_processor
         self.raises = bool(self.functions)
-        self.constrains = self.constraint is not None or self.prefix_allowed_tokens_fn is not None or self.raises
+        self.forbids = self.constraint is not None or self.prefix_allowed_tokens_fn is not None
 
-    def __call__(self, tree: Tree, nodes: Any, scores: Tensor) -> Tensor:
-        """Scores [n, vocab] at n nodes in, processed scores [n, vocab] out; the input is not changed."""
+    def __call__(self, tree: Tree, nodes: Any, scores: Tensor, drafting: bool = False) -> Tensor:
+        """Scores [n, vocab] at n nodes in, processed scores [n, vocab] out; the input is not changed.
+
+        Args:
+            drafting: the nodes may be texts the target would never lead to, for which there may be no token at all.
+
+        Raises:
+            SpecbeamError: a function of the caller's returned something else than it must.
+        """
         nodes = np.asarray(nodes, dtype=np.int64)
         if self.repetition_penalty != 1.0:
             seen = torch.from_numpy(tree.tokens(tree.paths(nodes))).to(scores.device)
@@ -50,10 +57,16 @@ class Processors:
                 forbidden = torch.zeros_like(scores, dtype=torch.bool)
                 forbidden[:, self.eos_token_ids] = torch.from_numpy(early).to(scores.device)[:, None]
                 scores = scores.masked_fill(forbidden, MASKED)
+        scores = self.forbid(tree, nodes, scores, drafting)
+        return self._call(tree, nodes, scores) if self.functions else scores
+
+    def forbid(self, tree: Tree, nodes: Nodes, scores: Tensor, drafting: bool = False) -> Tensor:
+        """Scores [n, vocab] with -inf where a token may not follow, whatever its score."""
         if self.constraint is not None:
             scores = self.constraint.mask(tree, nodes, scores)
-        if self.prefix_allowed_tokens_fn is not None or self.functions:
-            scores = self._call(tree, nodes, scores)
+        if self.prefix_allowed_tokens_fn is not None:
+            texts = [torch.from_numpy(tree.tokens(tree.path(node))).to(scores.device) for node in nodes.tolist()]
+            scores = only(scores, [self.prefix_allowed_tokens_fn(0, ids) for ids in texts], some=not drafting)
         return scores
 
     def _call(self, tree: Tree, nodes: Nodes, scores: Tensor) -> Tensor:
@@ -65,10 +78,13 @@ class Processors:
             input_ids = torch.from_numpy(tree.tokens(tree.paths(nodes[rows]))).to(scores.device)
             at = torch.from_numpy(rows).to(scores.device)
             here = scores[at]
-            if self.prefix_allowed_tokens_fn is not None:
-                here = only(here, [self.prefix_allowed_tokens_fn(0, ids) for ids in input_ids])
             for function in self.functions:
-                here = function(input_ids, here)
+                here = function(input_ids, shaped := here)
+                if not isinstance(here, Tensor) or here.shape != shaped.shape or here.isnan().any():
+                    got = f"of shape {[*here.shape]}" if isinstance(here, Tensor) else type(here).__name__
+                    raise SpecbeamError(
+                        f"logits_processor returned a value {got}: give scores of shape {[*shaped.shape]} without NaN"
+                    )
             scores[at] = here
         return scores
 
@@ -101,18 +117,31 @@ def repetition_penalty(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return scores.scatter(-1, seen, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
 
 
-def only(scores: Tensor, allowed: Sequence[Any]) -> Tensor:
+def only(scores: Tensor, allowed: Sequence[Any], some: bool = True) -> Tensor:
     """Scores [n, vocab] with all but these tokens, ids a row, forbidden.
 
+    Args:
+        some: there must be a token in each row.
+
     Raises:
-        SpecbeamError: a row has no tokens.
+        SpecbeamError: a row has no tokens, or something that is no token.
     """
     masked = torch.full_like(scores, MASKED)
     for row, tokens in enumerate(allowed):
-        index = torch.as_tensor(tokens, dtype=torch.int64, device=scores.device).flatten()
-        if not len(index):
-            raise SpecbeamError("prefix_allowed_tokens_fn returned no tokens: give at least one, such as the end token")
-        masked[row, index] = scores[row, index]
+        try:
+            index = np.atleast_1d(np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)).ravel()
+        except (TypeError, ValueError):
+            index = np.array([None])
+        if not len(index) and not some:
+            continue
+        whole = np.issubdtype(index.dtype, np.integer)
+        if not len(index) or not whole or index.min() < 0 or index.max() >= scores.shape[-1]:
+            raise SpecbeamError(
+                f"prefix_allowed_tokens_fn returned {'no tokens' if not len(index) else str(tokens)[:60]}: "
+                f"give token ids below {scores.shape[-1]}, at least one, such as the end token"
+            )
+        at = torch.from_numpy(index.astype(np.int64)).to(scores.device)
+        masked[row, at] = scores[row, at]
     return masked
 
 

@@ -45,9 +45,8 @@ class Chains:
     def _allowed(self, parents: Nodes, tokens: Nodes) -> np.ndarray:
         allowed = (tokens < self.vocab_size) & ~np.isin(tokens, sorted(self.stop.eos_token_ids))
         allowed &= self.tree.depths(parents) + 2 < self.stop.max_length
-        if self.process.constrains and allowed.any():
-            # Whatever the processors would forbid, they would forbid whatever the model says.
+        if self.process.forbids and allowed.any():
             at, scores = np.flatnonzero(allowed), torch.zeros(int(allowed.sum()), self.vocab_size)
-            scores = self.process(self.tree, parents[at], scores)
+            scores = self.process.forbid(self.tree, parents[at], scores, drafting=True)
             allowed[at] = (scores[torch.arange(len(at)), torch.from_numpy(tokens[at])] > MASKED).numpy()
         return allowed

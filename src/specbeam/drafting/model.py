@@ -121,7 +121,8 @@ class ModelDrafter:
                 break
             level, at = np.concatenate(below), np.concatenate(chances_below)
             nodes, chances = np.concatenate([nodes, level]), np.concatenate([chances, at])
-        return Guesses(nodes, chances, drawn_from)
+        most = self.pace.most_nodes  # which of them these are was settled by counts alone, too
+        return Guesses(nodes[:most], chances[:most], drawn_from)
 
     def _has_room(self, level: Nodes) -> bool:
         """Whether a token below this level would still be followed by another."""
@@ -134,7 +135,7 @@ class ModelDrafter:
         """Processed scores over the target's vocabulary, without ends of text: there is nothing to guess below."""
         missing = self.vocab_size - logits.shape[-1]
         logits = torch.nn.functional.pad(logits, (0, missing), value=MASKED)  # or cut, where it has more
-        scores = self.process(self.tree, nodes, logits)
+        scores = self.process(self.tree, nodes, logits, drafting=True)
         scores = scores.clone() if scores is logits else scores
         scores[:, self._eos] = MASKED
         return scores
@@ -146,7 +147,7 @@ class ModelDrafter:
 
 def _shares(chances: NDArray[np.float64], width: int) -> list[int]:
     """Split so many children among nodes by their chances, the likeliest first."""
-    ideal = chances / chances.sum() * width
+    ideal = chances / max(chances.sum(), np.finfo(float).tiny) * width if chances.any() else np.zeros(len(chances))
     counts = np.floor(ideal).astype(int)
     for i in np.argsort(counts - ideal, kind="stable")[: width - counts.sum()]:
         counts[i] += 1

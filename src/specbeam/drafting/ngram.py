@@ -13,6 +13,8 @@ from specbeam.tree import Tree
 
 LONGEST = 4
 """Tokens compared at most: longer agreement hardly says more."""
+RECENT = 100
+"""Places looked at, the latest."""
 
 
 class NgramDrafter:
@@ -39,6 +41,7 @@ def continuations(tokens: NDArray[np.int64], width: int, depth: int) -> list[lis
         windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], n)
         ends = np.flatnonzero((windows == tokens[-n:]).all(axis=1)) + n
         if len(ends):
-            found = (tuple(tokens[end : end + depth].tolist()) for end in ends[::-1])  # the latest first
+            latest = ends[: -RECENT - 1 : -1]
+            found = (tuple(tokens[end : end + depth].tolist()) for end in latest)
             return [list(chain) for chain in list(dict.fromkeys(found))[:width]]
     return []

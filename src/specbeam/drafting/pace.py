@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.drafting import Guesses
+from specbeam.options import MOST_DRAFTED
 from specbeam.tree import Tree
 
 DEEPEST = 12
@@ -75,7 +76,12 @@ class Pace:
         if self.draft_budget is not None:
             return min(most, self.draft_budget)
         fixed = len(self.widths) == len(self.depths) == 1
-        return most if fixed else min(most, max(MOST, 8 * self.num_beams))
+        return min(most, MOST_DRAFTED["draft_budget"] if fixed else max(MOST, 8 * self.num_beams))
+
+    @property
+    def most_drafted(self) -> int:
+        """The most nodes a draft model may come to evaluate for a round, some of which may not become guesses."""
+        return self.widths[-1] * self.depths[-1]
 
     def survival(self, width: int) -> float:
         """The share of steps that found their tokens among guesses so wide, lately."""
@@ -83,12 +89,12 @@ class Pace:
 
     def shape(self) -> tuple[int, int]:
         """Width and depth that promise the most steps a second, if every step survives like those before."""
-        best = 0.0
+        best, most = 0.0, self.most_nodes
         for width in self.widths:
             survival = self.survival(width)
             for depth in self.depths:
                 nodes = self._nodes(width, depth)
-                if nodes > self.most_nodes and best:
+                if nodes > most and best:
                     break
                 steps = sum(survival**i for i in range(depth + 1))
                 rate = steps / (self._drafting(width, depth) + self.target(self.num_beams + nodes))
@@ -96,7 +102,9 @@ class Pace:
                     best, self._shape = rate, (width, depth)
         if self._probes:
             self._shape = self.widths[0], self.depths[1]
-        return self._shape
+        width, depth = self._shape
+        depth = min(depth, max(1, most // self._nodes(width, 1)))
+        return min(width, most), depth
 
     @property
     def _probes(self) -> bool:

@@ -53,7 +53,7 @@ class RetokenizingDrafter:
         ids = self.draft_encode(prompt)
         # What the draft's texts begin with, if anything.
         self.bos: list[int] = [bos for bos in draft.tokenizer("a").input_ids[:1] if bos == draft.tokenizer.bos_token_id]
-        self.tree = Tree([*self.bos, *ids][:1])
+        self.tree = Tree([*self.bos, *ids, 0][:1])  # a prompt that is no text at all has nothing to draft from
         self._path: Nodes = self.tree.trunk.copy()  # of the text placed last
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:

@@ -180,8 +180,8 @@ def suffix_automaton(lm: LanguageModel, texts: Iterable[str | Sequence[int]]) ->
         SpecbeamError: something that is neither, or no texts at all.
     """
     automaton = SuffixAutomaton()
-    if isinstance(texts, str):
-        raise SpecbeamError("suffix_automaton takes a list of texts, not one text")
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise SpecbeamError(f"suffix_automaton takes a list of texts, not {type(texts).__name__}")
     for text in texts:
         automaton.extend(encode(lm, text, raw=True))
         automaton.extend([SEPARATOR])
