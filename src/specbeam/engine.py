@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 from specbeam.backends.contract import Backend
-from specbeam.drafting.suffix import SuffixAutomaton
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
-from specbeam.options import MOST_DRAFTED, Options
+from specbeam.options import Options
 from specbeam.prompts import encode
-from specbeam.request import Draft, Request, forget_frames, nominal_cost
+from specbeam.request import Draft, Request, check_draft, forget_frames, nominal_cost
 from specbeam.tree import Nodes
 
 
@@ -217,29 +216,3 @@ _pass_times: WeakKeyDictionary[Backend, PassTimes] = WeakKeyDictionary()
 def pass_times(backend: Backend) -> PassTimes:
     """The times of a backend's passes, which outlive an engine."""
     return _pass_times.setdefault(backend, PassTimes())
-
-
-def check_draft_sizes(options: Options) -> None:
-    """Refuse sizes of drafts where nothing drafts."""
-    for name in MOST_DRAFTED:
-        if options.draft_size(name) is not None:
-            raise SpecbeamError(
-                f"{name}={options.draft_size(name)} has no effect without a draft: give one, or leave it out"
-            )
-
-
-def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
-    """Refuse what cannot draft for a model."""
-    if draft is None:
-        check_draft_sizes(options)
-    elif isinstance(draft, LanguageModel):
-        ours, theirs = lm.backend.device, draft.backend.device
-        if ours != theirs:
-            raise SpecbeamError(
-                f"the draft {draft.source} is on {theirs}, but the model on {ours}: load both on the same device"
-            )
-    elif not (isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in ("ngram", "suffix"))):
-        raise SpecbeamError(
-            f'draft={draft!r} is not allowed: give a loaded model (specbeam.load), "ngram", "suffix" or what '
-            "specbeam.suffix_automaton returned"
-        )

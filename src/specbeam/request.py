@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,7 @@ from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.drafting.suffix import SuffixAutomaton, SuffixDrafter
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
-from specbeam.options import Options
+from specbeam.options import MOST_DRAFTED, Options
 from specbeam.results import Piece, Result, Sequence, Stats
 from specbeam.slots import Slots
 from specbeam.streaming import TextStream
@@ -96,6 +97,7 @@ class Request:
         self._record = Record(self._tree, options.trace)
         self._process = Processors(options, self._eos_token_ids)
         self._stop = Stopping(self._eos_token_ids, self.max_length, options.stop_strings, lm.decode)
+        self._draws = Warpers(options), seeded(options.seed)
         self._drafter = None if draft is None else self._make_drafter(draft, cost or (lambda backend: nominal_cost))
         self._slots: dict[bool, Slots] = {}  # of the draft model, and of the target
         self._text = TextStream(lm.decode, options.stop_strings)
@@ -212,23 +214,22 @@ class Request:
 
     def _make_strategy(self) -> Strategy:
         options, tree, process, stop, record = self._options, self._tree, self._process, self._stop, self._record
-        warp, generator = Warpers(options), seeded(options.seed)
+        warp, generator = self._draws
         if options.num_beams > 1:
-            search = self._make_search(warp, generator)
+            search = self._make_search()
             if self._drafter is not None:
                 return speculative_beam_search(tree, search, record, self._drafter)
             return beam_search(tree, search, record)
         if self._drafter is not None:
             choose = reject_or_accept(tree, warp, generator) if options.samples else None
-            if isinstance(self._drafter, ModelDrafter) and options.samples:
-                self._drafter.draws = warp, generator
             return speculative(tree, process, stop, record, self._drafter, choose)
         if options.samples:
             return sample(tree, process, stop, record, warp, generator)
         return greedy(tree, process, stop, record)
 
-    def _make_search(self, warp: Warpers, generator: torch.Generator) -> Search:
+    def _make_search(self) -> Search:
         options, process = self._options, self._process
+        warp, generator = self._draws
         search = partial(
             BeamSearch,
             self._tree,
@@ -263,8 +264,9 @@ class Request:
         chains = Chains(self._tree, self._process, self._stop, vocab_size, pace)
         if isinstance(draft, LanguageModel):
             if direct:
-                most = draft.backend.context_length
-                return ModelDrafter(self._tree, self._process, self._stop, vocab_size, most, pace)
+                draws = self._draws if options.samples and options.num_beams == 1 else None
+                context = draft.backend.context_length
+                return ModelDrafter(self._tree, self._process, self._stop, vocab_size, context, pace, draws)
             return RetokenizingDrafter(self._tree, chains, lm, draft)
         if draft == "ngram":
             return NgramDrafter(self._tree, chains)
@@ -365,3 +367,29 @@ def forget_frames(error: Exception) -> Exception:
         error.add_note("".join(traceback.format_tb(error.__traceback__)))
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
+
+
+def check_draft_sizes(options: Options) -> None:
+    """Refuse sizes of drafts where nothing drafts."""
+    for name in MOST_DRAFTED:
+        if options.draft_size(name) is not None:
+            raise SpecbeamError(
+                f"{name}={options.draft_size(name)} has no effect without a draft: give one, or leave it out"
+            )
+
+
+def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
+    """Refuse what cannot draft for a model."""
+    if draft is None:
+        check_draft_sizes(options)
+    elif isinstance(draft, LanguageModel):
+        ours, theirs = lm.backend.device, draft.backend.device
+        if ours != theirs:
+            raise SpecbeamError(
+                f"the draft {draft.source} is on {theirs}, but the model on {ours}: load both on the same device"
+            )
+    elif not (isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in ("ngram", "suffix"))):
+        raise SpecbeamError(
+            f'draft={draft!r} is not allowed: give a loaded model (specbeam.load), "ngram", "suffix" or what '
+            "specbeam.suffix_automaton returned"
+        )

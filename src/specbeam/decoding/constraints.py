@@ -50,9 +50,8 @@ class TokenTrie:
     is cut where max_new_tokens ends, and where an entry has an end-of-sequence token inside.
 
     Args:
-        outputs: token ids of each allowed output, without an end-of-sequence token. May also be an int array [n,
-        length],
-            in which negative numbers fill up shorter outputs.
+        outputs: token ids of each allowed output, without an end-of-sequence token; or an int array [n, length], in
+            which negative numbers fill up shorter outputs.
 
     Raises:
         SpecbeamError: no outputs, or an empty one, or something that is not token ids.

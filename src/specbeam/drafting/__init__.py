@@ -22,12 +22,10 @@ class Guesses:
     """Nodes guessed below some tips.
 
     Attributes:
-        nodes: int64 [n], parents before children, and the children of a node in the order in which they are to be
-        tried.
+        nodes: int64 [n], parents before children, and the children of a node in the order they are to be tried in.
         chances: the drafter's estimate of the probability that each becomes part of the text, float64 [n].
-        drawn_from: by parent, the distribution its children were drawn from, float64 [vocab]; parents that are not
-        there
-            have children that were not drawn.
+        drawn_from: by parent, the distribution its children were drawn from, float64 [vocab]; the children of
+            parents that are not there were not drawn.
     """
 
     nodes: Nodes = field(default_factory=lambda: NO_NODES)

@@ -28,9 +28,8 @@ class ModelDrafter:
         process: the request's processors: they hold for the draft as for the target.
         vocab_size: the target's.
         context: the most tokens the draft can see.
-        draws: for sampling, what shapes the draft's distribution and where its draws come from. Guesses are then
-        drawn, and
-            how many depends on nothing that was drawn after.
+        draws: for sampling, what shapes the draft's distribution, and the source of its draws. Guesses are then drawn,
+            and how many depends on nothing that was drawn after.
     """
 
     def __init__(
