@@ -118,7 +118,7 @@ def test_a_draft_model_changes_nothing_on_12_questions(num_beams):
     texts = questions(12, longest=500)
     options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 32}
     plain = together(lm, texts, **options)
-    drafted = together(lm, texts, draft, num_draft_tokens=4, draft_width=2 * num_beams, **options)
+    drafted = together(lm, texts, draft, num_draft_tokens=3, draft_width=num_beams + 4, **options)
     assert sum(r.stats.target_passes for r in drafted) < sum(r.stats.target_passes for r in plain)
     for text, ours, theirs in zip(texts, drafted, plain, strict=True):
         assert same_but_for_near_ties(lm, text, ours, theirs)
