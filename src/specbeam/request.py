@@ -239,6 +239,7 @@ class Request:
             length_penalty=options.length_penalty,
             early_stopping=options.early_stopping,
             select=draw_without_replacement(generator) if options.samples else None,
+            constrained=options.constraint is not None,
         )
         groups = options.num_beam_groups
         if groups == 1:

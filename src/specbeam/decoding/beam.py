@@ -82,6 +82,8 @@ class BeamSearch:
             log-probability above 0. Then a step can do without beams that score too low to matter, and the search is
             over once the num_return_sequences best finished texts score above what any beam may reach (the monotonicity
             of best-first beam search, Meister et al. 2020, 3).
+        constrained: there may be fewer texts than beams. Then only texts that may be take a place; by transformers'
+            rules others take one too where candidates are few, and end the search under ``early_stopping``.
     """
 
     def __init__(
@@ -95,6 +97,7 @@ class BeamSearch:
         early_stopping: bool | str = False,
         select: Select | None = None,
         bounded: bool = True,
+        constrained: bool = False,
     ) -> None:
         self.tree = tree
         self.process = process
@@ -102,6 +105,7 @@ class BeamSearch:
         self.num_beams = num_beams
         self.select = select or (lambda scores, k: scores.topk(k).indices)
         self.bounded = bounded
+        self.constrained = constrained
         self.beams: Nodes = np.full(num_beams, tree.tip)
         self.scores = torch.full((num_beams,), NEVER)  # at first all beams are the prompt, and only one counts
         self.scores[0] = 0.0
@@ -140,13 +144,15 @@ class BeamSearch:
                 return False
         self.length += 1
         self.beams, self.scores = nodes[running.numpy()], scores
-        self.finished.compete(nodes, top, ended, self.length)
+        self.finished.compete(nodes, top, ended & (top > NEVER / 2) if self.constrained else ended, self.length)
         self.done = bool(ended.all()) or self._settled()
         return True
 
     def _settled(self) -> bool:
         if self.finished.settled(self.scores[0], self.length, self.longest):
             return True
+        if self.constrained and self.scores[0] <= NEVER / 2:
+            return True  # every text there may be is finished
         return self.bounded and bool(self.finished.scores[self.returned - 1] > self._reachable())
 
     def _reachable(self) -> float:
