@@ -8,14 +8,18 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
     GPTNeoXConfig,
     LlamaConfig,
     MistralConfig,
+    Phi3Config,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
+    StableLmConfig,
 )
 
 import specbeam
@@ -37,12 +41,25 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "partial_rotary_factor": 0.5,
+    "original_max_position_embeddings": 128,
+    "short_factor": [1.0, 2.5],
+    "long_factor": [2.0, 4.0],
+}
+
 CONFIGS = {
     "llama": lambda **kw: LlamaConfig(**kw),
     "qwen2": lambda **kw: Qwen2Config(**kw),
     "qwen3": lambda **kw: Qwen3Config(**kw),
     "mistral": lambda **kw: MistralConfig(**kw),
-    "gemma3": lambda **kw: Gemma3TextConfig(**kw),
+    "gemma2": lambda **kw: Gemma2Config(**{"head_dim": 8} | kw),
+    "gemma3": lambda **kw: Gemma3TextConfig(**{"head_dim": 8} | kw),
+    "phi3": lambda **kw: Phi3Config(**{"pad_token_id": EOS} | kw),
+    "smollm3": lambda **kw: SmolLM3Config(**{"pad_token_id": EOS} | kw),
+    "stablelm": lambda **kw: StableLmConfig(**kw),
     "gpt2": lambda **kw: GPT2Config(**kw),
     "gpt_neox": lambda **kw: GPTNeoXConfig(**kw),
 }
@@ -77,6 +94,8 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
     }
     if architecture == "qwen3":
         sizes["head_dim"] = 16
+    if architecture == "gemma2":
+        attention = "eager"  # nothing else has its softcap
     torch.manual_seed(seed)
     config = CONFIGS[architecture](**(sizes | changes))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention).eval()

@@ -39,7 +39,12 @@ def near_tie(model, prompt, ours, theirs):
 
 @pytest.mark.parametrize(
     ("name", "prompts"),
-    [("smollm2-135m-instruct", 20), ("qwen2.5-coder-0.5b-instruct", 5), ("qwen2.5-coder-1.5b-instruct", 5)],
+    [
+        ("smollm2-135m-instruct", 20),
+        ("gemma3-270m", 20),
+        ("qwen2.5-coder-0.5b-instruct", 5),
+        ("qwen2.5-coder-1.5b-instruct", 5),
+    ],
 )
 def test_greedy_tokens_are_those_of_transformers(name, prompts):
     path = reference_model(name)

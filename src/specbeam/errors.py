@@ -1,4 +1,4 @@
-"""The one exception that is for people."""
+"""The exceptions that are for people."""
 
 
 class SpecbeamError(ValueError):
@@ -6,3 +6,7 @@ class SpecbeamError(ValueError):
 
     The command line prints the message in one line and exits with status 2.
     """
+
+
+class Unsupported(SpecbeamError):
+    """A sound checkpoint of a model that is none of our architectures, or has something they have not."""

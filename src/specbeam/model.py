@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specbeam.backends.contract import Backend
 from specbeam.checkpoints import locate, open_checkpoint
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, Unsupported
 
+if TYPE_CHECKING:  # it imports PyTorch, which takes a second
+    from specbeam.checkpoints.checkpoint import Checkpoint
+
+logger = logging.getLogger("specbeam")
 BACKENDS = ("torch", "transformers")
 
 
@@ -59,6 +64,16 @@ class LanguageModel:
         return text
 
 
+def _covered(checkpoint: Checkpoint, source: str) -> str:
+    """The backend that is for a checkpoint."""
+    try:
+        _ = checkpoint.config
+        return "torch"
+    except Unsupported as error:
+        logger.warning("%s runs on the transformers backend: %s", source, error)
+        return "transformers"
+
+
 def load(
     source: str | os.PathLike[str],
     *,
@@ -72,7 +87,8 @@ def load(
     Args:
         source: an alias (``specbeam models list``), a folder as transformers saves models, a .gguf file, or a hub id.
         backend: "torch", specbeam's own transformer; "transformers", any architecture that transformers can load; or
-            "auto", which is "torch".
+            "auto": "torch" where it has the architecture, else "transformers", which is said in a warning of the
+            logger ``specbeam``.
         device: "auto" (a CUDA device if there is one, else the CPU), or a PyTorch device such as "cpu" or "cuda:1".
         dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, else the checkpoint's own half precision
             (bfloat16 if it has none).
@@ -84,6 +100,8 @@ def load(
     if backend not in ("auto", *BACKENDS):
         raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
     checkpoint = open_checkpoint(locate(source, revision))
+    if backend == "auto":
+        backend = _covered(checkpoint, os.fspath(source))
     loaded: Backend
     if backend == "transformers":
         from specbeam.backends.transformers import TransformersBackend, load_model

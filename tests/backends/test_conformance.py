@@ -10,10 +10,11 @@ import specbeam
 from specbeam.errors import SpecbeamError
 from specbeam.slots import Slots
 from specbeam.tree import Tree
-from tests.conftest import LLAMA3_ROPE, random_model
+from tests.conftest import LLAMA3_ROPE, LONGROPE, beams_of_transformers, random_model
 
 BACKENDS = ["torch", "transformers", "transformers, eager"]
 
+SOME_SLIDING = ["sliding_attention", "full_attention"] * 2
 FAMILIES = {
     "llama": ("llama", {}),
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -29,32 +30,46 @@ FAMILIES = {
     "qwen2, tied": ("qwen2", {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
     "qwen3": ("qwen3", {}),
     "qwen3, biases": ("qwen3", {"attention_bias": True}),
-}
-ONLY_TRANSFORMERS = {
-    "gpt2, learned positions": ("gpt2", {}),
-    "gpt_neox": ("gpt_neox", {}),
+    "qwen2, some layers sliding": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "mistral, sliding window": ("mistral", {"sliding_window": 5}),
-    "gemma3, some layers sliding": (
+    "gpt2": ("gpt2", {}),
+    "gpt2, own width": ("gpt2", {"n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox, one after the other": ("gpt_neox", {"use_parallel_residual": False, "attention_bias": False}),
+    "stablelm": ("stablelm", {}),
+    "stablelm, parallel": ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "phi3": ("phi3", {"sliding_window": 5}),
+    "phi3, longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5}),
+    "gemma2": ("gemma2", {"sliding_window": 5, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
+    "gemma3": ("gemma3", {"sliding_window": 5, "layer_types": SOME_SLIDING, "num_hidden_layers": 4}),
+    "gemma3, linear rope": (
         "gemma3",
-        {"head_dim": 8, "sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"] * 2}
-        | {"num_hidden_layers": 4},
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+            "query_pre_attn_scalar": 24,
+            "sliding_window": 5,
+            "layer_types": SOME_SLIDING,
+            "num_hidden_layers": 4,
+        },
     ),
 }
+SOME = ["llama", "mistral, sliding window", "gpt2", "gpt_neox", "stablelm, parallel", "smollm3", "gemma2", "gemma3"]
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def pair(request, tiny):
-    """By family: a model of transformers, and the same on one of the backends. Skips what the backend is not for."""
+    """By family: a model of transformers, and the same on one of the backends."""
     made = {}
 
     def pair(family):
+        architecture, changes = FAMILIES[family]
         if request.param == "torch":
-            if family in ONLY_TRANSFORMERS:
-                pytest.skip("not one of our architectures")
-            architecture, changes = FAMILIES[family]
             return tiny(architecture, **changes)
         if family not in made:
-            architecture, changes = (FAMILIES | ONLY_TRANSFORMERS)[family]
             attention = "eager" if request.param.endswith("eager") else "sdpa"
             model = random_model(architecture, attention=attention, **changes)
             made[family] = model, specbeam.hf.wrap(model)
@@ -75,7 +90,7 @@ def alone(lm, tokens):
     return evaluate(lm, tree, Slots(tree, lm.backend, 256), [tree.tip])[0]
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, *ONLY_TRANSFORMERS])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers(pair, family):
     theirs, lm = pair(family)
     tokens = torch.randint(0, 256, (120,), generator=torch.Generator().manual_seed(1))
@@ -85,6 +100,24 @@ def test_logits_are_those_of_transformers(pair, family):
     got = evaluate(lm, tree, Slots(tree, lm.backend, 256), np.arange(len(tokens)))
     assert expected.std() > 0.5  # else closeness says nothing
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_those_of_transformers(tiny, family):
+    """Greedy and beams, across the edges of the sliding windows; drafts change nothing."""
+    architecture, changes = FAMILIES[family]
+    theirs, lm = tiny(architecture, **changes)
+    assert lm.backend.name == "torch"
+    prompt = [5, 6, 7, 5, 6, 7, 5]
+    out = theirs.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24)
+    expected = out[0, len(prompt) :].tolist()
+    beams, scores = beams_of_transformers(theirs, prompt, num_beams=4, num_return_sequences=4, max_new_tokens=24)
+    for draft in (None, "ngram"):
+        assert specbeam.generate(lm, prompt, max_new_tokens=24, draft=draft).token_ids == expected
+        options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 24, "draft": draft}
+        for got, tokens, score in zip(specbeam.generate(lm, prompt, **options).sequences, beams, scores, strict=True):
+            assert got.token_ids == tokens[: len(got.token_ids)]
+            assert got.score == pytest.approx(score, abs=1e-4)
 
 
 @pytest.mark.parametrize("backend", ["torch", "transformers"])
@@ -102,7 +135,7 @@ def test_half_precision_is_near_float32(save, backend, dtype):
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-@pytest.mark.parametrize("family", ["llama", "qwen3", *ONLY_TRANSFORMERS])
+@pytest.mark.parametrize("family", ["qwen3", *SOME])
 def test_a_tree_at_once_is_each_branch_alone(pair, family, data):
     """Also when nodes were dropped, their slots reused, and the prompt came in pieces."""
     _, lm = pair(family)
@@ -128,7 +161,7 @@ def test_a_tree_at_once_is_each_branch_alone(pair, family, data):
         assert slots.used <= tree.live
 
 
-@pytest.mark.parametrize("family", ["llama", *ONLY_TRANSFORMERS])
+@pytest.mark.parametrize("family", SOME)
 def test_trees_share_a_pass_without_seeing_each_other(pair, family):
     _, lm = pair(family)
     texts = [[1, 2, 3], [4] * 30, [9]]
@@ -142,7 +175,7 @@ def test_trees_share_a_pass_without_seeing_each_other(pair, family):
         torch.testing.assert_close(row, alone(lm, text), atol=2e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["llama", *ONLY_TRANSFORMERS])
+@pytest.mark.parametrize("family", SOME)
 def test_a_pass_can_be_repeated(pair, family):
     _, lm = pair(family)
     tree = Tree([5, 6, 7, 8])

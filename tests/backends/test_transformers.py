@@ -7,6 +7,8 @@ from transformers import (
     BartConfig,
     BloomConfig,
     FalconConfig,
+    GPTJConfig,
+    GPTJForCausalLM,
     GPTNeoConfig,
     Llama4TextConfig,
     MambaConfig,
@@ -16,7 +18,7 @@ from transformers import (
 import specbeam
 from specbeam import SpecbeamError, hf
 from tests.checkpoints.test_gguf import write_gguf
-from tests.conftest import random_model
+from tests.conftest import EOS, beams_of_transformers, random_model
 
 OPTIONS = {"max_new_tokens": 20, "num_beams": 3}
 
@@ -38,6 +40,22 @@ def test_a_gguf_file_is_loaded_through_transformers(tmp_path):
     write_gguf(path, model)
     ours, theirs = (specbeam.load(path, backend=backend, device="cpu") for backend in ("torch", "transformers"))
     assert specbeam.generate(theirs, [1, 2, 3], **OPTIONS).text == specbeam.generate(ours, [1, 2, 3], **OPTIONS).text
+
+
+def test_what_we_do_not_have_runs_on_transformers_and_says_so(save, caplog):
+    model = GPTJForCausalLM(
+        GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, vocab_size=259, eos_token_id=EOS)
+    ).eval()
+    folder = save(model)
+    lm = specbeam.load(folder, device="cpu")
+    assert lm.backend.name == "transformers"
+    (said,) = (record.message for record in caplog.records if record.name == "specbeam")
+    assert str(folder) in said
+    assert "'gptj' is not supported" in said
+    expected, _ = beams_of_transformers(model, [1, 2, 3], **OPTIONS)
+    assert specbeam.generate(lm, [1, 2, 3], **OPTIONS).token_ids == expected[0]
+    with pytest.raises(SpecbeamError, match="'gptj' is not supported"):
+        specbeam.load(folder, backend="torch", device="cpu")
 
 
 def test_what_transformers_cannot_load_is_one_line(save):

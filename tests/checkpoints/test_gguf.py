@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from gguf import GGUFWriter, quants
-from gguf.constants import GGML_QUANT_SIZES
+from gguf import GGUFWriter, RopeScalingType, get_tensor_name_map, quants
+from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaTokenizer
@@ -14,9 +14,8 @@ from transformers.tokenization_utils_base import generate_merges
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
-from specbeam.checkpoints.architectures import GGUF, HUGGING_FACE, TENSORS
 from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
-from tests.conftest import BOS, CHAT_TEMPLATE, EOS, LLAMA3_ROPE, byte_tokenizer, random_model
+from tests.conftest import BOS, CHAT_TEMPLATE, EOS, LLAMA3_ROPE, LONGROPE, byte_tokenizer, random_model
 
 CONTROL, NORMAL = 3, 1
 AB = byte_tokenizer().convert_tokens_to_ids("ÿ")
@@ -27,30 +26,52 @@ def interleave(weight, heads):
     return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 
-def gguf_name(name):
-    """The GGUF name of a tensor of transformers."""
-    parts = name.split(".")
-    layer = parts[2] if parts[1] == "layers" else ""
-    pattern = name.replace(f"layers.{layer}.", "layers.{}.") if layer else name
-    for columns in TENSORS.values():
-        if pattern in columns[HUGGING_FACE]:
-            return columns[GGUF][columns[HUGGING_FACE].index(pattern)].format(layer)
-    raise KeyError(name)
+NAMED = {"gemma3_text": "gemma3", "gpt_neox": "gptneox", "mistral": "llama"}
 
 
 def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
-    """What llama.cpp's converter makes of a tiny Llama or Qwen model of transformers."""
+    """What llama.cpp's converter makes of a tiny model of transformers."""
     config, architecture = model.config, model.config.model_type
-    writer = GGUFWriter(path, architecture)
+    named = NAMED.get(architecture, architecture)
+    rope = getattr(config, "rope_parameters", None) or {}
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    kv_heads = heads if architecture.startswith("gpt") else config.num_key_value_heads
+    writer = GGUFWriter(path, named)
     writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
+    writer.add_embedding_length(hidden)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(model.model.layers[0].self_attn.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_feed_forward_length(4 * hidden if named == "gpt2" else config.intermediate_size)
+    writer.add_head_count(heads)
+    if kv_heads != heads:
+        writer.add_head_count_kv(kv_heads)
+    if named not in ("gpt2", "gptneox", "stablelm", "phi3"):
+        writer.add_key_length(head_dim)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(getattr(config, "layer_norm_eps", None) or config.layer_norm_epsilon)
+    if base := rope.get("full_attention", rope):
+        if named not in ("gptneox", "stablelm"):
+            writer.add_rope_freq_base(base["rope_theta"])
+        if base.get("partial_rotary_factor", 1.0) != 1.0:
+            writer.add_rope_dimension_count(int(base["partial_rotary_factor"] * head_dim))
+        if base["rope_type"] == "linear":
+            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(base["factor"])
+        if base["rope_type"] == "longrope":
+            trained = base["original_max_position_embeddings"]
+            writer.add_rope_scaling_orig_ctx_len(trained)
+            for length in ("short", "long"):
+                factors = np.array(base[f"{length}_factor"], dtype=np.float32)
+                writer.add_tensor(f"rope_factors_{length}.weight", factors)
+    if hasattr(config, "use_parallel_residual"):
+        writer.add_parallel_residual(config.use_parallel_residual)
+    if named in ("gemma2", "gemma3", "phi3") and config.sliding_window:
+        writer.add_sliding_window(config.sliding_window)
+    if named == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     if tokenizer:
         tokens = byte_tokenizer().convert_ids_to_tokens(list(range(259)))
         tokens[AB] = "ab"  # in place of a byte that no UTF-8 text has
@@ -65,19 +86,26 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         writer.add_chat_template(CHAT_TEMPLATE)
     for key, value in metadata.items():
         writer.add_string(f"general.{key}", value)
+    names = get_tensor_name_map({v: k for k, v in MODEL_ARCH_NAMES.items()}[named], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
+        if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
             continue
         array = tensor.numpy()
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
-            array = interleave(array, config.num_attention_heads if "q_proj" in name else config.num_key_value_heads)
+        if named in ("llama", "smollm3") and ("q_proj" in name or "k_proj" in name):
+            array = interleave(array, heads if "q_proj" in name else kv_heads)
+        if ".c_" in name and array.ndim == 2:
+            array = np.ascontiguousarray(array.T)
+        if "query_key_value" in name:
+            array = array.reshape(heads, 3, head_dim, -1).swapaxes(0, 1).reshape(array.shape)
+        if named.startswith("gemma") and name.endswith("norm.weight"):
+            array = array + 1
+        there = names.get_name(name, try_suffixes=(".weight", ".bias"))
         if array.ndim == 1 or kind == Type.F32:
-            writer.add_tensor(gguf_name(name), array)
+            writer.add_tensor(there, array)
         else:
-            writer.add_tensor(gguf_name(name), quants.quantize(array, kind), raw_dtype=kind)
-    scaling = config.rope_parameters
-    if scaling["rope_type"] == "llama3":
-        plain = 1 / scaling["rope_theta"] ** (np.arange(0, 8, 2) / 8)
+            writer.add_tensor(there, quants.quantize(array, kind), raw_dtype=kind)
+    if rope.get("rope_type") == "llama3":
+        plain = 1 / rope["rope_theta"] ** (np.arange(0, 8, 2) / 8)
         writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq.numpy()).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -95,6 +123,20 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         ("llama", {"rope_parameters": LLAMA3_ROPE}),
         ("qwen2", {}),
         ("qwen3", {"tie_word_embeddings": True}),
+        ("mistral", {"sliding_window": None}),
+        ("gpt2", {}),
+        ("gpt_neox", {}),
+        ("gpt_neox", {"use_parallel_residual": False}),
+        ("stablelm", {}),
+        ("stablelm", {"use_parallel_residual": True, "use_qkv_bias": True}),
+        ("phi3", {"sliding_window": 5}),
+        ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
+        ("smollm3", {"num_hidden_layers": 5}),
+        ("gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 8, "tie_word_embeddings": True}),
+        (
+            "gemma3",
+            {"sliding_window": 5, "num_hidden_layers": 7, "query_pre_attn_scalar": 8, "tie_word_embeddings": True},
+        ),
     ],
 )
 def test_a_file_is_the_model_it_came_from(tmp_path, architecture, changes):
@@ -225,7 +267,7 @@ def patched(whole, tmp_path, key, value):
         (b"llama.block_count", b"\xff\xff\xff\x0f", "268435455 layers"),
         (b"llama.rope.freq_base", bytes(4), "must be over 0"),
         (b"llama.attention.layer_norm_rms_epsilon", b"\x00\x00\xc0\x7f", "must be over 0"),
-        (b"llama.attention.key_length", b"\x03\x00\x00\x00", "the third even"),
+        (b"llama.attention.key_length", b"\x03\x00\x00\x00", "must be even"),
         (b"llama.feed_forward_length", b"\x01\x00\x00\x00", "asks for"),
     ],
 )
@@ -312,6 +354,6 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(SpecbeamError, match="'mamba' is not supported: supported are llama, qwen2, qwen3"):
-        specbeam.load(tmp_path / "m.gguf")
+    with pytest.raises(SpecbeamError, match="'mamba' is not supported: supported are llama, mistral, qwen2"):
+        specbeam.load(tmp_path / "m.gguf", backend="torch")
     assert open_checkpoint(tmp_path / "m.gguf").facts.architecture == "mamba"

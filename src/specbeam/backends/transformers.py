@@ -89,8 +89,6 @@ class TransformersBackend:
     def forward(self, segments: list[Segment]) -> Tensor:
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
-        for s in segments:
-            s.cache.positions[s.slots] = s.positions  # type: ignore[attr-defined]  # as new_cache made it
         inputs: dict[str, Any] = {
             "input_ids": self._row([s.tokens for s in segments]),
             "position_ids": self._row([s.positions for s in segments]),
@@ -119,7 +117,7 @@ class TransformersBackend:
             block = slice(row, row + len(s.tokens)), slice(column, column + s.length)
             full[block] = True if s.visible is None else s.visible
             if self._window is not None:
-                where = s.cache.positions[: s.length]  # type: ignore[attr-defined]
+                where = s.cache.note_positions(s)  # type: ignore[attr-defined]  # as new_cache made it
                 near[block] = full[block] & (s.positions[:, None] - where < self._window)
             row, column = block[0].stop, block[1].stop
         if self._mixed:
@@ -151,24 +149,15 @@ class TransformersBackend:
 
 
 class SlotCache(TreeCache):
-    """A tree's cache that takes each layer as it comes: layers may differ in shape, and lie on several devices.
-
-    Attributes:
-        positions: where in the text the node of each slot is, int64 [capacity].
-    """
+    """A tree's cache that takes each layer as it comes: layers may differ in shape, and lie on several devices."""
 
     def __init__(self, most: int) -> None:
         super().__init__(0, 0, 0, most, torch.float32, torch.device("cpu"))
-        self.positions = np.zeros(0, dtype=np.int64)
 
     @property
     def elements(self) -> int:
         """The numbers a slot holds."""
         return sum(t.shape[0] * t.shape[2] for t in (*self._keys, *self._values))
-
-    def reserve(self, slots: int) -> None:
-        super().reserve(slots)
-        self.positions.resize(self.capacity, refcheck=False)
 
     def store(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
         while len(self._keys) <= layer:

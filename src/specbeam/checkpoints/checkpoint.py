@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from specbeam.checkpoints.architectures import Config, sources
+from specbeam.checkpoints.architectures import sources
+from specbeam.checkpoints.config import Config
 from specbeam.errors import SpecbeamError
 
 
@@ -34,12 +35,10 @@ class Checkpoint(ABC):
 
     Attributes:
         path: a folder or a file.
-        file_format: the column of architectures.TENSORS that has its tensors' names.
         ignored: tensors that may be there and are not read.
     """
 
     path: Path
-    file_format: int
     ignored: tuple[str, ...] = ()
 
     @property
@@ -64,17 +63,22 @@ class Checkpoint(ABC):
 
     @property
     @abstractmethod
+    def column(self) -> int:
+        """The column of architectures.TENSORS that has its tensors' names."""
+
+    @property
+    @abstractmethod
     def dtype(self) -> str:
         """The dtype of most of the weights, such as "bfloat16" or "Q4_K"."""
 
     @property
     @abstractmethod
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor."""
+        """The shape of each tensor, as it lies in the file."""
 
     @abstractmethod
     def read(self, source: str, start: int, stop: int) -> Tensor:
-        """Rows start to stop of a tensor, dequantized. May be called from several threads."""
+        """Rows start to stop of a tensor as we have it: dequantized, and in our order. Several threads may call it."""
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]:
@@ -83,22 +87,15 @@ class Checkpoint(ABC):
 
     def piece_rows(self, source: str, elements: int) -> int:
         """How many rows of a tensor to read at once for about so many elements."""
-        return max(1, elements // max(1, prod(self.shapes[source][1:])))
+        return max(1, elements // max(1, prod(self.shape(source)[1:])))
 
     def shape(self, source: str) -> tuple[int, ...]:
+        """The shape of a tensor, as it is read."""
         return self.shapes[source]
 
     def sources(self, name: str) -> list[str]:
         """The tensors that make up one of our parameters, stacked along their rows."""
-        return sources(name, self.file_format)
-
-    def check_layers(self) -> None:
-        """Raises SpecbeamError if there cannot be as many layers as the configuration says, before any is made."""
-        if self.config.num_layers > len(self.shapes):
-            raise SpecbeamError(
-                f"{self.path}: the configuration says {self.config.num_layers} layers, but there are only "
-                f"{len(self.shapes)} tensors"
-            )
+        return sources(name, self.column, self.config.architecture)
 
     def check_tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
         """Raises SpecbeamError unless the checkpoint has exactly the tensors these parameters are made of."""
@@ -110,7 +107,7 @@ class Checkpoint(ABC):
                     near = difflib.get_close_matches(source, self.shapes, n=1)
                     hint = f" (the nearest it has is {near[0]})" if near else ""
                     raise SpecbeamError(f"{self.path} has no tensor {source}{hint}")
-                shape = self.shapes[source]
+                shape = self.shape(source)
                 if shape[1:] != expected[1:] or not shape:
                     raise SpecbeamError(
                         f"{self.path}: tensor {source} has shape {list(shape)}, but the configuration asks for "

@@ -14,9 +14,10 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specbeam.checkpoints.architectures import HUGGING_FACE, Config, config_from_hugging_face
+from specbeam.checkpoints.architectures import ARCHITECTURES, GPT2, GPT_NEOX, LLAMA, config_from_hugging_face
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
-from specbeam.errors import SpecbeamError
+from specbeam.checkpoints.config import Config
+from specbeam.errors import SpecbeamError, Unsupported
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
@@ -27,8 +28,6 @@ class FolderCheckpoint(Checkpoint):
     Raises:
         SpecbeamError: a file is missing, truncated or not what its name says.
     """
-
-    file_format = HUGGING_FACE
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,9 +57,10 @@ class FolderCheckpoint(Checkpoint):
             raise SpecbeamError(f"{path}: the index names tensor {lost[0]}, but its file does not have it")
         if not self._shapes:
             raise SpecbeamError(f"{path} holds no tensors")
-        # Old checkpoints store the rotary frequencies, and tied ones sometimes the head once more.
-        tied = ("lm_head.weight",) if self._config.get("tie_word_embeddings") else ()
-        self.ignored = ("rotary_emb.inv_freq", *tied)
+        # Old checkpoints store the rotary frequencies and the causal mask, and tied ones sometimes the head once more.
+        tied = ("lm_head.weight", "embed_out.weight") if self._config.get("tie_word_embeddings", True) else ()
+        masks = (f".{x}.{mask}" for x in ("attn", "attention") for mask in ("bias", "masked_bias"))
+        self.ignored = ("rotary_emb.inv_freq", *masks, *tied)
 
     def _json(self, name: str, required: bool = False) -> dict[str, Any]:
         file = self.path / name
@@ -103,7 +103,7 @@ class FolderCheckpoint(Checkpoint):
     @cached_property
     def config(self) -> Config:
         if quantized := self._quantized():
-            raise SpecbeamError(f"{self.path} is quantized with {quantized}: load an unquantized folder or a GGUF file")
+            raise Unsupported(f"{self.path} is quantized with {quantized}: load an unquantized folder or a GGUF file")
         return config_from_hugging_face(self._config, self._shapes)
 
     @cached_property
@@ -144,11 +144,46 @@ class FolderCheckpoint(Checkpoint):
         return DTYPES.get(most, most)
 
     @property
+    def column(self) -> int:
+        return ARCHITECTURES[self.config.architecture].get("names", LLAMA)
+
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
+    def sources(self, name: str) -> list[str]:
+        # Saved without its head, as the first GPT-2 was, a model's names lack what they begin with.
+        found = super().sources(name)
+        bare = [source.partition(".")[2] for source in found]
+        return bare if found[0] not in self.shapes and bare[0] in self.shapes else found
+
+    def shape(self, source: str) -> tuple[int, ...]:
+        shape = self.shapes[source]
+        return shape[::-1] if self._transposed(source) else shape
+
+    def piece_rows(self, source: str, elements: int) -> int:
+        return self.config.head_dim if self._by_head(source) else super().piece_rows(source, elements)
+
     def read(self, source: str, start: int, stop: int) -> Tensor:
+        if self._by_head(source):  # (heads, 3, head_dim) in the file, (3, heads, head_dim) here
+            config = self.config
+            part, head = divmod(start // config.head_dim, config.num_heads)
+            start, stop = (first := (3 * head + part) * config.head_dim), first + stop - start
         # Opened anew each time: the pages a mapping has touched count as ours for as long as it is open.
         with safe_open(self._files[source], "pt") as tensors:
-            piece: Tensor = tensors.get_slice(source)[start:stop]
-        return piece
+            whole = tensors.get_slice(source)
+            piece: Tensor = whole[:, start:stop].t() if self._transposed(source) else whole[start:stop]
+        # Gemma's norms scale by 1 more than their weights.
+        return piece.float() + 1 if source.endswith("norm.weight") and self._is_gemma else piece
+
+    @property
+    def _is_gemma(self) -> bool:
+        return self.config.architecture.startswith("gemma")
+
+    def _transposed(self, source: str) -> bool:
+        """GPT-2's matrices are [in, out], but for the embeddings."""
+        return self.column == GPT2 and ".c_" in source and source.endswith(".weight")
+
+    def _by_head(self, source: str) -> bool:
+        """GPT-NeoX keeps query, key and value of a head together."""
+        return self.column == GPT_NEOX and ".query_key_value." in source

@@ -6,7 +6,6 @@ import mmap
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -18,8 +17,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize
 from torch import Tensor
 
-from specbeam.checkpoints.architectures import GGUF, GGUF_PERMUTES_ROPE, Config, config_from_gguf
+from specbeam.checkpoints.architectures import GGUF, GGUF_INTERLEAVES_ROPE, config_from_gguf
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
+from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
 from specbeam.errors import SpecbeamError
 
@@ -43,8 +43,8 @@ class GGUFCheckpoint(Checkpoint):
         SpecbeamError: the file is truncated, damaged, or not a GGUF file.
     """
 
-    file_format = GGUF
-    ignored = ("rope_freqs.weight",)
+    column = GGUF
+    ignored = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,15 +95,12 @@ class GGUFCheckpoint(Checkpoint):
 
     @cached_property
     def config(self) -> Config:
-        config = config_from_gguf(self.metadata, self.shapes)
-        if "rope_freqs.weight" in self._tensors:  # Llama 3's rotary scaling, worked out already
-            divisors = self._read("rope_freqs.weight", 0, self.shapes["rope_freqs.weight"][0]).flatten().tolist()
-            if len(divisors) != config.head_dim // 2:
-                raise SpecbeamError(
-                    f"{self.path}: tensor rope_freqs.weight has {len(divisors)} values, not {config.head_dim // 2}"
-                )
-            config = replace(config, rope_divisors=tuple(divisors))
-        return config
+        divisors = {
+            name: tuple(self._read(name, 0, self.shapes[name][0]).flatten().tolist())
+            for name in self.ignored
+            if name in self._tensors
+        }
+        return config_from_gguf(self.metadata, self.shapes, divisors)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -152,7 +149,7 @@ class GGUFCheckpoint(Checkpoint):
         return rows
 
     def _interleaved(self, source: str) -> bool:
-        return self.config.architecture in GGUF_PERMUTES_ROPE and (".attn_q." in source or ".attn_k." in source)
+        return self.config.architecture in GGUF_INTERLEAVES_ROPE and (".attn_q." in source or ".attn_k." in source)
 
     def _read(self, source: str, start: int, stop: int) -> Tensor:
         tensor = self._tensors[source]

@@ -58,7 +58,7 @@ ALIASES = {
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         size=253_113_024,
         license="gemma",
-        description="Gemma 3 270M (base), Q4_K_M; its architecture cannot be run yet",
+        description="Gemma 3 270M (base), Q4_K_M",
     ),
 }
 

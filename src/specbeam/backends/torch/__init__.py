@@ -32,12 +32,12 @@ class TorchBackend:
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.device, checkpoint.dtype)
         config = checkpoint.config
-        checkpoint.check_layers()
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
         with torch.device("meta"):
             self.model = Transformer(config)
         load_weights(self.model, checkpoint, self.device, self.dtype)
+        self._windows = {layer.window for layer in config.layers}
         self._cache_shape = (config.num_layers, config.num_kv_heads, config.head_dim)
         self.slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
 
@@ -56,12 +56,24 @@ class TorchBackend:
                 rows=slice(start, start + len(s.tokens)),
                 slots=self._index(s.slots),
                 length=s.length,
-                visible=None if s.visible is None else torch.from_numpy(s.visible).to(self.device),
+                visible=self._visible(s),
             )
             for start, s in zip(starts.tolist(), segments, strict=False)
         ]
         to_device = [torch.from_numpy(array).to(self.device) for array in (tokens, positions, wanted)]
         return self.model(to_device[0], to_device[1], parts, to_device[2]).float()
+
+    def _visible(self, segment: Segment) -> dict[int | None, Tensor | None]:
+        """What the nodes see in layers of each window."""
+        masks = dict.fromkeys(self._windows, segment.visible)
+        if any(self._windows):
+            positions = segment.cache.note_positions(segment)  # type: ignore[attr-defined]
+            distance = segment.positions[:, None] - positions
+            for window in filter(None, self._windows):
+                if (distance >= window).any():
+                    near = distance < window
+                    masks[window] = near if segment.visible is None else near & segment.visible
+        return {w: None if mask is None else torch.from_numpy(mask).to(self.device) for w, mask in masks.items()}
 
     def _index(self, slots: np.ndarray) -> slice | Tensor:
         first = int(slots[0])

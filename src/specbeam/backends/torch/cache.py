@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+
+from specbeam.backends.contract import Segment
 
 
 class TreeCache:
@@ -13,6 +17,7 @@ class TreeCache:
         self, layers: int, kv_heads: int, head_dim: int, most: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.capacity = 0
+        self._positions = np.zeros(0, dtype=np.int64)  # in the text, of the node of each slot
         self._most = most
         self._keys = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
         self._values = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
@@ -29,7 +34,13 @@ class TreeCache:
                     new = old.new_empty(kv_heads, capacity, head_dim)
                     new[:, :held] = old
                     tensors[layer] = new
+        self._positions.resize(capacity, refcheck=False)
         self.capacity = capacity
+
+    def note_positions(self, segment: Segment) -> NDArray[np.int64]:
+        """Note where in the text a segment's nodes are; return it for all slots below its length, int64 [length]."""
+        self._positions[segment.slots] = segment.positions
+        return self._positions[: segment.length]
 
     def store(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Store keys and values [n, kv_heads, head_dim]; return those of the slots below length, slot by slot."""

@@ -6,14 +6,19 @@ for the whole batch. Only attention looks at one tree at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specbeam.backends.torch.cache import TreeCache
-from specbeam.checkpoints.architectures import Config
+from specbeam.checkpoints.config import Config, Rope
 
 FEW_ROWS = 64
+Rotations = dict[Rope, tuple[Tensor, Tensor]]
+"""Cosines and sines of a batch's positions, by the embedding they are for."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -34,13 +39,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al. 2021) of x [n, heads, head_dim], halves paired as in GPT-NeoX.
 
-    cos and sin are [n, 1, head_dim]; the first half of sin carries the minus sign of the rotation.
+    cos and sin are [n, 1, dim], for the first dim features of a head; the first half of sin carries the minus sign of
+    the rotation.
     """
+    dim = cos.shape[-1]
+    if dim < x.shape[-1]:
+        return torch.cat([rotate(x[..., :dim], cos, sin), x[..., dim:]], dim=-1)
     left, right = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat([right, left], dim=-1), sin)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
+def cap(x: Tensor, softcap: float | None) -> Tensor:
+    """x kept between -softcap and softcap, smoothly (Gemma 2; Bello et al. 2017)."""
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float | None) -> Tensor:
     """Attention of the nodes of one tree to its slots.
 
     The query heads that share a key head (grouped-query attention) become further queries of it, so that keys and
@@ -50,6 +64,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
         q: [n, heads, head_dim].
         k, v: [kv_heads, slots, head_dim].
         visible: bool [n, slots], true where a node attends; None if everywhere.
+        scale: what products of queries and keys are multiplied by.
 
     Returns: [n, heads * head_dim].
     """
@@ -58,7 +73,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None) -> Tensor:
     group = heads // kv_heads
     q = q.view(n, kv_heads, group, head_dim).permute(1, 2, 0, 3).reshape(1, kv_heads, group * n, head_dim)
     mask = None if visible is None else visible.repeat(group, 1)
-    out = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask)
+    if softcap is None:
+        out = F.scaled_dot_product_attention(q, k[None], v[None], attn_mask=mask, scale=scale)
+    else:
+        scores = cap(q @ k[None].transpose(-1, -2) * scale, softcap)
+        if mask is not None:
+            scores = scores.masked_fill(~mask, float("-inf"))
+        out = scores.float().softmax(-1).to(v.dtype) @ v[None]
     return out.view(kv_heads, group, n, head_dim).permute(2, 0, 1, 3).reshape(n, heads * head_dim)
 
 
@@ -68,10 +89,16 @@ class TreeSegment:
     Attributes:
         rows: where the segment's nodes lie in the batch.
         slots: where their keys and values go: a slice where they lie in a row, else an index.
+        visible: what they see in layers of each window, bool [n, length]; None where they see all.
     """
 
     def __init__(
-        self, cache: TreeCache, rows: slice, slots: slice | Tensor, length: int, visible: Tensor | None
+        self,
+        cache: TreeCache,
+        rows: slice,
+        slots: slice | Tensor,
+        length: int,
+        visible: dict[int | None, Tensor | None],
     ) -> None:
         self.cache = cache
         self.rows = rows
@@ -83,50 +110,83 @@ class TreeSegment:
 class Attention(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.rope, self.window = layer, config.layers[layer].rope, config.layers[layer].window
+        self.scale, self.softcap = config.attention_scale, config.attention_softcap
         self.heads, self.kv_heads, self.head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         rows = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = Weights(rows, config.hidden_size, bias=config.qkv_bias)
         self.output = Weights(config.hidden_size, self.heads * self.head_dim, bias=config.output_bias)
-        self.q_norm = Norm(self.head_dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = Norm(self.head_dim, config.norm_eps) if config.qk_norm else None
+        self.q_norm = Norm(self.head_dim, config) if config.qk_norm else None
+        self.k_norm = Norm(self.head_dim, config) if config.qk_norm else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: list[TreeSegment]) -> Tensor:
+    def forward(self, x: Tensor, rotations: Rotations, segments: list[TreeSegment]) -> Tensor:
         qkv = self.qkv(x).view(len(x), -1, self.head_dim)
         qk, v = qkv[:, : -self.kv_heads], qkv[:, -self.kv_heads :]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat([self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])], dim=1)
-        qk = rotate(qk, cos, sin)
+        if self.rope is not None:
+            qk = rotate(qk, *rotations[self.rope])
         q, k = qk[:, : self.heads], qk[:, self.heads :]
         outs = []
         for s in segments:
             keys, values = s.cache.store(self.layer, s.slots, k[s.rows], v[s.rows], s.length)
-            outs.append(attend(q[s.rows], keys, values, s.visible))
+            outs.append(attend(q[s.rows], keys, values, s.visible[self.window], self.scale, self.softcap))
         return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+}
 
 
 class MLP(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
+        self.up = Weights(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.down = Weights(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.up(x)))
+
+
+class GatedMLP(nn.Module):
+    """One product gates another (Shazeer 2020)."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.activation = ACTIVATIONS[config.activation]
         self.gate_up = Weights(2 * config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
         self.down = Weights(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.activation(gate) * up)
 
 
 class Block(nn.Module):
     def __init__(self, config: Config, layer: int) -> None:
         super().__init__()
-        self.attention_norm = Norm(config.hidden_size, config.norm_eps)
+        self.parallel = config.parallel
+        self.attention_norm = Norm(config.hidden_size, config)
         self.attention = Attention(config, layer)
-        self.mlp_norm = Norm(config.hidden_size, config.norm_eps)
-        self.mlp = MLP(config)
+        self.post_attention_norm = Norm(config.hidden_size, config) if config.post_norms else None
+        self.mlp_norm = Norm(config.hidden_size, config) if config.mlp_norm else None
+        self.mlp = GatedMLP(config) if config.gated_mlp else MLP(config)
+        self.post_mlp_norm = Norm(config.hidden_size, config) if config.post_norms else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segments: list[TreeSegment]) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin, segments)
-        return x + self.mlp(self.mlp_norm(x))
+    def forward(self, x: Tensor, rotations: Rotations, segments: list[TreeSegment]) -> Tensor:
+        normed = self.attention_norm(x)
+        attended = self.attention(normed, rotations, segments)
+        if self.post_attention_norm is not None:
+            attended = self.post_attention_norm(attended)
+        y = x + attended
+        if self.mlp_norm is not None:
+            normed = self.mlp_norm(x if self.parallel else y)
+        out = self.mlp(normed)
+        return y + (out if self.post_mlp_norm is None else self.post_mlp_norm(out))
 
 
 class Transformer(nn.Module):
@@ -136,26 +196,34 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Weights(config.vocab_size, config.hidden_size)
+        self.positions = Weights(config.context_length, config.hidden_size) if config.learned_positions else None
         self.blocks = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
-        self.norm = Norm(config.hidden_size, config.norm_eps)
+        self.norm = Norm(config.hidden_size, config)
         self.head = self.embedding if config.tied_head else Weights(config.vocab_size, config.hidden_size)
         # In float32 whatever the weights are: positions beyond a few hundred are not exact in half precision.
-        self.frequencies = torch.tensor(config.rope_frequencies(), dtype=torch.float32, device="cpu")
+        ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+        self.frequencies = {r: torch.tensor(r.frequencies(), dtype=torch.float32, device="cpu") for r in ropes}
 
     def forward(self, tokens: Tensor, positions: Tensor, segments: list[TreeSegment], wanted: Tensor) -> Tensor:
         """Logits [w, vocab] at the wanted nodes, int64 [w], of a batch with tokens and positions int64 [n]."""
         x = F.embedding(tokens, self.embedding.weight)
-        if self.frequencies.device != x.device:
-            self.frequencies = self.frequencies.to(x.device)
-        angles = positions[:, None, None] * self.frequencies
-        cos, sin = angles.cos(), angles.sin()
-        cos = torch.cat([cos, cos], dim=-1).to(x.dtype)
-        sin = torch.cat([-sin, sin], dim=-1).to(x.dtype)
+        if self.positions is not None:
+            x = x + F.embedding(positions, self.positions.weight)
+        if self.config.embedding_scale != 1.0:  # rounded as the weights are, for the models were trained so
+            x = x * torch.tensor(self.config.embedding_scale, dtype=x.dtype)
+        rotations = {rope: self._rotation(rope, positions, x.dtype) for rope in self.frequencies}
         for block in self.blocks:
-            x = block(x, cos, sin, segments)
+            x = block(x, rotations, segments)
         if not len(wanted):  # a chunk inside a prompt
             return x.new_empty(0, self.config.vocab_size)
-        return self.head(self.norm(x[wanted]))
+        return cap(self.head(self.norm(x[wanted])), self.config.logits_softcap)
+
+    def _rotation(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        if self.frequencies[rope].device != positions.device:
+            self.frequencies[rope] = self.frequencies[rope].to(positions.device)
+        angles = positions[:, None, None] * self.frequencies[rope]
+        cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
+        return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)
 
 
 class Weights(nn.Module):
@@ -171,12 +239,15 @@ class Weights(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm (Zhang and Sennrich 2019) over the last dimension."""
+    """RMSNorm (Zhang and Sennrich 2019), or LayerNorm (Ba et al. 2016), over the last dimension."""
 
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, config: Config) -> None:
         super().__init__()
+        self.eps = config.norm_eps
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
-        self.eps = eps
+        self.bias = nn.Parameter(torch.empty(size), requires_grad=False) if config.norm == "layer" else None
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)

@@ -1,0 +1,144 @@
+"""What a decoder-only transformer may be: one configuration for all architectures."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from specbeam.errors import SpecbeamError
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (Su et al. 2021) of the first features of each head.
+
+    Attributes:
+        theta: the base of the frequencies.
+        dim: how many features of a head are rotated.
+        divisors: what each of the dim / 2 frequencies is divided by; None for 1.
+        scale: of the rotated features (LongRoPE's attention factor; Ding et al. 2024).
+    """
+
+    theta: float
+    dim: int
+    divisors: tuple[float, ...] | None = None
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        divisors = self.divisors or (1.0,)
+        if not all(math.isfinite(x) and x > 0 for x in (self.theta, self.scale, *divisors)):
+            raise SpecbeamError(
+                f"the model's configuration has rope_theta {self.theta}, attention factor {self.scale} and rotary "
+                f"divisors from {min(divisors)}: all must be over 0"
+            )
+        if self.dim % 2 or self.dim < 2 or (self.divisors and len(self.divisors) != self.dim // 2):
+            raise SpecbeamError(
+                f"the model's configuration rotates {self.dim} features of a head with {len(divisors)} divisors: "
+                "the first must be even, and the second half of it"
+            )
+
+    def frequencies(self) -> list[float]:
+        """The dim / 2 frequencies in radians a position."""
+        plain = rope_frequencies(self.theta, self.dim)
+        return [f / d for f, d in zip(plain, self.divisors or [1.0] * len(plain), strict=True)]
+
+
+def rope_frequencies(theta: float, dim: int) -> list[float]:
+    """Rotary frequencies without scaling (Su et al. 2021, 3.2.2)."""
+    return [theta ** (-i / dim) for i in range(0, dim, 2)]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What may differ from layer to layer.
+
+    Attributes:
+        rope: None where keys and queries are not rotated.
+        window: a node attends to the last so many positions, its own included; None for all.
+    """
+
+    rope: Rope | None = None
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """A decoder-only transformer.
+
+    Attributes:
+        head_dim: features of a head; heads * head_dim need not be hidden_size.
+        context_length: positions the model was trained for.
+        norm: "rms" (RMSNorm), or "layer" (LayerNorm with a bias).
+        activation: "silu", "gelu" or "gelu_tanh".
+        gated_mlp: the activation of one product gates another (Shazeer 2020).
+        learned_positions: each position has an embedding, which is added to the token's.
+        parallel: attention and MLP read the same input, instead of one after the other.
+        mlp_norm: the MLP has a norm of its own; without one, parallel, it shares that of the attention.
+        post_norms: what attention and MLP put out is normed too.
+        qkv_bias, output_bias, mlp_bias: which products have a bias.
+        qk_norm: RMSNorm over each query and key head before rotation.
+        embedding_scale: what embeddings are multiplied by.
+        attention_scale: what products of queries and keys are multiplied by.
+        attention_softcap, logits_softcap: values x become cap * tanh(x / cap); None for no cap.
+        tied_head: the output matrix is the embedding.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: tuple[Layer, ...]
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    context_length: int
+    norm_eps: float
+    attention_scale: float
+    norm: str = "rms"
+    activation: str = "silu"
+    gated_mlp: bool = True
+    learned_positions: bool = False
+    parallel: bool = False
+    mlp_norm: bool = True
+    post_norms: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    embedding_scale: float = 1.0
+    attention_softcap: float | None = None
+    logits_softcap: float | None = None
+    tied_head: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        for name in (*sizes, "context_length"):
+            size(name, getattr(self, name))
+        caps = (c for c in (self.attention_softcap, self.logits_softcap) if c is not None)
+        for number in (self.norm_eps, self.attention_scale, self.embedding_scale, *caps):
+            if not (math.isfinite(number) and number > 0):
+                raise SpecbeamError(
+                    f"the model's configuration has the number {number} for its norms, scales or caps: all must be "
+                    "over 0"
+                )
+        for layer in self.layers:
+            if layer.window is not None:
+                size("sliding_window", layer.window)
+        if self.num_heads % self.num_kv_heads:
+            raise SpecbeamError(
+                f"the model's configuration has {self.num_heads} heads and {self.num_kv_heads} key-value heads: the "
+                "first must be a multiple of the second"
+            )
+        if any(layer.rope and layer.rope.dim > self.head_dim for layer in self.layers):
+            raise SpecbeamError("the model's configuration rotates more features of a head than it has")
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+
+def size(name: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+        raise SpecbeamError(f"the model's configuration says {name} = {value!r}, which is no size")
+    return value
