@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, GenerationMixin, MaxLengthCriteria
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, logits_process
 
-from specbeam.backends.transformers import TransformersBackend
+from specbeam.backends.encoder_decoder import backend_of
 from specbeam.decoding.beam import NEVER
 from specbeam.engine import Engine
 from specbeam.errors import SpecbeamError
@@ -42,17 +42,18 @@ def wrap(model: Any, tokenizer: Any = None) -> LanguageModel:
     """A language model around a loaded model of transformers, which is not changed and stays the caller's.
 
     Args:
-        model: an ``AutoModelForCausalLM`` in evaluation mode, with attention of the kind "sdpa" or "eager".
+        model: an ``AutoModelForCausalLM`` or ``AutoModelForSeq2SeqLM`` in evaluation mode, with attention of the kind
+            "sdpa" or "eager".
         tokenizer: the tokenizer that goes with it. Without one prompts are token ids, and texts are empty.
 
     Raises:
-        SpecbeamError: a model that cannot be decoded, such as one with an encoder or without keys and values.
+        SpecbeamError: a model that cannot be decoded, such as one that keeps no keys and values.
     """
     defaults = {name: value for name, value in model.generation_config.to_dict().items() if value is not None}
     eos = defaults.get("eos_token_id", getattr(tokenizer, "eos_token_id", None))
     return LanguageModel(
         source=model.name_or_path or type(model).__name__,
-        backend=TransformersBackend(model),
+        backend=backend_of(model),
         tokenizer=tokenizer,
         eos_token_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
         generation_defaults=defaults,
@@ -84,6 +85,7 @@ def generate(
     Raises:
         SpecbeamError: something is asked for that specbeam does not have, or a model or a prompt it cannot decode.
     """
+    _refuse(model.config.is_encoder_decoder, "models with an encoder, which specbeam.generate does after hf.wrap")
     assistant_model = assistant_model or _given_to_generate("assistant_model")
     _refuse((streamer or _given_to_generate("streamer")) is not None, "a streamer")
     beams = generation_config.num_beams or 1

@@ -104,9 +104,10 @@ def load(
         backend = _covered(checkpoint, os.fspath(source))
     loaded: Backend
     if backend == "transformers":
-        from specbeam.backends.transformers import TransformersBackend, load_model
+        from specbeam.backends.encoder_decoder import backend_of
+        from specbeam.backends.transformers import load_model
 
-        loaded = TransformersBackend(load_model(checkpoint.path, device, dtype, checkpoint.dtype))
+        loaded = backend_of(load_model(checkpoint.path, device, dtype, checkpoint.dtype))
     else:
         _ = checkpoint.config  # refused before the slow parts if it cannot be run
 

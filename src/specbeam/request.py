@@ -8,17 +8,17 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specbeam.backends.contract import Backend, Segment
+from specbeam.backends.contract import Backend, EncodingBackend, Segment
 from specbeam.decoding import Hypothesis, Strategy
 from specbeam.decoding.beam import BeamSearch, DiverseBeamSearch, Search, beam_search, draw_without_replacement
 from specbeam.decoding.greedy import greedy
-from specbeam.decoding.processors import Processors, Warpers
+from specbeam.decoding.processors import Processors, Warpers, processors_of_checkpoint
 from specbeam.decoding.record import Record
 from specbeam.decoding.sampling import sample, seeded
 from specbeam.decoding.speculative import reject_or_accept, speculative
@@ -63,7 +63,8 @@ class Request:
         draft: Draft | None = None,
         cost: Callable[[Backend], Cost] | None = None,
     ) -> None:
-        context = lm.backend.context_length
+        context, start = lm.backend.context_length, lm.backend.start_token_ids
+        begin = prompt_ids if start is None else start  # with an encoder the text does not follow the prompt
         if len(prompt_ids) >= context:
             raise SpecbeamError(
                 f"the prompt has {len(prompt_ids)} tokens, but {lm.source} has a context of {context}, which must "
@@ -80,7 +81,7 @@ class Request:
         if foreign:
             raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {lm.backend.vocab_size}")
         self.prompt_ids = prompt_ids
-        self.max_length = min(len(prompt_ids) + options.max_new_tokens, context)
+        self.max_length = min(len(begin) + options.max_new_tokens, context)
         if options.constraint is not None and not self._eos_token_ids:
             raise SpecbeamError(
                 "a constraint needs a token that ends the text, and the model has none: give eos_token_id"
@@ -93,15 +94,18 @@ class Request:
         self._lm = lm
         self._draft = draft
         self._options = options
-        self._tree = Tree(prompt_ids)
+        self._tree = Tree(begin)
         self._record = Record(self._tree, options.trace)
-        self._process = Processors(options, self._eos_token_ids)
+        forced = processors_of_checkpoint(
+            lm.generation_defaults, self._eos_token_ids, len(begin), self.max_length, lm.backend.device
+        )
+        self._process = Processors(options, self._eos_token_ids, forced)
         self._stop = Stopping(self._eos_token_ids, self.max_length, options.stop_strings, lm.decode)
         self._draws = Warpers(options), seeded(options.seed)
         self._drafter = None if draft is None else self._make_drafter(draft, cost or (lambda backend: nominal_cost))
         self._slots: dict[bool, Slots] = {}  # of the draft model, and of the target
         self._text = TextStream(lm.decode, options.stop_strings)
-        self._streamed = len(prompt_ids)
+        self._streamed = len(begin)
         self._wanted = NO_NODES
         self._received: list[Tensor] = []
         self._cancelled = False
@@ -134,8 +138,8 @@ class Request:
 
     def _most_nodes(self, guesses: int) -> int:
         """The most nodes that may come to be in a cache at once, with so many guesses a round."""
-        new = self.max_length - len(self.prompt_ids)
-        # Beams may share nothing but the prompt; guesses may last for two rounds.
+        new = self.max_length - self._tree.prompt_length
+        # Beams may share nothing but the prompt; guesses may last for two rounds. What an encoder read is kept too.
         return len(self.prompt_ids) + new * self._options.num_beams + 2 * guesses
 
     @property
@@ -166,6 +170,10 @@ class Request:
             if isinstance(self._draft, LanguageModel) and self._drafter is not None:
                 most = self._most_nodes(self._drafter.pace.most_drafted)
                 self._slots[True] = Slots(self._drafter.tree, self._draft.backend, most)
+            for drafting, slots in self._slots.items():
+                backend = self._draft.backend if drafting else self._lm.backend  # type: ignore[union-attr]
+                if backend.start_token_ids is not None:
+                    cast(EncodingBackend, backend).encode(slots.cache, self.prompt_ids)
             self._strategy = self._make_strategy()
             self._advance(None)
 
@@ -388,6 +396,16 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
         if ours != theirs:
             raise SpecbeamError(
                 f"the draft {draft.source} is on {theirs}, but the model on {ours}: load both on the same device"
+            )
+        if (begins := lm.backend.start_token_ids) != (other := draft.backend.start_token_ids):
+            raise SpecbeamError(
+                f"the draft {draft.source} begins its texts with the token ids {other}, but the model with {begins} "
+                "(None: with the prompt): give a draft of the same kind"
+            )
+        if begins is not None and not draft.shares_tokenizer(lm):
+            raise SpecbeamError(
+                f"the draft {draft.source} has another tokenizer than {lm.source}, and for models with an encoder "
+                "they cannot be bridged: give a draft with the same tokenizer"
             )
     elif not (isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in ("ngram", "suffix"))):
         raise SpecbeamError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -53,6 +53,8 @@ class Backend(Protocol):
     context_length: int
     slot_bytes: int
     """Bytes of keys and values a slot takes."""
+    start_token_ids: list[int] | None
+    """What the texts of a model with an encoder begin with; None for others, whose texts begin with the prompt."""
 
     def new_cache(self, most: int) -> Cache:
         """An empty cache that will never need more than so many slots."""
@@ -69,3 +71,10 @@ class Backend(Protocol):
 
     def peak_memory(self) -> int | None:
         """Most bytes held so far: device memory on a GPU, the process's memory on a CPU; None if unknown."""
+
+
+class EncodingBackend(Backend, Protocol):
+    """One whose model has an encoder."""
+
+    def encode(self, cache: Any, source: list[int]) -> None:
+        """Let a tree's cache hold what the model makes of the prompt, token ids; before its first pass."""

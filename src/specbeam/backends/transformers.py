@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Cache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Cache
 
 from specbeam.backends.contract import Segment
 from specbeam.backends.devices import choose_device, choose_dtype, memory_for_caches, peak_memory
@@ -40,6 +40,7 @@ class TransformersBackend:
     """
 
     name = "transformers"
+    start_token_ids: list[int] | None = None
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -61,9 +62,7 @@ class TransformersBackend:
         lacking = {"attention_mask", "position_ids", "past_key_values"} - set(self._parameters)
         foreign = types - {FULL, SLIDING}
         reason = None
-        if model.config.is_encoder_decoder:
-            reason = "it has an encoder, and only decoder-only models can be"
-        elif model._is_stateful:
+        if model._is_stateful:
             reason = "it keeps a running state instead of keys and values of each token"
         elif foreign:
             reason = f"it has layers of kind {min(foreign)}"
@@ -73,12 +72,15 @@ class TransformersBackend:
             model._supports_attention_backend or config.model_type in OWN_ATTENTION
         ):
             reason = "its attention does not follow the mask and the positions it is given"
+        self._refuse(reason)
+
+    def _refuse(self, reason: str | None) -> None:
+        model = self.model
         if reason:
             raise SpecbeamError(f"{type(model).__name__} cannot be evaluated at the nodes of a tree: {reason}")
-        if config._attn_implementation not in ("sdpa", "eager"):
-            raise SpecbeamError(
-                f'{config._attn_implementation} takes no mask of a tree: load the model with attn_implementation="sdpa"'
-            )
+        attention = model.config._attn_implementation
+        if attention not in ("sdpa", "eager"):
+            raise SpecbeamError(f'{attention} takes no mask of a tree: load the model with attn_implementation="sdpa"')
         if model.training:
             raise SpecbeamError("the model is in training mode, where dropout makes it random: call model.eval() first")
 
@@ -89,6 +91,10 @@ class TransformersBackend:
     def forward(self, segments: list[Segment]) -> Tensor:
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
+        return self._run(segments, torch.from_numpy(wanted).to(self.device)).float()
+
+    def _run(self, segments: list[Segment], keep: Tensor) -> Tensor:
+        """Logits [w, vocab] at the nodes to keep, int64 [w]."""
         inputs: dict[str, Any] = {
             "input_ids": self._row([s.tokens for s in segments]),
             "position_ids": self._row([s.positions for s in segments]),
@@ -98,12 +104,9 @@ class TransformersBackend:
         }
         if "cache_position" in self._parameters:
             inputs["cache_position"] = inputs["position_ids"][0]
-        keep = torch.from_numpy(wanted).to(self.device)
         if "logits_to_keep" in self._parameters:
-            logits = self.model(**inputs, logits_to_keep=keep).logits[0]
-        else:
-            logits = self.model(**inputs).logits[0][keep]
-        return logits.float()
+            return self.model(**inputs, logits_to_keep=keep).logits[0]
+        return self.model(**inputs).logits[0][keep]
 
     def _row(self, parts: list[NDArray[np.int64]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts))[None].to(self.device)
@@ -133,13 +136,16 @@ class TransformersBackend:
     def _measure_slot(self) -> int:
         """The numbers a slot holds. One token is evaluated to see, once a model: its configuration tells too little."""
         if self.model not in _slot_elements:
-            cache, zero = self.new_cache(1), np.zeros(1, dtype=np.int64)
+            cache, zero = self._cache_to_measure(), np.zeros(1, dtype=np.int64)
             cache.reserve(1)
             self.forward([Segment(cache, zero, zero, zero, 1, None, zero)])
             if not cache.elements:
                 raise SpecbeamError(f"{type(self.model).__name__} keeps no keys and values of the tokens it has seen")
             _slot_elements[self.model] = cache.elements
         return _slot_elements[self.model]
+
+    def _cache_to_measure(self) -> SlotCache:
+        return self.new_cache(1)
 
     def memory_for_caches(self) -> int:
         return memory_for_caches(self.device)
@@ -203,7 +209,9 @@ def load_model(path: Path, device: str, dtype: str, own: str) -> Any:
     folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
     how = {"dtype": choose_dtype(dtype, chosen, own), "local_files_only": True, **file}
     try:
-        return AutoModelForCausalLM.from_pretrained(folder, **how).to(chosen).eval()
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, **file)
+        kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        return kind.from_pretrained(folder, **how).to(chosen).eval()
     except Exception as error:  # it raises whatever its parts raise
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise SpecbeamError(f"transformers cannot load {path}: {reason}") from error

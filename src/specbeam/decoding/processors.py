@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,24 +18,37 @@ from specbeam.options import Options
 from specbeam.tree import Nodes, Tree
 
 MASKED = float("-inf")
+FORCES_AND_FORBIDS = (
+    "bad_words_ids",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+)
+"""What a checkpoint's generation_config.json may ask for, in the order transformers applies it."""
 
 
 class Processors:
     """The processors of one request, applied to the scores at some nodes: penalties, then what may not be chosen.
+
+    Args:
+        of_checkpoint: processors of transformers that the checkpoint asks for (:func:`processors_of_checkpoint`).
 
     Attributes:
         forbids: some tokens may be forbidden before the model is asked.
         raises: there are functions of the caller's, which may do anything to scores, and raise them too.
     """
 
-    def __init__(self, options: Options, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, options: Options, eos_token_ids: frozenset[int], of_checkpoint: Sequence[Callable[..., Tensor]] = ()
+    ) -> None:
         self.repetition_penalty = options.repetition_penalty or 1.0
         self.min_new_tokens = options.min_new_tokens
         self.eos_token_ids = sorted(eos_token_ids)
         self.constraint = None if options.constraint is None else Constrained(options.constraint, eos_token_ids)
         self.prefix_allowed_tokens_fn = options.prefix_allowed_tokens_fn
-        self.functions = options.logits_processor
-        self.raises = bool(self.functions)
+        self.functions = (*of_checkpoint, *options.logits_processor)
+        self.raises = bool(options.logits_processor)
         self.forbids = self.constraint is not None or self.prefix_allowed_tokens_fn is not None
 
     def __call__(self, tree: Tree, nodes: Any, scores: Tensor, drafting: bool = False) -> Tensor:
@@ -87,6 +100,45 @@ class Processors:
                     )
             scores[at] = here
         return scores
+
+
+def processors_of_checkpoint(
+    defaults: Mapping[str, Any],
+    eos_token_ids: frozenset[int],
+    prompt_length: int,
+    max_length: int,
+    device: torch.device,
+) -> list[Callable[..., Tensor]]:
+    """What a checkpoint's generation_config.json forces and forbids, by transformers' own processors.
+
+    None of them raises a log-probability above 0.
+
+    Args:
+        prompt_length: of the text the model goes on with; with an encoder, what its texts begin with.
+
+    Raises:
+        SpecbeamError: something is asked for that makes no sense.
+    """
+    given = {name: defaults[name] for name in FORCES_AND_FORBIDS if defaults.get(name) is not None}
+    if not given:
+        return []
+
+    from transformers import generation
+
+    eos = torch.tensor(sorted(eos_token_ids), device=device) if eos_token_ids else None
+    forced = given.get("forced_bos_token_id")
+    begin = prompt_length + (prompt_length == 1 and forced is not None)
+    make: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
+        "bad_words_ids": lambda words: generation.NoBadWordsLogitsProcessor(words, eos),
+        "forced_bos_token_id": lambda token: generation.ForcedBOSTokenLogitsProcessor(token),
+        "forced_eos_token_id": lambda ids: generation.ForcedEOSTokenLogitsProcessor(max_length, ids, device),
+        "suppress_tokens": lambda ids: generation.SuppressTokensLogitsProcessor(ids, device),
+        "begin_suppress_tokens": lambda ids: generation.SuppressTokensAtBeginLogitsProcessor(ids, begin, device),
+    }
+    try:
+        return [make[name](value) for name, value in given.items()]
+    except (TypeError, ValueError) as error:
+        raise SpecbeamError(f"the model's generation_config.json: {error}") from error
 
 
 class Warpers:

@@ -1,0 +1,207 @@
+"""Models with an encoder, against transformers' own generation."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    BartConfig,
+    M2M100Config,
+    MarianConfig,
+    MBartConfig,
+    PegasusConfig,
+    T5Config,
+    UMT5Config,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
+
+import specbeam
+from specbeam import Engine, SpecbeamError, hf
+from specbeam.slots import Slots
+from specbeam.tree import Tree
+from tests.conftest import EOS, random_model
+
+PAD, START = 258, 256
+SIZES = {"vocab_size": 259, "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": START}
+BART = SIZES | {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "bos_token_id": 256,
+    "init_std": 0.4,
+    "forced_eos_token_id": None,
+}
+T5 = SIZES | {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "initializer_factor": 2.0}
+KINDS = {
+    "t5": lambda: T5Config(**T5),
+    "t5, gated": lambda: T5Config(**T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+    "umt5": lambda: UMT5Config(**T5),
+    "bart": lambda: BartConfig(**BART),
+    "mbart": lambda: MBartConfig(**BART),
+    "marian": lambda: MarianConfig(**BART),
+    "pegasus": lambda: PegasusConfig(**BART),
+    "m2m100": lambda: M2M100Config(**BART | {"pad_token_id": 1}),
+}
+PROMPTS = [[10, 11, 12, 13, EOS], [7, EOS], [*range(40, 70), EOS]]
+
+
+def make(kind, seed=0, attention="sdpa"):
+    torch.manual_seed(seed)
+    model = AutoModelForSeq2SeqLM.from_config(KINDS[kind](), attn_implementation=attention).eval()
+    for name, parameter in model.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            parameter.data.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+@pytest.fixture(scope="module")
+def pair():
+    made = {}
+
+    def pair(kind, attention="sdpa"):
+        if (kind, attention) not in made:
+            model = make(kind, attention=attention)
+            made[kind, attention] = model, hf.wrap(model)
+        return made[kind, attention]
+
+    return pair
+
+
+def beams(model, prompt, **options):
+    out = model.generate(
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_scores=True,
+        **options,
+    )
+    texts = [row[1:].tolist() for row in out.sequences]
+    return texts, getattr(out, "sequences_scores", None)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_are_those_of_transformers(pair, kind, attention):
+    model, lm = pair(kind, attention)
+    for prompt in PROMPTS:
+        (expected,), _ = beams(model, prompt, max_new_tokens=20)
+        assert specbeam.generate(lm, prompt, max_new_tokens=20).token_ids == expected
+        options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 20, "length_penalty": 0.8}
+        expected, scores = beams(model, prompt, **options)
+        for got, tokens, score in zip(
+            specbeam.generate(lm, prompt, **options).sequences, expected, scores, strict=True
+        ):
+            assert got.token_ids == tokens[: len(got.token_ids)]
+            assert got.score == pytest.approx(score.item(), abs=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_and_batches_change_nothing(pair, kind):
+    _, lm = pair(kind)
+    near = hf.wrap(make(kind, seed=1))
+    options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": 16}
+    alone = [[s.token_ids for s in specbeam.generate(lm, prompt, **options).sequences] for prompt in PROMPTS]
+    for draft in (None, "ngram", "suffix", near, lm):
+        engine = Engine(lm)
+        sizes = {} if draft is None else {"num_draft_tokens": 4, "draft_width": 6}
+        requests = [engine.submit(prompt, options | sizes, draft=draft) for prompt in PROMPTS]
+        engine.run()
+        results = [request.result() for request in requests]
+        assert [[s.token_ids for s in result.sequences] for result in results] == alone
+        if draft is lm:
+            assert all(r.stats.steps_per_target_pass > 1.5 for r in results)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.data())
+@pytest.mark.parametrize("kind", ["t5", "umt5", "bart", "m2m100"])
+def test_a_tree_at_once_is_each_branch_alone(pair, kind, data):
+    """Against transformers' decoder, which is given each branch as a text."""
+    model, lm = pair(kind)
+    prompt = PROMPTS[data.draw(st.integers(0, 2))]
+    tree = Tree([START])
+    slots = Slots(tree, lm.backend, 256)
+    lm.backend.encode(slots.cache, prompt)
+    nodes = [tree.tip]
+    for _ in range(data.draw(st.integers(1, 3))):
+        parents = data.draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=4))
+        tokens = data.draw(
+            st.lists(st.integers(2, 255), min_size=len(parents), max_size=len(parents))
+        )  # 1 is M2M100's padding
+        nodes += tree.add(parents, tokens).tolist()
+        wanted = np.array(sorted(data.draw(st.sets(st.sampled_from(nodes), min_size=1))))
+        pending = slots.missing(wanted)
+        logits = lm.backend.forward([slots.segment(pending, np.flatnonzero(np.isin(pending, wanted)))])
+        for node, row in zip(wanted.tolist(), logits, strict=True):
+            text = torch.tensor([tree.tokens(tree.path(node)).tolist()])
+            with torch.no_grad():
+                expected = model(input_ids=torch.tensor([prompt]), decoder_input_ids=text).logits[0, -1]
+            torch.testing.assert_close(row, expected, atol=2e-4, rtol=0)
+
+
+def test_the_callers_model_stays_as_it_was(pair):
+    for kind in ("t5", "bart"):
+        model, lm = pair(kind)
+        specbeam.generate(lm, PROMPTS[0], max_new_tokens=4)
+        decoder = model.get_decoder()
+        assert not any("compute_bias" in vars(module) for module in decoder.modules())
+        assert not any(module._forward_hooks for module in decoder.modules())
+
+
+def test_what_the_checkpoint_forces_and_forbids_holds(pair):
+    model = make("bart")
+    plain = specbeam.generate(hf.wrap(model), PROMPTS[0], max_new_tokens=8).token_ids
+    config = model.generation_config
+    config.forced_bos_token_id, config.forced_eos_token_id = 77, EOS
+    config.bad_words_ids, config.suppress_tokens = [[plain[0]], [plain[1], plain[2]]], [plain[3]]
+    config.begin_suppress_tokens = [plain[4]]
+    lm = hf.wrap(model)
+    (expected,), _ = beams(model, PROMPTS[0], max_new_tokens=8)
+    got = specbeam.generate(lm, PROMPTS[0], max_new_tokens=8).token_ids
+    assert got == expected
+    assert (got[0], got[-1]) == (77, EOS)
+    options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 8}
+    expected, scores = beams(model, PROMPTS[0], **options)
+    for draft in (None, "ngram", lm):
+        result = specbeam.generate(lm, PROMPTS[0], draft=draft, **options)
+        assert all(s.token_ids == t[: len(s.token_ids)] for s, t in zip(result.sequences, expected, strict=True))
+        assert [s.score for s in result.sequences] == pytest.approx(scores.tolist(), abs=1e-4)
+
+
+def test_a_folder_is_loaded_and_reads_text(save, caplog):
+    model = make("t5")
+    lm = specbeam.load(save(model), device="cpu")
+    assert lm.backend.name == "transformers"
+    assert "'t5' is not supported" in caplog.text
+    ids = lm.tokenizer("hello").input_ids
+    (expected,), _ = beams(model, ids, max_new_tokens=12, eos_token_id=sorted(lm.eos_token_ids))
+    result = specbeam.generate(lm, "hello", max_new_tokens=12)
+    assert result.token_ids == expected
+    assert result.text == lm.decode(expected)
+    assert "".join(piece.text for piece in specbeam.stream(lm, "hello", max_new_tokens=12)) == result.text
+
+
+def test_what_cannot_be_is_one_line(pair):
+    _, lm = pair("t5")
+    causal = hf.wrap(random_model("llama"))
+    with pytest.raises(SpecbeamError, match="begins its texts with"):
+        specbeam.generate(lm, PROMPTS[0], draft=causal)
+    with pytest.raises(SpecbeamError, match="begins its texts with"):
+        specbeam.generate(causal, [1, 2], draft=lm)
+    with pytest.raises(SpecbeamError, match="context of 128"):
+        specbeam.generate(pair("bart")[1], [5] * 200)
+    model, _ = pair("bart")
+    with pytest.raises(SpecbeamError, match=r"does not support models with an encoder"):
+        model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=3, custom_generate=hf.generate)
+    config = WhisperConfig(vocab_size=259, d_model=24, encoder_layers=1, decoder_layers=1, pad_token_id=PAD)
+    with pytest.raises(SpecbeamError, match="reads input_features, not text"):
+        hf.wrap(WhisperForConditionalGeneration(config).eval())
