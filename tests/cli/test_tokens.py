@@ -115,6 +115,15 @@ def test_leading_spaces_and_bytes_of_sentencepiece_are_shown():
     assert got == [("<s>", "<s>"), ("▁hi", " hi"), ("▁hi", " hi"), ("<0xC3>", b"\xc3"), ("<0xA9>", b"\xa9")]
 
 
+def test_added_tokens_are_written_as_they_are():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens("<begin▁of text>")
+    assert [token["text"] for token in tokens_of(tokenizer, "<begin▁of text>▁", True)] == [
+        "<begin▁of text>",
+        *(b"\xe2", b"\x96", b"\x81"),
+    ]
+
+
 def test_a_gguf_file(tokens, tmp_path):
     path = write_gguf(tmp_path / "m.gguf", random_model("llama"))
     expected = specbeam.load(path).tokenizer("tab é", return_offsets_mapping=True)

@@ -90,7 +90,7 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool) -> Iterator[d
     seen = tokenize(tokenizer, text, add_special_tokens, **details)
     pieces = tokenizer.convert_ids_to_tokens(seen["input_ids"])
     offsets = seen["offset_mapping"] if tokenizer.is_fast else [None] * len(pieces)
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    added_tokens = tokenizer.added_tokens_decoder  # beside the vocabulary, and written as they are
     every = zip(seen["input_ids"], pieces, offsets, seen["special_tokens_mask"], strict=True)
     for position, (i, piece, span, added) in enumerate(every):
         # Many vocabularies have one token for unknown words and for the ends of texts; and a text may spell it out.
@@ -99,9 +99,9 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool) -> Iterator[d
             "position": position,
             "id": i,
             "piece": piece,
-            "text": text_of(tokenizer, i, piece),
+            "text": piece if i in added_tokens else text_of(tokenizer, i, piece),
             "offsets": span,
-            "special": i in special,
+            "special": i in added_tokens and added_tokens[i].special,
             "unknown": i == tokenizer.unk_token_id and not added and not spelt,
         }
 
