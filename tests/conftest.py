@@ -65,16 +65,16 @@ CONFIGS = {
 }
 
 
-def byte_tokenizer(chat_template=None):
-    """Bytes 0 to 255, then <bos>, <eos> and <unused>."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+def byte_tokenizer(chat_template=None, vocab_size=259):
+    """Bytes 0 to 255, then <bos>, <eos> and <unused>; the first so many of them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
+    special = ("<bos>", "<eos>", "<unused>")[: max(0, vocab_size - 256)]
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<bos>", "<eos>", "<unused>")])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", chat_template=chat_template
-    )
+    tokenizer.add_special_tokens([AddedToken(t, special=True) for t in special])
+    named = dict(zip(("bos_token", "eos_token"), special, strict=False))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat_template, **named)
 
 
 def random_model(architecture, seed=0, attention="sdpa", **changes):
@@ -113,7 +113,7 @@ def save(tmp_path_factory):
     def save(model, tokenizer=None, **how):
         folder = tmp_path_factory.mktemp("model")
         model.save_pretrained(folder, **how)
-        (tokenizer or byte_tokenizer()).save_pretrained(folder)
+        (tokenizer or byte_tokenizer(vocab_size=model.config.vocab_size)).save_pretrained(folder)
         return folder
 
     return save
@@ -128,7 +128,7 @@ def tiny(save):
         key = (architecture, chat, repr(sorted(changes.items())))
         if key not in made:
             model = random_model(architecture, **changes)
-            folder = save(model, byte_tokenizer(CHAT_TEMPLATE if chat else None))
+            folder = save(model, byte_tokenizer(CHAT_TEMPLATE if chat else None, model.config.vocab_size))
             made[key] = model, specbeam.load(folder, device="cpu", dtype="float32")
         return made[key]
 

@@ -95,7 +95,8 @@ def load(
         revision: a branch, tag or commit of a hub id.
 
     Raises:
-        SpecbeamError: no such source, an unsupported architecture, a damaged file, a device that is not there.
+        SpecbeamError: no such source, an unsupported architecture, a damaged file, a tokenizer with tokens that the
+            model lacks, a device that is not there.
     """
     if backend not in ("auto", *BACKENDS):
         raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
@@ -108,8 +109,9 @@ def load(
         from specbeam.backends.transformers import load_model
 
         loaded = backend_of(load_model(checkpoint.path, device, dtype, checkpoint.dtype))
+        checkpoint.check_tokenizer(loaded.vocab_size)
     else:
-        _ = checkpoint.config  # refused before the slow parts if it cannot be run
+        checkpoint.check_tokenizer(checkpoint.config.vocab_size)  # refused before the slow parts if it cannot be run
 
         from specbeam.backends.torch import TorchBackend
 

@@ -54,17 +54,17 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
     if lm.tokenizer is None:
         raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a tokenizer along with the model")
     templated = not raw and bool(lm.tokenizer.chat_template)
-    text = _render(lm, messages) if templated else "\n\n".join(message["content"] for message in messages)
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise SpecbeamError(
-            f"the prompt has half a surrogate pair ({text[error.start]!r}), which is no character: give valid Unicode"
-        ) from error
-    ids = lm.tokenizer(text, add_special_tokens=not templated, verbose=False).input_ids
+    text = render(lm.tokenizer, messages) if templated else "\n\n".join(message["content"] for message in messages)
+    ids: list[int] = tokenize(lm.tokenizer, text, add_special_tokens=not templated).input_ids
     if not ids:
         raise SpecbeamError("the prompt has no tokens: give at least one")
-    return _in_vocabulary(lm, ids)
+    for i in ids:
+        if i >= lm.backend.vocab_size:
+            raise SpecbeamError(
+                f"the prompt has the token {lm.decode_token([i])!r}, whose id {i} is not in the model's vocabulary of "
+                f"{lm.backend.vocab_size}: leave it out"
+            )
+    return ids
 
 
 def show_prompt(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False) -> str:
@@ -72,12 +72,32 @@ def show_prompt(lm: LanguageModel, prompt: Any, *, system: str | None = None, ra
     return lm.decode(encode(lm, prompt, system=system, raw=raw), skip_special_tokens=False)
 
 
-def _render(lm: LanguageModel, messages: list[Message]) -> str:
+def render(tokenizer: Any, messages: list[Message]) -> str:
+    """The text a tokenizer's chat template makes of messages, up to where the model is to answer.
+
+    Raises:
+        SpecbeamError: the template refuses them.
+    """
     try:
-        text: str = lm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     except Exception as error:  # a template is a program of the checkpoint's, and may raise anything
         raise SpecbeamError(f"the model's chat template refuses these messages: {error}") from error
     return text
+
+
+def tokenize(tokenizer: Any, text: str, add_special_tokens: bool, **details: bool) -> Any:
+    """What a tokenizer of transformers says of a text: its ``input_ids``, and the details that are asked for.
+
+    Raises:
+        SpecbeamError: the text is not valid Unicode.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SpecbeamError(
+            f"the prompt has half a surrogate pair ({text[error.start]!r}), which is no character: give valid Unicode"
+        ) from error
+    return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **details)
 
 
 def _messages(prompt: Sequence[Message]) -> list[Message]:

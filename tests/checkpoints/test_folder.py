@@ -1,11 +1,12 @@
 """Hugging Face folders: single and sharded, and what is wrong with wrong ones."""
 
 import json
-import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
 
 import specbeam
 from specbeam import SpecbeamError
@@ -155,10 +156,41 @@ def test_a_head_stored_beside_a_tied_embedding_is_passed_over(save):
     assert specbeam.generate(specbeam.load(folder), [1], max_new_tokens=5).token_ids == expected
 
 
-def test_a_tokenizer_larger_than_the_vocabulary_is_noticed_when_it_matters(save, tmp_path):
-    tokenizer = byte_tokenizer()
-    folder = tmp_path / "m"
-    shutil.copytree(save(random_model("llama", vocab_size=200, eos_token_id=2, bos_token_id=1), tokenizer), folder)
-    lm = specbeam.load(folder)
-    with pytest.raises(SpecbeamError, match="not in the model's vocabulary of 200"):
-        specbeam.generate(lm, "a b")  # a space is token 220
+@pytest.mark.parametrize("backend", ["torch", "transformers"])
+@pytest.mark.parametrize(
+    ("special", "template", "begins", "refused"),
+    [
+        (False, None, False, True),  # any text may have it
+        (True, "{{ messages[0].content }}<extra>", False, True),
+        (True, None, True, True),
+        (True, None, False, False),
+    ],
+)
+def test_a_tokenizer_with_tokens_the_model_lacks(save, backend, special, template, begins, refused):
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_tokens([AddedToken("<extra>", special=special)])
+    if begins:
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing("<extra> $A", special_tokens=[("<extra>", 259)])
+    folder = save(random_model("llama"), tokenizer)
+    if refused:
+        with pytest.raises(
+            SpecbeamError, match="token '<extra>' has id 259, but the model's vocabulary has 259 tokens"
+        ):
+            specbeam.load(folder, backend=backend, device="cpu")
+        return
+    lm = specbeam.load(folder, backend=backend, device="cpu")
+    assert specbeam.generate(lm, "hello", max_new_tokens=1).token_ids
+    with pytest.raises(SpecbeamError, match="token '<extra>', whose id 259 is not in the model's vocabulary of 259"):
+        specbeam.generate(lm, "hello <extra>")
+
+
+def test_a_tokenizer_of_another_model_is_refused(save):
+    folder = save(random_model("llama", vocab_size=200, eos_token_id=2), byte_tokenizer())
+    with pytest.raises(SpecbeamError, match="has id 200, but the model's vocabulary has 200 tokens"):
+        specbeam.load(folder, device="cpu")
+
+
+@pytest.mark.parametrize("backend", ["torch", "transformers"])
+def test_an_embedding_larger_than_the_tokenizer_is_padding(save, backend):
+    lm = specbeam.load(save(random_model("llama", vocab_size=320)), backend=backend, device="cpu")
+    assert (lm.backend.vocab_size, len(lm.tokenizer)) == (320, 259)

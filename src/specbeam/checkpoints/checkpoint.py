@@ -97,6 +97,26 @@ class Checkpoint(ABC):
         """The tensors that make up one of our parameters, stacked along their rows."""
         return sources(name, self.column, self.config.architecture)
 
+    def check_tokenizer(self, vocab_size: int) -> None:
+        """Raises SpecbeamError if the tokenizer makes tokens of a text that a model with so many does not have.
+
+        More in the model are fine: embeddings are padded. So are special tokens that nothing writes of itself, not
+        even the chat template: Gemma 3 has one for images, which its text models lack, and transformers adds some. A
+        prompt that spells one out is refused when it comes.
+        """
+        tokenizer = self.tokenizer
+        beyond = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= vocab_size)
+        if not beyond:
+            return
+        special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        written, template = tokenizer("").input_ids, str(tokenizer.chat_template)
+        for i, token in beyond:
+            if i not in special or i in written or token in template:
+                raise SpecbeamError(
+                    f"{self.path}: the tokenizer's token {token!r} has id {i}, but the model's vocabulary has "
+                    f"{vocab_size} tokens: use the tokenizer it was trained with, or resize its embedding"
+                )
+
     def check_tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
         """Raises SpecbeamError unless the checkpoint has exactly the tensors these parameters are made of."""
         used = set()

@@ -1,0 +1,1 @@
+"""Models written out in NumPy, to be read and to check the others against."""

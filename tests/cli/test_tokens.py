@@ -1,0 +1,195 @@
+"""``specbeam tokens``: what it tells is what transformers' tokenizers tell, and every byte of the text is there."""
+
+import io
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
+
+import specbeam
+from specbeam.checkpoints.folder import FolderCheckpoint
+from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
+from specbeam.cli import main
+from specbeam.cli.tokens import BYTES, tokens_of
+from specbeam.prompts import encode
+from tests.checkpoints.test_gguf import write_gguf
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
+
+TEXT = "Hi  wörld, 日本\n\t🙂<bos>!"
+
+
+def word_tokenizer():
+    """Words, <unk> for others, and <s> before each text."""
+    vocabulary = {word: i for i, word in enumerate(("<unk>", "<s>", "hello", "world"))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>")
+
+
+@pytest.fixture(scope="module")
+def bytewise(save):
+    return str(save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE)))
+
+
+@pytest.fixture(scope="module")
+def wordwise(save):
+    return str(save(random_model("llama"), word_tokenizer()))
+
+
+@pytest.fixture
+def tokens(capsys):
+    """The command's list, as --json prints it."""
+
+    def tokens(*arguments):
+        assert main(["tokens", *arguments, "--json"]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        return json.loads(line)
+
+    return tokens
+
+
+@pytest.mark.parametrize("kind", ["bytewise", "wordwise"])
+@pytest.mark.parametrize("text", [TEXT, "hello there  world", " hello <unk> world "])
+@pytest.mark.parametrize("special", [True, False])
+def test_it_tells_what_transformers_tells(tokens, request, kind, text, special):
+    folder = request.getfixturevalue(kind)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+    got = tokens(text, "--model", folder, *([] if special else ["--no-special"]))
+    assert [token["position"] for token in got] == [*range(len(expected.input_ids))]
+    assert [token["id"] for token in got] == expected.input_ids
+    assert [token["piece"] for token in got] == tokenizer.convert_ids_to_tokens(expected.input_ids)
+    assert [tuple(token["offsets"]) for token in got] == expected.offset_mapping
+    assert [token["special"] for token in got] == [i in tokenizer.all_special_ids for i in expected.input_ids]
+
+
+def test_unknown_words_and_special_tokens_are_marked(tokens, wordwise):
+    got = tokens("hello there <unk> <s>", "--model", wordwise)
+    assert [(t["piece"], t["text"], t["offsets"], t["special"], t["unknown"]) for t in got] == [
+        ("<s>", "<s>", [0, 0], True, False),
+        ("hello", "hello", [0, 5], False, False),
+        ("<unk>", "<unk>", [6, 11], True, True),
+        ("<unk>", "<unk>", [12, 17], True, False),  # the text says so itself
+        ("<s>", "<s>", [18, 21], True, False),
+    ]
+
+
+def test_the_end_of_text_is_no_unknown_word_where_both_are_one_token():
+    tokenizer = word_tokenizer()
+    tokenizer.unk_token = "<s>"
+    assert not any(token["unknown"] for token in tokens_of(tokenizer, "hello <s>", True))
+
+
+def test_the_bytes_of_a_character_are_shown(tokens, bytewise):
+    space, *character = tokens(" é", "--model", bytewise)
+    assert (space["piece"], space["text"], space["offsets"]) == ("Ġ", " ", [0, 1])
+    assert [(t["piece"], t["text"], t["offsets"]) for t in character] == [
+        ("Ã", "\\xc3", [1, 2]),
+        ("©", "\\xa9", [1, 2]),
+    ]
+
+
+@given(st.text())
+def test_no_byte_is_lost(text):
+    tokens = tokens_of(byte_tokenizer(), text, True)
+    parts = [token["text"] for token in tokens]
+    assert b"".join(part if isinstance(part, bytes) else part.encode() for part in parts) == text.encode()
+
+
+def test_byte_level_vocabularies_write_bytes_as_tokenizers_does():
+    assert {*BYTES} == {*pre_tokenizers.ByteLevel.alphabet()}
+    assert sorted(BYTES.values()) == [*range(256)]
+
+
+def test_leading_spaces_and_bytes_of_sentencepiece_are_shown():
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "h", "i", "hi", "▁hi"]
+    metadata = {"model": "llama", "tokens": pieces, "scores": [-float(i) for i in range(len(pieces))]}
+    metadata |= {"token_type": [2, 3, 3, *[6] * 256, *[1] * 5], "bos_token_id": 1, "unknown_token_id": 0}
+    tokenizer = tokenizer_from_gguf({f"tokenizer.ggml.{k}": v for k, v in metadata.items()}, "a file")
+    got = [(token["piece"], token["text"]) for token in tokens_of(tokenizer, "hi hié", True)]
+    assert got == [("<s>", "<s>"), ("▁hi", " hi"), ("▁hi", " hi"), ("<0xC3>", b"\xc3"), ("<0xA9>", b"\xa9")]
+
+
+def test_added_tokens_are_written_as_they_are():
+    tokenizer = byte_tokenizer()
+    tokenizer.add_tokens("<begin▁of text>")
+    assert [token["text"] for token in tokens_of(tokenizer, "<begin▁of text>▁", True)] == [
+        "<begin▁of text>",
+        *(b"\xe2", b"\x96", b"\x81"),
+    ]
+
+
+def test_a_gguf_file(tokens, tmp_path):
+    path = write_gguf(tmp_path / "m.gguf", random_model("llama"))
+    expected = specbeam.load(path).tokenizer("tab é", return_offsets_mapping=True)
+    got = tokens("tab é", "--model", str(path))
+    assert [token["id"] for token in got] == expected.input_ids
+    assert [tuple(token["offsets"]) for token in got] == expected.offset_mapping
+    assert [token["text"] for token in got] == ["t", "ab", " ", "\\xc3", "\\xa9"]
+
+
+def test_a_chat_is_what_generate_gives_the_model(tokens, bytewise):
+    got = tokens("hi", "--chat", "--system", "Be brief.", "--model", bytewise)
+    assert [token["id"] for token in got] == encode(specbeam.load(bytewise), "hi", system="Be brief.")
+    assert (got[0]["piece"], got[0]["special"]) == ("<bos>", True)
+
+
+def test_weights_are_not_read_and_any_architecture_will_do(tokens, save, monkeypatch):
+    monkeypatch.setattr(FolderCheckpoint, "read", None)
+    assert len(tokens("hello", "--model", str(save(random_model("gpt_neox"))))) == 5
+
+
+def test_a_slow_tokenizer_has_no_offsets_and_says_so(capsys, save):
+    folder = str(save(random_model("llama", vocab_size=400), ByT5Tokenizer()))
+    assert main(["tokens", "hi", "--model", folder, "--json"]) == 0
+    out, err = capsys.readouterr()
+    got = json.loads(out)
+    assert [token["id"] for token in got] == ByT5Tokenizer()("hi").input_ids
+    assert {token["offsets"] for token in got} == {None}
+    assert "ByT5Tokenizer is a slow tokenizer: it tells no offsets" in err
+    assert main(["tokens", "hi", "--model", folder]) == 0
+    assert "  -  " in capsys.readouterr().out
+
+
+def test_the_table_has_a_line_a_token(capsys, monkeypatch, wordwise):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello\nyou\n")))
+    assert main(["tokens", "-", "--model", wordwise]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split() for line in out.splitlines()] == [
+        ["position", "id", "offsets", "piece", "text"],
+        ["0", "1", "[0,", "0)", "special", "<s>", "'<s>'"],
+        ["1", "2", "[0,", "5)", "hello", "'hello'"],
+        ["2", "0", "[6,", "9)", "unknown", "<unk>", "'<unk>'"],
+    ]
+    assert err == "[3 tokens, 9 characters]\n"
+
+
+def test_control_characters_do_not_reach_the_terminal(capsys, bytewise):
+    assert main(["tokens", "a\x1b\n é", "--model", bytewise]) == 0
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == 7
+    assert all(shown in out for shown in (r"'\x1b'", r"'\n'", "' '", r"b'\xc3'", r"b'\xa9'"))
+    assert "\x1b" not in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([""], "the text is empty"),
+        (["hi", "--system", "x"], "--system goes with --chat"),
+        (["hi", "--chat"], "has no chat template: leave out --chat"),
+        (["a\udcff"], "half a surrogate pair"),
+        (["hi", "--model", "./nowhere"], "there is no file or folder ./nowhere"),
+    ],
+)
+def test_wrong_input_is_refused_in_one_line(capsys, wordwise, arguments, says):
+    assert main(["tokens", "--model", wordwise, *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert len(err.splitlines()) == 1
