@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.checkpoints.checkpoint import Checkpoint
 
 logger = logging.getLogger("specbeam")
-BACKENDS = ("torch", "transformers")
+BACKENDS = ("cpu", "torch", "transformers")
 
 
 @dataclass(frozen=True)
@@ -64,14 +64,37 @@ class LanguageModel:
         return text
 
 
-def _covered(checkpoint: Checkpoint, source: str) -> str:
-    """The backend that is for a checkpoint."""
+def _choose_backend(checkpoint: Checkpoint, source: str, device: str, dtype: str, quantize: str) -> str:
+    """The backend that is for a checkpoint here."""
     try:
         _ = checkpoint.config
-        return "torch"
     except Unsupported as error:
         logger.warning("%s runs on the transformers backend: %s", source, error)
         return "transformers"
+    from specbeam.backends.cpu.library import library
+    from specbeam.backends.devices import choose_device
+
+    if quantize == "auto" and (dtype != "auto" or choose_device(device).type != "cpu"):
+        return "torch"
+    try:
+        library()
+        return "cpu"
+    except SpecbeamError as error:
+        if quantize != "auto":
+            raise
+        logger.warning("%s runs on the torch backend: %s", source, error)
+        return "torch"
+
+
+def _precision(device: str, dtype: str, quantize: str) -> str:
+    """How the cpu backend is to keep weights, if that is what was asked for."""
+    from specbeam.backends.devices import choose_device
+
+    if device != "auto" and choose_device(device).type != "cpu":
+        raise SpecbeamError(f"the cpu backend does not run on {device}: leave out the device, or the backend")
+    if dtype == "auto" or (dtype == "float32" and quantize in ("auto", "float32")):
+        return quantize if dtype == "auto" else "float32"
+    raise SpecbeamError(f"the cpu backend has no dtype={dtype!r}: give quantize= keep, int8, int4 or float32 instead")
 
 
 def load(
@@ -80,18 +103,24 @@ def load(
     backend: str = "auto",
     device: str = "auto",
     dtype: str = "auto",
+    quantize: str = "auto",
+    threads: int | None = None,
     revision: str | None = None,
 ) -> LanguageModel:
     """Load a model.
 
     Args:
         source: an alias (``specbeam models list``), a folder as transformers saves models, a .gguf file, or a hub id.
-        backend: "torch", specbeam's own transformer; "transformers", any architecture that transformers can load; or
-            "auto": "torch" where it has the architecture, else "transformers", which is said in a warning of the
-            logger ``specbeam``.
+        backend: "cpu", native kernels with quantized weights (docs/cpu.md); "torch", specbeam's own transformer on any
+            device; "transformers", any architecture that transformers can load; or "auto": "cpu" on a CPU if no
+            dtype is given, "torch" elsewhere, "transformers" where those lack the architecture. What is not as one
+            would expect is said in a warning of the logger ``specbeam``.
         device: "auto" (a CUDA device if there is one, else the CPU), or a PyTorch device such as "cpu" or "cuda:1".
         dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, else the checkpoint's own half precision
-            (bfloat16 if it has none).
+            (bfloat16 if it has none). For the cpu backend see quantize.
+        quantize: of the cpu backend: "keep", a quantized GGUF file's own values; "int8" or "int4", in groups of 32;
+            "float32"; or "auto": keep for a quantized GGUF file, else int8.
+        threads: of the cpu backend [$SPECBEAM_THREADS, else the processors this process may use].
         revision: a branch, tag or commit of a hub id.
 
     Raises:
@@ -102,7 +131,10 @@ def load(
         raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
     checkpoint = open_checkpoint(locate(source, revision))
     if backend == "auto":
-        backend = _covered(checkpoint, os.fspath(source))
+        backend = _choose_backend(checkpoint, os.fspath(source), device, dtype, quantize)
+    elif backend != "cpu" and (quantize != "auto" or threads is not None):
+        given = f"quantize={quantize!r}" if quantize != "auto" else f"threads={threads}"
+        raise SpecbeamError(f"{given} is for the cpu backend, not for {backend}: leave one out")
     loaded: Backend
     if backend == "transformers":
         from specbeam.backends.encoder_decoder import backend_of
@@ -113,9 +145,14 @@ def load(
     else:
         checkpoint.check_tokenizer(checkpoint.config.vocab_size)  # refused before the slow parts if it cannot be run
 
-        from specbeam.backends.torch import TorchBackend
+        if backend == "cpu":
+            from specbeam.backends.cpu import CpuBackend
 
-        loaded = TorchBackend(checkpoint, device, dtype)
+            loaded = CpuBackend(checkpoint, _precision(device, dtype, quantize), threads)
+        else:
+            from specbeam.backends.torch import TorchBackend
+
+            loaded = TorchBackend(checkpoint, device, dtype)
     return LanguageModel(
         source=os.fspath(source),
         backend=loaded,

@@ -12,7 +12,7 @@ from specbeam.slots import Slots
 from specbeam.tree import Tree
 from tests.conftest import LLAMA3_ROPE, LONGROPE, beams_of_transformers, random_model
 
-BACKENDS = ["torch", "transformers", "transformers, eager"]
+BACKENDS = ["torch", "cpu", "transformers", "transformers, eager"]
 
 SOME_SLIDING = ["sliding_attention", "full_attention"] * 2
 FAMILIES = {
@@ -69,6 +69,11 @@ def pair(request, tiny):
         architecture, changes = FAMILIES[family]
         if request.param == "torch":
             return tiny(architecture, **changes)
+        if request.param == "cpu":
+            model, lm = tiny(architecture, **changes)
+            if family not in made:
+                made[family] = model, specbeam.load(lm.source, backend="cpu", quantize="float32")
+            return made[family]
         if family not in made:
             attention = "eager" if request.param.endswith("eager") else "sdpa"
             model = random_model(architecture, attention=attention, **changes)

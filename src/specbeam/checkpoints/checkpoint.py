@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.checkpoints.architectures import sources
@@ -84,6 +86,19 @@ class Checkpoint(ABC):
     def generation_defaults(self) -> Mapping[str, Any]:
         """Generation options the checkpoint recommends, with transformers' names."""
         return {}
+
+    @property
+    def quantized(self) -> bool:
+        """Whether its matrices are stored in blocks that have scales of their own."""
+        return False
+
+    def blocks(self, source: str) -> int | None:
+        """The kind of blocks a tensor is stored in, by llama.cpp's numbers; None if it is no such tensor."""
+        return None
+
+    def raw(self, source: str) -> tuple[int, NDArray[np.uint8], NDArray[np.int64] | None]:
+        """A tensor in blocks: their kind, their bytes, and which of its rows each of ours is (None: the same)."""
+        raise NotImplementedError
 
     def piece_rows(self, source: str, elements: int) -> int:
         """How many rows of a tensor to read at once for about so many elements."""

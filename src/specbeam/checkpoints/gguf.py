@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, LlamaFileType
 from gguf.quants import dequantize
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.checkpoints.architectures import GGUF, GGUF_INTERLEAVES_ROPE, config_from_gguf
@@ -27,6 +28,10 @@ SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?
 STRING, ARRAY = 8, 9
 END_OF_TEXT = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|end_of_text|>")
 """Control tokens that end a text in the models that have them, whatever else the file names (as llama.cpp holds)."""
+
+
+PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
+BLOCKS = set(GGMLQuantizationType) - PLAIN
 
 
 class TensorInfo(NamedTuple):
@@ -134,6 +139,24 @@ class GGUFCheckpoint(Checkpoint):
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    @property
+    def quantized(self) -> bool:
+        return any(tensor.type in BLOCKS for tensor in self._tensors.values())
+
+    def blocks(self, source: str) -> int | None:
+        kind = self._tensors[source].type
+        return int(kind) if kind in BLOCKS else None
+
+    def raw(self, source: str) -> tuple[int, NDArray[np.uint8], NDArray[np.int64] | None]:
+        tensor = self._tensors[source]
+        rows = tensor.shape[0]
+        order = None
+        if self._interleaved(source):
+            heads = np.arange(rows).reshape(-1, self.config.head_dim // 2, 2)
+            order = np.ascontiguousarray(heads.swapaxes(1, 2).ravel(), dtype=np.int64)
+        data = np.memmap(self.path, np.uint8, "r", tensor.offset, (rows * tensor.row_bytes,))
+        return int(tensor.type), data, order
 
     def piece_rows(self, source: str, elements: int) -> int:
         rows = super().piece_rows(source, elements)

@@ -12,7 +12,16 @@ from dataclasses import fields
 from statistics import fmean
 from typing import Any
 
-from specbeam.cli.generate import add_draft_to, add_model_to, add_options_to, load_draft, one_line, read_prompts, utf8
+from specbeam.cli.generate import (
+    add_draft_to,
+    add_model_to,
+    add_options_to,
+    load_draft,
+    load_model,
+    one_line,
+    read_prompts,
+    utf8,
+)
 from specbeam.errors import SpecbeamError
 from specbeam.options import MOST_DRAFTED, SAMPLING_OPTIONS, Options
 
@@ -111,12 +120,11 @@ def run(given: argparse.Namespace) -> int:
 
     from specbeam.engine import Engine
     from specbeam.generation import generate
-    from specbeam.model import load
 
     drafted = {*ONLY["draft"]} & {*chosen}
     if drafted and given.draft is None:
         given.draft = "ngram"
-    lm = load(given.model, backend=given.backend, device=given.device, dtype=given.dtype, revision=given.revision)
+    lm = load_model(given, given.model, revision=given.revision)
     draft = load_draft(given, lm)
     where = {s: {"system": given.system, "raw": given.raw, "draft": draft if s in drafted else None} for s in chosen}
     for number, prompt in enumerate(prompts, 1):

@@ -9,10 +9,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.trace import show_trace
 from specbeam.errors import SpecbeamError
+
+if TYPE_CHECKING:  # it imports PyTorch, which takes a second
+    from specbeam.model import LanguageModel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -56,9 +59,13 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
         help="an alias, a folder, a .gguf file or a hub id (default %(default)s)",
     )
     model.add_argument("--revision", help="a branch, tag or commit of a hub id")
-    model.add_argument("--backend", default="auto", help="auto, torch or transformers (default %(default)s)")
+    model.add_argument("--backend", default="auto", help="auto, cpu, torch or transformers (default %(default)s)")
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default %(default)s)")
     model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default %(default)s)")
+    model.add_argument(
+        "--quantize", default="auto", help="on a CPU: auto, keep, int8, int4 or float32 (default %(default)s)"
+    )
+    model.add_argument("--threads", type=int, metavar="N", help="on a CPU: so many threads (default: all)")
 
 
 def add_options_to(parser: argparse.ArgumentParser) -> None:
@@ -129,10 +136,9 @@ def run(given: argparse.Namespace) -> int:
     prompts = list(read_prompts(given.prompt, given.prompts))
 
     from specbeam.engine import Engine
-    from specbeam.model import load
     from specbeam.prompts import show_prompt
 
-    lm = load(given.model, backend=given.backend, device=given.device, dtype=given.dtype, revision=given.revision)
+    lm = load_model(given, given.model, revision=given.revision)
     draft = load_draft(given, lm)
     engine = Engine(lm)
     requests = {}
@@ -160,16 +166,23 @@ def run(given: argparse.Namespace) -> int:
     return 1 if printer.failed else 0
 
 
+def load_model(given: argparse.Namespace, source: str, revision: str | None = None) -> LanguageModel:
+    """A model, where and how the options say."""
+    from specbeam.model import load
+
+    how = {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
+    return load(source, **how, revision=revision)
+
+
 def load_draft(given: argparse.Namespace, lm: Any) -> Any:
     """What --draft names, ready to draft for a model."""
     from specbeam.drafting.suffix import suffix_automaton
-    from specbeam.model import load
 
     if given.draft_corpus is not None:
         return suffix_automaton(lm, (text for _, text in read_prompts(None, given.draft_corpus)))
     if given.draft in (None, "ngram", "suffix"):
         return given.draft
-    return load(given.draft, backend=given.backend, device=given.device, dtype=given.dtype)
+    return load_model(given, given.draft)
 
 
 class Printer:

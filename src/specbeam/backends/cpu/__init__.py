@@ -1,0 +1,218 @@
+"""The ``cpu`` backend: whole passes in native code, with int8, int4 or float32 weights. See docs/cpu.md.
+
+A node's logits are the same bits whatever else is in the pass, however many threads there are, and in whatever pieces
+the prompt was read: the kernels add in an order that depends on the node alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specbeam.backends.contract import Segment
+from specbeam.backends.cpu.library import SegmentStruct, library
+from specbeam.backends.cpu.weights import MODES, load_weights
+from specbeam.backends.devices import memory_for_caches, peak_memory
+from specbeam.checkpoints.checkpoint import Checkpoint
+from specbeam.checkpoints.config import Config
+from specbeam.errors import SpecbeamError
+
+PRODUCTS = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
+NORMS = ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm", "attention.q_norm", "attention.k_norm")
+OUTSIDE = ("embedding", "positions", "head")
+"""The places of parameters in native/model.h."""
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+class CpuBackend:
+    """A checkpoint packed for the native kernels.
+
+    Args:
+        quantize: "keep" (a quantized GGUF file's own values), "int8", "int4", "float32", or "auto": keep for a
+            quantized GGUF file, else int8.
+        threads: how many work on a pass [$SPECBEAM_THREADS, else the processors this process may use].
+        isa: the instruction set, "avx512", "avx2" or "portable" [the best there is].
+
+    Raises:
+        SpecbeamError: the kernels are not there, or a checkpoint that cannot be loaded.
+    """
+
+    name = "cpu"
+    device = torch.device("cpu")
+    dtype = torch.float32
+    start_token_ids: list[int] | None = None
+
+    def __init__(
+        self, checkpoint: Checkpoint, quantize: str = "auto", threads: int | None = None, isa: str = ""
+    ) -> None:
+        self.threads = choose_threads(threads)
+        self.quantize = choose_mode(quantize, checkpoint)
+        config = checkpoint.config
+        self._library = library()
+        if self._library.specbeam_isa(isa.encode()) is None:
+            raise SpecbeamError(f"isa={isa!r} is not there on this machine: give avx512, avx2 or portable")
+        self._weights = load_weights(checkpoint, self.quantize)
+        self.vocab_size, self.context_length = config.vocab_size, config.context_length
+        # What is exact should stay so; half the bytes are well spent on what was rounded already.
+        half = self.quantize != "float32"
+        width = -(-config.head_dim // 16) * 16
+        self.slot_bytes = 2 * config.num_layers * config.num_kv_heads * width * (2 if half else 4)
+        self._model = _new_model(config, self.threads, half, isa)
+        weakref.finalize(self, self._library.specbeam_model_delete, self._model)
+        self._fill(config)
+        self._one_pass = threading.Lock()
+
+    def new_cache(self, most: int) -> CpuCache:
+        return CpuCache(self._model, most, owner=self)
+
+    def forward(self, segments: list[Segment]) -> Tensor:
+        starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
+        wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)], dtype=np.int64)
+        logits = np.empty((len(wanted), self.vocab_size), np.float32)
+        structs, kept = _structs(segments)
+        with self._one_pass:
+            wrong = self._library.specbeam_forward(
+                self._model, structs, len(segments), wanted.ctypes.data, len(wanted), logits.ctypes.data
+            )
+        del kept
+        if wrong:
+            raise RuntimeError(f"a pass was refused: {wrong.decode()}")
+        return torch.from_numpy(logits)
+
+    def memory_for_caches(self) -> int:
+        return memory_for_caches(self.device)
+
+    def peak_memory(self) -> int | None:
+        return peak_memory(self.device)
+
+    def _fill(self, config: Config) -> None:
+        """Tell the native model where its parameters lie."""
+        for which, name in enumerate(OUTSIDE):
+            source = "embedding" if name == "head" and config.tied_head else name
+            self._product(-1, which, source)
+        self._norm(-1, 0, "norm")
+        ropes: dict[Any, int] = {}
+        for number, layer in enumerate(config.layers):
+            for which, name in enumerate(PRODUCTS):
+                name = "mlp.up" if name == "mlp.gate_up" and not config.gated_mlp else name
+                self._product(number, which, f"blocks.{number}.{name}")
+            for which, name in enumerate(NORMS):
+                self._norm(number, which, f"blocks.{number}.{name}")
+            if layer.rope is not None and layer.rope not in ropes:
+                frequencies = np.array(layer.rope.frequencies(), np.float32)
+                ropes[layer.rope] = self._library.specbeam_model_rope(
+                    self._model, frequencies.ctypes.data, len(frequencies), layer.rope.scale
+                )
+            rope = -1 if layer.rope is None else ropes[layer.rope]
+            self._library.specbeam_model_layer(self._model, number, rope, layer.window or 0)
+        if missing := self._library.specbeam_model_incomplete(self._model):
+            raise RuntimeError(f"the native model lacks {missing.decode()}")
+
+    def _product(self, layer: int, which: int, name: str) -> None:
+        for part in self._weights.parts.get(f"{name}.weight", []):
+            at = self._weights.address(part)
+            status = self._library.specbeam_model_add(
+                self._model, layer, which, part.format, part.rows, part.columns, at, part.size
+            )
+            if status:
+                raise RuntimeError(f"{name} does not fit into the native model")
+        if f"{name}.bias" in self._weights.parts:
+            bias = self._weights.stacked(f"{name}.bias")
+            self._library.specbeam_model_bias(self._model, layer, which, bias.ctypes.data)
+
+    def _norm(self, layer: int, which: int, name: str) -> None:
+        weight = self._weights.vector(f"{name}.weight")
+        if weight is not None:
+            bias = self._weights.vector(f"{name}.bias")
+            self._library.specbeam_model_norm(self._model, layer, which, weight, bias)
+
+
+class CpuCache:
+    """Keys and values of one tree, in native memory."""
+
+    def __init__(self, model: int, most: int, owner: CpuBackend) -> None:
+        self.capacity = 0
+        self._most = most
+        self._owner = owner  # whose passes read it
+        self.handle = library().specbeam_cache_new(model)
+        if not self.handle:
+            raise MemoryError("no room for a cache")
+        weakref.finalize(self, library().specbeam_cache_delete, self.handle)
+
+    def reserve(self, slots: int) -> None:
+        if slots <= self.capacity:
+            return
+        capacity = max(slots, min(max(2 * self.capacity, 64), self._most))
+        if library().specbeam_cache_reserve(self.handle, capacity):
+            raise MemoryError(f"no room for a cache of {capacity} slots")
+        self.capacity = capacity
+
+
+def choose_threads(threads: int | None) -> int:
+    """How many threads to use. Raises SpecbeamError for a number that is none."""
+    given: Any = threads if threads is not None else os.environ.get("SPECBEAM_THREADS") or None
+    if given is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        number = int(given)
+    except ValueError:
+        number = 0
+    if not 1 <= number <= 1024:
+        name = "threads" if threads is not None else "SPECBEAM_THREADS"
+        raise SpecbeamError(f"{name}={given!r} is not allowed: give 1 to 1024")
+    return number
+
+
+def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
+    """How weights are kept. Raises SpecbeamError for a way there is not."""
+    if quantize not in ("auto", *MODES):
+        raise SpecbeamError(f"quantize={quantize!r} is not allowed: give auto, {', '.join(MODES)}")
+    if quantize == "keep" and not checkpoint.quantized:
+        raise SpecbeamError(
+            f"quantize='keep' goes with a quantized GGUF file, and {checkpoint.path} is none: give int8, int4 or "
+            "float32"
+        )
+    if quantize == "auto":
+        return "keep" if checkpoint.quantized else "int8"
+    return quantize
+
+
+def _new_model(config: Config, threads: int, half: bool, isa: str) -> int:
+    whole = [
+        *(config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers),
+        *(config.num_heads, config.num_kv_heads, config.head_dim, config.context_length),
+        *(config.norm == "layer", ACTIVATIONS.index(config.activation), config.gated_mlp, config.parallel, half),
+    ]
+    real = [
+        *(config.norm_eps, config.attention_scale, config.embedding_scale),
+        *(config.attention_softcap or 0.0, config.logits_softcap or 0.0),
+    ]
+    model = library().specbeam_model_new(
+        (ctypes.c_int64 * len(whole))(*map(int, whole)), (ctypes.c_double * len(real))(*real), threads, isa.encode()
+    )
+    if not model:
+        raise MemoryError("no room for the native model")
+    return int(model)
+
+
+def _structs(segments: Sequence[Segment]) -> tuple[Any, list[Any]]:
+    """The segments as native code has them, and the arrays they point into."""
+    structs, kept = (SegmentStruct * len(segments))(), []
+    for struct, s in zip(structs, segments, strict=True):
+        arrays: list[NDArray[Any]] = [np.ascontiguousarray(a, np.int64) for a in (s.tokens, s.positions, s.slots)]
+        visible = None if s.visible is None else np.ascontiguousarray(s.visible).view(np.uint8)
+        kept += [*arrays, visible]
+        struct.cache = s.cache.handle  # type: ignore[attr-defined]  # as new_cache made it
+        struct.nodes, struct.length = len(s.tokens), s.length
+        struct.tokens, struct.positions, struct.slots = (a.ctypes.data for a in arrays)
+        struct.visible = None if visible is None else visible.ctypes.data
+    return structs, kept

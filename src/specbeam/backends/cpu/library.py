@@ -1,0 +1,92 @@
+"""The native library: found, loaded, and its functions given their types."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from specbeam.errors import SpecbeamError
+
+NAME = "libspecbeam_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+
+FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "isa": (c_char_p, [c_char_p]),
+    "matrix_bytes": (c_int64, [c_int32, c_int64, c_int64]),
+    "format_of": (c_int32, [c_int32]),
+    "pack": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
+    "quantize": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p]),
+    "hash": (c_uint64, [c_void_p, c_int64]),
+    "model_new": (c_void_p, [POINTER(c_int64), POINTER(c_double), c_int32, c_char_p]),
+    "model_delete": (None, [c_void_p]),
+    "model_add": (c_int32, [c_void_p, c_int64, c_int32, c_int32, c_int64, c_int64, c_void_p, c_int64]),
+    "model_bias": (c_int32, [c_void_p, c_int64, c_int32, c_void_p]),
+    "model_norm": (c_int32, [c_void_p, c_int64, c_int32, c_void_p, c_void_p]),
+    "model_rope": (c_int32, [c_void_p, c_void_p, c_int64, c_float]),
+    "model_layer": (c_int32, [c_void_p, c_int64, c_int64, c_int64]),
+    "model_incomplete": (c_char_p, [c_void_p]),
+    "cache_new": (c_void_p, [c_void_p]),
+    "cache_delete": (None, [c_void_p]),
+    "cache_reserve": (c_int32, [c_void_p, c_int64]),
+    "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p]),
+    "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
+    "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),
+}
+
+
+class SegmentStruct(ctypes.Structure):
+    """``Segment`` of native/model.h."""
+
+    _fields_ = [
+        ("cache", c_void_p),
+        ("nodes", c_int64),
+        ("length", c_int64),
+        ("tokens", c_void_p),
+        ("positions", c_void_p),
+        ("slots", c_void_p),
+        ("visible", c_void_p),
+    ]
+
+
+def find() -> Path | None:
+    """Where the library lies: beside this file, or where an editable install has put it; None if it was not built."""
+    from specbeam.backends import cpu
+
+    folders = [os.environ.get("SPECBEAM_CPU_LIBRARY", ""), *cpu.__path__]
+    return next((path for folder in filter(None, folders) if (path := Path(folder) / NAME).is_file()), None)
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The library with typed functions, which let other Python threads run while they work.
+
+    Raises:
+        SpecbeamError: it was not built, or cannot be loaded here.
+    """
+    path = find()
+    if path is None:
+        raise SpecbeamError(
+            "the native CPU kernels are not there, because no C++ compiler was found when specbeam was installed: "
+            "install one (g++ or clang++) and reinstall specbeam, or use backend='torch'"
+        )
+    try:
+        loaded = ctypes.CDLL(str(path))
+        for name, (result, arguments) in FUNCTIONS.items():
+            function = getattr(loaded, f"specbeam_{name}")
+            function.restype, function.argtypes = result, arguments
+    except (OSError, AttributeError) as error:
+        raise SpecbeamError(f"the native CPU kernels cannot be loaded ({error}): reinstall specbeam") from error
+    return loaded
+
+
+def available() -> bool:
+    """Whether the kernels can be used here."""
+    try:
+        library()
+    except SpecbeamError:
+        return False
+    return True

@@ -1,0 +1,299 @@
+// The functions Python calls (backends/cpu/library.py). Nothing is taken on trust: what comes in is checked here, and a
+// function that can fail returns null or leaves a message in the buffer it is given.
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <exception>
+#include <memory>
+
+#include "formats.h"
+#include "model.h"
+#include "pack.h"
+#include "tables.h"
+#include "threads.h"
+
+namespace specbeam {
+
+#define SPECBEAM_TABLE(isa) \
+  namespace isa {           \
+  extern const Table TABLE; \
+  }
+SPECBEAM_TABLE(portable)
+#if defined(SPECBEAM_X86)
+SPECBEAM_TABLE(avx2)
+SPECBEAM_TABLE(avx512)
+#endif
+
+static const Table *table_named(const char *name) {
+  const auto is = [name](const Table &t) { return std::strcmp(name, t.name) == 0; };
+#if defined(SPECBEAM_X86)
+  __builtin_cpu_init();
+  const bool two = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  const bool five = two && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  if (five && (!*name || is(avx512::TABLE))) return &avx512::TABLE;
+  if (two && (!*name || is(avx2::TABLE))) return &avx2::TABLE;
+#endif
+  return !*name || is(portable::TABLE) ? &portable::TABLE : nullptr;
+}
+
+// A model with the threads and the room its passes need. Passes are one at a time; Python sees to it.
+struct Loaded {
+  Model model;
+  const Table *table;
+  std::unique_ptr<Threads> threads;
+  int thread_count;
+  pid_t process;
+  void *workspace;
+  ~Loaded() { table->delete_workspace(workspace); }
+
+  Threads &pool() {
+    if (process != getpid()) {  // a fork has none of the threads
+      (void)threads.release();
+      threads.reset(new Threads(thread_count));
+      process = getpid();
+    }
+    return *threads;
+  }
+};
+
+static Product *product_named(Model &model, int64_t layer, int which) {
+  if (layer < 0) {
+    Product *all[] = {&model.embedding, &model.positions, &model.head};
+    return which >= 0 && which < 3 ? all[which] : nullptr;
+  }
+  if (layer >= int64_t(model.layers.size())) return nullptr;
+  Layer &l = model.layers[layer];
+  Product *all[] = {&l.qkv, &l.output, &l.up, &l.down};
+  return which >= 0 && which < 4 ? all[which] : nullptr;
+}
+
+static Norm *norm_named(Model &model, int64_t layer, int which) {
+  if (layer < 0) return which == 0 ? &model.norm : nullptr;
+  if (layer >= int64_t(model.layers.size())) return nullptr;
+  Layer &l = model.layers[layer];
+  Norm *all[] = {&l.attention_norm, &l.post_attention_norm, &l.mlp_norm, &l.post_mlp_norm, &l.q_norm, &l.k_norm};
+  return which >= 0 && which < 6 ? all[which] : nullptr;
+}
+
+// What is missing or misshapen in a model that is said to be complete, or null.
+static const char *incomplete(const Model &m) {
+  const Numbers &c = m.numbers;
+  const auto shaped = [](const Product &p, int64_t rows, int64_t columns) {
+    for (const Matrix &part : p.parts)
+      if (part.columns != columns) return false;
+    return bool(p) && p.rows() == rows;
+  };
+  if (!shaped(m.embedding, c.vocab, c.hidden) || m.embedding.parts.size() != 1) return "the embedding";
+  if (m.positions && (!shaped(m.positions, c.context, c.hidden) || m.positions.parts.size() != 1)) return "the positions";
+  if (!shaped(m.head, c.vocab, c.hidden)) return "the head";
+  if (!m.norm) return "the last norm";
+  for (const Layer &l : m.layers) {
+    if (!l.attention_norm || (!l.mlp_norm && !c.parallel)) return "a norm";
+    if (!shaped(l.qkv, (c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden)) return "query, key and value";
+    if (!shaped(l.output, c.hidden, c.heads * c.head_dim)) return "the attention's output";
+    if (!shaped(l.up, c.inner * (c.gated ? 2 : 1), c.hidden) || !shaped(l.down, c.hidden, c.inner)) return "the MLP";
+    if (l.rope >= int64_t(m.ropes.size())) return "a rotation";
+    if (l.rope >= 0 && int64_t(m.ropes[l.rope].frequencies.size()) * 2 > c.head_dim) return "a rotation's size";
+  }
+  return nullptr;
+}
+
+static const char *wrong(const Model &m, const Segment *s, int64_t count, const int64_t *wanted, int64_t wanted_count) {
+  const Numbers &c = m.numbers;
+  int64_t nodes = 0;
+  for (int64_t i = 0; i < count; i++) {
+    if (!s[i].cache || s[i].nodes <= 0) return "a segment is empty";
+    const Cache &cache = *s[i].cache;
+    if (cache.layers != c.layers || cache.kv_heads != c.kv_heads || cache.item != (c.half_cache ? 2 : 4))
+      return "a cache is another model's";
+    if (s[i].length <= 0 || s[i].length > cache.capacity) return "a segment is longer than its cache";
+    for (int64_t n = 0; n < s[i].nodes; n++) {
+      if (s[i].tokens[n] < 0 || s[i].tokens[n] >= c.vocab) return "a token is not in the vocabulary";
+      if (s[i].slots[n] < 0 || s[i].slots[n] >= s[i].length) return "a slot is not below the length";
+      if (s[i].positions[n] < 0 || s[i].positions[n] >= s[i].length) return "a position is not below the length";
+      if (m.positions && s[i].positions[n] >= c.context) return "a position is beyond the context";
+    }
+    nodes += s[i].nodes;
+  }
+  for (int64_t i = 0; i < wanted_count; i++)
+    if (wanted[i] < 0 || wanted[i] >= nodes) return "a wanted node is not in the pass";
+  return nullptr;
+}
+
+}  // namespace specbeam
+
+using namespace specbeam;
+
+extern "C" {
+
+// The name of the instruction set that would be used, null if `name` cannot be; empty for the best.
+const char *specbeam_isa(const char *name) {
+  const Table *table = table_named(name);
+  return table ? table->name : nullptr;
+}
+
+int64_t specbeam_matrix_bytes(int32_t format, int64_t rows, int64_t columns) {
+  if (format < 0 || format >= FORMATS || rows <= 0 || columns <= 0) return -1;
+  return blocks_of(rows) * block_bytes(Format(format), columns);
+}
+
+int32_t specbeam_format_of(int32_t type) { return format_of(type) == FORMATS ? -1 : format_of(type); }
+
+// Returns 0, or -1 if the sizes do not fit.
+int32_t specbeam_pack(int32_t type, const uint8_t *source, int64_t bytes, int64_t rows, int64_t columns,
+                      const int64_t *order, int64_t first, int64_t last, uint8_t *out) {
+  if (format_of(type) == FORMATS || columns % GROUP || rows <= 0 || bytes != rows * row_bytes(type, columns)) return -1;
+  if (first < 0 || last > blocks_of(rows)) return -1;
+  for (int64_t row = 0; order && row < rows; row++)
+    if (order[row] < 0 || order[row] >= rows) return -1;
+  for (int64_t block = first; block < last; block++) pack_block(type, source, rows, columns, order, block, out);
+  return 0;
+}
+
+int32_t specbeam_quantize(int32_t format, const float *source, int64_t rows, int64_t columns, uint8_t *out) {
+  if ((format != F32_ROWS && format != Q8 && format != Q4_MIN) || rows <= 0 || columns <= 0) return -1;
+  for (int64_t block = 0; block < blocks_of(rows); block++)
+    quantize_block(Format(format), source, rows, columns, block, out);
+  return 0;
+}
+
+// A hash for finding damage, not for keeping out attackers.
+uint64_t specbeam_hash(const uint8_t *p, int64_t bytes) {
+  uint64_t lanes[4] = {1, 2, 3, 4};
+  int64_t i = 0;
+  for (; i + 32 <= bytes; i += 32)
+    for (int j = 0; j < 4; j++) {
+      uint64_t word;
+      std::memcpy(&word, p + i + 8 * j, 8);
+      lanes[j] = (lanes[j] ^ word) * 0x9e3779b97f4a7c15u;
+      lanes[j] ^= lanes[j] >> 29;
+    }
+  uint64_t hash = uint64_t(bytes);
+  for (; i < bytes; i++) hash = (hash ^ p[i]) * 0x100000001b3u;
+  for (uint64_t lane : lanes) hash = (hash ^ lane) * 0x9e3779b97f4a7c15u, hash ^= hash >> 32;
+  return hash;
+}
+
+void *specbeam_model_new(const int64_t *whole, const double *real, int32_t threads, const char *isa) {
+  const Table *table = table_named(isa);
+  if (!table || threads < 1) return nullptr;
+  try {
+    auto loaded = std::make_unique<Loaded>();
+    Numbers &c = loaded->model.numbers;
+    int64_t *to[] = {&c.vocab, &c.hidden, &c.inner, &c.layers, &c.heads, &c.kv_heads, &c.head_dim, &c.context,
+                     &c.layer_norm, &c.activation, &c.gated, &c.parallel, &c.half_cache};
+    for (int64_t *number : to) *number = *whole++;
+    double *fractions[] = {&c.norm_eps, &c.attention_scale, &c.embedding_scale, &c.attention_softcap, &c.logits_softcap};
+    for (double *number : fractions) *number = *real++;
+    for (int64_t *number : {&c.vocab, &c.hidden, &c.inner, &c.layers, &c.heads, &c.kv_heads, &c.head_dim, &c.context})
+      if (*number <= 0 || *number >= int64_t(1) << 31) return nullptr;
+    if (c.heads % c.kv_heads) return nullptr;
+    loaded->model.layers.resize(c.layers);
+    loaded->table = table;
+    loaded->threads.reset(new Threads(threads));
+    loaded->thread_count = threads;
+    loaded->process = getpid();
+    loaded->workspace = table->new_workspace();
+    return loaded.release();
+  } catch (const std::exception &) {
+    return nullptr;
+  }
+}
+
+void specbeam_model_delete(void *model) {
+  auto *loaded = static_cast<Loaded *>(model);
+  if (loaded->process != getpid()) (void)loaded->threads.release();
+  delete loaded;
+}
+
+// The data is not copied: the caller keeps it. Returns 0, or -1 if there is no such product.
+int32_t specbeam_model_add(void *model, int64_t layer, int32_t which, int32_t format, int64_t rows, int64_t columns,
+                           const uint8_t *data, int64_t bytes) {
+  Product *product = product_named(static_cast<Loaded *>(model)->model, layer, which);
+  if (!product || !data || product->parts.size() >= 8 || bytes != specbeam_matrix_bytes(format, rows, columns)) return -1;
+  product->parts.push_back({Format(format), rows, columns, data});
+  return 0;
+}
+
+int32_t specbeam_model_bias(void *model, int64_t layer, int32_t which, const float *bias) {
+  Product *product = product_named(static_cast<Loaded *>(model)->model, layer, which);
+  if (!product) return -1;
+  product->bias = bias;
+  return 0;
+}
+
+int32_t specbeam_model_norm(void *model, int64_t layer, int32_t which, const float *weight, const float *bias) {
+  Norm *norm = norm_named(static_cast<Loaded *>(model)->model, layer, which);
+  if (!norm) return -1;
+  *norm = {weight, bias};
+  return 0;
+}
+
+int32_t specbeam_model_rope(void *model, const float *frequencies, int64_t count, float scale) {
+  Model &m = static_cast<Loaded *>(model)->model;
+  m.ropes.push_back({{frequencies, frequencies + count}, scale});
+  return int32_t(m.ropes.size()) - 1;
+}
+
+int32_t specbeam_model_layer(void *model, int64_t layer, int64_t rope, int64_t window) {
+  Model &m = static_cast<Loaded *>(model)->model;
+  if (layer < 0 || layer >= int64_t(m.layers.size()) || window < 0) return -1;
+  m.layers[layer].rope = rope;
+  m.layers[layer].window = window;
+  return 0;
+}
+
+const char *specbeam_model_incomplete(void *model) { return incomplete(static_cast<Loaded *>(model)->model); }
+
+void *specbeam_cache_new(void *model) {
+  const Numbers &c = static_cast<Loaded *>(model)->model.numbers;
+  auto *cache = new (std::nothrow) Cache{};
+  if (!cache) return nullptr;
+  cache->layers = c.layers, cache->kv_heads = c.kv_heads, cache->width = (c.head_dim + 15) / 16 * 16;
+  cache->item = c.half_cache ? 2 : 4;
+  return cache;
+}
+
+void specbeam_cache_delete(void *cache) { delete static_cast<Cache *>(cache); }
+
+// Returns 0, or -1 if there is no memory; what is stored stays.
+int32_t specbeam_cache_reserve(void *cache, int64_t slots) {
+  try {
+    return static_cast<Cache *>(cache)->reserve(slots) ? 0 : -1;
+  } catch (const std::exception &) {
+    return -1;
+  }
+}
+
+// Returns what is wrong, or null. logits: [wanted_count, vocab].
+const char *specbeam_forward(void *model, const Segment *segments, int64_t count, const int64_t *wanted,
+                             int64_t wanted_count, float *logits) {
+  auto &loaded = *static_cast<Loaded *>(model);
+  if (const char *reason = incomplete(loaded.model)) return reason;
+  if (const char *reason = wrong(loaded.model, segments, count, wanted, wanted_count)) return reason;
+  try {
+    for (int64_t i = 0; i < count; i++)
+      for (int64_t n = 0; n < segments[i].nodes; n++)
+        segments[i].cache->positions[segments[i].slots[n]] = int32_t(segments[i].positions[n]);
+    return loaded.table->forward(loaded.model, loaded.pool(), loaded.workspace, segments, count, wanted, wanted_count, logits);
+  } catch (const std::exception &error) {
+    return "out of memory";
+  }
+}
+
+// For tests: out[rows, w.rows] = values[rows, w.columns] times the matrix transposed.
+int32_t specbeam_multiply(const char *isa, int32_t threads, int32_t format, int64_t rows, int64_t columns,
+                          const uint8_t *data, const float *values, int64_t n, float *out) {
+  const Table *table = table_named(isa);
+  if (!table || specbeam_matrix_bytes(format, rows, columns) < 0 || n < 1 || threads < 1) return -1;
+  Threads pool(threads);
+  table->multiply({Format(format), rows, columns, data}, pool, values, n, out);
+  return 0;
+}
+
+float specbeam_weight(int32_t format, int64_t rows, int64_t columns, const uint8_t *data, int64_t row, int64_t column) {
+  return portable::TABLE.weight({Format(format), rows, columns, data}, row, column);
+}
+}

@@ -1,0 +1,230 @@
+// Weights into the layouts of formats.h: as they are from llama.cpp's blocks, or quantized from float32.
+
+#include "pack.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#define SPECBEAM_ISA portable_pack
+#include "simd.h"
+
+namespace specbeam {
+
+using portable_pack::float_to_half;
+using portable_pack::half_to_float;
+
+namespace {
+
+uint16_t half_at(const uint8_t *p) {
+  uint16_t h;
+  std::memcpy(&h, p, 2);
+  return h;
+}
+
+// The 6-bit scales and minima of the 8 groups of a Q4_K or Q5_K block.
+void k_scales(const uint8_t *p, uint8_t *scale, uint8_t *minimum) {
+  for (int g = 0; g < 4; g++) {
+    scale[g] = p[g] & 63;
+    minimum[g] = p[g + 4] & 63;
+    scale[g + 4] = uint8_t((p[g + 8] & 15) | (p[g] >> 6) << 4);
+    minimum[g + 4] = uint8_t(p[g + 8] >> 4 | (p[g + 4] >> 6) << 4);
+  }
+}
+
+// Writes one row into its lane of a block.
+struct Lane {
+  Format format;
+  uint8_t *block;
+  int64_t columns;
+  int lane;
+
+  void weight(int64_t column, int q) const {
+    const Place at = place(format, lane, column);
+    block[at.byte] = uint8_t(block[at.byte] | q << at.shift);
+  }
+  void half(int64_t group, int part, uint16_t h) const {
+    std::memcpy(block + group_scales(format, columns, group) + (part * BLOCK_ROWS + lane) * 2, &h, 2);
+  }
+  void byte(int64_t group, int part, uint8_t b) const {
+    block[group_scales(format, columns, group) + part * BLOCK_ROWS + lane] = b;
+  }
+  void super_half(int64_t group, int part, uint16_t h) const {
+    std::memcpy(block + super_scales(format, columns, group) + (part * BLOCK_ROWS + lane) * 2, &h, 2);
+  }
+};
+
+void pack_row(const Lane &to, int32_t type, const uint8_t *p) {
+  const int64_t groups = to.columns / GROUP;
+  uint8_t scale[8], minimum[8];
+  if (type == Q4_K_BLOCKS || type == Q5_K_BLOCKS) {
+    const int64_t size = type == Q4_K_BLOCKS ? 144 : 176;
+    for (int64_t s = 0; s < groups / SUPER; s++, p += size) {
+      k_scales(p + 4, scale, minimum);
+      const uint8_t *high = p + 16, *low = p + size - 128;
+      to.super_half(s * SUPER, 0, half_at(p));
+      to.super_half(s * SUPER, 1, half_at(p + 2));
+      for (int g = 0; g < SUPER; g++) {
+        to.byte(s * SUPER + g, 0, scale[g]);
+        to.byte(s * SUPER + g, 1, minimum[g]);
+        for (int i = 0; i < GROUP; i++) {
+          int q = low[g / 2 * 32 + i] >> (g % 2 * 4) & 15;
+          if (type == Q5_K_BLOCKS) q |= (high[i] >> g & 1) << 4;
+          to.weight((s * SUPER + g) * GROUP + i, q);
+        }
+      }
+    }
+    return;
+  }
+  if (type == Q6_K_BLOCKS) {
+    for (int64_t s = 0; s < groups / SUPER; s++, p += 210) {
+      const uint8_t *low = p, *high = p + 128;
+      to.super_half(s * SUPER, 0, half_at(p + 208));
+      for (int g = 0; g < SUPER; g++) {
+        const int part = g / 4, within = g % 4;  // 128 columns, and which 32 of them
+        for (int i = 0; i < GROUP; i++) {
+          const int nibble = low[part * 64 + within % 2 * 32 + i] >> (within / 2 * 4) & 15;
+          const int bits = high[part * 32 + i] >> (within * 2) & 3;
+          to.weight((s * SUPER + g) * GROUP + i, nibble | bits << 4);
+        }
+        to.byte(s * SUPER + g, 0, p[192 + g * 2]);
+        to.byte(s * SUPER + g, 1, p[192 + g * 2 + 1]);
+      }
+    }
+    return;
+  }
+  for (int64_t g = 0; g < groups; g++) {
+    const uint16_t d = half_at(p);
+    to.half(g, 0, d);
+    if (type == Q8_0_BLOCKS) {
+      for (int i = 0; i < GROUP; i++) to.weight(g * GROUP + i, int(int8_t(p[2 + i])) + 128);
+      p += 34;
+      continue;
+    }
+    const bool five = type == Q5_0_BLOCKS || type == Q5_1_BLOCKS, with_minimum = type == Q4_1_BLOCKS || type == Q5_1_BLOCKS;
+    p += 2;
+    if (with_minimum) to.half(g, 1, half_at(p)), p += 2;
+    else if (type == Q4_0_BLOCKS) to.half(g, 1, float_to_half(-8.0f * half_to_float(d)));
+    uint32_t high = 0;
+    if (five) std::memcpy(&high, p, 4), p += 4;
+    for (int i = 0; i < GROUP; i++) {
+      int q = p[i % 16] >> (i / 16 * 4) & 15;
+      if (five) q |= int(high >> i & 1) << 4;
+      to.weight(g * GROUP + i, type == Q5_0_BLOCKS ? q - 16 + 128 : q);
+    }
+    p += 16;
+  }
+}
+
+void quantize_int8(const Lane &to, int64_t g, const float *x, int n) {
+  float most = 0;
+  for (int i = 0; i < n; i++) most = std::max(most, std::fabs(x[i]));
+  uint16_t h = float_to_half(most / 127.0f);
+  const float d = half_to_float(h);
+  to.half(g, 0, h);
+  for (int i = 0; i < GROUP; i++) {
+    const float q = i < n && d > 0 ? std::nearbyint(x[i] / d) : 0.0f;
+    to.weight(g * GROUP + i, int(std::clamp(q, -127.0f, 127.0f)) + 128);
+  }
+}
+
+// Four bits: of several scales and minima the one with the least squared error, where each guess is bettered by least
+// squares on the bytes it leads to.
+void quantize_int4(const Lane &to, int64_t g, const float *x, int n) {
+  float low = 0, high = 0;
+  for (int i = 0; i < n; i++) low = std::min(low, x[i]), high = std::max(high, x[i]);
+  uint16_t best_d = 0, best_m = 0;
+  float least = INFINITY;
+  uint8_t best[GROUP] = {}, q[GROUP] = {};
+  for (int step = -4; step <= 12; step++) {
+    float d = (high - low) / (15.0f + 0.25f * float(step)), m = low;
+    for (int turn = 0; turn < 2; turn++) {
+      if (!(d > 0)) break;
+      float sq = 0, sqq = 0, sx = 0, sqx = 0;
+      for (int i = 0; i < n; i++) {
+        q[i] = uint8_t(std::clamp(std::nearbyint((x[i] - m) / d), 0.0f, 15.0f));
+        sq += q[i], sqq += float(q[i]) * q[i], sx += x[i], sqx += q[i] * x[i];
+      }
+      const float det = float(n) * sqq - sq * sq;
+      if (det > 0) d = (float(n) * sqx - sq * sx) / det, m = (sx - d * sq) / float(n);
+      const uint16_t hd = float_to_half(d), hm = float_to_half(m);
+      const float rd = half_to_float(hd), rm = half_to_float(hm);
+      float error = 0;
+      for (int i = 0; i < n; i++) {
+        q[i] = uint8_t(rd != 0 ? std::clamp(std::nearbyint((x[i] - rm) / rd), 0.0f, 15.0f) : 0.0f);
+        const float e = rd * q[i] + rm - x[i];
+        error += e * e;
+      }
+      if (error < least) {
+        least = error, best_d = hd, best_m = hm;
+        std::memcpy(best, q, sizeof best);
+      }
+    }
+  }
+  if (!(least < INFINITY)) best_m = float_to_half(low), std::memset(best, 0, sizeof best);
+  to.half(g, 0, best_d);
+  to.half(g, 1, best_m);
+  for (int i = 0; i < GROUP; i++) to.weight(g * GROUP + i, i < n ? best[i] : 0);
+}
+
+}  // namespace
+
+Format format_of(int32_t type) {
+  switch (type) {
+    case Q8_0_BLOCKS:
+    case Q5_0_BLOCKS: return Q8;
+    case Q5_1_BLOCKS: return Q8_MIN;
+    case Q5_K_BLOCKS: return Q8_K;
+    case Q6_K_BLOCKS: return Q6_K;
+    case Q4_0_BLOCKS:
+    case Q4_1_BLOCKS: return Q4_MIN;
+    case Q4_K_BLOCKS: return Q4_K;
+    default: return FORMATS;
+  }
+}
+
+int64_t row_bytes(int32_t type, int64_t columns) {
+  switch (type) {
+    case Q4_0_BLOCKS: return columns / 32 * 18;
+    case Q4_1_BLOCKS: return columns / 32 * 20;
+    case Q5_0_BLOCKS: return columns / 32 * 22;
+    case Q5_1_BLOCKS: return columns / 32 * 24;
+    case Q8_0_BLOCKS: return columns / 32 * 34;
+    case Q4_K_BLOCKS: return columns / 256 * 144;
+    case Q5_K_BLOCKS: return columns / 256 * 176;
+    case Q6_K_BLOCKS: return columns / 256 * 210;
+    default: return 0;
+  }
+}
+
+void pack_block(int32_t type, const uint8_t *source, int64_t rows, int64_t columns, const int64_t *order, int64_t block,
+                uint8_t *out) {
+  const Format format = format_of(type);
+  uint8_t *to = out + block * block_bytes(format, columns);
+  std::memset(to, 0, block_bytes(format, columns));
+  for (int lane = 0; lane < BLOCK_ROWS && block * BLOCK_ROWS + lane < rows; lane++) {
+    const int64_t row = block * BLOCK_ROWS + lane;
+    pack_row({format, to, columns, lane}, type, source + (order ? order[row] : row) * row_bytes(type, columns));
+  }
+}
+
+void quantize_block(Format format, const float *source, int64_t rows, int64_t columns, int64_t block, uint8_t *out) {
+  uint8_t *to = out + block * block_bytes(format, columns);
+  std::memset(to, 0, block_bytes(format, columns));
+  for (int lane = 0; lane < BLOCK_ROWS && block * BLOCK_ROWS + lane < rows; lane++) {
+    const float *x = source + (block * BLOCK_ROWS + lane) * columns;
+    if (format == F32_ROWS) {
+      for (int64_t k = 0; k < columns; k++) ((float *)to)[k * BLOCK_ROWS + lane] = x[k];
+      continue;
+    }
+    for (int64_t g = 0; g < groups_of(columns); g++) {
+      const int here = int(std::min<int64_t>(GROUP, columns - g * GROUP));
+      const Lane at{format, to, columns, lane};
+      if (format == Q8) quantize_int8(at, g, x + g * GROUP, here);
+      else quantize_int4(at, g, x + g * GROUP, here);
+    }
+  }
+}
+
+}  // namespace specbeam

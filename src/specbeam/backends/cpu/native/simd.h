@@ -1,0 +1,183 @@
+// Sixteen lanes at a time. The compiler lowers these vectors to what the instruction set has; only the dot product of
+// bytes, and half precision, are asked for by name. Everything is in a namespace of the instruction set, for the same
+// sources are compiled once for each.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace specbeam::SPECBEAM_ISA {
+
+constexpr int LANES = 16;
+
+typedef float F32 __attribute__((vector_size(64)));
+typedef int32_t I32 __attribute__((vector_size(64)));
+typedef uint32_t U32 __attribute__((vector_size(64)));
+typedef uint8_t U8 __attribute__((vector_size(64)));
+
+template <class T, class P> inline T load(const P *p) {
+  T v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class T, class P> inline void store(P *p, T v) { std::memcpy(p, &v, sizeof v); }
+
+inline F32 all(float x) { return F32{} + x; }
+inline I32 all(int32_t x) { return I32{} + x; }
+inline F32 to_float(I32 x) { return __builtin_convertvector(x, F32); }
+
+inline F32 multiply_add(F32 a, F32 b, F32 c) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  F32 out;
+  for (int half = 0; half < 2; half++) {
+    __m256 x, y, z;
+    std::memcpy(&x, (const char *)&a + 32 * half, 32);
+    std::memcpy(&y, (const char *)&b + 32 * half, 32);
+    std::memcpy(&z, (const char *)&c + 32 * half, 32);
+    x = _mm256_fmadd_ps(x, y, z);
+    std::memcpy((char *)&out + 32 * half, &x, 32);
+  }
+  return out;
+#else
+  return a * b + c;
+#endif
+}
+
+// acc + the dot products of four unsigned bytes of w, a lane each, with the four signed bytes x (-127 to 127). Exact.
+inline I32 dot4(I32 acc, U8 w, int32_t x) {
+#if defined(__AVX512VNNI__)
+  return (I32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
+#elif defined(__AVX2__)
+  const __m256i xs = _mm256_set1_epi32(x);
+  I32 out;
+  for (int half = 0; half < 2; half++) {
+    __m256i u, a;
+    std::memcpy(&u, (const char *)&w + 32 * half, 32);
+    std::memcpy(&a, (const char *)&acc + 32 * half, 32);
+#if defined(__AVXVNNI__)
+    a = _mm256_dpbusd_avx_epi32(a, u, xs);
+#else
+    // Sums of two products must stay below 2^15, so the even and the odd bytes go apart.
+    const __m256i low = _mm256_set1_epi16(0xff);
+    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, low), _mm256_srai_epi16(_mm256_slli_epi16(xs, 8), 8));
+    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(xs, 8));
+    a = _mm256_add_epi32(a, _mm256_add_epi32(even, odd));
+#endif
+    std::memcpy((char *)&out + 32 * half, &a, 32);
+  }
+  return out;
+#else
+  int8_t xs[4];
+  std::memcpy(xs, &x, 4);
+  for (int lane = 0; lane < LANES; lane++)
+    for (int i = 0; i < 4; i++) acc[lane] += int32_t(w[4 * lane + i]) * xs[i];
+  return acc;
+#endif
+}
+
+inline float half_to_float(uint16_t h) {
+  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
+  uint32_t bits;
+  if (exponent == 31) bits = sign | 0x7f800000 | fraction << 13;
+  else if (exponent) bits = sign | (exponent + 112) << 23 | fraction << 13;
+  else {
+    const float tiny = std::ldexp(float(fraction), -24);
+    return sign ? -tiny : tiny;
+  }
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+inline uint16_t float_to_half(float f) {  // rounds to nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  const uint32_t sign = (bits >> 16) & 0x8000;
+  bits &= 0x7fffffff;
+  if (bits > 0x7f800000) return uint16_t(sign | 0x7e00);
+  if (bits >= 0x477ff000) return uint16_t(sign | 0x7c00);
+  if (bits < 0x38800000) {  // below the normal numbers: let float addition round at the right place
+    float magnitude, magic = 0.5f;
+    std::memcpy(&magnitude, &bits, 4);
+    magnitude += magic;
+    std::memcpy(&bits, &magnitude, 4);
+    return uint16_t(sign | (bits - 0x3f000000));
+  }
+  bits += 0xc8000fff + ((bits >> 13) & 1);
+  return uint16_t(sign | bits >> 13);
+}
+
+inline F32 load_half(const uint16_t *p) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#elif defined(__F16C__)
+  F32 out;
+  for (int half = 0; half < 2; half++) {
+    const __m256 x = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + half));
+    std::memcpy((char *)&out + 32 * half, &x, 32);
+  }
+  return out;
+#else
+  F32 out;
+  for (int i = 0; i < LANES; i++) out[i] = half_to_float(p[i]);
+  return out;
+#endif
+}
+
+inline void store_half(uint16_t *p, F32 x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < LANES; i++) p[i] = float_to_half(x[i]);
+#endif
+}
+
+template <class Byte> inline F32 load_bytes(const Byte *p) {
+  typedef Byte Bytes __attribute__((vector_size(16)));
+  return to_float(__builtin_convertvector(load<Bytes>(p), I32));
+}
+
+inline float sum(F32 x) {  // in one fixed order
+  for (int width = 8; width; width /= 2)
+    for (int i = 0; i < width; i++) x[i] += x[i + width];
+  return x[0];
+}
+
+inline float max(F32 x) {
+  float most = x[0];
+  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+  return most;
+}
+
+inline F32 select(I32 mask, F32 a, F32 b) { return (F32)((mask & (I32)a) | (~mask & (I32)b)); }
+
+// e^x, within 2 units in the last place; 0 below -87. The polynomial is Cephes' (Moshier).
+inline F32 exp(F32 x) {
+  x = select(x < -87.0f, all(-87.0f), x);
+  const I32 low = x <= -87.0f;
+  x = select(x > 88.0f, all(88.0f), x);
+  const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const F32 n = multiply_add(x, all(1.44269504088896341f), magic) - magic;
+  F32 r = multiply_add(n, all(-0.693359375f), x);
+  r = multiply_add(n, all(2.12194440e-4f), r);
+  F32 p = all(1.9875691500e-4f);
+  p = multiply_add(p, r, all(1.3981999507e-3f));
+  p = multiply_add(p, r, all(8.3334519073e-3f));
+  p = multiply_add(p, r, all(4.1665795894e-2f));
+  p = multiply_add(p, r, all(1.6666665459e-1f));
+  p = multiply_add(p, r, all(5.0000001201e-1f));
+  p = multiply_add(p * r, r, r) + 1.0f;
+  const I32 power = (__builtin_convertvector(n, I32) + 127) << 23;
+  return select(low, F32{}, p * (F32)power);
+}
+
+inline F32 tanh(F32 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
+
+}  // namespace specbeam::SPECBEAM_ISA

@@ -1,0 +1,20 @@
+// What each instruction set's compilation of the same sources offers.
+#pragma once
+
+#include "model.h"
+#include "threads.h"
+
+namespace specbeam {
+
+struct Table {
+  const char *name;
+  void *(*new_workspace)();
+  void (*delete_workspace)(void *);
+  // Returns what is wrong with the segments, or null.
+  const char *(*forward)(const Model &, Threads &, void *workspace, const Segment *, int64_t count, const int64_t *wanted,
+                         int64_t wanted_count, float *logits);
+  void (*multiply)(const Matrix &, Threads &, const float *values, int64_t rows, float *out);
+  float (*weight)(const Matrix &, int64_t row, int64_t column);
+};
+
+}  // namespace specbeam

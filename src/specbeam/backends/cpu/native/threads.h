@@ -1,0 +1,118 @@
+// A pool of threads that share the items of a loop. They wait for work without spinning between passes, and spin for some
+// microseconds within one, where the next loop follows at once.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if defined(__clang__)
+#define SPECBEAM_ONE_COPY __attribute__((noinline))
+#else
+#define SPECBEAM_ONE_COPY __attribute__((noipa))
+#endif
+
+namespace specbeam {
+
+class Threads {
+ public:
+  explicit Threads(int count) {
+    for (int i = 1; i < count; i++) workers.emplace_back([this, i] { work(i); });
+  }
+
+  ~Threads() {
+    {
+      std::lock_guard<std::mutex> held(mutex);
+      stopping = true;
+    }
+    wake.notify_all();
+    for (auto &worker : workers) worker.join();
+  }
+
+  int count() const { return int(workers.size()) + 1; }
+
+  // Between open and close the workers are awake. Who does which item is open; what an item yields must not depend on it.
+  void open() {
+    if (workers.empty()) return;
+    {
+      std::lock_guard<std::mutex> held(mutex);
+      awake.store(true, std::memory_order_release);
+    }
+    wake.notify_all();
+  }
+
+  void close() { awake.store(false, std::memory_order_release); }
+
+  template <class Body> void each(int64_t items, int64_t chunk, const Body &body) {
+    if (items <= 0) return;
+    if (workers.empty() || items <= chunk) {
+      for (int64_t i = 0; i < items; i++) call<Body>(&body, i);
+      return;
+    }
+    run = call<Body>;
+    this->data = &body;
+    this->items = items;
+    this->chunk = chunk;
+    next.store(0, std::memory_order_relaxed);
+    left.store(int(workers.size()), std::memory_order_relaxed);
+    round.fetch_add(1, std::memory_order_release);
+    share();
+    for (int spins = 0; left.load(std::memory_order_acquire); spins++) rest(spins);
+  }
+
+ private:
+  // One copy of a body's code, whoever calls it: two might round differently.
+  template <class Body> SPECBEAM_ONE_COPY static void call(const void *body, int64_t i) {
+    (*static_cast<const Body *>(body))(i);
+  }
+
+  static void rest(int spins) {
+#if defined(__x86_64__)
+    if (spins < 4000) return __builtin_ia32_pause();
+#endif
+    std::this_thread::yield();  // somebody else needs the core
+  }
+
+  void share() {
+    for (;;) {
+      const int64_t first = next.fetch_add(chunk, std::memory_order_relaxed);
+      if (first >= items) return;
+      const int64_t last = first + chunk < items ? first + chunk : items;
+      for (int64_t i = first; i < last; i++) run(data, i);
+    }
+  }
+
+  void work(int) {
+    uint64_t seen = 0;
+    for (;;) {
+      for (int spins = 0; round.load(std::memory_order_acquire) == seen; spins++) {
+        if (!awake.load(std::memory_order_acquire)) {
+          std::unique_lock<std::mutex> held(mutex);
+          wake.wait(held, [&] { return stopping || awake.load() || round.load() != seen; });
+          if (stopping) return;
+        } else rest(spins);
+      }
+      seen = round.load(std::memory_order_acquire);
+      share();
+      left.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  std::vector<std::thread> workers;
+  std::mutex mutex;
+  std::condition_variable wake;
+  bool stopping = false;
+  std::atomic<bool> awake{false};
+  std::atomic<uint64_t> round{0};
+  std::atomic<int64_t> next{0};
+  std::atomic<int> left{0};
+  void (*run)(const void *, int64_t) = nullptr;
+  const void *data = nullptr;
+  int64_t items = 0, chunk = 1;
+};
+
+}  // namespace specbeam

@@ -1,0 +1,289 @@
+"""Weights as the kernels read them: packed from a checkpoint once, then mapped from a file on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from specbeam.backends.cpu.library import library
+from specbeam.backends.torch.transformer import Transformer
+from specbeam.checkpoints import registry
+from specbeam.checkpoints.checkpoint import Checkpoint
+from specbeam.errors import SpecbeamError
+
+logger = logging.getLogger("specbeam")
+
+VERSION = 1
+"""Of the packed layouts: a file of another version is packed anew."""
+F32, Q8, Q4_MIN = 0, 1, 5
+"""Formats of native/formats.h that weights are quantized to here."""
+MAGIC, PAGE, ALIGNED = b"specbeam", 4096, 64
+PIECE = 1 << 22
+"""Elements quantized at once by a thread."""
+SMALL = 1 << 25
+"""Bytes below which weights are not worth a file."""
+MODES = ("keep", "int8", "int4", "float32")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One matrix in its format, or a vector of float32 (rows 1).
+
+    Attributes:
+        name: the parameter it belongs to; several parts are stacked along their rows.
+        source: the checkpoint's tensor.
+        raw: its blocks are taken as they are.
+        offset, size: where its bytes lie.
+        hash: of those bytes.
+    """
+
+    name: str
+    source: str
+    format: int
+    rows: int
+    columns: int
+    raw: bool
+    offset: int
+    size: int
+    hash: int = 0
+
+
+class Weights:
+    """All parameters of a model, packed.
+
+    Attributes:
+        parts: by parameter.
+    """
+
+    def __init__(self, parts: list[Part], data: NDArray[np.uint8]) -> None:
+        self._data = data
+        self._stacked: dict[str, NDArray[np.float32]] = {}
+        self.parts: dict[str, list[Part]] = {}
+        for part in parts:
+            self.parts.setdefault(part.name, []).append(part)
+
+    def address(self, part: Part) -> int:
+        """Where a part's bytes lie in memory, for as long as this object lives."""
+        return int(self._data.ctypes.data) + part.offset
+
+    def stacked(self, name: str) -> NDArray[np.float32]:
+        """The parts of a parameter [n] one after the other, kept for as long as this object lives."""
+        parts = [self._data[p.offset : p.offset + p.size].view(np.float32) for p in self.parts[name]]
+        return self._stacked.setdefault(name, np.concatenate(parts))
+
+    def vector(self, name: str) -> int | None:
+        """The address of a parameter [n] of float32; None if there is none."""
+        return self.address(self.parts[name][0]) if name in self.parts else None
+
+
+def load_weights(checkpoint: Checkpoint, mode: str) -> Weights:
+    """A checkpoint's parameters, from the file of an earlier time if that is there and sound.
+
+    Args:
+        mode: "keep": blocks of a quantized GGUF file with the same values, the rest in float32; "int8": groups of 32
+            with a scale; "int4": groups of 32 with scale and minimum, embedding and head in int8; "float32".
+
+    Raises:
+        SpecbeamError: a tensor is missing, unknown or has another shape than the configuration asks for.
+    """
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in Transformer(checkpoint.config).named_parameters()}
+    checkpoint.check_tensors(shapes)
+    plan, size = _plan(checkpoint, shapes, mode)
+    if mode == "float32" or size < SMALL:  # as large as the checkpoint, or packed in no time
+        return Weights(plan, _pack(checkpoint, plan, _room(size)))
+    path = _path(checkpoint, mode)
+    found = _read(path, plan, size)
+    return found if found is not None else _write(path, checkpoint, plan, size)
+
+
+def _plan(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], mode: str) -> tuple[list[Part], int]:
+    """What goes where, and the bytes of it all."""
+    parts, offset = [], 0
+    for name, shape in shapes.items():
+        for source in checkpoint.sources(name):
+            rows = checkpoint.shape(source)[0]
+            if len(shape) == 1:
+                parts.append(Part(name, source, F32, 1, rows, False, offset, 4 * rows))
+            else:
+                kind = checkpoint.blocks(source)
+                own = -1 if kind is None else library().specbeam_format_of(kind)
+                raw = mode == "keep" and own >= 0
+                near = name.startswith(("embedding", "positions", "head"))
+                chosen = own if raw else {"int8": Q8, "int4": Q8 if near else Q4_MIN}.get(mode, F32)
+                size = library().specbeam_matrix_bytes(chosen, rows, shape[1])
+                parts.append(Part(name, source, chosen, rows, shape[1], raw, offset, size))
+            offset += -(-parts[-1].size // ALIGNED) * ALIGNED
+    return parts, offset
+
+
+def _room(size: int) -> NDArray[np.uint8]:
+    return np.frombuffer(mmap.mmap(-1, max(size, 1)), np.uint8)
+
+
+def _pack(checkpoint: Checkpoint, plan: list[Part], data: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Fill the bytes of all parts."""
+    jobs = [job for part in plan for job in _jobs(checkpoint, part, data[part.offset : part.offset + part.size])]
+    total = sum(elements for elements, _ in jobs)
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as threads,
+        tqdm(total=total, desc="packing weights", unit="", unit_scale=True, leave=False, disable=None) as bar,
+    ):
+        try:
+            done = [threads.submit(fill) for _, fill in jobs]
+            for (elements, _), future in zip(jobs, done, strict=True):
+                future.result()
+                bar.update(elements)
+        except BaseException:  # Ctrl-C too: do not go on reading
+            threads.shutdown(cancel_futures=True)
+            raise
+    return data
+
+
+def _jobs(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Iterator[tuple[int, Callable[[], None]]]:
+    if part.rows == 1 and part.format == F32 and len(checkpoint.shape(part.source)) == 1:
+
+        def vector() -> None:
+            out[:] = _floats(checkpoint, part.source, 0, part.columns).view(np.uint8)
+
+        yield part.columns, vector
+        return
+    blocks = -(-part.rows // 16)
+    block_size = part.size // blocks
+    # Whole blocks of 16 rows, and whole heads where a reader orders their rows.
+    unit = math.lcm(16, checkpoint.piece_rows(part.source, 1))
+    step = max(1, PIECE // (unit * part.columns)) * unit
+    for start in range(0, part.rows, step):
+        stop = min(start + step, part.rows)
+
+        def fill(start: int = start, stop: int = stop) -> None:
+            if part.raw:
+                kind, blocks_, order = checkpoint.raw(part.source)
+                status = library().specbeam_pack(
+                    kind,
+                    blocks_.ctypes.data,
+                    blocks_.size,
+                    part.rows,
+                    part.columns,
+                    None if order is None else order.ctypes.data,
+                    start // 16,
+                    -(-stop // 16),
+                    out.ctypes.data,
+                )
+            else:
+                values = _floats(checkpoint, part.source, start, stop)
+                to = out[start // 16 * block_size :]
+                status = library().specbeam_quantize(
+                    part.format, values.ctypes.data, stop - start, part.columns, to.ctypes.data
+                )
+            if status:
+                raise SpecbeamError(f"{checkpoint.path}: tensor {part.source} cannot be packed: its sizes do not fit")
+
+        yield (stop - start) * part.columns, fill
+
+
+def _floats(checkpoint: Checkpoint, source: str, start: int, stop: int) -> NDArray[np.float32]:
+    """Rows of a tensor, read in the pieces its reader asks for."""
+    piece = checkpoint.piece_rows(source, 1)
+    step = piece if piece > 1 else stop - start
+    rows = [checkpoint.read(source, row, min(row + step, stop)) for row in range(start, stop, step)]
+    return np.ascontiguousarray(torch.cat(rows).float().numpy())
+
+
+def _path(checkpoint: Checkpoint, mode: str) -> Path:
+    """The file for a checkpoint as it is now."""
+    files = sorted(checkpoint.path.rglob("*.safetensors")) if checkpoint.path.is_dir() else [checkpoint.path]
+    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    key = hashlib.sha256(repr((VERSION, mode, stats, checkpoint.config)).encode()).hexdigest()[:16]
+    return registry.home() / "packed" / f"{checkpoint.path.stem}-{mode}-{key}.weights"
+
+
+def _read(path: Path, plan: list[Part], size: int) -> Weights | None:
+    """What a file holds, mapped; None if there is none, or not what there should be."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(16)
+            length = int.from_bytes(head[8:], "little")
+            if head[:8] != MAGIC or length > 1 << 26:
+                raise ValueError("it does not begin as it should")
+            parts = [Part(**part) for part in json.loads(file.read(length))]
+            start = _data_start(length)
+            if [_without_hash(p) for p in parts] != [_without_hash(p) for p in plan]:
+                raise ValueError("it holds other tensors")
+            if os.fstat(file.fileno()).st_size != start + size:
+                raise ValueError("it is not as long as it should be")
+            data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[start:]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        logger.warning("%s is damaged (%s) and is made anew", path, error)
+        return None
+    with ThreadPoolExecutor(os.cpu_count()) as threads:
+        hashes = threads.map(lambda part: _hash(data, part), parts)
+        for part, found in zip(parts, hashes, strict=True):
+            if part.hash != found:
+                logger.warning("%s is damaged (tensor %s) and is made anew", path, part.source)
+                return None
+    return Weights(parts, data)
+
+
+def _write(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> Weights:
+    """Pack into a file that appears under its name when it is whole; into memory alone where that cannot be."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        header = _header([_with_hash(part, 2**64 - 1) for part in plan])
+        start = _data_start(len(header))
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}.", delete=False) as file:
+            try:
+                os.posix_fallocate(file.fileno(), 0, start + size)  # a full disk shows now, not as a dead process
+                mapped = mmap.mmap(file.fileno(), start + size)
+                data = _pack(checkpoint, plan, np.frombuffer(mapped, np.uint8)[start:])
+                hashed = [_with_hash(part, _hash(data, part)) for part in plan]
+                header = _header(hashed).ljust(len(header))
+                mapped[: 16 + len(header)] = MAGIC + len(header).to_bytes(8, "little") + header
+                os.replace(file.name, path)
+            except BaseException:
+                Path(file.name).unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        logger.warning("packed weights cannot be kept in %s (%s): set SPECBEAM_HOME", path.parent, error.strerror)
+        return Weights(plan, _pack(checkpoint, plan, _room(size)))
+    found = _read(path, plan, size)
+    if found is None:
+        raise SpecbeamError(f"{path} does not hold what was just written to it: check the disk")
+    return found
+
+
+def _data_start(header: int) -> int:
+    return -(-(16 + header) // PAGE) * PAGE
+
+
+def _header(parts: list[Part]) -> bytes:
+    return json.dumps([asdict(part) for part in parts]).encode()
+
+
+def _hash(data: NDArray[np.uint8], part: Part) -> int:
+    return int(library().specbeam_hash(data.ctypes.data + part.offset, part.size))
+
+
+def _with_hash(part: Part, value: int) -> Part:
+    return Part(**(asdict(part) | {"hash": value}))
+
+
+def _without_hash(part: Part) -> dict[str, Any]:
+    return asdict(_with_hash(part, 0))
