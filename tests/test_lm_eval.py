@@ -149,16 +149,18 @@ def test_beams_are_theirs(both, draft):
     assert ours.generate_until(asked) == expected
 
 
-def test_beams_that_end_are_those_of_transformers(folder):
-    # lm_eval's own model ends beam search when the best candidate ends: its criterion stops all beams at once.
+@pytest.mark.parametrize("until", [["\n\n"], ["1"]])
+def test_beams_that_end_are_those_of_transformers(folder, until):
+    # Not those of lm_eval's own model: its stopping criterion ends all beams when the best one ends.
     source = folder(likes=EOS)
     theirs, ours = hflm(source), SpecbeamLM(pretrained=source, device="cpu", draft="ngram")
-    task = {"max_gen_toks": 16, "num_beams": 4, "until": ["\n\n"]}
-    texts = ours.generate_until(requests("generate_until", [(prompt, task) for prompt in PROMPTS[:4]]))
-    for prompt, text in zip(PROMPTS, texts, strict=False):
-        ids = theirs.tok_encode(prompt)
-        out = theirs.model.generate(torch.tensor([ids]), num_beams=4, max_new_tokens=16, do_sample=False)
-        assert text == theirs.tok_decode(out[0, len(ids) :])
+    task = {"max_gen_toks": 16, "num_beams": 4, "until": until}
+    texts = ours.generate_until(requests("generate_until", [(prompt, task) for prompt in PROMPTS]))
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        ids = theirs.tok_encode(prompt)[16 - CONTEXT :]
+        how = {"num_beams": 4, "max_new_tokens": 16, "stop_strings": until, "tokenizer": theirs.tokenizer}
+        out = theirs.model.generate(torch.tensor([ids]), **how)
+        assert text == theirs.tok_decode(out[0, len(ids) :]).split(until[0])[0]
 
 
 def test_a_draft_model_changes_nothing(folder, lm, monkeypatch):

@@ -28,6 +28,7 @@ from specbeam.scoring import score
 
 logger = logging.getLogger("lm_eval.models.specbeam")  # below the logger that the harness sets up
 
+# What may be meant by a name that is not known, along with the options.
 ARGUMENTS = ("pretrained", "backend", "device", "dtype", "revision", "draft", "max_length", "batch_size")
 OPTIONS = tuple(field.name for field in fields(Options))
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
@@ -82,7 +83,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         self.batch_size = _batch_size(batch_size, max_batch_size)
 
         how = {"backend": backend, "device": device, "dtype": dtype}
-        if not isinstance(pretrained, LanguageModel):  # the harness makes numbers of what looks like one
+        if not isinstance(pretrained, LanguageModel):  # str: the harness makes numbers of what looks like one
             pretrained = load(str(pretrained), revision=None if revision is None else str(revision), **how)
         if isinstance(draft, str) and draft not in ("ngram", "suffix"):
             draft = load(draft, **how)
@@ -211,7 +212,8 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         prompts = self._fitted([self.tok_encode(request.args[0]) for request in requests], rooms)
 
         texts = [""] * len(requests)
-        waiting = sorted(range(len(requests)), key=lambda number: len(prompts[number]))  # the longest come first
+        # Taken from the end: if there is no memory for the longest, it is soon known.
+        waiting = sorted(range(len(requests)), key=lambda number: len(prompts[number]))
         live: dict[int, Request] = {}
         engine = Engine(self.lm, max_requests=self.batch_size)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
@@ -242,13 +244,13 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         sampling = {name: task.pop(name) for name in ("do_sample", *SAMPLING_OPTIONS) if name in task}
         check_names(task, OPTIONS, "option in the task's generation_kwargs")
 
-        # Tasks say how they would sample even where they do not; temperature=0 is greedy whatever else they say.
+        # Tasks say how they would sample even where they do not, and do_sample along with temperature=0.
         warmth, samples = sampling.get("temperature"), sampling.get("do_sample")
         if self._greedy or warmth == 0 or not (samples or (samples is None and warmth)):
             sampling = {}
         length = {"max_new_tokens": int(lengths[0])} if lengths else {}
-        own = {"stop_strings": (*self._options.stop_strings, *stops)}
-        options = Options.of({**task, **length, **sampling, **self._given, **own})
+        both = {"stop_strings": (*self._options.stop_strings, *stops)}
+        options = Options.of({**task, **length, **sampling, **self._given, **both})
 
         # Texts do not show special tokens, so a stop string that is one has to end them as a token.
         ends = self._eos_token_ids if options.eos_token_id is None else frozenset(options.eos_token_id)

@@ -41,7 +41,7 @@ def score(
     Raises:
         SpecbeamError: a text has no context, or a token that is not in the model's vocabulary.
     """
-    # The longest come first: if there is no memory for them, it is soon known.
+    # Taken from the end: if there is no memory for the longest, it is soon known.
     waiting = sorted(_shared(texts, max_batch_tokens), key=lambda some: sum(map(len, texts[some[0]])))
     live: list[Continuations] = []
     while waiting or live:
@@ -68,8 +68,8 @@ def score(
 def _shared(texts: Sequence[Text], most: int) -> list[list[int]]:
     """The numbers of texts that have a context in common and, below it, at most so many tokens together.
 
-    Every node of a tree attends to the slots of all others, if only to find them hidden, so more would cost more than
-    reading the context again.
+    A node's attention runs over the slots of its whole tree, those it does not see included: with more below it,
+    sharing a short context would cost more than reading it again.
     """
     together: list[list[int]] = []
     open_for: dict[tuple[int, ...], tuple[list[int], int]] = {}
