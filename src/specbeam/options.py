@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
@@ -12,6 +12,15 @@ from specbeam.errors import SpecbeamError
 
 MOST_DRAFTED = {"num_draft_tokens": 64, "draft_width": 1024, "draft_budget": 4096}
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
+
+
+def check_names(given: Iterable[str], names: Sequence[str], kind: str) -> None:
+    """Refuse a name that is none of these, with the nearest one that is."""
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            raise SpecbeamError(f"unknown {kind} {name!r}: {hint}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,12 +156,7 @@ class Options:
         """Options from a mapping; an unknown name is refused with the nearest valid one."""
         if isinstance(given, Options):
             return given
-        names = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-                raise SpecbeamError(f"unknown option {name!r}: {hint}")
+        check_names(given, [field.name for field in fields(cls)], "option")
         return cls(**given)
 
     @property

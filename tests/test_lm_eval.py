@@ -1,0 +1,417 @@
+"""The model of lm_eval, against lm_eval's own model "hf" on the same checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from tokenizers.processors import TemplateProcessing
+
+from specbeam import Engine, SpecbeamError, hf
+from specbeam.lm_eval import SpecbeamLM, main
+from tests.conftest import BOS, CHAT_TEMPLATE, EOS, UNUSED, byte_tokenizer, random_model
+
+CONTEXT = 64
+PROMPTS = ["Once upon a time", "1 + 1 =", "x", "<bos>given", "long " * 40, "The quick brown fox jumps over"]
+
+
+def tokenizer(kind):
+    """With a BOS that begins every text, as Llama's; with one that does not; without one, as Qwen's."""
+    made = byte_tokenizer(CHAT_TEMPLATE)
+    if kind == "adds bos":
+        made.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    if kind == "no bos":
+        made.bos_token = None
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(save):
+    """A checkpoint with a short context that likes some tokens."""
+    made = {}
+
+    def folder(kind="plain", likes=UNUSED):
+        if (kind, likes) not in made:
+            model = random_model("llama", max_position_embeddings=CONTEXT)
+            model.lm_head.weight.data[likes] *= 2.5
+            made[kind, likes] = str(save(model, tokenizer(kind)))
+        return made[kind, likes]
+
+    return folder
+
+
+def hflm(source, **arguments):
+    return HFLM(pretrained=source, device="cpu", dtype="float32", **arguments)
+
+
+@pytest.fixture(scope="module", params=["plain", "adds bos", "no bos"])
+def both(folder, request):
+    """The checkpoint as lm_eval's own model, and as ours."""
+    source = folder(request.param)
+    return hflm(source), SpecbeamLM(pretrained=source, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    return SpecbeamLM(pretrained=folder(), device="cpu").lm
+
+
+def requests(kind, arguments):
+    return [Instance(kind, {}, given, number) for number, given in enumerate(arguments)]
+
+
+SCORED = [
+    ("The sky is", " blue"),
+    ("The sky is", " green and blue"),
+    ("The sky is", "!"),
+    ("The sky is ", "blue"),
+    ("", "no context"),
+    ("<bos>given", " twice"),
+    ("x" * 200, "too long"),
+    ("x", "y" * 60),
+    ("a", "b"),
+    ("Ünïcödé", " → ✓"),
+]
+ROLLING = [("short",), ("",), ("A text of more than one window. " * 6,), ("w" * CONTEXT,)]
+
+
+def check_scores(theirs, ours):
+    scored = requests("loglikelihood", SCORED)
+    for (log_prob, greedy), (got, likeliest) in zip(
+        theirs.loglikelihood(scored), ours.loglikelihood(scored), strict=True
+    ):
+        assert got == pytest.approx(log_prob, abs=1e-3)
+        assert likeliest is greedy
+    rolling = requests("loglikelihood_rolling", ROLLING)
+    assert ours.loglikelihood_rolling(rolling) == pytest.approx(theirs.loglikelihood_rolling(rolling), abs=1e-3)
+
+
+def test_log_likelihoods_are_theirs(both):
+    check_scores(*both)
+
+
+def test_a_shorter_context_is_theirs(folder, lm):
+    theirs = hflm(folder(), max_length=48)
+    scored = [pair for pair in SCORED if len(pair[1]) < 48]
+    ours = SpecbeamLM(lm, max_length=48)
+    got, expected = (x.loglikelihood(requests("loglikelihood", scored)) for x in (ours, theirs))
+    assert [log_prob for log_prob, _ in got] == pytest.approx([log_prob for log_prob, _ in expected], abs=1e-3)
+    asked = requests("generate_until", [(prompt, {"max_gen_toks": 20, "until": []}) for prompt in PROMPTS])
+    assert ours.generate_until(asked) == theirs.generate_until(asked)
+
+
+def test_greedy_continuations_are_told(both):
+    theirs, ours = both
+    contexts = [chr(letter) for letter in range(ord("A"), ord("z"))]
+    task = {"max_gen_toks": 2, "until": []}
+    texts = theirs.generate_until(requests("generate_until", [(context, task) for context in contexts]))
+    pairs = [(context, text) for context, text in zip(contexts, texts, strict=True) if text and text.isascii()]
+    scored = requests("loglikelihood", [pair for context, text in pairs for pair in ((context, text), (context, "Q"))])
+    expected = [greedy for _, greedy in theirs.loglikelihood(scored)]
+    assert {*expected} == {True, False}
+    assert [greedy for _, greedy in ours.loglikelihood(scored)] == expected
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("draft", [None, "ngram"])
+@pytest.mark.parametrize("until", [["\n\n"], ["1"], ";", ["W", "<unused>"]], ids=repr)
+def test_greedy_text_is_theirs(both, until, draft, batch_size):
+    theirs, ours = both
+    ours = SpecbeamLM(ours.lm, draft=draft, batch_size=batch_size)
+    task = {"max_gen_toks": 20, "until": until, "do_sample": False, "temperature": 0.0, "top_p": 0.95}
+    asked = requests("generate_until", [(prompt, task) for prompt in PROMPTS])
+    expected = theirs.generate_until(requests("generate_until", [(p, {**task, "top_p": 1.0}) for p in PROMPTS]))
+    assert ours.generate_until(asked) == expected
+    whole = theirs.generate_until(requests("generate_until", [(p, {"max_gen_toks": 20, "until": []}) for p in PROMPTS]))
+    assert (expected == whole) is (until == ["\n\n"])  # the others do end some texts
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_beams_are_theirs(both, draft):
+    theirs, ours = both
+    task = {"max_gen_toks": 16, "num_beams": 4, "do_sample": False, "until": ["\n\n"], "length_penalty": 0.5}
+    asked = requests("generate_until", [(prompt, task) for prompt in PROMPTS])
+    expected = theirs.generate_until(asked)
+    assert SpecbeamLM(ours.lm, draft=draft).generate_until(asked) == expected
+
+    task = {name: task[name] for name in ("max_gen_toks", "until")}
+    asked = requests("generate_until", [(prompt, task) for prompt in PROMPTS])
+    ours = SpecbeamLM(ours.lm, draft=draft, num_beams=4, length_penalty=0.5)
+    assert ours.generate_until(asked) == expected
+
+
+@pytest.mark.parametrize("until", [["\n\n"], ["1"]])
+def test_beams_that_end_are_those_of_transformers(folder, until):
+    # Not those of lm_eval's own model: its stopping criterion ends all beams when the best one ends.
+    source = folder(likes=EOS)
+    theirs, ours = hflm(source), SpecbeamLM(pretrained=source, device="cpu", draft="ngram")
+    task = {"max_gen_toks": 16, "num_beams": 4, "until": until}
+    texts = ours.generate_until(requests("generate_until", [(prompt, task) for prompt in PROMPTS]))
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        ids = theirs.tok_encode(prompt)[16 - CONTEXT :]
+        how = {"num_beams": 4, "max_new_tokens": 16, "stop_strings": until, "tokenizer": theirs.tokenizer}
+        out = theirs.model.generate(torch.tensor([ids]), **how)
+        assert text == theirs.tok_decode(out[0, len(ids) :]).split(until[0])[0]
+
+
+def test_a_draft_model_changes_nothing(folder, lm, monkeypatch):
+    drafts, submit = [], Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda *a, draft, **kw: drafts.append(draft) or submit(*a, draft=draft, **kw))
+    asked = requests("generate_until", [(prompt, {"max_gen_toks": 12, "until": []}) for prompt in PROMPTS])
+    expected = SpecbeamLM(lm, num_beams=2).generate_until(asked)
+    ours = SpecbeamLM(pretrained=folder(), device="cpu", num_beams=2, draft=folder("adds bos"), num_draft_tokens=3)
+    assert ours.generate_until(asked) == expected
+    assert drafts[-1].source == folder("adds bos")
+
+
+@pytest.mark.parametrize(
+    ("given", "task", "expected"),
+    [
+        ({}, {}, {"max_new_tokens": 256, "samples": False, "stop_strings": (), "eos_token_id": (EOS,)}),
+        ({}, {"until": "a", "max_gen_toks": 7}, {"stop_strings": ("a",), "max_new_tokens": 7}),
+        ({}, {"until": ["", "b"], "max_new_tokens": 7}, {"stop_strings": ("b",), "max_new_tokens": 7}),
+        ({}, {"until": ["<unused>"]}, {"eos_token_id": (EOS, UNUSED)}),
+        ({"eos_token_id": 9}, {"until": ["<unused>"]}, {"eos_token_id": (9, UNUSED)}),
+        (
+            {"stop_strings": "c", "max_new_tokens": 5},
+            {"until": ["d"]},
+            {"stop_strings": ("c", "d"), "max_new_tokens": 5},
+        ),
+        (
+            {},
+            {"do_sample": True, "temperature": 0.5, "top_p": 0.9},
+            {"samples": True, "temperature": 0.5, "top_p": 0.9},
+        ),
+        ({}, {"temperature": 0.5}, {"samples": True, "temperature": 0.5}),
+        ({}, {"do_sample": False, "temperature": 0.5, "top_p": 0.9}, {"samples": False, "top_p": None}),
+        ({}, {"do_sample": True, "temperature": 0.0}, {"samples": False}),
+        ({}, {"top_p": 0.9}, {"samples": False}),
+        ({"temperature": 0.7}, {"do_sample": False, "temperature": 0.0}, {"samples": True, "temperature": 0.7}),
+        ({"top_k": 5}, {"do_sample": True, "temperature": 0.8}, {"samples": True, "temperature": 0.8, "top_k": 5}),
+        ({"temperature": 0}, {"do_sample": True, "temperature": 0.8}, {"samples": False}),
+        ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}, {"samples": False, "temperature": None}),
+        ({"num_beams": 3}, {"num_beams": 1}, {"num_beams": 3}),
+        ({}, {"num_beams": 2, "early_stopping": True}, {"num_beams": 2, "early_stopping": True}),
+    ],
+    ids=str,
+)
+def test_what_the_model_was_given_wins_over_the_task(lm, monkeypatch, given, task, expected):
+    chosen = []
+    monkeypatch.setattr(Engine, "submit", lambda self, prompt, options, draft: chosen.append(options) or 1 / 0)
+    ours = SpecbeamLM(lm, **given)
+    monkeypatch.setattr(ours, "max_length", 1000)
+    with pytest.raises(ZeroDivisionError):
+        ours.generate_until(requests("generate_until", [("x", task)]))
+    assert {name: getattr(chosen[0], name) for name in expected} == expected
+
+
+def test_repeated_requests_are_different_samples(lm):
+    asked = requests("generate_until", [("x", {"do_sample": True, "max_gen_toks": 8, "until": []})] * 4)
+
+    def run(torch_seed, **given):
+        torch.manual_seed(torch_seed)
+        return SpecbeamLM(lm, **given).generate_until(asked)
+
+    assert len(set(run(0))) > 1
+    assert run(0) == run(0) != run(1)
+    assert run(0, seed=5) == run(1, seed=5) != run(0, seed=6)
+    assert len(set(run(0, seed=5))) > 1
+
+
+def test_answers_are_kept_as_they_come(lm):
+    class Hook:
+        def add_partial(self, kind, arguments, answer):
+            kept.append((kind, arguments, answer))
+
+    kept, ours, task = [], SpecbeamLM(lm), {"max_gen_toks": 4, "until": ["a"]}
+    ours.set_cache_hook(Hook())
+    for kind, arguments in {
+        "loglikelihood": SCORED,
+        "loglikelihood_rolling": ROLLING,
+        "generate_until": [(prompt, task) for prompt in PROMPTS],
+    }.items():
+        answers = getattr(ours, kind)(requests(kind, arguments))
+        expected = [(kind, given, answer) for given, answer in zip(arguments, answers, strict=True)]
+        assert sorted(kept, key=repr) == sorted(expected, key=repr)
+        kept.clear()
+
+
+def test_chat_templates_are_applied_as_theirs(folder, save):
+    theirs, ours = hflm(folder()), SpecbeamLM(folder(), device="cpu")
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The"}]
+    for add in (True, False):
+        assert ours.apply_chat_template(messages, add) == theirs.apply_chat_template(messages, add)
+    assert ours.chat_template(True) == theirs.chat_template(True) == CHAT_TEMPLATE
+    assert ours.tokenizer_name == theirs.tokenizer_name
+
+    strict = CHAT_TEMPLATE.replace("'system', ", "")
+    source = save(random_model("llama"), byte_tokenizer(strict))
+    with_system = [{"role": "system", "content": "Be brief."}, *messages]
+    expected = hflm(str(source)).apply_chat_template(with_system)
+    ours = SpecbeamLM(source, device="cpu")
+    assert ours.apply_chat_template(with_system) == expected == ours.apply_chat_template(messages)
+    with pytest.raises(SpecbeamError, match="unknown role tool"):
+        ours.apply_chat_template([{"role": "tool", "content": "Hi"}])
+    with pytest.raises(SpecbeamError, match="has no chat template"):
+        SpecbeamLM(save(random_model("llama")), device="cpu").apply_chat_template(messages)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("", "give the model argument pretrained="),
+        ("pretrained=/nowhere/at/all", "/nowhere/at/all"),
+        ("pretrained={},num_beam=2", "unknown model argument 'num_beam': did you mean 'num_beams'?"),
+        ("pretrained={},devise=cpu", "unknown model argument 'devise': did you mean 'device'?"),
+        ("pretrained={},num_beams=0", "num_beams=0 is not allowed"),
+        ("pretrained={},num_draft_tokens=3", "num_draft_tokens=3 has no effect without a draft"),
+        ("pretrained={},device=abacus", "abacus"),
+        ("pretrained={},batch_size=many", "batch_size='many' is not allowed"),
+        ("pretrained={},max_length=65", "max_length=65 is not allowed: give 2 to 64"),
+        ("pretrained={},draft=ngam", "ngam"),
+    ],
+)
+def test_wrong_model_arguments_are_told_in_one_line(folder, arguments, says):
+    with pytest.raises(SpecbeamError) as raised:
+        SpecbeamLM.create_from_arg_string(arguments.format(folder()))
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "says"),
+    [
+        ("generate_until", ("x", {"num_beems": 2}), "'num_beems': did you mean 'num_beams'?"),
+        ("generate_until", ("x", {"max_gen_toks": 64}), "64 new tokens leave no room for a prompt"),
+        ("loglikelihood", ("x", "y" * 65), "a text of 65 tokens is to be scored in one piece"),
+    ],
+)
+def test_requests_that_cannot_be_answered_are_refused(lm, kind, arguments, says):
+    with pytest.raises(SpecbeamError, match=says):
+        getattr(SpecbeamLM(lm), kind)(requests(kind, [arguments]))
+
+
+def test_a_model_without_a_tokenizer_is_refused():
+    with pytest.raises(SpecbeamError, match="no tokenizer"):
+        SpecbeamLM(hf.wrap(random_model("gpt2")))
+
+
+def test_model_args_win_over_the_harness(folder):
+    said = {"pretrained": folder(), "batch_size": 3}
+    ours = SpecbeamLM.create_from_arg_obj(said, {"batch_size": 1, "max_batch_size": None, "device": "cuda:0"})
+    assert ours.batch_size == 3
+    assert ours.lm.backend.device.type == ("cuda" if torch.cuda.is_available() else "cpu")
+    said["device"] = "cpu"
+    assert SpecbeamLM.create_from_arg_obj(said, {"device": "abacus"}).lm.backend.device.type == "cpu"
+    assert SpecbeamLM(ours.lm, batch_size="auto").batch_size == 8
+    assert SpecbeamLM(ours.lm, batch_size="auto:4", max_batch_size=16).batch_size == 16
+
+
+def test_the_model_is_where_lm_eval_looks_for_plugins():
+    (found,) = entry_points(group="lm_eval.models", name="specbeam")
+    assert found.load() is SpecbeamLM
+
+
+DOCUMENTS = [{"question": f"{n} + {n} =", "answer": str(2 * n), "other": str(2 * n + 1)} for n in range(1, 6)]
+TASKS = {
+    "tiny_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{[answer, other]}}",
+        "doc_to_target": 0,
+        "metric_list": [{"metric": "acc"}],
+    },
+    "tiny_generate": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["1"], "max_gen_toks": 8, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+    "tiny_perplexity": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}}",
+        "metric_list": [{"metric": "word_perplexity"}],
+    },
+}
+TASKS = {name: {"task": name, **task} for name, task in TASKS.items()}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_an_evaluation_gives_what_theirs_gives(folder, chat):
+    def evaluate(model, **given):
+        data = {"test_split": "test", "custom_dataset": lambda **kwargs: {"test": Dataset.from_list(DOCUMENTS)}}
+        return simple_evaluate(
+            model=model,
+            model_args={"pretrained": folder(), **given},
+            tasks=[task | data for task in TASKS.values()],
+            task_manager=TaskManager(include_defaults=False),
+            device="cpu",
+            apply_chat_template=chat,
+            bootstrap_iters=0,
+        )
+
+    expected, got = evaluate("hf", dtype="float32"), evaluate("specbeam", draft="ngram", batch_size=4)
+    for task in TASKS:
+        answers, theirs = ([s["filtered_resps"] for s in out["samples"][task]] for out in (got, expected))
+        if task == "tiny_generate":
+            assert answers == theirs
+        else:
+            np.testing.assert_allclose(np.array(answers, float), np.array(theirs, float), atol=1e-3)
+        (metric,) = (f"{metric['metric']},none" for metric in TASKS[task]["metric_list"])
+        assert got["results"][task][metric] == pytest.approx(expected["results"][task][metric], rel=1e-3)
+
+
+@pytest.fixture
+def tasks(tmp_path):
+    """A folder of tasks as one gives it to ``--include_path``."""
+    (tmp_path / "documents.jsonl").write_text("".join(json.dumps(document) + "\n" for document in DOCUMENTS))
+    data = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "documents.jsonl")}},
+        "test_split": "test",
+    }
+    for name, task in TASKS.items():
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(task | data))  # JSON is YAML
+    return tmp_path
+
+
+def test_the_command_line_evaluates(folder, tasks):
+    arguments = ["--model", "specbeam", "--tasks", *TASKS, "--include_path", tasks, "--apply_chat_template"]
+    arguments += ["--model_args", f"pretrained={folder()},device=cpu,num_beams=2,draft=ngram,length_penalty=0.5"]
+    arguments += ["--batch_size", "auto", "--output_path", tasks / "results.json", "--log_samples"]
+    done = subprocess.run(
+        [sys.executable, "-m", "specbeam.lm_eval", *arguments],
+        env={**os.environ, "HF_HOME": str(tasks), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for name in TASKS:
+        assert name in done.stdout
+    (samples,) = tasks.glob("samples_tiny_generate_*.jsonl")
+    texts = [json.loads(line)["resps"][0][0] for line in samples.read_text().splitlines()]
+    ours = SpecbeamLM(folder(), device="cpu", num_beams=2, length_penalty=0.5)
+    prompts = [ours.apply_chat_template([{"role": "user", "content": d["question"]}]) for d in DOCUMENTS]
+    task = TASKS["tiny_generate"]["generation_kwargs"]
+    assert texts == ours.generate_until(requests("generate_until", [(prompt, task) for prompt in prompts]))
+
+
+def test_the_command_line_tells_what_is_wrong_in_one_line(folder, tasks, monkeypatch, capsys):
+    arguments = ["--model", "specbeam", "--model_args", f"pretrained={folder()},num_beam=2"]
+    arguments += ["--include_path", str(tasks), "--tasks", "tiny_choice"]
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments])
+    assert main() == 2
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "specbeam: unknown model argument 'num_beam': did you mean 'num_beams'?"
+    )

@@ -1,0 +1,89 @@
+"""Log-probabilities of given texts, against transformers evaluating each text alone."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specbeam import SpecbeamError, hf
+from specbeam.scoring import score
+from tests.conftest import random_model
+
+VOCAB = 12
+TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5)
+CONTINUATIONS = st.lists(st.lists(st.integers(0, VOCAB - 1), max_size=6), min_size=1, max_size=5)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama", vocab_size=VOCAB, eos_token_id=1, bos_token_id=2)
+
+
+def expected(model, context, continuation):
+    """The sum of log-probabilities, and whether the tokens are the likeliest, of one text alone."""
+    with torch.no_grad():
+        logits = model(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1]
+    log_probs = logits.log_softmax(-1)[range(len(continuation)), continuation]
+    return float(log_probs.sum()), logits.argmax(-1).tolist() == continuation
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    groups=st.lists(st.tuples(TOKENS, CONTINUATIONS), min_size=1, max_size=4),
+    max_contexts=st.integers(1, 3),
+    max_batch_tokens=st.integers(1, 12),
+    data=st.data(),
+)
+def test_scores_are_those_of_each_text_alone(model, groups, max_contexts, max_batch_tokens, data):
+    texts = data.draw(st.permutations([(context, one) for context, many in groups for one in many]))
+    limits = {"max_contexts": max_contexts, "max_batch_tokens": max_batch_tokens}
+    answers = {number: answer for number, *answer in score(hf.wrap(model), texts, **limits)}
+    assert sorted(answers) == list(range(len(texts)))
+    for number, (log_prob, greedy) in answers.items():
+        alone, likeliest = expected(model, *texts[number])
+        assert log_prob == pytest.approx(alone, abs=1e-4)
+        assert greedy is likeliest
+
+
+def test_greedy_continuations_are_told(model):
+    text = model.generate(torch.tensor([[3, 4]]), max_new_tokens=6, eos_token_id=-1, do_sample=False)[0].tolist()
+    other = [*text[2:-1], (text[-1] + 1) % VOCAB]
+    answers = {number: greedy for number, _, greedy in score(hf.wrap(model), [(text[:2], text[2:]), (text[:2], other)])}
+    assert answers == {0: True, 1: False}
+
+
+def test_a_shared_context_is_evaluated_once_and_long_texts_in_chunks(model, monkeypatch):
+    lm = hf.wrap(model)
+    passes = []
+    forward = lm.backend.forward
+    monkeypatch.setattr(
+        lm.backend, "forward", lambda s: passes.append(([len(x.tokens) for x in s], forward(s))) or passes[-1][1]
+    )
+    context = [3] * 20
+    list(score(lm, [(context, [4, 5, 6]), (context, [7]), (context, [4, 5, 8])]))
+    assert [nodes for nodes, _ in passes] == [[22]]  # the context, 4, and 5
+
+    passes.clear()
+    list(score(lm, [([3], [5] * 50)], max_batch_tokens=16))
+    assert [nodes for nodes, _ in passes] == [[16], [16], [16], [2]]
+    assert max(len(logits) for _, logits in passes) == 16
+
+    passes.clear()
+    list(score(lm, [([n], [5] * 3) for n in range(6)], max_contexts=4))
+    assert [nodes for nodes, _ in passes] == [[3] * 4, [3] * 2]
+
+
+def test_many_continuations_of_one_context_do_not_share_one_tree(model, monkeypatch):
+    lm = hf.wrap(model)
+    lengths = []
+    forward = lm.backend.forward
+    monkeypatch.setattr(lm.backend, "forward", lambda s: lengths.extend(x.length for x in s) or forward(s))
+    texts = [([3], [a, b, a, b]) for a in range(VOCAB) for b in range(VOCAB)]
+    assert len(list(score(lm, texts, max_batch_tokens=32))) == len(texts)
+    assert max(lengths) <= 1 + 32
+
+
+@pytest.mark.parametrize(("text", "says"), [(([], [3]), "needs a context"), (([3], [VOCAB]), "token id 12 is not in")])
+def test_texts_that_cannot_be_scored_are_refused(model, text, says):
+    with pytest.raises(SpecbeamError, match=says):
+        list(score(hf.wrap(model), [text]))
