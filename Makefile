@@ -4,7 +4,7 @@ BIN := .venv/bin
 .PHONY: demo test lint
 
 # The main job: text from a real model (fetched on first use, 98 MB), and what looking ahead in the text so far saves.
-demo: .venv/installed
+demo: .venv/specbeam
 	$(BIN)/specbeam generate "Why is the sky blue?" --max-new-tokens 96
 	$(BIN)/specbeam compare "Repeat this: \"Speculative decoding checks many guesses in one pass of the model, and keeps \
 	those that the model would have chosen itself. The text stays the same, it only comes sooner.\""
@@ -17,7 +17,14 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.venv/installed: pyproject.toml constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+NATIVE := $(wildcard src/specbeam/backends/cpu/native/*.cpp src/specbeam/backends/cpu/native/*.h)
+
+.venv/specbeam: pyproject.toml constraints.txt $(NATIVE)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	$(PIP) -e .
+	touch $@
+
+.venv/installed: .venv/specbeam
+	$(PIP) -e '.[dev]'
 	touch $@
