@@ -37,7 +37,7 @@ def test_generation_config_gives_the_ends_and_the_defaults(save):
     model = random_model("llama")
     model.generation_config.eos_token_id = [EOS, 7]
     model.generation_config.repetition_penalty = 1.7
-    lm = specbeam.load(save(model))
+    lm = specbeam.load(save(model), dtype="float32")
     assert lm.eos_token_ids == {EOS, 7}
     ids = torch.tensor([[1, 2, 3]])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=30)

@@ -141,11 +141,12 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
 )
 def test_a_file_is_the_model_it_came_from(tmp_path, architecture, changes):
     model = random_model(architecture, **changes)
-    lm = specbeam.load(write_gguf(tmp_path / "m.gguf", model))
+    path = write_gguf(tmp_path / "m.gguf", model)
     ids = torch.tensor([[1, 2, 3]])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40, eos_token_id=EOS)
-    result = specbeam.generate(lm, [1, 2, 3], max_new_tokens=40)
-    assert result.token_ids == out[0, 3:].tolist()
+    for backend in ("torch", "cpu"):
+        lm = specbeam.load(path, backend=backend, dtype="float32")
+        assert specbeam.generate(lm, [1, 2, 3], max_new_tokens=40).token_ids == out[0, 3:].tolist()
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import specbeam
-from specbeam.backends.torch import TorchBackend
+from specbeam.backends.cpu import CpuBackend
 from specbeam.cli import compare, main
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
 
@@ -167,14 +167,14 @@ def test_a_prompt_that_cannot_be_run_is_named_before_anything_is(run):
 
 
 def test_a_prompt_that_fails_does_not_take_the_others_along(run, monkeypatch):
-    forward = TorchBackend.forward
+    forward = CpuBackend.forward
 
     def failing(self, segments):
         if any(len(s.tokens) > 60 for s in segments):
             raise RuntimeError("it broke")
         return forward(self, segments)
 
-    monkeypatch.setattr(TorchBackend, "forward", failing)
+    monkeypatch.setattr(CpuBackend, "forward", failing)
     status, out, err = run("x" * 80, "one", "--json", "--strategies", "greedy", "--max-new-tokens", "4")
     assert status == 1
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["one"]

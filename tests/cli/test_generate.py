@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import specbeam
-from specbeam.backends.torch import TorchBackend
+from specbeam.backends.cpu import CpuBackend
 from specbeam.cli import main
 from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, random_model
 
@@ -181,14 +181,14 @@ def test_only_newlines_end_a_line_and_a_byte_order_mark_is_no_text(run, tmp_path
 
 def test_a_prompt_that_fails_does_not_take_the_others_along(run, tmp_path, monkeypatch):
     (tmp_path / "p.txt").write_text(f"one\n{'x' * 80}\ntwo\n")
-    forward = TorchBackend.forward
+    forward = CpuBackend.forward
 
     def failing(self, segments):
         if any(len(s.tokens) > 60 for s in segments):
             raise RuntimeError("it broke")
         return forward(self, segments)
 
-    monkeypatch.setattr(TorchBackend, "forward", failing)
+    monkeypatch.setattr(CpuBackend, "forward", failing)
     status, out, err = run("generate", "--prompts", str(tmp_path / "p.txt"), "--json", "--max-new-tokens", "4")
     assert status == 1
     assert len(out.splitlines()) == 2

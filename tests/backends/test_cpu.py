@@ -1,0 +1,374 @@
+"""The native kernels: against NumPy and the gguf package, and bit for bit against themselves in other company.
+
+What every backend owes the engine is tested in test_conformance.py.
+"""
+
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from gguf import quants
+from gguf.constants import GGML_QUANT_SIZES
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specbeam
+from specbeam import Engine, SpecbeamError
+from specbeam.backends.cpu import CpuBackend, weights
+from specbeam.backends.cpu.library import library
+from specbeam.checkpoints import open_checkpoint
+from specbeam.model import LanguageModel
+from tests.checkpoints.test_gguf import write_gguf
+from tests.conftest import random_model
+
+ISAS = [isa for isa in ("avx512", "avx2", "portable") if library().specbeam_isa(isa.encode())]
+KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+F32, Q8, Q4_MIN = 0, 1, 5
+
+
+def room(size):
+    return np.zeros(size, np.uint8)
+
+
+def pack(kind, raw, rows, columns, order=None):
+    form = library().specbeam_format_of(int(kind))
+    out = room(library().specbeam_matrix_bytes(form, rows, columns))
+    order = None if order is None else order.ctypes.data
+    status = library().specbeam_pack(
+        int(kind), raw.ctypes.data, raw.size, rows, columns, order, 0, -(-rows // 16), out.ctypes.data
+    )
+    assert status == 0
+    return form, out
+
+
+def quantize(form, values):
+    out = room(library().specbeam_matrix_bytes(form, *values.shape))
+    assert library().specbeam_quantize(form, values.ctypes.data, *values.shape, out.ctypes.data) == 0
+    return out
+
+
+def unpack(form, packed, rows, columns):
+    weight = library().specbeam_weight
+    at = packed.ctypes.data
+    return np.array([[weight(form, rows, columns, at, r, c) for c in range(columns)] for r in range(rows)], np.float32)
+
+
+def multiply(form, packed, rows, columns, x, isa="", threads=1):
+    out = np.zeros((len(x), rows), np.float32)
+    x = np.ascontiguousarray(x, np.float32)
+    status = library().specbeam_multiply(
+        isa.encode(), threads, form, rows, columns, packed.ctypes.data, x.ctypes.data, len(x), out.ctypes.data
+    )
+    assert status == 0
+    return out
+
+
+def random_blocks(kind, rows, columns, seed=0):
+    block, size = GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 60, (rows, columns // block * size), dtype=np.uint8)  # small bytes: no infinite scales
+
+
+def activations_as_quantized(x):
+    """Each row in groups of 32 bytes with a scale."""
+    groups = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
+    scale = np.abs(groups).max(-1, keepdims=True) / 127
+    rounded = np.where(scale > 0, np.rint(groups / np.where(scale > 0, scale, 1)), 0) * scale
+    return rounded.reshape(len(x), -1)[:, : x.shape[1]].astype(np.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_take_blocks_over_without_loss(kind):
+    kind, rows, columns = Type[kind], 21, 512
+    raw = random_blocks(kind, rows, columns)
+    expected = quants.dequantize(raw, kind)
+    form, packed = pack(kind, raw, rows, columns)
+    np.testing.assert_array_equal(unpack(form, packed, rows, columns), expected)
+    order = np.random.default_rng(1).permutation(rows)
+    form, packed = pack(kind, raw, rows, columns, order)
+    np.testing.assert_array_equal(unpack(form, packed, rows, columns), expected[order])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernels_multiply_as_numpy_does(kind, isa):
+    kind, rows, columns = Type[kind], 37, 512
+    raw = random_blocks(kind, rows, columns)
+    form, packed = pack(kind, raw, rows, columns)
+    x = np.random.default_rng(2).standard_normal((11, columns)).astype(np.float32)
+    expected = activations_as_quantized(x) @ quants.dequantize(raw, kind).astype(np.float64).T
+    got = multiply(form, packed, rows, columns, x, isa)
+    assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 100), st.sampled_from([F32, Q8, Q4_MIN]), st.integers(1, 20), st.data())
+def test_kernels_give_a_row_the_same_bits_in_any_company(rows, columns, form, n, data):
+    """Whatever rows it is multiplied with, by however many threads; and all shapes, also those that fill no vector."""
+    rng = np.random.default_rng(rows * columns)
+    values = rng.standard_normal((rows, columns)).astype(np.float32)
+    packed = quantize(form, values)
+    x = rng.standard_normal((n, columns)).astype(np.float32)
+    for isa in ISAS:
+        whole = multiply(form, packed, rows, columns, x, isa)
+        some = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n))
+        np.testing.assert_array_equal(multiply(form, packed, rows, columns, x[some], isa, threads=2), whole[some])
+    kept = unpack(form, packed, rows, columns).astype(np.float64)
+    exact = (x if form == F32 else activations_as_quantized(x)) @ kept.T
+    assert np.abs(whole - exact).max() < 1e-5 * max(np.abs(exact).max(), 1)
+
+
+def test_kernels_quantize_near_the_values():
+    values = np.random.default_rng(0).standard_normal((64, 320)).astype(np.float32)
+    values[3] = 0  # nothing to scale
+    values[4] = 7  # no spread
+    for form, most in ((F32, 0), (Q8, 0.012), (Q4_MIN, 0.09)):
+        kept = unpack(form, quantize(form, values), *values.shape)
+        error = np.sqrt(np.mean((kept - values) ** 2, axis=1))
+        assert error.max() <= most
+        assert np.abs(kept[3]).max() == 0
+        np.testing.assert_allclose(kept[4], 7, rtol=1e-3)
+    # The search beats rounding between the least and the greatest.
+    groups = values.reshape(-1, 32)
+    low, step = groups.min(1, keepdims=True), np.ptp(groups, axis=1, keepdims=True) / 15
+    plain = np.rint((groups - low) / np.where(step > 0, step, 1)) * step + low
+    assert np.mean((kept - values) ** 2) < 0.9 * np.mean((plain - groups) ** 2)
+
+
+def test_kernels_refuse_sizes_that_do_not_fit():
+    raw = random_blocks(Type.Q8_0, 4, 64)
+    out = room(library().specbeam_matrix_bytes(Q8, 4, 64))
+    bad_order = np.array([0, 1, 2, 4])
+    for size, rows, columns, order in (
+        (raw.size - 1, 4, 64, None),
+        (raw.size, 4, 60, None),
+        (raw.size, 4, 64, bad_order),
+    ):
+        at = None if order is None else order.ctypes.data
+        assert library().specbeam_pack(8, raw.ctypes.data, size, rows, columns, at, 0, 1, out.ctypes.data) == -1
+    assert library().specbeam_pack(8, raw.ctypes.data, raw.size, 4, 64, None, 0, 2, out.ctypes.data) == -1
+    assert library().specbeam_pack(99, raw.ctypes.data, raw.size, 4, 64, None, 0, 1, out.ctypes.data) == -1
+    assert library().specbeam_matrix_bytes(99, 4, 64) == library().specbeam_matrix_bytes(Q8, 0, 64) == -1
+
+
+# Whole models
+
+
+def loaded(folder, quantize="int8", threads=1, isa=""):
+    checkpoint = open_checkpoint(Path(folder))
+    backend = CpuBackend(checkpoint, quantize, threads, isa)
+    return LanguageModel(
+        str(folder), backend, checkpoint.tokenizer, checkpoint.eos_token_ids, checkpoint.generation_defaults
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(save):
+    return save(random_model("llama", hidden_size=64, num_hidden_layers=2, vocab_size=259))
+
+
+PROMPTS = [[1, 2, 3, 1, 2, 3], [7] * 40, [*range(20, 90)]]
+
+
+@pytest.mark.parametrize("quantize", ["int8", "int4"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+def test_texts_are_the_same_bits_in_any_company(save, architecture, quantize):
+    """Drafts, batches, threads and the pieces a prompt is read in change no token and no bit of a score."""
+    folder = save(random_model(architecture, **({"sliding_window": 9} if architecture == "gemma3" else {})))
+    one, two = loaded(folder, quantize), loaded(folder, quantize, threads=2)
+    for options in ({}, {"num_beams": 4, "num_return_sequences": 4}):
+        options = {"max_new_tokens": 24, **options}
+        alone = [[(s.token_ids, s.score) for s in specbeam.generate(one, p, **options).sequences] for p in PROMPTS]
+        for draft in (None, "ngram", "suffix", one, loaded(folder, "float32")):
+            for lm, chunk in ((one, 512), (two, 512), (one, 7)):
+                if lm is two and draft is one:
+                    continue
+                engine = Engine(lm, max_batch_tokens=chunk)
+                requests = [engine.submit(p, options, draft=draft) for p in PROMPTS]
+                engine.run()
+                got = [[(s.token_ids, s.score) for s in r.result().sequences] for r in requests]
+                assert got == alone
+
+
+def test_threads_and_instruction_sets(folder, monkeypatch):
+    logits = {}
+    for isa in ISAS:
+        for threads in (1, 2, 3):
+            lm = loaded(folder, threads=threads, isa=isa)
+            logits[isa, threads] = specbeam.generate(lm, PROMPTS[2], max_new_tokens=5, num_beams=2).sequences[0].score
+        assert len({logits[isa, n] for n in (1, 2, 3)}) == 1
+    assert max(logits.values()) - min(logits.values()) < 1e-3
+    monkeypatch.setenv("SPECBEAM_THREADS", "3")
+    assert loaded(folder, threads=None).backend.threads == 3
+    monkeypatch.setenv("SPECBEAM_THREADS", "many")
+    with pytest.raises(SpecbeamError, match="SPECBEAM_THREADS='many'"):
+        loaded(folder, threads=None)
+
+
+def test_int8_is_near_float32(folder):
+    exact, near = loaded(folder, "float32"), loaded(folder, "int8")
+    text = torch.randint(0, 256, (60,), generator=torch.Generator().manual_seed(0)).tolist()
+    a, b = (specbeam.generate(lm, text, max_new_tokens=1, num_beams=2).sequences[0].score for lm in (exact, near))
+    assert a == pytest.approx(b, abs=0.1)
+
+
+def test_a_quantized_file_keeps_its_values(tmp_path):
+    model = random_model("llama", hidden_size=64, intermediate_size=96)
+    path = write_gguf(tmp_path / "m.gguf", model, Type.Q4_1)
+    kept, exact = specbeam.load(path, backend="cpu"), specbeam.load(path, backend="torch", dtype="float32")
+    assert kept.backend.quantize == "keep"
+    for prompt in PROMPTS:  # they differ by what activations lose
+        a, b = (specbeam.generate(lm, prompt, max_new_tokens=1, num_beams=4).sequences[0] for lm in (kept, exact))
+        assert a.score == pytest.approx(b.score, abs=0.3)
+
+
+@pytest.fixture
+def cached(monkeypatch, tmp_path):
+    """Weights are kept in files however small they are."""
+    monkeypatch.setattr(weights, "SMALL", 0)
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path))
+    return tmp_path / "packed"
+
+
+def test_the_second_load_is_a_file(folder, cached, monkeypatch, caplog):
+    first = specbeam.generate(loaded(folder), [1, 2], max_new_tokens=9).token_ids
+    (file,) = cached.glob("*.weights")
+    packed = []
+    monkeypatch.setattr(weights, "_pack", lambda *given: packed.append(given))
+    assert specbeam.generate(loaded(folder), [1, 2], max_new_tokens=9).token_ids == first
+    assert not packed
+    assert [*cached.iterdir()] == [file]
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut", "longer", "header", "empty", "magic"])
+def test_a_damaged_file_is_made_anew(folder, cached, caplog, damage):
+    first = specbeam.generate(loaded(folder), [1, 2], max_new_tokens=9).token_ids
+    (file,) = cached.glob("*.weights")
+    whole = file.read_bytes()
+    flipped = bytearray(whole)
+    flipped[-1000] ^= 1
+    damaged = {
+        "a bit": bytes(flipped),
+        "cut": whole[:-64],
+        "longer": whole + b"x",
+        "header": whole.replace(b'"rows"', b'"rowz"', 1),
+        "empty": b"",
+        "magic": b"x" * 99,
+    }
+    file.write_bytes(damaged[damage])
+    assert specbeam.generate(loaded(folder), [1, 2], max_new_tokens=9).token_ids == first
+    assert "is damaged" in caplog.text
+    assert file.read_bytes() == whole
+
+
+def test_where_nothing_can_be_kept_it_still_loads(folder, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(weights, "SMALL", 0)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "file"))
+    assert specbeam.generate(loaded(folder), [1, 2], max_new_tokens=3).token_ids
+    assert "set SPECBEAM_HOME" in caplog.text
+
+
+def test_another_checkpoint_is_another_file(save, cached):
+    folder = save(random_model("llama"))
+    loaded(folder)
+    random_model("llama", seed=1).save_pretrained(folder)
+    expected = specbeam.generate(loaded(folder, "float32"), [1, 2], max_new_tokens=3).token_ids
+    assert specbeam.generate(loaded(folder), [1, 2], max_new_tokens=3).token_ids == expected
+    assert len([*cached.glob("*.weights")]) == 2
+
+
+def test_what_cannot_be_is_one_line(folder):
+    for how, says in (
+        ({"quantize": "int3"}, "quantize='int3' is not allowed"),
+        ({"quantize": "keep"}, "is none: give int8"),
+        ({"quantize": "int8", "backend": "torch"}, "is for the cpu backend"),
+        ({"threads": 0}, "threads=0 is not allowed"),
+        ({"dtype": "bfloat16", "backend": "cpu"}, "no dtype='bfloat16'"),
+        ({"device": "meta", "backend": "cpu"}, "meta"),
+    ):
+        with pytest.raises(SpecbeamError, match=says):
+            specbeam.load(folder, **how)
+    with pytest.raises(SpecbeamError, match="isa='sse9'"):
+        loaded(folder, isa="sse9")
+
+
+def test_where_none_are_torch_serves_and_says_so(folder, monkeypatch, caplog):
+    module = importlib.import_module("specbeam.backends.cpu.library")
+    module.library.cache_clear()
+    monkeypatch.setattr(module, "find", lambda: None)
+    try:
+        lm = specbeam.load(folder)
+        assert lm.backend.name == "torch"
+        assert "no C++ compiler was found" in caplog.text
+        with pytest.raises(SpecbeamError, match="native CPU kernels are not there"):
+            specbeam.load(folder, backend="cpu")
+    finally:
+        module.library.cache_clear()
+
+
+def test_a_pass_with_wrong_indices_is_refused(folder):
+    """Native code reads no slot that is not there, whatever it is told."""
+    from specbeam.backends.contract import Segment
+
+    backend = loaded(folder).backend
+
+    def segment(**changes):
+        cache = backend.new_cache(8)
+        cache.reserve(8)
+        ids = lambda *values: np.array(values, np.int64)  # noqa: E731
+        fields = {"tokens": ids(1, 2), "positions": ids(0, 1), "slots": ids(0, 1), "length": 2}
+        fields |= {"visible": np.array([[True, False], [True, True]]), "wanted": ids(1)}
+        return Segment(cache=cache, **(fields | changes))
+
+    assert backend.forward([segment()]).shape == (1, 259)
+    for changes in (
+        {"tokens": np.array([1, 259])},
+        {"tokens": np.array([-1, 2])},
+        {"slots": np.array([0, 2])},
+        {"slots": np.array([0, -1])},
+        {"positions": np.array([0, 2])},
+        {"positions": np.array([0, -1])},
+        {"length": 100, "visible": np.ones((2, 100), bool)},
+        {"visible": np.array([[True, False], [False, True]])},
+        {"visible": np.array([[True, True], [True, True]])},
+        {"wanted": np.array([2])},
+    ):
+        with pytest.raises(RuntimeError, match="a pass was refused"):
+            backend.forward([segment(**changes)])
+
+
+@pytest.mark.skipif(not (shutil.which("cmake") and shutil.which("g++")), reason="needs cmake and g++")
+@pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizers' libraries")
+def test_the_sanitizers_find_nothing(tmp_path):
+    """The tests above of kernels and of a model, on a library that watches addresses and undefined behaviour."""
+    source = Path(weights.__file__).parent / "native"
+    clean = tmp_path / "source"  # building in place leaves a cache there that names other folders
+    shutil.copytree(source, clean, ignore=lambda _, names: [n for n in names if not n.endswith((".cpp", ".h", ".txt"))])
+    for command in (
+        ["cmake", "-S", str(clean), "-B", str(tmp_path / "build"), "-DSPECBEAM_SANITIZE=ON"],
+        ["cmake", "--build", str(tmp_path / "build"), "--parallel", "2"],
+    ):
+        subprocess.run(command, check=True, capture_output=True)
+    where = ["g++", "-print-file-name=libasan.so", "-print-file-name=libubsan.so"]
+    runtimes = [
+        subprocess.run([where[0], name], check=True, capture_output=True, text=True).stdout for name in where[1:]
+    ]
+    env = os.environ | {
+        "LD_PRELOAD": ":".join(map(str.strip, runtimes)),
+        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
+        "SPECBEAM_CPU_LIBRARY": str(tmp_path / "build"),
+    }
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    command += ["-k", "kernels_ or wrong_indices or near_float32"]
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "runtime error" not in result.stdout + result.stderr
