@@ -1,6 +1,7 @@
 """Real weights against transformers reading the same files. Minutes each; skipped where the models are not there."""
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -127,6 +128,27 @@ def test_a_draft_model_changes_nothing_on_12_questions(num_beams):
     assert sum(r.stats.target_passes for r in drafted) < sum(r.stats.target_passes for r in plain)
     for text, ours, theirs in zip(texts, drafted, plain, strict=True):
         assert same_but_for_near_ties(lm, text, ours, theirs)
+
+
+@pytest.mark.parametrize("num_beams", [1, 4])
+def test_on_the_cpu_backend_nothing_changes_a_bit(num_beams):
+    """Drafts, batches and threads: the same tokens and the same bits of scores. SPECBEAM_QUESTIONS=200 asks more."""
+    path = reference_model("smollm2-135m-instruct")
+    lm, two = (specbeam.load(path, backend="cpu", threads=threads) for threads in (1, 2))
+    near = specbeam.load(path, backend="cpu", quantize="int8")  # a draft that is nearly always right
+    options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 32}
+    several = questions(int(os.environ.get("SPECBEAM_QUESTIONS", 16)), longest=2000)
+
+    def texts(results):
+        return [[(s.token_ids, s.score) for s in result.sequences] for result in results]
+
+    for first in range(0, len(several), 8):
+        some = several[first : first + 8]
+        alone = texts(specbeam.generate(lm, text, **options) for text in some)
+        assert texts(together(lm, some, **options)) == alone
+        assert texts(together(two, some, **options)) == alone
+        for draft in ("ngram", "suffix", near):
+            assert texts(together(two, some, draft, num_draft_tokens=4, draft_width=6, **options)) == alone
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
