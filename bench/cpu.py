@@ -158,7 +158,8 @@ def passes(modes: dict[str, Any], repeats: int) -> None:
         slots = Slots(tree, lm.backend, 256)
         text = slots.missing([tree.tip])
         lm.backend.forward([slots.segment(text, np.array([len(text) - 1]))])
-        segments = {n: slots.segment(tree.add([tree.tip] * n, [*range(n)]), np.arange(n)) for n in sizes}
+        nodes = tree.add([tree.tip] * max(sizes), [*range(max(sizes))])
+        segments = {n: slots.segment(slots.missing(nodes[:n]), np.arange(n)) for n in sizes}
         taken: dict[int, list[float]] = {n: [] for n in sizes}
         for _ in range(5 * repeats):
             for n, segment in segments.items():

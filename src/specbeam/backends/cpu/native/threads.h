@@ -21,7 +21,7 @@ namespace specbeam {
 class Threads {
  public:
   explicit Threads(int count) {
-    for (int i = 1; i < count; i++) workers.emplace_back([this, i] { work(i); });
+    for (int i = 1; i < count; i++) workers.emplace_back([this] { work(); });
   }
 
   ~Threads() {
@@ -58,10 +58,11 @@ class Threads {
     this->items = items;
     this->chunk = chunk;
     next.store(0, std::memory_order_relaxed);
-    left.store(int(workers.size()), std::memory_order_relaxed);
-    round.fetch_add(1, std::memory_order_release);
+    state.store(++round << 32 | OPEN, std::memory_order_release);
     share();
-    for (int spins = 0; left.load(std::memory_order_acquire); spins++) rest(spins);
+    // Who has not come by now is not waited for: it may have lost its core to another process.
+    state.fetch_and(~OPEN, std::memory_order_acq_rel);
+    for (int spins = 0; state.load(std::memory_order_acquire) & COUNT; spins++) rest(spins);
   }
 
  private:
@@ -86,30 +87,36 @@ class Threads {
     }
   }
 
-  void work(int) {
+  void work() {
     uint64_t seen = 0;
-    for (;;) {
-      for (int spins = 0; round.load(std::memory_order_acquire) == seen; spins++) {
-        if (!awake.load(std::memory_order_acquire)) {
-          std::unique_lock<std::mutex> held(mutex);
-          wake.wait(held, [&] { return stopping || awake.load() || round.load() != seen; });
-          if (stopping) return;
-        } else rest(spins);
+    for (int spins = 0;; spins++) {
+      uint64_t now = state.load(std::memory_order_acquire);
+      if (now >> 32 != seen && now & OPEN) {
+        if (!state.compare_exchange_strong(now, now + 1, std::memory_order_acq_rel)) continue;
+        seen = now >> 32;
+        share();
+        state.fetch_sub(1, std::memory_order_release);
+        spins = 0;
+      } else if (awake.load(std::memory_order_acquire)) {
+        rest(spins);
+      } else {
+        std::unique_lock<std::mutex> held(mutex);
+        wake.wait(held, [&] { return stopping || awake.load(); });
+        if (stopping) return;
+        spins = 0;
       }
-      seen = round.load(std::memory_order_acquire);
-      share();
-      left.fetch_sub(1, std::memory_order_release);
     }
   }
 
+  static constexpr uint64_t OPEN = uint64_t(1) << 31, COUNT = OPEN - 1;
   std::vector<std::thread> workers;
   std::mutex mutex;
   std::condition_variable wake;
   bool stopping = false;
   std::atomic<bool> awake{false};
-  std::atomic<uint64_t> round{0};
+  std::atomic<uint64_t> state{0};  // the loop's number, whether it is open, and how many workers are in it
+  uint64_t round = 0;
   std::atomic<int64_t> next{0};
-  std::atomic<int> left{0};
   void (*run)(const void *, int64_t) = nullptr;
   const void *data = nullptr;
   int64_t items = 0, chunk = 1;
