@@ -40,10 +40,9 @@ struct Activations {
       const F32 magic = all(12582912.0f);  // rounds to the nearest whole number
       const I32 qa = __builtin_convertvector(multiply_add(a, all(inverse), magic) - magic, I32);
       const I32 qb = __builtin_convertvector(multiply_add(b, all(inverse), magic) - magic, I32);
-      typedef int8_t S8 __attribute__((vector_size(16)));
       int8_t *q = &bytes[(row * groups + g) * GROUP];
-      store(q, __builtin_convertvector(qa, S8));
-      store(q + LANES, __builtin_convertvector(qb, S8));
+      store_bytes(q, qa);
+      store_bytes(q + LANES, qb);
       int32_t sa = 0, sb = 0;
       for (int i = 0; i < LANES; i++) sa += qa[i], sb += qb[i];
       scales[row * groups + g] = scale;
@@ -83,6 +82,9 @@ template <Format FORMAT> inline Scales scales_at(const uint8_t *group, const uin
 template <Format FORMAT> constexpr int ZERO = FORMAT == Q8 ? 128 : FORMAT == Q6_K ? 32 : 0;
 template <Format FORMAT> constexpr bool HAS_MINIMUM = FORMAT == Q8_MIN || FORMAT == Q8_K || FORMAT == Q4_MIN || FORMAT == Q4_K;
 
+// How far ahead weights are asked for, in bytes: with 8 rows the arithmetic is too long for the processor to look ahead itself.
+constexpr int64_t AHEAD = 2048;
+
 // The product of M rows of activations, from `row` on, with a block; sixteen outputs a row.
 template <Format FORMAT, int M>
 inline void block_product(const uint8_t *block, int64_t columns, const Activations &x, int64_t row, F32 *out) {
@@ -93,6 +95,7 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
   for (int64_t g = 0; g < groups; g++) {
     if constexpr (LAYOUTS[FORMAT].super_scales > 0)
       if (g % SUPER == 0) super = scales, scales += LAYOUTS[FORMAT].super_scales;
+    for (int j = 0; j < LAYOUTS[FORMAT].bits; j++) prefetch(weights + AHEAD + 64 * j);
     U8 w[8];
     if constexpr (LAYOUTS[FORMAT].bits == 4) {
       for (int j = 0; j < 4; j++) {
@@ -107,20 +110,43 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
     }
     const Scales s = scales_at<FORMAT>(scales, super);
     scales += LAYOUTS[FORMAT].group_scales;
+    // Sums of whole numbers may be cut and ordered at will: PARTS apart, so that none waits for the one before it.
+    constexpr int PARTS = FORMAT == Q6_K ? (M == 1 ? 4 : 2) : M == 1 ? 4 : M <= 4 ? 2 : 1;
+    I32 dots[M][PARTS];
 #pragma GCC unroll 8
     for (int m = 0; m < M; m++) {
       const int64_t at = (row + m) * groups + g;
-      const int32_t *q = (const int32_t *)&x.bytes[at * GROUP];
-      const F32 scale = all(x.scales[at]);
+      for (int part = 0; part < PARTS; part++) dots[m][part] = I32{};
       if constexpr (FORMAT == Q6_K) {
-        I32 a = all(-ZERO<FORMAT> * x.halves[2 * at]), b = all(-ZERO<FORMAT> * x.halves[2 * at + 1]);
-        for (int j = 0; j < 4; j++) a = dot4(a, w[j], q[j]), b = dot4(b, w[j + 4], q[j + 4]);
-        y[m] = multiply_add(to_float(a) * scale, s.first, y[m]);
-        y[m] = multiply_add(to_float(b) * scale, s.second, y[m]);
+        dots[m][0] = all(-ZERO<FORMAT> * x.halves[2 * at]);
+        dots[m][PARTS / 2] = all(-ZERO<FORMAT> * x.halves[2 * at + 1]);
+      } else if constexpr (ZERO<FORMAT> != 0) {
+        dots[m][0] = all(-ZERO<FORMAT> * (x.halves[2 * at] + x.halves[2 * at + 1]));
+      }
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; j++) {
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) {
+        const int32_t *q = (const int32_t *)&x.bytes[((row + m) * groups + g) * GROUP];
+        I32 &dot = dots[m][j * PARTS / 8];
+        dot = dot4(dot, w[j], q[j]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < M; m++) {
+      const int64_t at = (row + m) * groups + g;
+      const F32 scale = all(x.scales[at]);
+      const auto sum = [&](int first, int count) {
+        I32 total = dots[m][first];
+        for (int part = first + 1; part < first + count; part++) total += dots[m][part];
+        return to_float(total) * scale;
+      };
+      if constexpr (FORMAT == Q6_K) {
+        y[m] = multiply_add(sum(0, PARTS / 2), s.first, y[m]);
+        y[m] = multiply_add(sum(PARTS / 2, PARTS / 2), s.second, y[m]);
       } else {
-        I32 a = ZERO<FORMAT> ? all(-ZERO<FORMAT> * (x.halves[2 * at] + x.halves[2 * at + 1])) : I32{};
-        for (int j = 0; j < 8; j++) a = dot4(a, w[j], q[j]);
-        y[m] = multiply_add(to_float(a) * scale, s.first, y[m]);
+        y[m] = multiply_add(sum(0, PARTS), s.first, y[m]);
         if constexpr (HAS_MINIMUM<FORMAT>) y[m] = multiply_add(all(x.sums[at]), s.minimum, y[m]);
       }
     }

@@ -20,6 +20,8 @@ typedef int32_t I32 __attribute__((vector_size(64)));
 typedef uint32_t U32 __attribute__((vector_size(64)));
 typedef uint8_t U8 __attribute__((vector_size(64)));
 
+inline void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
+
 template <class T, class P> inline T load(const P *p) {
   T v;
   std::memcpy(&v, p, sizeof v);
@@ -27,8 +29,8 @@ template <class T, class P> inline T load(const P *p) {
 }
 template <class T, class P> inline void store(P *p, T v) { std::memcpy(p, &v, sizeof v); }
 
-inline F32 all(float x) { return F32{} + x; }
-inline I32 all(int32_t x) { return I32{} + x; }
+inline F32 all(float x) { return F32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline I32 all(int32_t x) { return I32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 inline F32 to_float(I32 x) { return __builtin_convertvector(x, F32); }
 
 inline F32 multiply_add(F32 a, F32 b, F32 c) {
@@ -139,9 +141,32 @@ inline void store_half(uint16_t *p, F32 x) {
 #endif
 }
 
-template <class Byte> inline F32 load_bytes(const Byte *p) {
-  typedef Byte Bytes __attribute__((vector_size(16)));
-  return to_float(__builtin_convertvector(load<Bytes>(p), I32));
+inline F32 load_bytes(const uint8_t *p) {
+#if defined(__AVX512F__)
+  return to_float((I32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#else
+  F32 out;
+  for (int i = 0; i < LANES; i++) out[i] = p[i];
+  return out;
+#endif
+}
+
+inline F32 load_bytes(const int8_t *p) {
+#if defined(__AVX512F__)
+  return to_float((I32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#else
+  F32 out;
+  for (int i = 0; i < LANES; i++) out[i] = p[i];
+  return out;
+#endif
+}
+
+inline void store_bytes(int8_t *p, I32 x) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+  for (int i = 0; i < LANES; i++) p[i] = int8_t(x[i]);
+#endif
 }
 
 inline float sum(F32 x) {  // in one fixed order
