@@ -3,15 +3,17 @@
     pip install ctranslate2 llama-cpp-python
     python bench/cpu.py MODEL.gguf [--draft DRAFT.gguf] [--tokens 64] [--repeats 3] [--threads 2]
 
-Every method takes its turn in each repeat, so that a drifting machine favours none; figures are medians after a warm-up
-that is left out. CTranslate2 quantizes the file's own values to int8; llama.cpp runs the file as it is. A peer that is
-not installed, or cannot run the model, is a line that says so.
+Every engine has a process of its own, which sleeps while others run; all take their turn in each repeat, so that a
+drifting machine favours none; figures are medians after a warm-up that is left out. CTranslate2 quantizes the file's own
+values to int8; llama.cpp runs the file as it is. A peer that is not installed, or cannot run the model, is a line that
+says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import statistics
 import tempfile
 import time
@@ -26,12 +28,13 @@ from prompts import CODING, PROSE
 
 import specbeam
 from specbeam.backends.cpu.library import library
-from specbeam.prompts import encode
+from specbeam.checkpoints import open_checkpoint
 from specbeam.slots import Slots
 from specbeam.tree import Tree
 
-Run = Callable[[list[int]], int]
-"""Generates from token ids; returns how many tokens came."""
+SEARCHES: dict[str, dict[str, int]] = {"greedy": {}, "4 beams": {"num_beams": 4}}
+Ask = dict[str, Any]
+"""What an engine is to do: token ids, how many new tokens, and specbeam's options."""
 
 
 def main() -> None:
@@ -47,96 +50,134 @@ def main() -> None:
     print(describe(f"kernels {library().specbeam_isa(b'').decode()}"))
     print(f"{given.model.stem}, {given.threads} threads, {given.tokens} new tokens, {given.prompts} prompts a kind\n")
 
-    modes = loads(given)
-    own = modes["keep"]
-    prompts = [encode(own, text) for text in (*CODING[: given.prompts], *PROSE[: given.prompts])]
-    peers = {} if given.without_peers else {"CTranslate2, int8": ctranslate2, "llama.cpp, the file": llama_cpp}
-    others: dict[str, Any] = {}
-    for name, make in peers.items():
-        try:
-            others[name] = make(given.model, given.threads)
-        except Exception as error:  # whatever keeps it from running is what the table should say
-            print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:120]}\n")
-
-    greedy: dict[str, Run] = {name: asked(peer, given.tokens) for name, peer in others.items()}
-    greedy |= {f"specbeam, {mode}": plain(lm, given.tokens) for mode, lm in modes.items()}
-    table("greedy", greedy, prompts, given.repeats)
-
-    beams: dict[str, Run] = {n: asked(peer, given.tokens, 4) for n, peer in others.items() if "CT" in n}
-    beams |= {f"specbeam, {mode}": plain(lm, given.tokens, num_beams=4) for mode, lm in modes.items()}
-    table("4 beams", beams, prompts, given.repeats)
-
-    long = encode(own, " ".join([*CODING, *PROSE] * 4))[:512]
-    reading = {name: reads(asked(peer, 1)) for name, peer in others.items()}
-    reading |= {f"specbeam, {mode}": reads(plain(lm, 1)) for mode, lm in modes.items()}
-    table(f"prefill of {len(long)} tokens", reading, [long], given.repeats)
-    passes(modes, given.repeats)
-
-    if given.draft:
-        draft = specbeam.load(given.draft, backend="cpu", quantize="keep", threads=given.threads)
-        coding, prose = prompts[: given.prompts], prompts[given.prompts :]
-        for kind, some in (("coding", coding), ("prose", prose)):
-            methods = {"plain": plain(own, given.tokens)}
-            methods |= {name: plain(own, given.tokens, draft=d) for name, d in drafts(draft).items()}
-            table(f"greedy with drafts, {kind}", methods, some, given.repeats)
-            methods = {"plain": plain(own, given.tokens, num_beams=4)}
-            methods |= {name: plain(own, given.tokens, num_beams=4, draft=d) for name, d in drafts(draft).items()}
-            for width, depth in ((4, 3), (6, 3), (8, 3), (8, 5)):
-                sizes = {"draft_width": width, "num_draft_tokens": depth}
-                methods[f"draft model, {width} x {depth}"] = plain(own, given.tokens, num_beams=4, draft=draft, **sizes)
-            table(f"4 beams with drafts, {kind}", methods, some, given.repeats)
-
-
-def drafts(model: Any) -> dict[str, Any]:
-    return {"n-gram": "ngram", "suffix": "suffix", "draft model": model}
-
-
-def loads(given: argparse.Namespace) -> dict[str, Any]:
-    """The model as its file has it and in int8; what loading them took, and the memory."""
+    engines = {
+        name: Engine(make, given) for name, make in ENGINES.items() if make in (keep, int8) or not given.without_peers
+    }
+    for name, engine in list(engines.items()):
+        if wrong := engine.started():
+            print(f"{name}: {wrong}\n")
+            del engines[name]
+    ours = {name: engine for name, engine in engines.items() if name.startswith("specbeam")}
     print("| load | seconds, first or packed | later | resident, MB | weights, MB |\n| --- | --- | --- | --- | --- |")
-    modes = {}
-    for mode in ("keep", "int8"):
-        seconds = []
-        for _ in range(2):
-            lm = None
-            gc.collect()
-            before, start = psutil.Process().memory_info().rss, time.perf_counter()
-            lm = specbeam.load(given.model, backend="cpu", quantize=mode, threads=given.threads)
-            seconds.append(time.perf_counter() - start)
-            specbeam.generate(lm, [1, 2, 3], max_new_tokens=2)
-        resident = (psutil.Process().memory_info().rss - before) / 1e6
-        size = sum(part.size for parts in lm.backend._weights.parts.values() for part in parts) / 1e6  # type: ignore
-        print(f"| {mode} | {seconds[0]:.1f} | {seconds[1]:.1f} | {resident:.0f} | {size:.0f} |")
-        modes[mode] = lm
+    for name, engine in ours.items():
+        print(f"| {name} |", " | ".join(f"{x:.1f}" for x in engine.ask({"loading": True})), "|")
     print()
-    return modes
+
+    tokenizer = open_checkpoint(given.model).tokenizer
+    chat = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True).input_ids
+        if tokenizer.chat_template
+        else tokenizer(text).input_ids
+        for text in (*CODING[: given.prompts], *PROSE[: given.prompts])
+    ]
+    table("greedy", rows(engines, new=given.tokens), chat, given.repeats)
+    beams = {name: engine for name, engine in engines.items() if "llama" not in name}
+    table("4 beams", rows(beams, new=given.tokens, num_beams=4), chat, given.repeats)
+    long = tokenizer(" ".join([*CODING, *PROSE] * 4)).input_ids[:512]
+    table(f"prefill of {len(long)} tokens", rows(engines, new=1), [long], given.repeats)
+    sizes = (1, 2, 4, 8, 16, 28, 32, 64)
+    print("| one pass, ms | " + " | ".join(f"M={n}" for n in sizes) + " |\n| ---" + " | ---" * len(sizes) + " |")
+    for name, engine in ours.items():
+        took = engine.ask({"passes": sizes, "repeats": given.repeats})
+        print(f"| {name} |", " | ".join(f"{1e3 * t:.1f} ({t / took[0]:.2f})" for t in took), "|", flush=True)
+    print()
+    if given.draft:
+        own = engines["specbeam, keep"]
+        for kind, some in (("coding", chat[: given.prompts]), ("prose", chat[given.prompts :])):
+            for title, options in SEARCHES.items():
+                asks: dict[str, Ask] = {"plain": options} | {
+                    d: {**options, "draft": d} for d in ("ngram", "suffix", "model")
+                }
+                for width, depth in ((4, 3), (6, 3), (8, 3), (8, 5)) if options else ((1, 3), (1, 5), (2, 5)):
+                    size = {"draft": "model", "draft_width": width, "num_draft_tokens": depth}
+                    asks[f"model, {width} x {depth}"] = {**options, **size}
+                methods = {name: (own, {"new": given.tokens, **ask}) for name, ask in asks.items()}
+                table(f"{title} with drafts, {kind}", methods, some, given.repeats)
+    for engine in engines.values():
+        engine.process.terminate()
 
 
-def plain(lm: Any, tokens: int, **options: Any) -> Run:
-    def run(ids: list[int]) -> int:
-        result = specbeam.generate(lm, ids, max_new_tokens=tokens, min_new_tokens=tokens, **options)
-        return result.stats.new_tokens
+def rows(engines: dict[str, Engine], **ask: Any) -> dict[str, tuple[Engine, Ask]]:
+    return {name: (engine, ask) for name, engine in engines.items()}
+
+
+class Engine:
+    """An engine in a process of its own."""
+
+    def __init__(self, make: Callable[[argparse.Namespace], Callable[[Ask], Any]], given: argparse.Namespace) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=serve, args=(make, given, theirs), daemon=True
+        )
+        self.process.start()
+        theirs.close()
+
+    def started(self) -> str:
+        """Empty once it is ready, else what keeps it from running."""
+        return str(self.pipe.recv())
+
+    def ask(self, ask: Ask) -> Any:
+        self.pipe.send(ask)
+        return self.pipe.recv()
+
+
+def serve(make: Callable[[argparse.Namespace], Callable[[Ask], Any]], given: argparse.Namespace, pipe: Any) -> None:
+    try:
+        run = make(given)
+    except Exception as error:  # whatever keeps it from running is what the table should say
+        pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0][:120]}")
+        return
+    pipe.send("")
+    while True:
+        pipe.send(run(pipe.recv()))
+
+
+def keep(given: argparse.Namespace) -> Callable[[Ask], Any]:
+    return ours("keep", given)
+
+
+def int8(given: argparse.Namespace) -> Callable[[Ask], Any]:
+    return ours("int8", given)
+
+
+def ours(mode: str, given: argparse.Namespace) -> Callable[[Ask], Any]:
+    seconds, resident = [], 0.0
+    for _ in range(2):
+        lm: Any = None
+        gc.collect()
+        before, start = psutil.Process().memory_info().rss, time.perf_counter()
+        lm = specbeam.load(given.model, backend="cpu", quantize=mode, threads=given.threads)
+        seconds.append(time.perf_counter() - start)
+        specbeam.generate(lm, [1, 2, 3], max_new_tokens=2)
+        resident = (psutil.Process().memory_info().rss - before) / 1e6
+    size = sum(part.size for parts in lm.backend._weights.parts.values() for part in parts) / 1e6
+    draft = None
+    if given.draft and mode == "keep":
+        draft = specbeam.load(given.draft, backend="cpu", quantize="keep", threads=given.threads)
+
+    def run(ask: Ask) -> Any:
+        if "loading" in ask:
+            return [*seconds, resident, size]
+        if "passes" in ask:
+            return passes(lm, **ask)
+        options = {name: value for name, value in ask.items() if name not in ("ids", "new")}
+        if options.get("draft") == "model":
+            options["draft"] = draft
+        new = ask["new"]
+        return specbeam.generate(lm, ask["ids"], max_new_tokens=new, min_new_tokens=new, **options).stats.new_tokens
 
     return run
 
 
-def asked(peer: Callable[[list[int], int, int], int], tokens: int, num_beams: int = 1) -> Run:
-    return lambda ids: peer(ids, tokens, num_beams)
-
-
-def reads(one: Run) -> Run:
-    """Counts the tokens of the prompt too, of what reads it and generates one."""
-    return lambda ids: one(ids) + len(ids) - 1
-
-
-def table(title: str, methods: dict[str, Run], prompts: list[list[int]], repeats: int) -> None:
+def table(title: str, methods: dict[str, tuple[Engine, Ask]], prompts: list[list[int]], repeats: int) -> None:
+    """Tokens a second of each method, those of the prompt included if only one is new."""
     rates: dict[str, list[float]] = {name: [] for name in methods}
     for repeat in range(-1, repeats):
-        for name, run in methods.items():
+        for name, (engine, ask) in methods.items():
             taken = came = 0.0
             for ids in prompts:
                 start = time.perf_counter()
-                came += run(ids)
+                came += engine.ask({**ask, "ids": ids}) + (len(ids) - 1 if ask["new"] == 1 else 0)
                 taken += time.perf_counter() - start
             if repeat >= 0:
                 rates[name].append(came / taken)
@@ -149,68 +190,75 @@ def table(title: str, methods: dict[str, Run], prompts: list[list[int]], repeats
     print()
 
 
-def passes(modes: dict[str, Any], repeats: int) -> None:
-    """What a pass over some nodes below a text of 128 tokens takes, against one of one node."""
-    sizes = (1, 2, 4, 8, 16, 28, 32, 64)
-    print("| one pass, ms | " + " | ".join(f"M={n}" for n in sizes) + " |\n| ---" * 1 + " | ---" * len(sizes) + " |")
-    for mode, lm in modes.items():
-        tree = Tree([*range(10, 138)])
-        slots = Slots(tree, lm.backend, 256)
-        text = slots.missing([tree.tip])
-        lm.backend.forward([slots.segment(text, np.array([len(text) - 1]))])
-        nodes = tree.add([tree.tip] * max(sizes), [*range(max(sizes))])
-        segments = {n: slots.segment(slots.missing(nodes[:n]), np.arange(n)) for n in sizes}
-        taken: dict[int, list[float]] = {n: [] for n in sizes}
-        for _ in range(5 * repeats):
-            for n, segment in segments.items():
-                start = time.perf_counter()
-                lm.backend.forward([segment])
-                taken[n].append(time.perf_counter() - start)
-        best = {n: statistics.median(times) for n, times in taken.items()}
-        cells = " | ".join(f"{1e3 * best[n]:.1f} ({best[n] / best[1]:.2f})" for n in sizes)
-        print(f"| {mode} | {cells} |", flush=True)
-    print()
+def passes(lm: Any, passes: list[int], repeats: int) -> list[float]:
+    """Seconds of passes over so many nodes below a text of 128 tokens."""
+    tree = Tree([*range(10, 138)])
+    slots = Slots(tree, lm.backend, 256)
+    text = slots.missing([tree.tip])
+    lm.backend.forward([slots.segment(text, np.array([len(text) - 1]))])
+    nodes = tree.add([tree.tip] * max(passes), [*range(max(passes))])
+    segments = [slots.segment(slots.missing(nodes[:n]), np.arange(n)) for n in passes]
+    taken: list[list[float]] = [[] for _ in passes]
+    for _ in range(5 * repeats):
+        for segment, times in zip(segments, taken, strict=True):
+            start = time.perf_counter()
+            lm.backend.forward([segment])
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in taken]
 
 
-def ctranslate2(path: Path, threads: int) -> Callable[[list[int], int, int], int]:
+def ctranslate2(given: argparse.Namespace) -> Callable[[Ask], Any]:
     """CTranslate2 on the file's values, which it quantizes to int8."""
     import ctranslate2 as peer
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    path = given.model
     where = Path(tempfile.gettempdir()) / f"specbeam-bench-{path.stem}"
     if not (where / "int8/model.bin").is_file():
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        model.config.__dict__.pop("quantization_config", None)  # it is dequantized, whatever the reader says
+        model.is_quantized = False
+        model.hf_quantizer = None
         model.save_pretrained(where / "folder")
         AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(where / "folder")
         converter = peer.converters.TransformersConverter(str(where / "folder"), low_cpu_mem_usage=True)
         converter.convert(str(where / "int8"), quantization="int8", force=True)
-    generator = peer.Generator(str(where / "int8"), device="cpu", compute_type="int8", intra_threads=threads)
-    tokens = specbeam.load(path, backend="cpu", quantize="keep").tokenizer.convert_ids_to_tokens
+    generator = peer.Generator(str(where / "int8"), device="cpu", compute_type="int8", intra_threads=given.threads)
+    tokens = open_checkpoint(path).tokenizer.convert_ids_to_tokens
 
-    def run(ids: list[int], new: int, beams: int) -> int:
+    def run(ask: Ask) -> int:
+        new, beams = ask["new"], ask.get("num_beams", 1)
         (result,) = generator.generate_batch(
-            [tokens(ids)], max_length=new, min_length=new, beam_size=beams, include_prompt_in_result=False
+            [tokens(ask["ids"])], max_length=new, min_length=new, beam_size=beams, include_prompt_in_result=False
         )
         return len(result.sequences_ids[0])
 
     return run
 
 
-def llama_cpp(path: Path, threads: int) -> Callable[[list[int], int, int], int]:
+def llama_cpp(given: argparse.Namespace) -> Callable[[Ask], Any]:
     """llama.cpp on the file."""
     from llama_cpp import Llama
 
-    model = Llama(str(path), n_ctx=1024, n_threads=threads, n_threads_batch=threads, verbose=False)
+    model = Llama(str(given.model), n_ctx=1024, n_threads=given.threads, n_threads_batch=given.threads, verbose=False)
 
-    def run(ids: list[int], new: int, _: int) -> int:
+    def run(ask: Ask) -> int:
         model.reset()
-        model.eval(ids)
-        for _ in range(new - 1):
+        model.eval(ask["ids"])
+        for _ in range(ask["new"] - 1):
             model.eval([int(model.sample(temp=0.0))])
-        return new
+        return int(ask["new"])
 
     return run
+
+
+ENGINES = {
+    "CTranslate2, int8": ctranslate2,
+    "llama.cpp, the file": llama_cpp,
+    "specbeam, keep": keep,
+    "specbeam, int8": int8,
+}
 
 
 if __name__ == "__main__":

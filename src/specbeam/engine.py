@@ -111,7 +111,8 @@ class Engine:
         batch = self._gather()
         if batch:
             for request, nodes, logits in self._evaluate(batch):
-                request.receive(nodes, logits)
+                with _one_torch_thread(self.lm.backend.has_threads):
+                    request.receive(nodes, logits)
         self._live = [request for request in self._live if not request.done]
         return bool(self._live or self._waiting)
 
@@ -179,6 +180,20 @@ class Engine:
             if logits.is_cuda:
                 torch.cuda.synchronize(logits.device)
         return torch.split(logits, [len(s.wanted) for s in segments])
+
+
+@contextmanager
+def _one_torch_thread(wanted: bool) -> Iterator[None]:
+    """Keep PyTorch's threads out of the way of a backend's own: they would spin on its cores when they are done."""
+    before = torch.get_num_threads()
+    if not wanted or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class PassTimes:

@@ -197,7 +197,8 @@ class Request:
         if not len(self.pending):
             self._answered += not self.drafting
             with self._failing_alone():
-                logits, self._received = torch.cat(self._received), []
+                logits = self._received[0] if len(self._received) == 1 else torch.cat(self._received)
+                self._received = []
                 if len(self._wanted) > 1:  # they come ordered by node; the strategy has its own order
                     logits = logits[np.searchsorted(np.unique(self._wanted), self._wanted)]
                 self._advance(logits)

@@ -53,6 +53,8 @@ class Backend(Protocol):
     context_length: int
     slot_bytes: int
     """Bytes of keys and values a slot takes."""
+    has_threads: bool
+    """Whether its passes run on threads of its own, not on PyTorch's."""
     start_token_ids: list[int] | None
     """What the texts of a model with an encoder begin with; None for others, whose texts begin with the prompt."""
 

@@ -40,6 +40,7 @@ class TransformersBackend:
     """
 
     name = "transformers"
+    has_threads = False
     start_token_ids: list[int] | None = None
 
     def __init__(self, model: Any) -> None:

@@ -47,6 +47,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    has_threads = True
     device = torch.device("cpu")
     dtype = torch.float32
     start_token_ids: list[int] | None = None

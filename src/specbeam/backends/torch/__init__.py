@@ -27,6 +27,7 @@ class TorchBackend:
     """
 
     name = "torch"
+    has_threads = False
     start_token_ids: list[int] | None = None
 
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
