@@ -30,8 +30,8 @@ def main() -> None:
     parser.add_argument("--strict", action="store_true")
     given = parser.parse_args()
     print(describe(f"torch {torch.__version__}"))
-    lm = specbeam.load(given.target)
-    draft = given.draft if given.draft in ("ngram", "suffix") else specbeam.load(given.draft)
+    lm = specbeam.load(given.target, dtype="float32")
+    draft = given.draft if given.draft in ("ngram", "suffix") else specbeam.load(given.draft, dtype="float32")
     if given.strict:
         plain = BeamSearch.__init__
         BeamSearch.__init__ = lambda *a, **k: plain(*a, **{**k, "bounded": False})  # type: ignore[method-assign]
