@@ -167,8 +167,8 @@ class SlotCache(TreeCache):
 
     def store(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
         while len(self._keys) <= layer:
-            self._keys.append(k.new_zeros(k.shape[1], self.capacity, k.shape[2]))
-            self._values.append(v.new_zeros(v.shape[1], self.capacity, v.shape[2]))
+            self._keys.append(k.new_empty(k.shape[1], self.capacity, k.shape[2]))
+            self._values.append(v.new_empty(v.shape[1], self.capacity, v.shape[2]))
         return super().store(layer, slots, k, v, length)
 
 
