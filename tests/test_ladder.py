@@ -138,6 +138,8 @@ def test_a_difference_is_measured(lm, interpreted, monkeypatch):
     apart = difference()
     assert (apart.token, apart.near_tie) == (2, False)
     assert apart.gap == pytest.approx(float(logits.topk(2).values.diff().abs()), abs=1e-4)
+    other = [*plain.token_ids[:2], second["token"]]
+    assert not ladder.part(lm, PROMPT, other, plain.token_ids).near_tie  # whichever came first
     monkeypatch.setitem(ladder.NEAR_TIE, "float32", 1e9)
     assert difference().near_tie
 

@@ -33,6 +33,7 @@ from specbeam.backends.torch.transformer import TreeSegment
 from specbeam.errors import SpecbeamError
 from specbeam.generation import generate
 from specbeam.model import LanguageModel
+from specbeam.request import forget_frames
 
 RUNGS = {1: "no cache", 2: "no cache, compiled", 3: "KV cache", 4: "KV cache, compiled", 5: "engine"}
 COMPILED = (2, 4)
@@ -298,7 +299,7 @@ def climb(
             rung = measure(lm, number, prompt, max_new_tokens, runs, expected, tell)
             expected = expected or rung.token_ids
         except Exception as error:
-            rung = Rung(number, *ground(lm), len(prompt), failure=reason(error))
+            rung = Rung(number, *ground(lm), len(prompt), failure=reason(forget_frames(error)))
         finally:
             if number in COMPILED:
                 torch.compiler.reset()  # frees the programs and the memory of their graphs
@@ -362,7 +363,7 @@ def part(lm: LanguageModel, prompt: list[int], expected: Sequence[int], got: Seq
     (logits,) = Model(lm).logits(text, 0, NoCache(), len(text)).float()
     gap = float(logits[expected[at]] - logits[got[at]])
     *_, weights = ground(lm)
-    near_tie = gap < NEAR_TIE.get(weights, 0.0)  # the cpu backend's passes give the same bits in every order
+    near_tie = abs(gap) < NEAR_TIE.get(weights, 0.0)  # the cpu backend's passes give the same bits in every order
     return Difference(at, gap if math.isfinite(gap) else None, near_tie)
 
 
@@ -374,7 +375,7 @@ def ground(lm: LanguageModel) -> tuple[str, str, str]:
 
 
 def reason(error: Exception) -> str:
-    """What an error says in its first line; PyTorch's compiler says much more."""
+    """What an error says in its first line. PyTorch's compiler says much more."""
     if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
         return "out of memory"
     line = next(iter(str(error).strip().splitlines()), "")
