@@ -69,11 +69,7 @@ def run(given: argparse.Namespace) -> int:
     else:
         chosen = ["cpu"] if given.backend == "cpu" else devices()
     found: list[Rung] = []
-    with tqdm(total=len(chosen) * len(given.rungs) * (1 + given.runs), leave=False, disable=None) as bar:
-
-        def tell(what: str, runs: int = 0) -> None:
-            bar.set_description(what)
-            bar.update(runs)
+    with tqdm(total=len(chosen) * len(given.rungs), unit="rung", leave=False, disable=None) as bar:
 
         def say(*lines: str) -> None:
             with bar.external_write_mode(file=sys.stdout):
@@ -82,7 +78,8 @@ def run(given: argparse.Namespace) -> int:
         try:
             for device in chosen:
                 here: list[Rung] = []
-                for rung in rungs_on(device, given, prompt, tell):
+                for rung in rungs_on(device, given, prompt, bar.set_description):
+                    bar.update()
                     if not given.json:
                         say(*([] if here else heading(rung, prompt)), row(rung, [*here, rung]))
                     here.append(rung)
@@ -97,12 +94,12 @@ def run(given: argparse.Namespace) -> int:
     return 1 if wrong or all(rung.failure for rung in found) else 0
 
 
-def rungs_on(device: str, given: argparse.Namespace, prompt: Any, tell: Callable[[str, int], None]) -> Iterator[Rung]:
+def rungs_on(device: str, given: argparse.Namespace, prompt: Any, tell: Callable[[str], object]) -> Iterator[Rung]:
     """What each rung takes on a device."""
     from specbeam.engine import Engine
     from specbeam.ladder import RUNGS, Rung, climb, reason
 
-    tell(f"{device}: loading", 0)
+    tell(f"{device}: loading")
     where = {"device": device}
     plain = given.backend == given.dtype == given.quantize == "auto" and given.threads is None
     if plain and device.startswith("cpu"):
@@ -121,7 +118,7 @@ def rungs_on(device: str, given: argparse.Namespace, prompt: Any, tell: Callable
         ids,
         rungs=given.rungs,
         runs=given.runs,
-        tell=lambda number, what: tell(f"{device}: {RUNGS[number]}, {what}", 1),
+        tell=lambda number, what: tell(f"{device}: {RUNGS[number]}, {what}"),
         **options,
     )
 
