@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 from specbeam.errors import SpecbeamError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def devices() -> list[str]:
+    """The kinds of device there are on this machine."""
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    return [name for name, is_there in there.items() if is_there]
 
 
 def choose_device(device: str) -> torch.device:
@@ -59,3 +67,12 @@ def peak_memory(device: torch.device) -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Let :func:`peak_memory` begin anew, where that can be: for CUDA devices, and on Linux for the process."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # man 5 proc

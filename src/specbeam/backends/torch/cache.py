@@ -31,11 +31,17 @@ class TreeCache:
             for layer, old in enumerate(tensors):  # a layer at a time: the old and the new never stand there whole
                 kv_heads, held, head_dim = old.shape
                 if held < capacity:
-                    new = old.new_empty(kv_heads, capacity, head_dim)
+                    # Zeros, for passes of static shapes read slots that hold nothing yet: 0 times garbage may be NaN.
+                    new = old.new_zeros(kv_heads, capacity, head_dim)
                     new[:, :held] = old
                     tensors[layer] = new
         self._positions.resize(capacity, refcheck=False)
         self.capacity = capacity
+
+    def stay(self) -> None:
+        """Promise compiled passes that nothing moves from here on: CUDA graphs write to where things lie."""
+        for tensor in (*self._keys, *self._values):
+            torch._dynamo.mark_static_address(tensor)
 
     def note_positions(self, segment: Segment) -> NDArray[np.int64]:
         """Note where in the text a segment's nodes are; return it for all slots below its length, int64 [length]."""

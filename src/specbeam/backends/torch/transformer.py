@@ -219,8 +219,6 @@ class Transformer(nn.Module):
         return cap(self.head(self.norm(x[wanted])), self.config.logits_softcap)
 
     def _rotation(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        if self.frequencies[rope].device != positions.device:
-            self.frequencies[rope] = self.frequencies[rope].to(positions.device)
         angles = positions[:, None, None] * self.frequencies[rope]
         cos, sin = angles.cos() * rope.scale, angles.sin() * rope.scale
         return torch.cat([cos, cos], dim=-1).to(dtype), torch.cat([-sin, sin], dim=-1).to(dtype)

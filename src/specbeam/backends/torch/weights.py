@@ -31,6 +31,7 @@ def load_weights(model: Transformer, checkpoint: Checkpoint, device: torch.devic
         for name, p in list(module.named_parameters(recurse=False)):
             empty = torch.empty(p.shape, dtype=dtype, device=device)
             module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+    model.frequencies = {rope: frequencies.to(device) for rope, frequencies in model.frequencies.items()}
     pieces = [piece for name, p in model.named_parameters() for piece in _pieces(checkpoint, name, p.data)]
     total = sum(elements for elements, _ in pieces)
     with (

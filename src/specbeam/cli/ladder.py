@@ -1,0 +1,178 @@
+"""``specbeam ladder``: the same text with and without a cache, compiled or not, and by the engine, timed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from specbeam.cli.generate import add_model_to, load_model, read_prompts, utf8
+from specbeam.errors import SpecbeamError
+from specbeam.options import Options
+
+if TYPE_CHECKING:  # it imports PyTorch, which takes a second
+    from specbeam.ladder import Rung
+
+NUMBERS = [1, 2, 3, 4, 5]
+PROMPT = "Why is the sky blue?"
+WIDTH = 100
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "ladder",
+        help="time one greedy text without a cache, with one, compiled, and by the engine",
+        description="Make the same greedy text in five ways on every device there is, check that it is the same, and "
+        "show what each took: 1 no cache, 2 no cache, compiled, 3 KV cache, 4 KV cache, compiled, 5 specbeam's engine. "
+        "Compiling takes minutes on a CPU: --rungs 1,3,5 does without.",
+        conflict_handler="resolve",  # --device means another thing here
+    )
+    about = f'the prompt (default "{PROMPT}"); - reads it from standard input'
+    parser.add_argument("prompt", nargs="?", default=PROMPT, metavar="PROMPT", help=about)
+    parser.add_argument("--rungs", type=rungs, default=NUMBERS, metavar="LIST", help="some of 1,2,3,4,5 (default all)")
+    parser.add_argument("--runs", type=int, default=3, metavar="N", help="time so many, after a warm-up (default 3)")
+    parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="at most so many (default 32)")
+    add_model_to(parser)
+    parser.add_argument("--device", default="all", help="all, cpu, cuda, mps, ... (default all that are here)")
+    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
+    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.set_defaults(run=run)
+
+
+def rungs(text: str) -> list[int]:
+    asked = [number.strip() for number in text.split(",") if number.strip()]
+    for number in asked or [""]:
+        if number not in map(str, NUMBERS):
+            wrong = f"{number!r} is no rung" if number else "no rung is named"
+            raise argparse.ArgumentTypeError(f"{wrong}: give some of {','.join(map(str, NUMBERS))}")
+    return [number for number in NUMBERS if str(number) in asked]
+
+
+def run(given: argparse.Namespace) -> int:
+    Options.of({"max_new_tokens": given.max_new_tokens})  # wrong input is refused before a model is loaded
+    if given.runs < 1:
+        raise SpecbeamError(f"--runs {given.runs} is not allowed: give at least 1")
+    ((_, prompt),) = read_prompts(given.prompt, None)
+
+    import torch
+    from tqdm import tqdm
+
+    from specbeam.backends.devices import choose_device, devices
+
+    if given.device != "all":
+        chosen = [str(choose_device(given.device))]
+    else:
+        chosen = ["cpu"] if given.backend == "cpu" else devices()
+    found: list[Rung] = []
+    with tqdm(total=len(chosen) * len(given.rungs), unit="rung", leave=False, disable=None) as bar:
+
+        def say(*lines: str) -> None:
+            with bar.external_write_mode(file=sys.stdout):
+                print(*lines, sep="\n", flush=True)
+
+        try:
+            for device in chosen:
+                here: list[Rung] = []
+                for rung in rungs_on(device, given, prompt, bar.set_description):
+                    bar.update()
+                    if not given.json:
+                        say(*([] if here else heading(rung, prompt)), row(rung, [*here, rung]))
+                    here.append(rung)
+                    found.append(rung)
+                if not given.json:
+                    say(*verdict(here))
+        finally:  # Ctrl-C too leaves what there is
+            if given.json and found:
+                told = {"model": given.model, "prompt": prompt, "torch": torch.__version__}
+                say(json.dumps(told | {"rungs": [*map(to_dict, found)]}, ensure_ascii=not utf8()))
+    wrong = [rung for rung in found if rung.difference is not None and not rung.difference.near_tie]
+    return 1 if wrong or all(rung.failure for rung in found) else 0
+
+
+def rungs_on(device: str, given: argparse.Namespace, prompt: Any, tell: Callable[[str], object]) -> Iterator[Rung]:
+    """What each rung takes on a device."""
+    from specbeam.engine import Engine
+    from specbeam.ladder import RUNGS, Rung, climb, reason
+
+    tell(f"{device}: loading")
+    where = {"device": device}
+    plain = given.backend == given.dtype == given.quantize == "auto" and given.threads is None
+    if plain and device.startswith("cpu"):
+        where["dtype"] = "float32"  # the cpu backend, which is the default there, has nothing to compile
+    try:
+        lm = load_model(argparse.Namespace(**vars(given) | where), given.model, given.revision)
+    except SpecbeamError:
+        raise
+    except Exception as error:  # the device lacks the memory, or something the model needs
+        yield from (Rung(n, device, given.backend, given.dtype, failure=reason(error)) for n in given.rungs)
+        return
+    options = {"max_new_tokens": given.max_new_tokens}
+    ids = Engine(lm).submit(prompt, options, system=given.system, raw=given.raw).prompt_ids  # refuses, or is forgotten
+    yield from climb(
+        lm,
+        ids,
+        rungs=given.rungs,
+        runs=given.runs,
+        tell=lambda number, what: tell(f"{device}: {RUNGS[number]}, {what}"),
+        **options,
+    )
+
+
+def heading(rung: Rung, prompt: str) -> Iterator[str]:
+    import torch
+
+    yield textwrap.shorten(f"prompt: {prompt}", WIDTH, placeholder=" ...")
+    threads = f", {torch.get_num_threads()} threads" if rung.device == "cpu" and rung.backend != "cpu" else ""
+    runs_on = f"{rung.device}, {rung.backend} backend, {rung.weights}{threads}"
+    yield f"{runs_on}, torch {torch.__version__}, {rung.prompt_tokens} tokens of prompt"
+    yield ""
+    names = f"{'tokens/s':>8}  {'speed-up':>8}  {'passes':>6}  {'compile s':>9}  {'GB':>5}  {'identical':>9}"
+    yield f"{'rung':20}  {'seconds (min to max)':>21}  {names}"
+
+
+def row(rung: Rung, here: list[Rung]) -> str:
+    """A line of the table. Speed-ups are over the first rung that did not fail."""
+    name = f"{rung.number} {rung.name}"
+    if rung.median is None or rung.tokens_per_second is None:
+        return f"{name:20}  failed: {rung.failure}"
+    slowest = next(r.median for r in here if r.median is not None)
+    seconds = f"{rung.median:.2f} ({min(rung.seconds):.2f} to {max(rung.seconds):.2f})"
+    compiling = "-" if rung.compile_seconds is None else f"{rung.compile_seconds:.1f}"
+    memory = "-" if rung.peak_memory is None else f"{rung.peak_memory / 1e9:.2f}"
+    same = {None: "-", True: "yes", False: "differs"}[rung.identical]
+    if rung.difference is not None and rung.difference.near_tie:
+        same = "near-tie"
+    return (
+        f"{name:20}  {seconds:>21}  {rung.tokens_per_second:>8.1f}  {slowest / rung.median:>8.2f}  {rung.passes:>6}  "
+        f"{compiling:>9}  {memory:>5}  {same:>9}"
+    )
+
+
+def verdict(here: list[Rung]) -> Iterator[str]:
+    """The text, and which rungs part from it."""
+    worked = [rung for rung in here if rung.failure is None]
+    for rung in worked:
+        if (other := rung.difference) is not None:
+            gap = "" if other.gap is None else f", where the two tokens' logits lie {other.gap:.2g} apart"
+            can = "can do that (docs/exactness.md)" if other.near_tie else "does not do that"
+            parts = f"{rung.number} {rung.name} parts from {worked[0].number} {worked[0].name}"
+            yield from ("", f"{parts} at new token {other.token}{gap}: rounding {can}")
+    if worked:
+        yield ""
+        for line in worked[0].text.split("\n"):
+            yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
+    yield ""
+
+
+def to_dict(rung: Rung) -> dict[str, Any]:
+    """A rung as plain data: what it is made of, and what follows from that."""
+    return asdict(rung) | {
+        "name": rung.name,
+        "median": rung.median,
+        "tokens_per_second": rung.tokens_per_second,
+    }

@@ -1,0 +1,184 @@
+"""The command that climbs the ladder: the table, the JSON, and how it says no."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import specbeam
+from specbeam import ladder
+from specbeam.cli import ladder as command
+from specbeam.cli import main
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
+
+
+@pytest.fixture(scope="module")
+def folder(save):
+    return str(save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE)))
+
+
+@pytest.fixture
+def run(folder, capsys, monkeypatch):
+    def refuse(*_, **__):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+
+    def run(*arguments, model=folder):
+        try:
+            status = main(["ladder", *arguments, "--device", "cpu", "--model", model])
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def rows(out):
+    """The lines of the table, by the number of the rung."""
+    return {line[0]: line for line in out.splitlines() if line[:1].isdigit() and " parts from " not in line}
+
+
+def test_the_numbers_are_those_of_the_rungs():
+    assert [*ladder.RUNGS] == command.NUMBERS
+
+
+def test_the_table_has_a_row_a_rung_and_a_reason_where_one_failed(run, folder):
+    status, out, err = run("hello", "--max-new-tokens", "4", "--runs", "2")
+    assert (status, err) == (0, "")
+    lines = out.splitlines()
+    assert max(map(len, lines)) <= command.WIDTH
+    assert lines[0] == "prompt: hello"
+    assert lines[1].startswith("cpu, torch backend, float32, ")
+    names = "rung seconds (min to max) tokens/s speed-up passes compile s GB identical"
+    assert " ".join(lines[3].split()) == names
+    table = rows(out)
+    assert [*table] == ["1", "2", "3", "4", "5"]
+    assert table["2"] == "2 no cache, compiled  failed: RuntimeError: no compiler here"
+    assert table["4"].endswith("failed: RuntimeError: no compiler here")
+    expected = specbeam.generate(specbeam.load(folder, dtype="float32", device="cpu"), "hello", max_new_tokens=4)
+    assert table["1"].split()[-5:-3] == ["1.00", str(len(expected.token_ids))]
+    assert [table[n].split()[-1] for n in "135"] == ["-", "yes", "yes"]
+    assert out.split()[-1] == expected.text.split()[-1]
+
+
+def test_json_is_one_object_and_nothing_else(run, folder):
+    asked = ["--json", "--rungs", "5, 1,2", "--runs", "2", "--max-new-tokens", "3", "--raw"]
+    status, out, err = run("hi", *asked)
+    assert (status, err) == (0, "")
+    got = json.loads(out, parse_constant=pytest.fail)
+    assert list(got) == ["model", "prompt", "torch", "rungs"]
+    assert (got["model"], got["prompt"]) == (folder, "hi")
+    first, compiled, engine = got["rungs"]
+    expected = specbeam.generate(specbeam.load(folder, dtype="float32", device="cpu"), "hi", raw=True, max_new_tokens=3)
+    assert [rung["number"] for rung in got["rungs"]] == [1, 2, 5]
+    assert [rung["name"] for rung in got["rungs"]] == ["no cache", "no cache, compiled", "engine"]
+    for rung in (first, engine):
+        assert rung["token_ids"] == expected.token_ids
+        assert (rung["text"], rung["prompt_tokens"], rung["passes"]) == (expected.text, 2, 3)
+        assert len(rung["seconds"]) == 2
+        assert rung["failure"] is None
+    assert (first["identical"], engine["identical"]) == (None, True)
+    assert (compiled["failure"], compiled["token_ids"]) == ("RuntimeError: no compiler here", [])
+
+
+def test_without_a_prompt_it_has_one_of_its_own(run):
+    status, out, _ = run("--rungs", "3", "--runs", "1", "--max-new-tokens", "2")
+    assert status == 0
+    assert out.startswith(f"prompt: {command.PROMPT}\n")
+
+
+def test_a_difference_is_said_and_fails_unless_rounding_can_do_it(run, monkeypatch):
+    def wrong(model, reader, cache, prompt, length):
+        yield from range(length - len(prompt))
+
+    monkeypatch.setattr(ladder, "kv_cache", wrong)
+    arguments = ("hi", "--rungs", "1,3", "--runs", "1", "--max-new-tokens", "3")
+    status, out, _ = run(*arguments)
+    assert status == 1
+    assert rows(out)["3"].endswith(" differs")
+    assert "\n3 KV cache parts from 1 no cache at new token 0, where the two tokens' logits lie " in out
+    assert ": rounding does not do that\n" in out
+    monkeypatch.setitem(ladder.NEAR_TIE, "float32", 1e9)
+    status, out, _ = run(*arguments)
+    assert status == 0
+    assert rows(out)["3"].endswith(" near-tie")
+    assert "rounding can do that" in out
+
+
+def test_where_nothing_can_be_run_it_fails(run):
+    status, out, _ = run("hi", "--rungs", "2,4", "--runs", "1", "--max-new-tokens", "3")
+    assert status == 1
+    assert [*rows(out)] == ["2", "4"]
+
+
+def test_a_device_that_cannot_load_the_model_is_rows_too(run, monkeypatch):
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("so much")
+
+    monkeypatch.setattr(command, "load_model", full)
+    status, out, err = run("hi", "--rungs", "1,3")
+    assert (status, err) == (1, "")
+    assert [line.split("failed: ")[1] for line in rows(out).values()] == ["out of memory"] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("hi", "--rungs", "1,6"), "'6' is no rung: give some of 1,2,3,4,5"),
+        (("hi", "--rungs", ""), "no rung is named: give some of 1,2,3,4,5"),
+        (("hi", "--runs", "0"), "--runs 0 is not allowed: give at least 1"),
+        (("hi", "--runs", "x"), "invalid int value: 'x'"),
+        (("hi", "--max-new-tokens", "0"), "max_new_tokens=0 is not allowed"),
+        (("hi", "--num-beams", "2"), "unrecognized arguments: --num-beams 2"),
+        (("hi",), "/not/there"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2(run, arguments, says):
+    status, out, err = run(*arguments, model="/not/there")
+    assert (status, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+@pytest.mark.parametrize(("prompt", "says"), [("", "the prompt is empty"), ("x" * 300, "the prompt has 3")])
+def test_a_prompt_that_cannot_be_run_is_one_line(run, prompt, says, form):
+    status, out, err = run(prompt, *form)
+    assert (status, out) == (2, "")
+    assert err.startswith(f"specbeam: {says}")
+    assert len(err.splitlines()) == 1
+
+
+def test_an_unknown_device_is_one_line(folder, capsys):
+    assert main(["ladder", "--device", "tpu9", "--model", folder]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_ctrl_c_prints_what_there_is(save, form):
+    """The first rung is done at once, the second would take hours."""
+    folder = save(random_model("llama", max_position_embeddings=100_000))
+    program = (
+        "import os, signal, sys\n"
+        "from specbeam import ladder\n"
+        "from specbeam.cli import main\n"
+        "def endless(*_):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    while True: yield 1\n"
+        "ladder.kv_cache = endless\n"
+        "sys.exit(main(['ladder', 'hi', '--device', 'cpu', '--rungs', '1,3', '--runs', '1', *sys.argv[1:]]))\n"
+    )
+    arguments = ["--max-new-tokens", "3", "--model", str(folder), *form]
+    ran = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 130
+    assert ran.stderr == "specbeam: interrupted\n"
+    if form:
+        assert [rung["number"] for rung in json.loads(ran.stdout)["rungs"]] == [1]
+    else:
+        assert [*rows(ran.stdout)] == ["1"]

@@ -1,0 +1,182 @@
+"""The five rungs give one text, transformers', and what fails is said."""
+
+import os
+import shutil
+
+import pytest
+import torch
+from transformers import GPTJConfig, GPTJForCausalLM
+
+import specbeam
+from specbeam import hf, ladder
+from specbeam.backends.torch.transformer import Transformer
+from tests.backends.test_conformance import FAMILIES
+from tests.backends.test_encoder_decoder import make
+from tests.conftest import EOS, random_model
+
+PROMPT = [5, 6, 7, 5, 6, 7, 5]
+TOKENS = 16
+COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """What would be compiled runs as it is; returns how each was to be compiled."""
+    calls = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: (calls.append(how), forward)[1])
+    return calls
+
+
+def expected(model, prompt=PROMPT, tokens=TOKENS):
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens)
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def failures(found):
+    return {rung.number: rung.failure for rung in found}
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "gpt2", "gemma2", "gemma3", "mistral, sliding window", "gpt_neox", "phi3", "smollm3", "qwen3"]
+)
+def test_every_rung_gives_the_text_of_transformers(tiny, interpreted, family):
+    architecture, changes = FAMILIES[family]
+    theirs, lm = tiny(architecture, **changes)
+    found = list(ladder.climb(lm, PROMPT, max_new_tokens=TOKENS, runs=2))
+    assert [rung.number for rung in found] == [*ladder.RUNGS]
+    for rung in found:
+        assert rung.failure is None
+        assert rung.token_ids == expected(theirs)
+        assert rung.text == lm.decode([*rung.token_ids])
+        assert rung.passes == len(rung.token_ids)
+        assert len(rung.seconds) == 2
+        assert min(rung.seconds) <= rung.median <= max(rung.seconds)
+        assert rung.tokens_per_second == pytest.approx(len(rung.token_ids) / rung.median)
+        assert rung.identical is (None if rung.number == 1 else True)
+        assert (rung.compile_seconds is None) == (rung.number not in ladder.COMPILED)
+    assert interpreted == [{"fullgraph": True, "dynamic": False, "mode": None}] * 2
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_models_of_transformers_are_not_compiled(family, attention):
+    architecture, changes = FAMILIES[family]
+    model = random_model(architecture, attention=attention, **changes)
+    found = list(ladder.climb(hf.wrap(model), PROMPT, max_new_tokens=TOKENS, runs=1))
+    told = "the model runs on the transformers backend, and only torch's passes are compiled"
+    assert failures(found) == {1: None, 2: told, 3: None, 4: told, 5: None}
+    assert {rung.token_ids for rung in found if not rung.failure} == {expected(model)}
+
+
+def test_a_model_that_transformers_alone_has():
+    config = GPTJConfig(n_embd=32, n_layer=2, n_head=4, rotary_dim=4, vocab_size=259, eos_token_id=EOS)
+    model = GPTJForCausalLM(config).eval()
+    found = list(ladder.climb(hf.wrap(model), PROMPT, max_new_tokens=4, rungs=[1, 3, 5], runs=1))
+    assert [rung.token_ids for rung in found] == [expected(model, tokens=4)] * 3
+
+
+@pytest.mark.parametrize("quantize", ["float32", "int8"])
+def test_native_kernels_climb_what_is_not_compiled(save, quantize):
+    model = random_model("gemma3", sliding_window=5)
+    lm = specbeam.load(save(model), backend="cpu", quantize=quantize)
+    found = list(ladder.climb(lm, PROMPT, max_new_tokens=TOKENS, runs=1))
+    assert [rung.failure is None for rung in found] == [True, False, True, False, True]
+    assert [rung.identical for rung in found] == [None, None, True, None, True]
+    assert {(rung.device, rung.backend, rung.weights) for rung in found} == {("cpu", "cpu", quantize)}
+    if quantize == "float32":
+        assert found[0].token_ids == expected(model)
+
+
+def test_models_with_an_encoder_are_for_the_engine_alone():
+    model = make("t5")
+    found = list(ladder.climb(hf.wrap(model), [10, 11, EOS], max_new_tokens=4, runs=1))
+    told = "the model has an encoder, which this rung does not know"
+    assert failures(found) == {1: told, 2: told, 3: told, 4: told, 5: None}
+    assert found[-1].identical is None
+
+
+def test_texts_end_at_an_end_token_and_with_the_context(tiny, interpreted):
+    model, lm = tiny("llama")
+    (first,) = ladder.climb(lm, PROMPT, max_new_tokens=TOKENS, rungs=[1], runs=1)
+    stop = first.token_ids[5]
+    ends = specbeam.LanguageModel(lm.source, lm.backend, lm.tokenizer, frozenset([stop]), {"repetition_penalty": 9.0})
+    for rung in ladder.climb(ends, PROMPT, max_new_tokens=TOKENS, runs=1):
+        assert rung.token_ids == first.token_ids[: first.token_ids.index(stop) + 1]
+    long = [i % 250 for i in range(lm.backend.context_length - 3)]
+    for rung in ladder.climb(lm, long, max_new_tokens=TOKENS, runs=1):
+        assert (rung.failure, rung.token_ids) == (None, expected(model, long, 3))
+
+
+def test_half_precision_says_where_texts_part(save, interpreted):
+    lm = specbeam.load(save(random_model("llama")), device="cpu", dtype="bfloat16")
+    for rung in ladder.climb(lm, PROMPT, max_new_tokens=TOKENS, runs=1):
+        assert (rung.failure, rung.weights) == (None, "bfloat16")
+        assert rung.identical in (None, True) or rung.difference.near_tie
+
+
+def test_a_difference_is_measured(lm, interpreted, monkeypatch):
+    (plain,) = ladder.climb(lm, PROMPT, max_new_tokens=4, rungs=[1], runs=1)
+    second = {"gap": 0.0, "token": plain.token_ids[2]}
+
+    def wrong(model, reader, *rest):
+        yield from plain.token_ids[:2]
+        yield second["token"]
+
+    def difference():
+        _, rung = ladder.climb(lm, PROMPT, max_new_tokens=4, rungs=[1, 3], runs=1)
+        assert rung.identical is False
+        return rung.difference
+
+    monkeypatch.setattr(ladder, "kv_cache", wrong)
+    ended = difference()
+    assert (ended.token, ended.gap, ended.near_tie) == (3, None, False)
+
+    text = [*PROMPT, *plain.token_ids[:2]]
+    logits = ladder.Model(lm).logits(text, 0, ladder.NoCache(), len(text))[0]
+    second["token"] = int(logits.topk(2).indices[1])
+    apart = difference()
+    assert (apart.token, apart.near_tie) == (2, False)
+    assert apart.gap == pytest.approx(float(logits.topk(2).values.diff().abs()), abs=1e-4)
+    other = [*plain.token_ids[:2], second["token"]]
+    assert not ladder.part(lm, PROMPT, other, plain.token_ids).near_tie  # whichever came first
+    monkeypatch.setitem(ladder.NEAR_TIE, "float32", 1e9)
+    assert difference().near_tie
+
+
+def test_a_rung_that_fails_says_why_and_the_others_go_on(lm, monkeypatch):
+    def failing(*_, **__):
+        raise RuntimeError("no compiler here\nand much more")
+
+    monkeypatch.setattr(torch, "compile", failing)
+    found = list(ladder.climb(lm, PROMPT, max_new_tokens=2, rungs=[2, 3, 4, 5], runs=1))
+    told = "RuntimeError: no compiler here"
+    assert failures(found) == {2: told, 3: None, 4: told, 5: None}
+    assert [rung.identical for rung in found] == [None, None, None, True]
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB"), "out of memory"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "out of memory"),
+        (NotImplementedError("'aten::x' is not implemented for MPS"), "NotImplementedError: 'aten::x' is not"),
+        (AssertionError(), "AssertionError"),
+    ],
+)
+def test_reasons_are_short(lm, monkeypatch, error, says):
+    def forward(*_):
+        raise error
+
+    monkeypatch.setattr(Transformer, "forward", forward)
+    (rung,) = ladder.climb(lm, PROMPT, max_new_tokens=2, rungs=[3], runs=1)
+    assert rung.failure.startswith(says)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler for torch.compile")
+def test_compiled_rungs_are_compiled(lm):
+    for rung in ladder.climb(lm, PROMPT, max_new_tokens=6, rungs=[1, 2, 4], runs=1):
+        assert rung.failure is None
+        assert rung.identical in (None, True)
+        if rung.number in ladder.COMPILED:
+            assert rung.compile_seconds > rung.median
