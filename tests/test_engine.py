@@ -230,7 +230,7 @@ def test_making_room_can_be_tried_again(lm, monkeypatch):
     class Full:
         shape = grown.shape
 
-        def new_empty(self, *size):
+        def new_zeros(self, *size):
             raise torch.OutOfMemoryError("full")
 
     cache._keys[2] = Full()
