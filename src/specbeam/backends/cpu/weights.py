@@ -250,7 +250,10 @@ def _write(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> W
         start = _data_start(len(header))
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}.", delete=False) as file:
             try:
-                os.posix_fallocate(file.fileno(), 0, start + size)  # a full disk shows now, not as a dead process
+                if hasattr(os, "posix_fallocate"):  # a full disk shows now, not as a dead process
+                    os.posix_fallocate(file.fileno(), 0, start + size)
+                else:
+                    file.truncate(start + size)
                 mapped = mmap.mmap(file.fileno(), start + size)
                 data = _pack(checkpoint, plan, np.frombuffer(mapped, np.uint8)[start:])
                 hashed = [_with_hash(part, _hash(data, part)) for part in plan]

@@ -1,8 +1,9 @@
-// A pool of threads that share the items of a loop. They wait for work without spinning between passes, and spin for some
-// microseconds within one, where the next loop follows at once.
+// A pool of threads that share the items of a loop. Within a pass, and for some milliseconds after it, they spin, for the next
+// loop follows at once; then they sleep.
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
@@ -88,7 +89,9 @@ class Threads {
   }
 
   void work() {
+    using Clock = std::chrono::steady_clock;
     uint64_t seen = 0;
+    Clock::time_point busy = Clock::now();
     for (int spins = 0;; spins++) {
       uint64_t now = state.load(std::memory_order_acquire);
       if (now >> 32 != seen && now & OPEN) {
@@ -99,14 +102,21 @@ class Threads {
         spins = 0;
       } else if (awake.load(std::memory_order_acquire)) {
         rest(spins);
+        busy = Clock::now();
+      } else if (Clock::now() - busy < LINGER) {
+        rest(spins);
       } else {
         std::unique_lock<std::mutex> held(mutex);
         wake.wait(held, [&] { return stopping || awake.load(); });
         if (stopping) return;
+        busy = Clock::now();
         spins = 0;
       }
     }
   }
+
+  // The next pass often follows within a millisecond, and waking up can take as long, on a virtual machine above all.
+  static constexpr std::chrono::milliseconds LINGER{3};
 
   static constexpr uint64_t OPEN = uint64_t(1) << 31, COUNT = OPEN - 1;
   std::vector<std::thread> workers;
