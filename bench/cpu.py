@@ -4,9 +4,9 @@
     python bench/cpu.py MODEL.gguf [--draft DRAFT.gguf] [--tokens 64] [--repeats 3] [--threads 2]
 
 Every engine has a process of its own, which sleeps while others run; all take their turn in each repeat, so that a
-drifting machine favours none; figures are medians after a warm-up that is left out. CTranslate2 quantizes the file's own
-values to int8; llama.cpp runs the file as it is. A peer that is not installed, or cannot run the model, is a line that
-says so.
+drifting machine favours none; figures are medians after a warm-up that is left out. CTranslate2 quantizes the file's
+own values to int8; llama.cpp runs the file as it is. A peer that is not installed, or cannot run the model, is a line
+that says so.
 """
 
 from __future__ import annotations
