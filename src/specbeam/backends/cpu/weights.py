@@ -95,8 +95,8 @@ def load_weights(checkpoint: Checkpoint, mode: str) -> Weights:
     """A checkpoint's parameters, from the file of an earlier time if that is there and sound.
 
     Args:
-        mode: "keep": blocks of a quantized GGUF file with the same values, the rest in float32; "int8": groups of 32
-            with a scale; "int4": groups of 32 with scale and minimum, embedding and head in int8; "float32".
+        mode: "keep": blocks of a quantized GGUF file with the same values (but for kinds there is no format for, such
+            as Q3_K, which become int8), the rest in float32; "int8": groups of 32 with a scale; "int4": groups of 32 with scale and minimum, embedding and head in int8; "float32".
 
     Raises:
         SpecbeamError: a tensor is missing, unknown or has another shape than the configuration asks for.
@@ -125,7 +125,8 @@ def _plan(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], mode: str)
                 own = -1 if kind is None else library().specbeam_format_of(kind)
                 raw = mode == "keep" and own >= 0
                 near = name.startswith(("embedding", "positions", "head"))
-                chosen = own if raw else {"int8": Q8, "int4": Q8 if near else Q4_MIN}.get(mode, F32)
+                other = Q8 if kind is not None else F32  # blocks there is no format for would not fit in float32
+                chosen = own if raw else {"keep": other, "int8": Q8, "int4": Q8 if near else Q4_MIN}.get(mode, F32)
                 size = library().specbeam_matrix_bytes(chosen, rows, shape[1])
                 parts.append(Part(name, source, chosen, rows, shape[1], raw, offset, size))
             offset += -(-parts[-1].size // ALIGNED) * ALIGNED
