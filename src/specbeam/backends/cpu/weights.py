@@ -96,7 +96,8 @@ def load_weights(checkpoint: Checkpoint, mode: str) -> Weights:
 
     Args:
         mode: "keep": blocks of a quantized GGUF file with the same values (but for kinds there is no format for, such
-            as Q3_K, which become int8), the rest in float32; "int8": groups of 32 with a scale; "int4": groups of 32 with scale and minimum, embedding and head in int8; "float32".
+            as Q3_K, which become int8), the rest in float32; "int8": groups of 32 with a scale; "int4": groups of 32
+            with scale and minimum, embedding and head in int8; "float32".
 
     Raises:
         SpecbeamError: a tensor is missing, unknown or has another shape than the configuration asks for.
