@@ -153,7 +153,7 @@ def ours(mode: str, given: argparse.Namespace) -> Callable[[Ask], Any]:
     size = sum(part.size for parts in lm.backend._weights.parts.values() for part in parts) / 1e6
     draft = None
     if given.draft and mode == "keep":
-        draft = specbeam.load(given.draft, backend="cpu", quantize="keep", threads=given.threads)
+        draft = specbeam.load(given.draft, backend="cpu", quantize="int4", threads=given.threads)  # it is checked
 
     def run(ask: Ask) -> Any:
         if "loading" in ask:
