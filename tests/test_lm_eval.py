@@ -57,12 +57,12 @@ def hflm(source, **arguments):
 def both(folder, request):
     """The checkpoint as lm_eval's own model, and as ours."""
     source = folder(request.param)
-    return hflm(source), SpecbeamLM(pretrained=source, device="cpu")
+    return hflm(source), SpecbeamLM(pretrained=source, device="cpu", dtype="float32")
 
 
 @pytest.fixture(scope="module")
 def lm(folder):
-    return SpecbeamLM(pretrained=folder(), device="cpu").lm
+    return SpecbeamLM(pretrained=folder(), device="cpu", dtype="float32").lm
 
 
 def requests(kind, arguments):
@@ -153,7 +153,7 @@ def test_beams_are_theirs(both, draft):
 def test_beams_that_end_are_those_of_transformers(folder, until):
     # Not those of lm_eval's own model: its stopping criterion ends all beams when the best one ends.
     source = folder(likes=EOS)
-    theirs, ours = hflm(source), SpecbeamLM(pretrained=source, device="cpu", draft="ngram")
+    theirs, ours = hflm(source), SpecbeamLM(pretrained=source, device="cpu", dtype="float32", draft="ngram")
     task = {"max_gen_toks": 16, "num_beams": 4, "until": until}
     texts = ours.generate_until(requests("generate_until", [(prompt, task) for prompt in PROMPTS]))
     for prompt, text in zip(PROMPTS, texts, strict=True):
@@ -168,7 +168,9 @@ def test_a_draft_model_changes_nothing(folder, lm, monkeypatch):
     monkeypatch.setattr(Engine, "submit", lambda *a, draft, **kw: drafts.append(draft) or submit(*a, draft=draft, **kw))
     asked = requests("generate_until", [(prompt, {"max_gen_toks": 12, "until": []}) for prompt in PROMPTS])
     expected = SpecbeamLM(lm, num_beams=2).generate_until(asked)
-    ours = SpecbeamLM(pretrained=folder(), device="cpu", num_beams=2, draft=folder("adds bos"), num_draft_tokens=3)
+    ours = SpecbeamLM(
+        pretrained=folder(), device="cpu", dtype="float32", num_beams=2, draft=folder("adds bos"), num_draft_tokens=3
+    )
     assert ours.generate_until(asked) == expected
     assert drafts[-1].source == folder("adds bos")
 
@@ -246,7 +248,7 @@ def test_answers_are_kept_as_they_come(lm):
 
 
 def test_chat_templates_are_applied_as_theirs(folder, save):
-    theirs, ours = hflm(folder()), SpecbeamLM(folder(), device="cpu")
+    theirs, ours = hflm(folder()), SpecbeamLM(folder(), device="cpu", dtype="float32")
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The"}]
     for add in (True, False):
         assert ours.apply_chat_template(messages, add) == theirs.apply_chat_template(messages, add)
@@ -257,12 +259,12 @@ def test_chat_templates_are_applied_as_theirs(folder, save):
     source = save(random_model("llama"), byte_tokenizer(strict))
     with_system = [{"role": "system", "content": "Be brief."}, *messages]
     expected = hflm(str(source)).apply_chat_template(with_system)
-    ours = SpecbeamLM(source, device="cpu")
+    ours = SpecbeamLM(source, device="cpu", dtype="float32")
     assert ours.apply_chat_template(with_system) == expected == ours.apply_chat_template(messages)
     with pytest.raises(SpecbeamError, match="unknown role tool"):
         ours.apply_chat_template([{"role": "tool", "content": "Hi"}])
     with pytest.raises(SpecbeamError, match="has no chat template"):
-        SpecbeamLM(save(random_model("llama")), device="cpu").apply_chat_template(messages)
+        SpecbeamLM(save(random_model("llama")), device="cpu", dtype="float32").apply_chat_template(messages)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +363,7 @@ def test_an_evaluation_gives_what_theirs_gives(folder, chat):
             bootstrap_iters=0,
         )
 
-    expected, got = evaluate("hf", dtype="float32"), evaluate("specbeam", draft="ngram", batch_size=4)
+    expected, got = evaluate("hf", dtype="float32"), evaluate("specbeam", dtype="float32", draft="ngram", batch_size=4)
     for task in TASKS:
         answers, theirs = ([s["filtered_resps"] for s in out["samples"][task]] for out in (got, expected))
         if task == "tiny_generate":
@@ -388,7 +390,10 @@ def tasks(tmp_path):
 
 def test_the_command_line_evaluates(folder, tasks):
     arguments = ["--model", "specbeam", "--tasks", *TASKS, "--include_path", tasks, "--apply_chat_template"]
-    arguments += ["--model_args", f"pretrained={folder()},device=cpu,num_beams=2,draft=ngram,length_penalty=0.5"]
+    arguments += [
+        "--model_args",
+        f"pretrained={folder()},device=cpu,dtype=float32,num_beams=2,draft=ngram,length_penalty=0.5",
+    ]
     arguments += ["--batch_size", "auto", "--output_path", tasks / "results.json", "--log_samples"]
     done = subprocess.run(
         [sys.executable, "-m", "specbeam.lm_eval", *arguments],
@@ -401,7 +406,7 @@ def test_the_command_line_evaluates(folder, tasks):
         assert name in done.stdout
     (samples,) = tasks.glob("samples_tiny_generate_*.jsonl")
     texts = [json.loads(line)["resps"][0][0] for line in samples.read_text().splitlines()]
-    ours = SpecbeamLM(folder(), device="cpu", num_beams=2, length_penalty=0.5)
+    ours = SpecbeamLM(folder(), device="cpu", dtype="float32", num_beams=2, length_penalty=0.5)
     prompts = [ours.apply_chat_template([{"role": "user", "content": d["question"]}]) for d in DOCUMENTS]
     task = TASKS["tiny_generate"]["generation_kwargs"]
     assert texts == ours.generate_until(requests("generate_until", [(prompt, task) for prompt in prompts]))

