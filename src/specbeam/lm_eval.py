@@ -29,7 +29,8 @@ from specbeam.scoring import score
 logger = logging.getLogger("lm_eval.models.specbeam")  # below the logger that the harness sets up
 
 # What may be meant by a name that is not known, along with the options.
-ARGUMENTS = ("pretrained", "backend", "device", "dtype", "revision", "draft", "max_length", "batch_size")
+LOADING = ("pretrained", "backend", "device", "dtype", "quantize", "threads", "revision")
+ARGUMENTS = (*LOADING, "draft", "max_length", "batch_size")
 OPTIONS = tuple(field.name for field in fields(Options))
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """What tasks call the most tokens to generate; the first one given counts, as for the harness's own models."""
@@ -44,8 +45,9 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     generate, not to those that score given texts.
 
     Args:
-        pretrained: what :func:`specbeam.load` takes; or a loaded model, and the next four have no effect.
-        backend, device, dtype, revision: as for :func:`specbeam.load`, for the draft too, save revision.
+        pretrained: what :func:`specbeam.load` takes; or a loaded model, and what says how to load has no effect.
+        backend, device, dtype, quantize, threads, revision: as for :func:`specbeam.load`, for the draft too, save
+            revision.
         draft: a model to load as the draft, "ngram" or "suffix", or what :meth:`specbeam.Engine.submit` takes.
         max_length: the most tokens of prompt and text together, if it is to be less than the model's context.
         batch_size: so many requests share passes. "auto" is max_batch_size, or 8 if that is not given.
