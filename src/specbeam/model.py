@@ -132,9 +132,9 @@ def load(
     checkpoint = open_checkpoint(locate(source, revision))
     if backend == "auto":
         backend = _choose_backend(checkpoint, os.fspath(source), device, dtype, quantize)
-    elif backend != "cpu" and (quantize != "auto" or threads is not None):
+    if backend != "cpu" and (quantize != "auto" or threads is not None):
         given = f"quantize={quantize!r}" if quantize != "auto" else f"threads={threads}"
-        raise SpecbeamError(f"{given} is for the cpu backend, not for {backend}: leave one out")
+        raise SpecbeamError(f"{given} is for the cpu backend, and this is the {backend} backend: leave it out")
     loaded: Backend
     if backend == "transformers":
         from specbeam.backends.encoder_decoder import backend_of

@@ -121,7 +121,10 @@ class Request:
     @property
     def backend(self) -> Backend:
         """What is to evaluate the pending nodes."""
-        if self.drafting:
+        return self._backend(self.drafting)
+
+    def _backend(self, drafting: bool) -> Backend:
+        if drafting:
             assert isinstance(self._draft, LanguageModel)
             return self._draft.backend
         return self._lm.backend
@@ -171,7 +174,7 @@ class Request:
                 most = self._most_nodes(self._drafter.pace.most_drafted)
                 self._slots[True] = Slots(self._drafter.tree, self._draft.backend, most)
             for drafting, slots in self._slots.items():
-                backend = self._draft.backend if drafting else self._lm.backend  # type: ignore[union-attr]
+                backend = self._backend(drafting)
                 if backend.start_token_ids is not None:
                     cast(EncodingBackend, backend).encode(slots.cache, self.prompt_ids)
             self._strategy = self._make_strategy()

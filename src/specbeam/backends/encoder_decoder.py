@@ -95,8 +95,8 @@ class EncoderDecoderBackend(TransformersBackend):
         caches: list[Any] = [s.cache for s in segments]
         crossed = DynamicCache()
         for layer in range(len(caches[0].keys)):
-            keys, values = (torch.cat([part[layer] for part in parts], dim=2) for parts in _keys_and_values(caches))
-            crossed.update(keys, values, layer)
+            keys, values = [cache.keys[layer] for cache in caches], [cache.values[layer] for cache in caches]
+            crossed.update(torch.cat(keys, dim=2), torch.cat(values, dim=2), layer)
         with self._at(segments):
             out = self.model(
                 decoder_input_ids=self._row([s.tokens for s in segments]),
@@ -134,10 +134,6 @@ class EncoderDecoderBackend(TransformersBackend):
             yield
 
 
-def _keys_and_values(caches: list[SourceCache]) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
-    return [cache.keys for cache in caches], [cache.values for cache in caches]
-
-
 def _embed(positions: Tensor, module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
     """The embeddings at positions, int64 [n], of a module that would count them: a text that long has them all."""
     length = int(positions.max()) + 1
@@ -145,8 +141,7 @@ def _embed(positions: Tensor, module: Any, args: Any, kwargs: Any, output: Tenso
     if "position_ids" in parameters:
         embeddings = module.forward(*args, **(kwargs | {"position_ids": positions}))
         return embeddings.view(1, len(positions), -1)
-    # Padding is not counted, and no token of a text is that.
-    token = 0 if module.padding_idx else 1
+    token = 0 if module.padding_idx else 1  # any but padding, which is not counted
     text = torch.full((1, length), token, device=positions.device)
     return module.forward(text)[:, positions]
 

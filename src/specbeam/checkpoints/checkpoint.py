@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -14,10 +16,30 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from tqdm import tqdm
 
 from specbeam.checkpoints.architectures import sources
 from specbeam.checkpoints.config import Config
 from specbeam.errors import SpecbeamError
+
+Piece = tuple[int, Callable[[], object]]
+"""What reads some of a checkpoint's weights, and how many."""
+
+
+def read_all(pieces: list[Piece], what: str) -> None:
+    """Read pieces on all cores, with a progress bar that says what is done."""
+    with (
+        ThreadPoolExecutor(os.cpu_count()) as threads,
+        tqdm(total=sum(n for n, _ in pieces), desc=what, unit="", unit_scale=True, leave=False, disable=None) as bar,
+    ):
+        try:
+            done = [threads.submit(read) for _, read in pieces]
+            for (weights, _), future in zip(pieces, done, strict=True):
+                future.result()
+                bar.update(weights)
+        except BaseException:  # Ctrl-C too: do not go on reading
+            threads.shutdown(cancel_futures=True)
+            raise
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import math
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from specbeam.backends.cpu.library import library
 from specbeam.backends.torch.transformer import Transformer
 from specbeam.checkpoints import registry
-from specbeam.checkpoints.checkpoint import Checkpoint
+from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
 from specbeam.errors import SpecbeamError
 
 logger = logging.getLogger("specbeam")
@@ -140,24 +140,13 @@ def _room(size: int) -> NDArray[np.uint8]:
 
 def _pack(checkpoint: Checkpoint, plan: list[Part], data: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """Fill the bytes of all parts."""
-    jobs = [job for part in plan for job in _jobs(checkpoint, part, data[part.offset : part.offset + part.size])]
-    total = sum(elements for elements, _ in jobs)
-    with (
-        ThreadPoolExecutor(os.cpu_count()) as threads,
-        tqdm(total=total, desc="packing weights", unit="", unit_scale=True, leave=False, disable=None) as bar,
-    ):
-        try:
-            done = [threads.submit(fill) for _, fill in jobs]
-            for (elements, _), future in zip(jobs, done, strict=True):
-                future.result()
-                bar.update(elements)
-        except BaseException:  # Ctrl-C too: do not go on reading
-            threads.shutdown(cancel_futures=True)
-            raise
+    parts = ((part, data[part.offset : part.offset + part.size]) for part in plan)
+    read_all([piece for part, out in parts for piece in _pieces(checkpoint, part, out)], "packing weights")
     return data
 
 
-def _jobs(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Iterator[tuple[int, Callable[[], None]]]:
+def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Iterator[Piece]:
+    """Jobs that each fill some rows of a part, or all of a vector."""
     if part.rows == 1 and part.format == F32 and len(checkpoint.shape(part.source)) == 1:
 
         def vector() -> None:
@@ -248,26 +237,36 @@ def _write(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> W
     """Pack into a file that appears under its name when it is whole; into memory alone where that cannot be."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        header = _header([_with_hash(part, 2**64 - 1) for part in plan])
-        start = _data_start(len(header))
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}.", delete=False) as file:
-            try:
-                if hasattr(os, "posix_fallocate"):  # a full disk shows now, not as a dead process
-                    os.posix_fallocate(file.fileno(), 0, start + size)
-                else:
-                    file.truncate(start + size)
-                mapped = mmap.mmap(file.fileno(), start + size)
-                data = _pack(checkpoint, plan, np.frombuffer(mapped, np.uint8)[start:])
-                hashed = [_with_hash(part, _hash(data, part)) for part in plan]
-                header = _header(hashed).ljust(len(header))
-                mapped[: 16 + len(header)] = MAGIC + len(header).to_bytes(8, "little") + header
-                os.replace(file.name, path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        with FileLock(path.with_suffix(".lock")):
+            if (found := _read(path, plan, size)) is not None:  # another process was as fast
+                return found
+            for leftover in path.parent.glob(f".{path.stem}.*"):  # of a process that was killed
+                leftover.unlink()
+            return _write_alone(path, checkpoint, plan, size)
     except OSError as error:
         logger.warning("packed weights cannot be kept in %s (%s): set SPECBEAM_HOME", path.parent, error.strerror)
         return Weights(plan, _pack(checkpoint, plan, _room(size)))
+
+
+def _write_alone(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> Weights:
+    """The same, while no other process does."""
+    header = _header([_with_hash(part, 2**64 - 1) for part in plan])
+    start = _data_start(len(header))
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}.", delete=False) as file:
+        try:
+            if hasattr(os, "posix_fallocate"):  # a full disk shows now, not as a dead process
+                os.posix_fallocate(file.fileno(), 0, start + size)
+            else:
+                file.truncate(start + size)
+            mapped = mmap.mmap(file.fileno(), start + size)
+            data = _pack(checkpoint, plan, np.frombuffer(mapped, np.uint8)[start:])
+            hashed = [_with_hash(part, _hash(data, part)) for part in plan]
+            header = _header(hashed).ljust(len(header))
+            mapped[: 16 + len(header)] = MAGIC + len(header).to_bytes(8, "little") + header
+            os.replace(file.name, path)
+        except BaseException:
+            Path(file.name).unlink(missing_ok=True)
+            raise
     found = _read(path, plan, size)
     if found is None:
         raise SpecbeamError(f"{path} does not hold what was just written to it: check the disk")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 
 import torch
 from torch import nn
-from tqdm import tqdm
 
 from specbeam.backends.torch.transformer import Transformer
-from specbeam.checkpoints.checkpoint import Checkpoint
+from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
 
 PIECE = 1 << 20
 """Elements read at once: small enough to stay in a processor's cache while it is dequantized."""
@@ -33,23 +30,11 @@ def load_weights(model: Transformer, checkpoint: Checkpoint, device: torch.devic
             module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
     model.frequencies = {rope: frequencies.to(device) for rope, frequencies in model.frequencies.items()}
     pieces = [piece for name, p in model.named_parameters() for piece in _pieces(checkpoint, name, p.data)]
-    total = sum(elements for elements, _ in pieces)
-    with (
-        ThreadPoolExecutor(os.cpu_count()) as threads,
-        tqdm(total=total, desc="loading weights", unit="", unit_scale=True, leave=False, disable=None) as bar,
-    ):
-        try:
-            done = [threads.submit(fill) for _, fill in pieces]
-            for (elements, _), future in zip(pieces, done, strict=True):
-                future.result()
-                bar.update(elements)
-        except BaseException:  # Ctrl-C too: do not go on reading
-            threads.shutdown(cancel_futures=True)
-            raise
+    read_all(pieces, "loading weights")
 
 
-def _pieces(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> Iterator[tuple[int, Callable[[], object]]]:
-    """Jobs that each fill some rows of a parameter, with their sizes in elements."""
+def _pieces(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> Iterator[Piece]:
+    """Jobs that each fill some rows of a parameter."""
     row = 0
     for source in checkpoint.sources(name):
         rows = checkpoint.shape(source)[0]

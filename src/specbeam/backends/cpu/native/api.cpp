@@ -1,9 +1,8 @@
 // The functions Python calls (backends/cpu/library.py). Nothing is taken on trust: what comes in is checked here, and a
-// function that can fail returns null or leaves a message in the buffer it is given.
+// function that can fail returns null or -1, or says what is wrong and returns null if nothing is.
 
 #include <unistd.h>
 
-#include <cstdio>
 #include <exception>
 #include <memory>
 
@@ -40,12 +39,14 @@ static const Table *table_named(const char *name) {
 
 // A model with the threads and the room its passes need. Passes are one at a time; Python sees to it.
 struct Loaded {
-  Model model;
   const Table *table;
-  std::unique_ptr<Threads> threads;
   int thread_count;
-  pid_t process;
-  void *workspace;
+  Model model;
+  std::unique_ptr<Threads> threads;
+  pid_t process = getpid();
+  void *workspace = nullptr;
+
+  Loaded(const Table *best, int count) : table(best), thread_count(count) {}
   ~Loaded() { table->delete_workspace(workspace); }
 
   Threads &pool() {
@@ -180,7 +181,7 @@ void *specbeam_model_new(const int64_t *whole, const double *real, int32_t threa
   const Table *table = table_named(isa);
   if (!table || threads < 1) return nullptr;
   try {
-    auto loaded = std::make_unique<Loaded>();
+    auto loaded = std::make_unique<Loaded>(table, threads);
     Numbers &c = loaded->model.numbers;
     int64_t *to[] = {&c.vocab, &c.hidden, &c.inner, &c.layers, &c.heads, &c.kv_heads, &c.head_dim, &c.context,
                      &c.layer_norm, &c.activation, &c.gated, &c.parallel, &c.half_cache};
@@ -191,10 +192,7 @@ void *specbeam_model_new(const int64_t *whole, const double *real, int32_t threa
       if (*number <= 0 || *number >= int64_t(1) << 31) return nullptr;
     if (c.heads % c.kv_heads) return nullptr;
     loaded->model.layers.resize(c.layers);
-    loaded->table = table;
     loaded->threads.reset(new Threads(threads));
-    loaded->thread_count = threads;
-    loaded->process = getpid();
     loaded->workspace = table->new_workspace();
     return loaded.release();
   } catch (const std::exception &) {
@@ -212,7 +210,7 @@ void specbeam_model_delete(void *model) {
 int32_t specbeam_model_add(void *model, int64_t layer, int32_t which, int32_t format, int64_t rows, int64_t columns,
                            const uint8_t *data, int64_t bytes) {
   Product *product = product_named(static_cast<Loaded *>(model)->model, layer, which);
-  if (!product || !data || product->parts.size() >= 8 || bytes != specbeam_matrix_bytes(format, rows, columns)) return -1;
+  if (!product || !data || product->parts.size() >= MOST_PARTS || bytes != specbeam_matrix_bytes(format, rows, columns)) return -1;
   product->parts.push_back({Format(format), rows, columns, data});
   return 0;
 }
@@ -278,7 +276,7 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
       for (int64_t n = 0; n < segments[i].nodes; n++)
         segments[i].cache->positions[segments[i].slots[n]] = int32_t(segments[i].positions[n]);
     return loaded.table->forward(loaded.model, loaded.pool(), loaded.workspace, segments, count, wanted, wanted_count, logits);
-  } catch (const std::exception &error) {
+  } catch (const std::exception &) {
     return "out of memory";
   }
 }

@@ -20,7 +20,9 @@ struct Numbers {
   double norm_eps, attention_scale, embedding_scale, attention_softcap, logits_softcap;  // caps: 0 for none
 };
 
-// Matrices stacked along their rows: what one product yields may be of several formats.
+constexpr int MOST_PARTS = 8;
+
+// Matrices stacked along their rows, at most MOST_PARTS: what one product yields may be of several formats.
 struct Product {
   std::vector<Matrix> parts;
   const float *bias = nullptr;
@@ -65,6 +67,7 @@ struct Cache {
 
   bool reserve(int64_t slots) {
     if (slots <= capacity) return true;
+    positions.resize(slots, -1);  // before anything is changed: it may throw
     std::vector<std::unique_ptr<uint8_t, decltype(&std::free)>> grown;
     const size_t head = size_t(slots) * width * item, old = size_t(capacity) * width * item;
     for (int64_t i = 0; i < 2 * layers; i++) {
@@ -75,7 +78,6 @@ struct Cache {
         std::memcpy(grown[i].get() + h * head, data[i].get() + h * old, old);
     }
     data = std::move(grown);
-    positions.resize(slots, -1);
     capacity = slots;
     return true;
   }

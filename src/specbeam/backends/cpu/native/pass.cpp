@@ -97,10 +97,9 @@ struct Pass {
     for (const Matrix &part : p.parts) quantized |= part.format != F32_ROWS;
     if (quantized) threads.each(x.rows, 8, [&](int64_t row) { x.quantize(row); });
     const int64_t stride = p.rows();
-    int64_t first = 0, blocks = 0;
-    std::array<int64_t, 8> starts{};
+    int64_t blocks = 0;
+    std::array<int64_t, MOST_PARTS> starts{};
     for (size_t i = 0; i < p.parts.size(); i++) starts[i] = blocks, blocks += blocks_of(p.parts[i].rows);
-    (void)first;
     const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(16, blocks / (threads.count() * 8)));
     threads.each(blocks, chunk, [&](int64_t block) {
       size_t i = 0;
@@ -338,9 +337,8 @@ const char *forward(const Model &model, Threads &threads, void *workspace, const
                     const int64_t *wanted, int64_t wanted_count, float *logits) {
   Pass pass(model, threads, *static_cast<Workspace *>(workspace), segments, count);
   if (const char *wrong = pass.find_paths()) return wrong;
-  threads.open();
+  const Threads::Awake awake(threads);
   pass.run(wanted, wanted_count, logits);
-  threads.close();
   return nullptr;
 }
 
@@ -348,10 +346,9 @@ void multiply(const Matrix &w, Threads &threads, const float *values, int64_t ro
   Activations x;
   x.resize(rows, w.columns);
   std::memcpy(x.values.data(), values, rows * w.columns * sizeof(float));
-  threads.open();
+  const Threads::Awake awake(threads);
   if (w.format != F32_ROWS) threads.each(rows, 8, [&](int64_t row) { x.quantize(row); });
   threads.each(blocks_of(w.rows), 4, [&](int64_t block) { product_block(w, block, x, out, w.rows, nullptr); });
-  threads.close();
 }
 
 float weight(const Matrix &w, int64_t row, int64_t column) { return weight_at(w, row, column); }

@@ -6,8 +6,8 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
-#include <functional>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -36,18 +36,22 @@ class Threads {
 
   int count() const { return int(workers.size()) + 1; }
 
-  // Between open and close the workers are awake. Who does which item is open; what an item yields must not depend on it.
-  void open() {
-    if (workers.empty()) return;
-    {
-      std::lock_guard<std::mutex> held(mutex);
-      awake.store(true, std::memory_order_release);
+  // While one of these lives the workers are awake.
+  struct Awake {
+    Threads &threads;
+    explicit Awake(Threads &all) : threads(all) {
+      if (threads.workers.empty()) return;
+      {
+        std::lock_guard<std::mutex> held(threads.mutex);
+        threads.awake.store(true, std::memory_order_release);
+      }
+      threads.wake.notify_all();
     }
-    wake.notify_all();
-  }
+    ~Awake() { threads.awake.store(false, std::memory_order_release); }
+    Awake(const Awake &) = delete;
+  };
 
-  void close() { awake.store(false, std::memory_order_release); }
-
+  // Who does which item is open; what an item yields must not depend on it. Throws if there was no memory for one.
   template <class Body> void each(int64_t items, int64_t chunk, const Body &body) {
     if (items <= 0) return;
     if (workers.empty() || items <= chunk) {
@@ -64,6 +68,7 @@ class Threads {
     // Who has not come by now is not waited for: it may have lost its core to another process.
     state.fetch_and(~OPEN, std::memory_order_acq_rel);
     for (int spins = 0; state.load(std::memory_order_acquire) & COUNT; spins++) rest(spins);
+    if (failed.exchange(false)) throw std::bad_alloc();
   }
 
  private:
@@ -80,11 +85,15 @@ class Threads {
   }
 
   void share() {
-    for (;;) {
-      const int64_t first = next.fetch_add(chunk, std::memory_order_relaxed);
-      if (first >= items) return;
-      const int64_t last = first + chunk < items ? first + chunk : items;
-      for (int64_t i = first; i < last; i++) run(data, i);
+    try {
+      for (;;) {
+        const int64_t first = next.fetch_add(chunk, std::memory_order_relaxed);
+        if (first >= items) return;
+        const int64_t last = first + chunk < items ? first + chunk : items;
+        for (int64_t i = first; i < last; i++) run(data, i);
+      }
+    } catch (const std::bad_alloc &) {  // out of a thread it would end the process
+      failed.store(true);
     }
   }
 
@@ -127,6 +136,7 @@ class Threads {
   std::atomic<uint64_t> state{0};  // the loop's number, whether it is open, and how many workers are in it
   uint64_t round = 0;
   std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
   void (*run)(const void *, int64_t) = nullptr;
   const void *data = nullptr;
   int64_t items = 0, chunk = 1;
