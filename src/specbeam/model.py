@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from specbeam.backends.contract import Backend
 from specbeam.checkpoints import locate, open_checkpoint
@@ -20,7 +21,7 @@ logger = logging.getLogger("specbeam")
 BACKENDS = ("cpu", "torch", "transformers")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LanguageModel:
     """What :func:`load` returns.
 
@@ -45,12 +46,14 @@ class LanguageModel:
         """
         if self.tokenizer is None or other.tokenizer is None:
             return self.backend.vocab_size == other.backend.vocab_size
-        ours, theirs = self._vocabulary, other._vocabulary
-        return self is other or len(ours ^ theirs) < 0.01 * len(ours | theirs)
+        if other not in self._shares_tokenizer:
+            ours, theirs = ({*lm.tokenizer.get_vocab().items()} for lm in (self, other))
+            self._shares_tokenizer[other] = len(ours ^ theirs) < 0.01 * len(ours | theirs)
+        return self._shares_tokenizer[other]
 
     @cached_property
-    def _vocabulary(self) -> frozenset[tuple[str, int]]:
-        return frozenset(self.tokenizer.get_vocab().items())
+    def _shares_tokenizer(self) -> WeakKeyDictionary[LanguageModel, bool]:
+        return WeakKeyDictionary()  # to compare two large vocabularies takes a tenth of a second
 
     def decode_token(self, token_ids: list[int]) -> str:
         """The text of token ids, special tokens written out."""

@@ -30,7 +30,7 @@ from tests.conftest import random_model
 
 ISAS = [isa for isa in ("avx512", "avx2", "portable") if library().specbeam_isa(isa.encode())]
 KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
-F32, Q8, Q4_MIN = 0, 1, 5
+F32, Q8, Q4_MIN = 0, 1, 6
 
 
 def room(size):

@@ -67,9 +67,8 @@ class Processors:
         if self.eos_token_ids and self.min_new_tokens:
             early = tree.depths(nodes) + 1 - tree.prompt_length < self.min_new_tokens
             if early.any():
-                forbidden = torch.zeros_like(scores, dtype=torch.bool)
-                forbidden[:, self.eos_token_ids] = torch.from_numpy(early).to(scores.device)[:, None]
-                scores = scores.masked_fill(forbidden, MASKED)
+                scores = scores.clone()
+                scores[np.flatnonzero(early)[:, None], self.eos_token_ids] = MASKED
         scores = self.forbid(tree, nodes, scores, drafting)
         return self._call(tree, nodes, scores) if self.functions else scores
 

@@ -11,7 +11,7 @@ from specbeam.decoding import Evaluate, Strategy
 from specbeam.decoding.beam import Search
 from specbeam.decoding.record import Record
 from specbeam.drafting import Drafter
-from specbeam.tree import NO_NODES, Nodes, Tree
+from specbeam.tree import Nodes, Tree
 
 
 def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter: Drafter) -> Strategy:
@@ -41,31 +41,26 @@ class Known:
     """Logits by node."""
 
     def __init__(self) -> None:
-        self.nodes: Nodes = NO_NODES  # ascending
-        self._logits: Tensor | None = None  # float32 [nodes, vocab]
+        self._rows: dict[int, Tensor] = {}  # each float32 [vocab]
+
+    @property
+    def nodes(self) -> Nodes:
+        return np.array(sorted(self._rows), dtype=np.int64)
 
     def missing(self, nodes: Nodes) -> Nodes:
         """Those of the nodes whose logits are not known, each once."""
         return np.setdiff1d(nodes, self.nodes)
 
     def add(self, nodes: Nodes, logits: Tensor) -> None:
-        """Learn the logits [n, vocab] at nodes that were not known."""
-        everything = np.concatenate([self.nodes, nodes])
-        order = np.argsort(everything)
-        self.nodes = everything[order]
-        if self._logits is not None:
-            logits = torch.cat([self._logits, logits])[torch.from_numpy(order).to(logits.device)]
-        self._logits = logits
+        """Learn the logits [n, vocab] at nodes."""
+        self._rows.update(zip(nodes.tolist(), logits, strict=True))
 
     def keep(self, nodes: Nodes) -> None:
         """Forget all but these, which are known."""
-        assert self._logits is not None
-        rows = np.searchsorted(self.nodes, nodes)
-        self.nodes, self._logits = nodes, self._logits[torch.from_numpy(rows).to(self._logits.device)]
+        self._rows = {node: self._rows[node] for node in nodes.tolist()}
 
     def at(self, nodes: Nodes) -> tuple[Tensor, NDArray[np.bool_]]:
         """The logits at those of the nodes that are known, and which these are."""
-        assert self._logits is not None
-        known = np.isin(nodes, self.nodes)
-        rows = np.searchsorted(self.nodes, nodes[known])
-        return self._logits[torch.from_numpy(rows).to(self._logits.device)], known
+        rows = [self._rows.get(node) for node in nodes.tolist()]
+        known = [row for row in rows if row is not None]
+        return torch.stack(known) if known else torch.empty(0), np.array([row is not None for row in rows])

@@ -85,12 +85,12 @@ class ModelDrafter:
     def _next_level(self, level: Nodes, at: NDArray[np.float64], width: int) -> Any:
         """The likeliest continuations of a level, and their scores."""
         log_probs = self._log_probs(level, (yield Evaluate(level, drafting=True)))
-        totals = (log_probs + torch.from_numpy(at).to(log_probs.device)[:, None]).flatten()
-        top = totals.topk(min(width, len(totals)))
-        values, index = top.values.cpu().numpy(), top.indices.cpu().numpy()
-        index = index[values > -np.inf]
-        nodes = self.tree.guess(level[index // self.vocab_size], index % self.vocab_size)
-        return nodes, values[values > -np.inf]
+        top = log_probs.topk(min(width, self.vocab_size))  # of each; no more than that can be among those of all
+        totals = at[:, None] + top.values.double().cpu().numpy()
+        order = np.argsort(-totals, axis=None, kind="stable")[:width]
+        likeliest = order[totals.flat[order] > -np.inf]
+        parents = level[likeliest // totals.shape[1]]
+        return self.tree.guess(parents, top.indices.cpu().numpy().flat[likeliest]), totals.flat[likeliest]
 
     def _draw(self, tip: int) -> Proposal:
         assert self.draws is not None
@@ -132,16 +132,17 @@ class ModelDrafter:
 
     def _scores(self, nodes: Nodes, logits: Tensor) -> Tensor:
         """Processed scores over the target's vocabulary, without ends of text: there is nothing to guess below."""
-        missing = self.vocab_size - logits.shape[-1]
-        logits = torch.nn.functional.pad(logits, (0, missing), value=MASKED)  # or cut, where it has more
+        logits = logits[:, : self.vocab_size]
+        if missing := self.vocab_size - logits.shape[-1]:
+            logits = torch.nn.functional.pad(logits, (0, missing), value=MASKED)
         scores = self.process(self.tree, nodes, logits, drafting=True)
         scores = scores.clone() if scores is logits else scores
         scores[:, self._eos] = MASKED
         return scores
 
     def _log_probs(self, nodes: Nodes, logits: Tensor) -> Tensor:
-        """Processed log-probabilities, float64."""
-        return self._scores(nodes, logits[:, : self.vocab_size].log_softmax(-1)).double()
+        """Processed log-probabilities."""
+        return self._scores(nodes, logits[:, : self.vocab_size].log_softmax(-1))
 
 
 def _shares(chances: NDArray[np.float64], width: int) -> list[int]:

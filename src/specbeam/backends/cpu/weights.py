@@ -28,9 +28,9 @@ from specbeam.errors import SpecbeamError
 
 logger = logging.getLogger("specbeam")
 
-VERSION = 1
+VERSION = 2
 """Of the packed layouts: a file of another version is packed anew."""
-F32, Q8, Q4_MIN = 0, 1, 5
+F32, Q8, Q4_MIN = 0, 1, 6
 """Formats of native/formats.h that weights are quantized to here."""
 MAGIC, PAGE, ALIGNED = b"specbeam", 4096, 64
 PIECE = 1 << 22

@@ -4,7 +4,8 @@
 // Columns are in groups of 32, and a block of a quantized matrix is
 //
 //   bytes:   for each group, 8 vectors of 16 lanes x 4 columns (8 bits), or 4 vectors with the second four in the high
-//            nibbles (4 bits). Weights are unsigned: 8 bits hold q + zero point.
+//            nibbles (4 bits), after which 6 bits have 2 vectors with the upper two bits of four vectors each. Weights are
+//            unsigned: what a format holds as signed has a zero point added.
 //   scales:  for each group, as the format says; for formats of llama.cpp's K kind, first 16 (or 2 x 16) half floats for
 //            each 8 groups.
 //
@@ -18,12 +19,13 @@ namespace specbeam {
 
 enum Format : int32_t {
   F32_ROWS,  // float32, for each column 16 lanes
-  Q8,        // 8 bits, a half float scale a group (Q8_0, Q5_0, our int8)
-  Q8_MIN,    // 8 bits, half float scale and minimum (Q5_1)
-  Q8_K,      // 8 bits, 8-bit scale and minimum a group, half floats that scale those for 8 groups (Q5_K)
-  Q6_K,      // 8 bits, an 8-bit signed scale for each 16 columns, a half float that scales those for 8 groups
+  Q8,        // 8 bits, a half float scale a group (Q8_0, our int8)
+  Q6_K,      // 6 bits, an 8-bit signed scale for each 16 columns, a half float that scales those for 8 groups
+  Q5,        // 6 bits, a half float scale a group (Q5_0)
+  Q5_MIN,    // 6 bits, half float scale and minimum (Q5_1)
+  Q5_K,      // 6 bits, 8-bit scale and minimum a group, half floats that scale those for 8 groups
   Q4_MIN,    // 4 bits, half float scale and minimum (Q4_0, Q4_1, our int4)
-  Q4_K,      // 4 bits, as Q8_K
+  Q4_K,      // 4 bits, as Q5_K
   FORMATS
 };
 
@@ -34,7 +36,7 @@ struct Layout {
 };
 
 constexpr Layout LAYOUTS[FORMATS] = {
-    {32, 0, 0}, {8, 32, 0}, {8, 64, 0}, {8, 32, 64}, {8, 32, 32}, {4, 64, 0}, {4, 32, 64},
+    {32, 0, 0}, {8, 32, 0}, {6, 32, 32}, {6, 32, 0}, {6, 64, 0}, {6, 32, 64}, {4, 64, 0}, {4, 32, 64},
 };
 
 inline int64_t groups_of(int64_t columns) { return (columns + GROUP - 1) / GROUP; }
@@ -51,17 +53,22 @@ inline int64_t block_bytes(Format format, int64_t columns) {
   return (bytes + 63) / 64 * 64;
 }
 
-// Where the byte (or nibble) of a weight is in a block.
+// Where the byte of a weight is in a block, or its lower four bits; and the upper two of six.
 struct Place {
   int64_t byte;
   int shift;
 };
 
 inline Place place(Format format, int lane, int64_t column) {
-  const int64_t group = column / GROUP;
-  const int within = int(column % GROUP), vector = within / 4, i = within % 4;
-  if (LAYOUTS[format].bits == 4) return {group * 256 + (vector % 4) * 64 + lane * 4 + i, vector / 4 * 4};
-  return {group * 512 + vector * 64 + lane * 4 + i, 0};
+  const int64_t group = column / GROUP * (GROUP * BLOCK_ROWS * LAYOUTS[format].bits / 8);
+  const int vector = int(column % GROUP / 4), at = lane * 4 + int(column % 4);
+  if (LAYOUTS[format].bits == 8) return {group + vector * 64 + at, 0};
+  return {group + vector % 4 * 64 + at, vector / 4 * 4};
+}
+
+inline Place upper_place(int lane, int64_t column) {
+  const int vector = int(column % GROUP / 4);
+  return {column / GROUP * 384 + 256 + vector / 4 * 64 + lane * 4 + column % 4, vector % 4 * 2};
 }
 
 // Where the scales of a group begin in a block, and those of its 8 groups.

@@ -41,6 +41,11 @@ struct Lane {
   int lane;
 
   void weight(int64_t column, int q) const {
+    if (LAYOUTS[format].bits == 6) {
+      const Place upper = upper_place(lane, column);
+      block[upper.byte] = uint8_t(block[upper.byte] | q >> 4 << upper.shift);
+      q &= 15;
+    }
     const Place at = place(format, lane, column);
     block[at.byte] = uint8_t(block[at.byte] | q << at.shift);
   }
@@ -111,7 +116,7 @@ void pack_row(const Lane &to, int32_t type, const uint8_t *p) {
     for (int i = 0; i < GROUP; i++) {
       int q = p[i % 16] >> (i / 16 * 4) & 15;
       if (five) q |= int(high >> i & 1) << 4;
-      to.weight(g * GROUP + i, type == Q5_0_BLOCKS ? q - 16 + 128 : q);
+      to.weight(g * GROUP + i, q);
     }
     p += 16;
   }
@@ -172,10 +177,10 @@ void quantize_int4(const Lane &to, int64_t g, const float *x, int n) {
 
 Format format_of(int32_t type) {
   switch (type) {
-    case Q8_0_BLOCKS:
-    case Q5_0_BLOCKS: return Q8;
-    case Q5_1_BLOCKS: return Q8_MIN;
-    case Q5_K_BLOCKS: return Q8_K;
+    case Q8_0_BLOCKS: return Q8;
+    case Q5_0_BLOCKS: return Q5;
+    case Q5_1_BLOCKS: return Q5_MIN;
+    case Q5_K_BLOCKS: return Q5_K;
     case Q6_K_BLOCKS: return Q6_K;
     case Q4_0_BLOCKS:
     case Q4_1_BLOCKS: return Q4_MIN;

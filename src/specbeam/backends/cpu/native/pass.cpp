@@ -120,13 +120,10 @@ struct Pass {
   }
 
   void put(uint8_t *to, int64_t slot, const float *from, int64_t item) const {
-    float padded[LANES];
     for (int64_t i = 0; i < width; i += LANES) {
-      const int64_t here = std::min<int64_t>(LANES, c.head_dim - i);
-      std::memset(padded, 0, sizeof padded);
-      std::memcpy(padded, from + i, here * sizeof(float));
-      if (item == 2) store_half((uint16_t *)to + slot * width + i, load<F32>(padded));
-      else std::memcpy((float *)to + slot * width + i, padded, sizeof padded);
+      const F32 some = load_some(from + i, c.head_dim - i);
+      if (item == 2) store_half((uint16_t *)to + slot * width + i, some);
+      else store((float *)to + slot * width + i, some);
     }
   }
 
@@ -135,66 +132,83 @@ struct Pass {
     else return load<F32>(p);
   }
 
-  // Attention of a node with the query heads that share a key head. qkv: the node's row; out: [heads * head_dim].
-  template <class Item> void attend(int64_t node, int64_t kv_head, const Layer &layer, int64_t l, const float *qkv, float *out) {
-    static thread_local std::vector<float> scores;
+  // Attention of a node with the query heads that share a key head, whose keys and values are read once for all of them, as
+  // many vectors of features at a time as stay in registers. qkv: the node's row; out: [heads * head_dim].
+  template <class Item, int PARTS> void attend(int64_t node, int64_t kv_head, const Layer &layer, int64_t l, const float *qkv, float *out) {
+    static thread_local std::vector<float> queries, scores;
     Cache &cache = *segment(node).cache;
     const Item *keys = (const Item *)cache.at(l, 0, kv_head), *values = (const Item *)cache.at(l, 1, kv_head);
-    const int64_t depth = position(node), group = c.heads / c.kv_heads, parts = width / LANES;
+    const int64_t depth = position(node), group = c.heads / c.kv_heads;
     const int64_t first = layer.window && depth + 1 > layer.window ? depth + 1 - layer.window : 0;
     const int64_t length = depth + 1 - first, padded = (length + LANES - 1) / LANES * LANES;
     const int32_t *path = &space.paths[space.path_starts[node]] + first;
-    float *score = room(scores, group * padded);
-    constexpr int MOST = 16;  // vectors of a head held at once
-    for (int64_t h = 0; h < group; h++) {
-      const float *head = qkv + (kv_head * group + h) * c.head_dim;
-      float q[MOST * LANES];
-      float *s = score + h * padded;
-      for (int64_t part = 0; part < parts; part += MOST) {
-        const int64_t here = std::min<int64_t>(MOST, parts - part);
-        std::memset(q, 0, sizeof q);
-        std::memcpy(q, head + part * LANES, std::min(here * LANES, c.head_dim - part * LANES) * sizeof(float));
-        for (int64_t t = 0; t < length; t++) {
-          const Item *k = keys + path[t] * width + part * LANES;
+    constexpr int PIECE = PARTS * LANES;
+    float *query = room(queries, group * width), *score = room(scores, group * padded);
+    for (int64_t h = 0; h < group; h++)
+      for (int64_t i = 0; i < width; i += LANES)
+        store(query + h * width + i, load_some(qkv + (kv_head * group + h) * c.head_dim + i, c.head_dim - i));
+    for (int64_t piece = 0; piece < width; piece += PIECE)
+      for (int64_t t = 0; t < length; t++) {
+        const Item *key = keys + path[t] * width + piece;
+        F32 k[PARTS];
+        for (int i = 0; i < PARTS; i++) k[i] = get(key + i * LANES);
+        for (int64_t h = 0; h < group; h++) {
+          const float *q = query + h * width + piece;
           F32 a{};
-          for (int64_t i = 0; i < here; i++) a = multiply_add(load<F32>(q + i * LANES), get(k + i * LANES), a);
-          s[t] = part ? s[t] + sum(a) : sum(a);
+          for (int i = 0; i < PARTS; i++) a = multiply_add(load<F32>(q + i * LANES), k[i], a);
+          float &s = score[h * padded + t];
+          s = piece ? s + sum(a) : sum(a);
         }
       }
-      for (int64_t t = length; t < padded; t++) s[t] = 0;
-      F32 most = all(-INFINITY);
-      const float scale = float(c.attention_scale), softcap = float(c.attention_softcap);
-      for (int64_t t = 0; t < padded; t += LANES) {
-        F32 v = load<F32>(s + t) * scale;
-        if (softcap > 0) v = softcap * tanh(v / softcap);
-        for (int64_t i = length - t; i < LANES; i++) v[i] = -INFINITY;
-        store(s + t, v);
-        most = select(v > most, v, most);
-      }
-      const float top = max(most);
-      F32 total{};
-      for (int64_t t = 0; t < padded; t += LANES) {
-        F32 e = exp(load<F32>(s + t) - top);
-        store(s + t, e);
-        total = total + e;
-      }
-      const float share = 1.0f / sum(total);
-      F32 o[MOST] = {};
-      for (int64_t part = 0; part < parts; part += MOST) {
-        const int64_t here = std::min<int64_t>(MOST, parts - part);
-        for (int64_t i = 0; i < here; i++) o[i] = F32{};
+    for (int64_t h = 0; h < group; h++) softmax(score + h * padded, length, padded);
+    constexpr int HEADS = 16 / PARTS;
+    for (int64_t piece = 0; piece < width; piece += PIECE)
+      for (int64_t h = 0; h < group; h += HEADS) {
+        const float *share[HEADS];  // of heads beyond the last the last's again, for nothing
+        for (int j = 0; j < HEADS; j++) share[j] = score + std::min(h + j, group - 1) * padded;
+        F32 o[HEADS][PARTS] = {};
         for (int64_t t = 0; t < length; t++) {
-          const Item *v = values + path[t] * width + part * LANES;
-          const F32 p = all(s[t]);
-          for (int64_t i = 0; i < here; i++) o[i] = multiply_add(p, get(v + i * LANES), o[i]);
+          const Item *value = values + path[t] * width + piece;
+          F32 v[PARTS];
+          for (int i = 0; i < PARTS; i++) v[i] = get(value + i * LANES);
+          for (int j = 0; j < HEADS; j++)
+            for (int i = 0; i < PARTS; i++) o[j][i] = multiply_add(all(share[j][t]), v[i], o[j][i]);
         }
-        float *to = out + (kv_head * group + h) * c.head_dim + part * LANES;
-        for (int64_t i = 0; i < here; i++) {
-          const F32 v = o[i] * share;
-          std::memcpy(to + i * LANES, &v, std::min<int64_t>(LANES, c.head_dim - (part + i) * LANES) * sizeof(float));
-        }
+        for (int j = 0; j < HEADS && h + j < group; j++)
+          for (int64_t i = 0, at = piece; i < PARTS && at < c.head_dim; i++, at += LANES)
+            store_some(out + (kv_head * group + h + j) * c.head_dim + at, o[j][i], c.head_dim - at);
       }
+  }
+
+  // Scores to shares of 1, in place: [padded], of which length are there.
+  void softmax(float *s, int64_t length, int64_t padded) const {
+    const float scale = float(c.attention_scale), softcap = float(c.attention_softcap);
+    for (int64_t t = length; t < padded; t++) s[t] = 0;
+    F32 most = all(-INFINITY);
+    for (int64_t t = 0; t < padded; t += LANES) {
+      F32 v = load<F32>(s + t) * scale;
+      if (softcap > 0) v = softcap * tanh(v / softcap);
+      for (int64_t i = length - t; i < LANES; i++) v[i] = -INFINITY;
+      store(s + t, v);
+      most = select(v > most, v, most);
     }
+    const float top = max(most);
+    F32 total{};
+    for (int64_t t = 0; t < padded; t += LANES) {
+      const F32 e = exp(load<F32>(s + t) - top);
+      store(s + t, e);
+      total = total + e;
+    }
+    const float share = 1.0f / sum(total);
+    for (int64_t t = 0; t < padded; t += LANES) store(s + t, load<F32>(s + t) * share);
+  }
+
+  template <class Item> void attend(int64_t node, int64_t kv_head, const Layer &layer, int64_t l, const float *qkv, float *out) {
+    const int64_t parts = width / LANES;
+    if (parts % 8 == 0) attend<Item, 8>(node, kv_head, layer, l, qkv, out);
+    else if (parts % 4 == 0) attend<Item, 4>(node, kv_head, layer, l, qkv, out);
+    else if (parts % 2 == 0) attend<Item, 2>(node, kv_head, layer, l, qkv, out);
+    else attend<Item, 1>(node, kv_head, layer, l, qkv, out);
   }
 
   F32 activate(F32 x) const {
@@ -207,15 +221,9 @@ struct Pass {
 
   void activate_row(const float *in, float *out) const {
     for (int64_t i = 0; i < c.inner; i += LANES) {
-      const int64_t here = std::min<int64_t>(LANES, c.inner - i);
-      float a[LANES] = {}, b[LANES] = {};
-      std::memcpy(a, in + i, here * sizeof(float));
-      F32 y = activate(load<F32>(a));
-      if (c.gated) {
-        std::memcpy(b, in + c.inner + i, here * sizeof(float));
-        y = y * load<F32>(b);
-      }
-      std::memcpy(out + i, &y, here * sizeof(float));
+      const int64_t here = c.inner - i;
+      const F32 y = activate(load_some(in + i, here));
+      store_some(out + i, c.gated ? y * load_some(in + c.inner + i, here) : y, here);
     }
   }
 

@@ -29,10 +29,8 @@ struct Activations {
   void quantize(int64_t row) {
     const float *x = &values[row * columns];
     for (int64_t g = 0; g < groups; g++) {
-      float padded[GROUP] = {};
-      const int64_t here = columns - g * GROUP < GROUP ? columns - g * GROUP : GROUP;
-      std::memcpy(padded, x + g * GROUP, here * sizeof(float));
-      const F32 a = load<F32>(padded), b = load<F32>(padded + LANES);
+      const int64_t left = columns - g * GROUP;
+      const F32 a = load_some(x + g * GROUP, left), b = left > LANES ? load_some(x + g * GROUP + LANES, left - LANES) : F32{};
       const I32 sign = all(int32_t(0x7fffffff));
       const F32 high = (F32)((I32)a & sign), low = (F32)((I32)b & sign);
       const float most = max(select(high > low, high, low)), scale = most / 127.0f;
@@ -43,8 +41,7 @@ struct Activations {
       int8_t *q = &bytes[(row * groups + g) * GROUP];
       store_bytes(q, qa);
       store_bytes(q + LANES, qb);
-      int32_t sa = 0, sb = 0;
-      for (int i = 0; i < LANES; i++) sa += qa[i], sb += qb[i];
+      const int32_t sa = sum(qa), sb = sum(qb);
       scales[row * groups + g] = scale;
       sums[row * groups + g] = scale * float(sa + sb);
       halves[(row * groups + g) * 2] = sa;
@@ -64,10 +61,10 @@ struct Scales {
 };
 
 template <Format FORMAT> inline Scales scales_at(const uint8_t *group, const uint8_t *super) {
-  if constexpr (FORMAT == Q8) {
+  if constexpr (FORMAT == Q8 || FORMAT == Q5) {
     const F32 d = load_half((const uint16_t *)group);
     return {d, d, F32{}};
-  } else if constexpr (FORMAT == Q8_MIN || FORMAT == Q4_MIN) {
+  } else if constexpr (FORMAT == Q5_MIN || FORMAT == Q4_MIN) {
     const F32 d = load_half((const uint16_t *)group);
     return {d, d, load_half((const uint16_t *)group + LANES)};
   } else if constexpr (FORMAT == Q6_K) {
@@ -79,8 +76,25 @@ template <Format FORMAT> inline Scales scales_at(const uint8_t *group, const uin
   }
 }
 
-template <Format FORMAT> constexpr int ZERO = FORMAT == Q8 ? 128 : FORMAT == Q6_K ? 32 : 0;
-template <Format FORMAT> constexpr bool HAS_MINIMUM = FORMAT == Q8_MIN || FORMAT == Q8_K || FORMAT == Q4_MIN || FORMAT == Q4_K;
+template <Format FORMAT> constexpr int ZERO = FORMAT == Q8 ? 128 : FORMAT == Q6_K ? 32 : FORMAT == Q5 ? 16 : 0;
+template <Format FORMAT> constexpr bool HAS_MINIMUM = FORMAT == Q5_MIN || FORMAT == Q5_K || FORMAT == Q4_MIN || FORMAT == Q4_K;
+
+// The first or second half of a group's weights.
+template <int BITS> __attribute__((always_inline)) inline void unpack(const uint8_t *p, int half, U8 *w) {
+  for (int j = 0; j < 4; j++) {
+    if constexpr (BITS == 8) {
+      w[j] = load<U8>(p + 256 * half + 64 * j);
+    } else {
+      const U32 both = load<U32>(p + 64 * j);
+      w[j] = (U8)((half ? both >> 4 : both) & 0x0f0f0f0f);
+    }
+  }
+  if constexpr (BITS == 6) {
+    const U32 four = load<U32>(p + 256 + 64 * half);
+    const U32 upper[4] = {four << 4, four << 2, four, four >> 2};
+    for (int j = 0; j < 4; j++) w[j] |= (U8)(upper[j] & 0x30303030);
+  }
+}
 
 // How far ahead weights are asked for, in bytes: with 8 rows the arithmetic is too long for the processor to look ahead itself.
 constexpr int64_t AHEAD = 2048;
@@ -96,60 +110,50 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
     if constexpr (LAYOUTS[FORMAT].super_scales > 0)
       if (g % SUPER == 0) super = scales, scales += LAYOUTS[FORMAT].super_scales;
     for (int j = 0; j < LAYOUTS[FORMAT].bits; j++) prefetch(weights + AHEAD + 64 * j);
-    U8 w[8];
-    if constexpr (LAYOUTS[FORMAT].bits == 4) {
-      for (int j = 0; j < 4; j++) {
-        const U8 both = load<U8>(weights + 64 * j);
-        w[j] = both & 15;
-        w[j + 4] = (U8)(((U32)both >> 4) & 0x0f0f0f0f);
-      }
-      weights += 256;
-    } else {
-      for (int j = 0; j < 8; j++) w[j] = load<U8>(weights + 64 * j);
-      weights += 512;
-    }
     const Scales s = scales_at<FORMAT>(scales, super);
     scales += LAYOUTS[FORMAT].group_scales;
     // Sums of whole numbers may be cut and ordered at will: PARTS apart, so that none waits for the one before it.
-    constexpr int PARTS = FORMAT == Q6_K ? (M == 1 ? 4 : 2) : M == 1 ? 4 : M <= 4 ? 2 : 1;
+    constexpr int PARTS = M == 1 ? 4 : M <= 4 ? 2 : 1;
     I32 dots[M][PARTS];
+    F32 first[M];  // of Q6_K, which scales each half
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      if (half == 0 || FORMAT == Q6_K) {
 #pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-      const int64_t at = (row + m) * groups + g;
-      for (int part = 0; part < PARTS; part++) dots[m][part] = I32{};
-      if constexpr (FORMAT == Q6_K) {
-        dots[m][0] = all(-ZERO<FORMAT> * x.halves[2 * at]);
-        dots[m][PARTS / 2] = all(-ZERO<FORMAT> * x.halves[2 * at + 1]);
-      } else if constexpr (ZERO<FORMAT> != 0) {
-        dots[m][0] = all(-ZERO<FORMAT> * (x.halves[2 * at] + x.halves[2 * at + 1]));
+        for (int m = 0; m < M; m++) {
+          const int32_t *sums = &x.halves[2 * ((row + m) * groups + g)];
+          for (int part = 0; part < PARTS; part++) dots[m][part] = I32{};
+          if constexpr (ZERO<FORMAT> != 0) dots[m][0] = all(-ZERO<FORMAT> * (FORMAT == Q6_K ? sums[half] : sums[0] + sums[1]));
+        }
       }
-    }
+      U8 w[4];
+      unpack<LAYOUTS[FORMAT].bits>(weights, half, w);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; j++) {
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; j++) {
+        for (int m = 0; m < M; m++) {
+          const int32_t *q = (const int32_t *)&x.bytes[((row + m) * groups + g) * GROUP] + 4 * half;
+          I32 &dot = dots[m][j % PARTS];
+          dot = dot4(dot, w[j], q[j]);
+        }
+      }
+      if (half == 0 && FORMAT != Q6_K) continue;
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
-        const int32_t *q = (const int32_t *)&x.bytes[((row + m) * groups + g) * GROUP];
-        I32 &dot = dots[m][j * PARTS / 8];
-        dot = dot4(dot, w[j], q[j]);
+        const int64_t at = (row + m) * groups + g;
+        I32 total = dots[m][0];
+        for (int part = 1; part < PARTS; part++) total += dots[m][part];
+        const F32 scale = all(x.scales[at]), sum = to_float(total);
+        if constexpr (FORMAT == Q6_K) {
+          if (half == 0) first[m] = sum * s.first;
+          else y[m] = multiply_add(multiply_add(sum, s.second, first[m]), scale, y[m]);
+        } else {
+          y[m] = multiply_add(sum * scale, s.first, y[m]);
+          if constexpr (HAS_MINIMUM<FORMAT>) y[m] = multiply_add(all(x.sums[at]), s.minimum, y[m]);
+        }
       }
     }
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-      const int64_t at = (row + m) * groups + g;
-      const F32 scale = all(x.scales[at]);
-      const auto sum = [&](int first, int count) {
-        I32 total = dots[m][first];
-        for (int part = first + 1; part < first + count; part++) total += dots[m][part];
-        return to_float(total) * scale;
-      };
-      if constexpr (FORMAT == Q6_K) {
-        y[m] = multiply_add(sum(0, PARTS / 2), s.first, y[m]);
-        y[m] = multiply_add(sum(PARTS / 2, PARTS / 2), s.second, y[m]);
-      } else {
-        y[m] = multiply_add(sum(0, PARTS), s.first, y[m]);
-        if constexpr (HAS_MINIMUM<FORMAT>) y[m] = multiply_add(all(x.sums[at]), s.minimum, y[m]);
-      }
-    }
+    weights += LAYOUTS[FORMAT].bits * 64;
   }
   for (int m = 0; m < M; m++) out[m] = y[m];
 }
@@ -181,9 +185,7 @@ template <Format FORMAT>
 void block_rows(const Matrix &w, int64_t block, const Activations &x, float *out, int64_t stride, const float *bias) {
   const uint8_t *data = w.data + block * block_bytes(w.format, w.columns);
   const int64_t first = block * BLOCK_ROWS, lanes = w.rows - first < LANES ? w.rows - first : LANES;
-  float padded[LANES] = {};
-  if (bias) std::memcpy(padded, bias + first, lanes * sizeof(float));
-  const F32 b = load<F32>(padded);
+  const F32 b = bias ? load_some(bias + first, lanes) : F32{};
   for (int64_t row = 0; row < x.rows;) {
     F32 y[TILE];
     const int64_t left = x.rows - row;
@@ -193,8 +195,7 @@ void block_rows(const Matrix &w, int64_t block, const Activations &x, float *out
     else if (left >= 2) tile<FORMAT, 2>(w, data, x, row, y), m = 2;
     else tile<FORMAT, 1>(w, data, x, row, y), m = 1;
     for (int i = 0; i < m; i++, row++) {
-      const F32 z = bias ? y[i] + b : y[i];
-      std::memcpy(out + row * stride + first, &z, lanes * sizeof(float));
+      store_some(out + row * stride + first, bias ? y[i] + b : y[i], lanes);
     }
   }
 }
@@ -203,9 +204,10 @@ inline void product_block(const Matrix &w, int64_t block, const Activations &x, 
   switch (w.format) {
     case F32_ROWS: return block_rows<F32_ROWS>(w, block, x, out, stride, bias);
     case Q8: return block_rows<Q8>(w, block, x, out, stride, bias);
-    case Q8_MIN: return block_rows<Q8_MIN>(w, block, x, out, stride, bias);
-    case Q8_K: return block_rows<Q8_K>(w, block, x, out, stride, bias);
     case Q6_K: return block_rows<Q6_K>(w, block, x, out, stride, bias);
+    case Q5: return block_rows<Q5>(w, block, x, out, stride, bias);
+    case Q5_MIN: return block_rows<Q5_MIN>(w, block, x, out, stride, bias);
+    case Q5_K: return block_rows<Q5_K>(w, block, x, out, stride, bias);
     case Q4_MIN: return block_rows<Q4_MIN>(w, block, x, out, stride, bias);
     case Q4_K: return block_rows<Q4_K>(w, block, x, out, stride, bias);
     default: return;
@@ -218,13 +220,19 @@ inline float weight_at(const Matrix &w, int64_t row, int64_t column) {
   const uint8_t *block = w.data + row / BLOCK_ROWS * block_bytes(w.format, w.columns);
   if (w.format == F32_ROWS) return ((const float *)block)[column * LANES + lane];
   const Place at = place(w.format, lane, column);
-  const int q = LAYOUTS[w.format].bits == 4 ? block[at.byte] >> at.shift & 15 : block[at.byte];
+  int q = block[at.byte] >> at.shift;
+  if (LAYOUTS[w.format].bits < 8) q &= 15;
+  if (LAYOUTS[w.format].bits == 6) {
+    const Place upper = upper_place(lane, column);
+    q |= (block[upper.byte] >> upper.shift & 3) << 4;
+  }
   const int64_t group = column / GROUP;
   const uint8_t *g = block + group_scales(w.format, w.columns, group), *s = block + super_scales(w.format, w.columns, group);
   const auto half = [lane](const uint8_t *p, int part) { return half_to_float(((const uint16_t *)p)[part * LANES + lane]); };
   switch (w.format) {
     case Q8: return half(g, 0) * float(q - 128);
-    case Q8_MIN:
+    case Q5: return half(g, 0) * float(q - 16);
+    case Q5_MIN:
     case Q4_MIN: return half(g, 0) * float(q) + half(g, 1);
     case Q6_K: return half(s, 0) * float(((const int8_t *)g)[column % GROUP / 16 * LANES + lane]) * float(q - 32);
     default: return half(s, 0) * float(g[lane]) * float(q) - half(s, 1) * float(g[LANES + lane]);
