@@ -96,12 +96,15 @@ template <int BITS> __attribute__((always_inline)) inline void unpack(const uint
   }
 }
 
-// How far ahead weights are asked for, in bytes: with 8 rows the arithmetic is too long for the processor to look ahead itself.
-constexpr int64_t AHEAD = 2048;
+// What is asked for from memory while a group is multiplied: the processor does not look ahead as far as arithmetic takes.
+struct Ahead {
+  const uint8_t *from;
+  int lines;  // of 64 bytes, a group
+};
 
 // The product of M rows of activations, from `row` on, with a block; sixteen outputs a row.
 template <Format FORMAT, int M>
-inline void block_product(const uint8_t *block, int64_t columns, const Activations &x, int64_t row, F32 *out) {
+inline void block_product(const uint8_t *block, int64_t columns, const Activations &x, int64_t row, Ahead ahead, F32 *out) {
   const int64_t groups = x.groups;
   F32 y[M] = {};
   const uint8_t *weights = block;
@@ -109,7 +112,7 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
   for (int64_t g = 0; g < groups; g++) {
     if constexpr (LAYOUTS[FORMAT].super_scales > 0)
       if (g % SUPER == 0) super = scales, scales += LAYOUTS[FORMAT].super_scales;
-    for (int j = 0; j < LAYOUTS[FORMAT].bits; j++) prefetch(weights + AHEAD + 64 * j);
+    for (int j = 0; j < ahead.lines; j++, ahead.from += 64) prefetch(ahead.from);
     const Scales s = scales_at<FORMAT>(scales, super);
     scales += LAYOUTS[FORMAT].group_scales;
     // Sums of whole numbers may be cut and ordered at will: PARTS apart, so that none waits for the one before it.
@@ -175,9 +178,9 @@ template <int M> inline void block_product_float(const uint8_t *block, const Act
 constexpr int TILE = 8;
 
 template <Format FORMAT, int M>
-inline void tile(const Matrix &w, const uint8_t *block, const Activations &x, int64_t row, F32 *out) {
+inline void tile(const Matrix &w, const uint8_t *block, const Activations &x, int64_t row, Ahead ahead, F32 *out) {
   if constexpr (FORMAT == F32_ROWS) block_product_float<M>(block, x, row, out);
-  else block_product<FORMAT, M>(block, w.columns, x, row, out);
+  else block_product<FORMAT, M>(block, w.columns, x, row, ahead, out);
 }
 
 // One block of outputs for all rows: out[row * stride + lane], plus the bias if there is one.
@@ -186,14 +189,20 @@ void block_rows(const Matrix &w, int64_t block, const Activations &x, float *out
   const uint8_t *data = w.data + block * block_bytes(w.format, w.columns);
   const int64_t first = block * BLOCK_ROWS, lanes = w.rows - first < LANES ? w.rows - first : LANES;
   const F32 b = bias ? load_some(bias + first, lanes) : F32{};
+  // One tile asks for its own weights, a little ahead; of several each asks for a share of the next block's.
+  const int lines = LAYOUTS[FORMAT].bits, tiles = int((x.rows + TILE - 1) / TILE);
+  const int64_t share = (lines + tiles - 1) / tiles, groups = x.groups;
+  Ahead ahead{data + 2048, lines};
+  if (tiles > 1) ahead = {data + block_bytes(w.format, w.columns), int(share)};
   for (int64_t row = 0; row < x.rows;) {
     F32 y[TILE];
     const int64_t left = x.rows - row;
     int m;
-    if (left >= 8) tile<FORMAT, 8>(w, data, x, row, y), m = 8;
-    else if (left >= 4) tile<FORMAT, 4>(w, data, x, row, y), m = 4;
-    else if (left >= 2) tile<FORMAT, 2>(w, data, x, row, y), m = 2;
-    else tile<FORMAT, 1>(w, data, x, row, y), m = 1;
+    if (left >= 8) tile<FORMAT, 8>(w, data, x, row, ahead, y), m = 8;
+    else if (left >= 4) tile<FORMAT, 4>(w, data, x, row, ahead, y), m = 4;
+    else if (left >= 2) tile<FORMAT, 2>(w, data, x, row, ahead, y), m = 2;
+    else tile<FORMAT, 1>(w, data, x, row, ahead, y), m = 1;
+    ahead.from += share * groups * 64;
     for (int i = 0; i < m; i++, row++) {
       store_some(out + row * stride + first, bias ? y[i] + b : y[i], lanes);
     }
