@@ -362,17 +362,39 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
 
 
 @pytest.mark.skipif(not (shutil.which("cmake") and shutil.which("g++")), reason="needs cmake and g++")
+def build_native(folder, *settings):
+    """Build the library into folder / build."""
+    source = Path(weights.__file__).parent / "native"
+    clean = folder / "source"  # building in place leaves a cache there that names other folders
+    shutil.copytree(source, clean, ignore=lambda _, names: [n for n in names if not n.endswith((".cpp", ".h", ".txt"))])
+    for command in (
+        ["cmake", "-S", str(clean), "-B", str(folder / "build"), *settings],
+        ["cmake", "--build", str(folder / "build"), "--parallel", "2"],
+    ):
+        subprocess.run(command, check=True, capture_output=True)
+
+
+@pytest.mark.skipif(
+    not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64-static")),
+    reason="needs g++-aarch64-linux-gnu and qemu-user-static",
+)
+def test_neon_multiplies_as_portable_does(tmp_path):
+    compiler = "aarch64-linux-gnu-g++"
+    for_arm = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={compiler}"]
+    build_native(tmp_path, *for_arm)
+    library_folder, program = tmp_path / "build", tmp_path / "neon"
+    linked = [f"-L{library_folder}", "-lspecbeam_cpu", f"-Wl,-rpath,{library_folder}"]
+    source = Path(__file__).with_name("neon.cpp")
+    subprocess.run([compiler, "-std=c++17", "-O1", str(source), "-o", str(program), *linked], check=True)
+    run = ["qemu-aarch64-static", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu", str(program)]
+    result = subprocess.run(run, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizers' libraries")
 def test_the_sanitizers_find_nothing(tmp_path):
     """The tests above of kernels and of a model, on a library that watches addresses and undefined behaviour."""
-    source = Path(weights.__file__).parent / "native"
-    clean = tmp_path / "source"  # building in place leaves a cache there that names other folders
-    shutil.copytree(source, clean, ignore=lambda _, names: [n for n in names if not n.endswith((".cpp", ".h", ".txt"))])
-    for command in (
-        ["cmake", "-S", str(clean), "-B", str(tmp_path / "build"), "-DSPECBEAM_SANITIZE=ON"],
-        ["cmake", "--build", str(tmp_path / "build"), "--parallel", "2"],
-    ):
-        subprocess.run(command, check=True, capture_output=True)
+    build_native(tmp_path, "-DSPECBEAM_SANITIZE=ON")
     where = ["g++", "-print-file-name=libasan.so", "-print-file-name=libubsan.so"]
     runtimes = [
         subprocess.run([where[0], name], check=True, capture_output=True, text=True).stdout for name in where[1:]

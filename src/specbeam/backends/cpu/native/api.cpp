@@ -3,6 +3,10 @@
 
 #include <unistd.h>
 
+#if defined(SPECBEAM_ARM) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+
 #include <exception>
 #include <memory>
 
@@ -22,6 +26,8 @@ SPECBEAM_TABLE(portable)
 #if defined(SPECBEAM_X86)
 SPECBEAM_TABLE(avx2)
 SPECBEAM_TABLE(avx512)
+#elif defined(SPECBEAM_ARM)
+SPECBEAM_TABLE(neon)
 #endif
 
 static const Table *table_named(const char *name) {
@@ -33,6 +39,13 @@ static const Table *table_named(const char *name) {
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
   if (five && (!*name || is(avx512::TABLE))) return &avx512::TABLE;
   if (two && (!*name || is(avx2::TABLE))) return &avx2::TABLE;
+#elif defined(SPECBEAM_ARM)
+#if defined(__linux__)
+  const bool dot_products = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
+#else
+  const bool dot_products = true;  // Apple's have them all
+#endif
+  if (dot_products && (!*name || is(neon::TABLE))) return &neon::TABLE;
 #endif
   return !*name || is(portable::TABLE) ? &portable::TABLE : nullptr;
 }

@@ -9,6 +9,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
 #endif
 
 namespace specbeam::SPECBEAM_ISA {
@@ -59,6 +61,12 @@ inline F32 multiply_add(F32 a, F32 b, F32 c) {
     std::memcpy((char *)&out + 32 * half, &x, 32);
   }
   return out;
+#elif defined(__ARM_FEATURE_DOTPROD)
+  for (int quarter = 0; quarter < 4; quarter++) {
+    const float32x4_t x = vld1q_f32((const float *)&a + 4 * quarter), y = vld1q_f32((const float *)&b + 4 * quarter);
+    vst1q_f32((float *)&c + 4 * quarter, vfmaq_f32(vld1q_f32((const float *)&c + 4 * quarter), x, y));
+  }
+  return c;
 #else
   return a * b + c;
 #endif
@@ -87,6 +95,16 @@ inline I32 dot4(I32 acc, U8 w, int32_t x) {
     std::memcpy((char *)&out + 32 * half, &a, 32);
   }
   return out;
+#elif defined(__ARM_FEATURE_DOTPROD)
+  // Signed bytes only: w - 128 is one, and what that takes away is added again.
+  const int8x16_t xs = vreinterpretq_s8_s32(vdupq_n_s32(x));
+  const int32x4_t taken = vdotq_s32(vdupq_n_s32(0), xs, vdupq_n_s8(-128));
+  for (int quarter = 0; quarter < 4; quarter++) {
+    const uint8x16_t u = veorq_u8(vld1q_u8((const uint8_t *)&w + 16 * quarter), vdupq_n_u8(128));
+    const int32x4_t a = vsubq_s32(vld1q_s32((const int32_t *)&acc + 4 * quarter), taken);
+    vst1q_s32((int32_t *)&acc + 4 * quarter, vdotq_s32(a, vreinterpretq_s8_u8(u), xs));
+  }
+  return acc;
 #else
   int8_t xs[4];
   std::memcpy(xs, &x, 4);
@@ -138,6 +156,10 @@ inline F32 load_half(const uint16_t *p) {
     std::memcpy((char *)&out + 32 * half, &x, 32);
   }
   return out;
+#elif defined(__ARM_FEATURE_DOTPROD)
+  F32 out;
+  for (int i = 0; i < LANES; i += 4) vst1q_f32((float *)&out + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + i))));
+  return out;
 #else
   F32 out;
   for (int i = 0; i < LANES; i++) out[i] = half_to_float(p[i]);
@@ -148,6 +170,8 @@ inline F32 load_half(const uint16_t *p) {
 inline void store_half(uint16_t *p, F32 x) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__ARM_FEATURE_DOTPROD)
+  for (int i = 0; i < LANES; i += 4) vst1_u16(p + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32((const float *)&x + i))));
 #else
   for (int i = 0; i < LANES; i++) p[i] = float_to_half(x[i]);
 #endif

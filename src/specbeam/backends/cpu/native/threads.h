@@ -77,9 +77,11 @@ class Threads {
     (*static_cast<const Body *>(body))(i);
   }
 
-  static void rest(int spins) {
+  static void rest([[maybe_unused]] int spins) {
 #if defined(__x86_64__)
     if (spins < 4000) return __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    if (spins < 4000) return __asm__ volatile("yield");
 #endif
     std::this_thread::yield();  // somebody else needs the core
   }
