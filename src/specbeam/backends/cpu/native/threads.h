@@ -81,7 +81,10 @@ class Threads {
 #if defined(__x86_64__)
     if (spins < 4000) return __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    if (spins < 4000) return __asm__ volatile("yield");
+    if (spins < 4000) {
+      __asm__ volatile("yield");
+      return;
+    }
 #endif
     std::this_thread::yield();  // somebody else needs the core
   }
