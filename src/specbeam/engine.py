@@ -175,10 +175,15 @@ class Engine:
     def _forward(self, batch: list[tuple[Request, Nodes]]) -> tuple[Tensor, ...]:
         segments = [request.segment(nodes) for request, nodes in batch]
         backend = batch[0][0].backend
-        with pass_times(backend).measure(sum(len(s.tokens) for s in segments)):
-            logits = backend.forward(segments)
-            if logits.is_cuda:
-                torch.cuda.synchronize(logits.device)
+        start = time.perf_counter()
+        logits = backend.forward(segments)
+        if logits.is_cuda:
+            torch.cuda.synchronize(logits.device)
+        seconds = time.perf_counter() - start
+        together = sum(len(s.tokens) for s in segments)
+        pass_times(backend).add(together, seconds)
+        for request, nodes in batch:
+            request.spend(seconds * len(nodes) / together)
         return torch.split(logits, [len(s.wanted) for s in segments])
 
 
@@ -203,11 +208,7 @@ class PassTimes:
         self._seconds: dict[int, float] = {}  # by the power of two that is nearest to the number of nodes
         self._sizes = self._taken = np.empty(0)  # the same, ascending
 
-    @contextmanager
-    def measure(self, nodes: int) -> Iterator[None]:
-        start = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - start
+    def add(self, nodes: int, seconds: float) -> None:
         size = round(np.log2(nodes))
         before = self._seconds.get(size)
         # The first pass of a size may also warm things up, so it counts only until there is a second.

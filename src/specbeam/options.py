@@ -52,6 +52,10 @@ class Options:
         draft_width: guesses a level below the text (or below all beams) for a draft model, guesses a text or beam and
             level for lookups; "auto" adapts.
         draft_budget: at most so many guesses a pass of the target; "auto" adapts.
+        draft_temperature, draft_top_k: what shapes the distribution a draft model draws its guesses from, when texts
+            are drawn [those of the text]. They change how many guesses are accepted, not how often a text is drawn.
+        bound_rule: a speculative step of beam search may do without beams that provably cannot matter
+            (docs/exactness.md); False waits for all of them. The beams are the same.
         seed: the random draws of this request; the same seed gives the same text whatever else runs in the batch.
         eos_token_id: one id or several (kept as a tuple) that end the text [those of the checkpoint].
         stop_strings: one string or several (kept as a tuple); the text ends before the first that appears.
@@ -86,6 +90,9 @@ class Options:
     num_draft_tokens: int | str = "auto"
     draft_width: int | str = "auto"
     draft_budget: int | str = "auto"
+    draft_temperature: float | None = None
+    draft_top_k: int | None = None
+    bound_rule: bool = True
     eos_token_id: Any = None
     stop_strings: Any = ()
     trace: bool = False
@@ -94,7 +101,15 @@ class Options:
     logits_processor: Any = ()
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "min_new_tokens", "top_k", "seed", "num_beams", "num_return_sequences"):
+        for name in (
+            "max_new_tokens",
+            "min_new_tokens",
+            "top_k",
+            "draft_top_k",
+            "seed",
+            "num_beams",
+            "num_return_sequences",
+        ):
             self._make_number(name, Integral, int)
         self._make_number("num_beam_groups", Integral, int)
         for name, largest in MOST_DRAFTED.items():
@@ -102,13 +117,30 @@ class Options:
             if not (isinstance(size, str) and size == "auto"):
                 whole = isinstance(size, Integral) and not isinstance(size, bool)
                 self._check(name, whole and 1 <= size <= largest, f'"auto", or 1 to {largest}')
-        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty", "diversity_penalty"):
+        for name in (
+            "temperature",
+            "draft_temperature",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "length_penalty",
+            "diversity_penalty",
+        ):
             self._make_number(name, Real, float)
         self._check("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
         self._check("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
         self._check("do_sample", any(self.do_sample is value for value in (None, True, False)), "true or false")
         warmth = self.temperature
         self._check("temperature", warmth is None or warmth == 0 or 1e-5 <= warmth <= 1e5, "0, or 0.00001 to 100000")
+        warmth = self.draft_temperature
+        self._check("draft_temperature", warmth is None or 1e-5 <= warmth <= 1e5, "0.00001 to 100000")
+        self._check("draft_top_k", self.draft_top_k is None or self.draft_top_k >= 0, "0 (all tokens) or more")
+        for name in ("draft_temperature", "draft_top_k"):
+            if getattr(self, name) is not None and not self.samples:
+                raise SpecbeamError(
+                    f"{name}={getattr(self, name)} has no effect on a text that is not drawn: leave it out"
+                )
+        self._check("bound_rule", self.bound_rule is True or self.bound_rule is False, "true or false")
         self._check("top_k", self.top_k is None or self.top_k >= 0, "0 (all tokens) or more")
         self._check("top_p", self.top_p is None or 0 < self.top_p <= 1, "over 0 and at most 1")
         self._check("min_p", self.min_p is None or 0 <= self.min_p <= 1, "0 to 1")

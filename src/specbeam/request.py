@@ -7,6 +7,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -115,6 +116,7 @@ class Request:
         self._submitted = time.perf_counter()
         self._first_token: float | None = None
         self._passes = {False: 0, True: 0}  # of the target, and of the draft model
+        self._seconds = {False: 0.0, True: 0.0}  # what their passes took
         self._answered = 0  # of the target's, those that returned logits
         self._evaluated = 0
 
@@ -191,6 +193,10 @@ class Request:
         """The request's part of a pass over some of its pending nodes."""
         return self._slots[self.drafting].segment(nodes, wanted=np.flatnonzero(np.isin(nodes, self._wanted)))
 
+    def spend(self, seconds: float) -> None:
+        """A pass took the request's part of it so long."""
+        self._seconds[self.drafting] += seconds
+
     def receive(self, nodes: Nodes, logits: Tensor) -> None:
         """Take the logits at the wanted ones among some pending nodes; go on when all there are have come."""
         self._passes[self.drafting] += 1
@@ -255,7 +261,7 @@ class Request:
         )
         groups = options.num_beam_groups
         if groups == 1:
-            return search(options.num_beams, bounded=not options.samples and not process.raises)
+            return search(options.num_beams, bounded=options.bound_rule and not options.samples and not process.raises)
         size = options.num_beams // groups
         return DiverseBeamSearch([search(size, bounded=False) for _ in range(groups)], options.diversity_penalty)
 
@@ -277,13 +283,20 @@ class Request:
         chains = Chains(self._tree, self._process, self._stop, vocab_size, pace)
         if isinstance(draft, LanguageModel):
             if direct:
-                draws = self._draws if options.samples and options.num_beams == 1 else None
+                draws = (self._draft_warpers(), self._draws[1]) if options.samples and options.num_beams == 1 else None
                 context = draft.backend.context_length
                 return ModelDrafter(self._tree, self._process, self._stop, vocab_size, context, pace, draws)
             return RetokenizingDrafter(self._tree, chains, lm, draft)
         if draft == "ngram":
             return NgramDrafter(self._tree, chains)
         return SuffixDrafter(self._tree, chains, draft if isinstance(draft, SuffixAutomaton) else None)
+
+    def _draft_warpers(self) -> Warpers:
+        """What shapes the distribution that guesses are drawn from."""
+        options = self._options
+        warmth = options.temperature if options.draft_temperature is None else options.draft_temperature
+        top_k = options.top_k if options.draft_top_k is None else options.draft_top_k
+        return Warpers(replace(options, temperature=warmth, top_k=top_k))
 
     def _advance(self, logits: Tensor | None) -> None:
         """Let the strategy take logits and name the next nodes, or finish."""
@@ -341,6 +354,8 @@ class Request:
             forward_passes=sum(self._passes.values()),
             target_passes=self._passes[False],
             draft_passes=self._passes[True],
+            target_seconds=self._seconds[False],
+            draft_seconds=self._seconds[True],
             nodes_evaluated=self._evaluated,
             peak_slots=self._slots[False].peak if self._slots else 0,
             drafted=record.drafted,
@@ -393,6 +408,9 @@ def check_draft_sizes(options: Options) -> None:
 
 def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     """Refuse what cannot draft for a model."""
+    for name in ("draft_temperature", "draft_top_k"):
+        if getattr(options, name) is not None and not isinstance(draft, LanguageModel):
+            raise SpecbeamError(f"{name}={getattr(options, name)} has no effect without a draft model: leave it out")
     if draft is None:
         check_draft_sizes(options)
     elif isinstance(draft, LanguageModel):

@@ -39,6 +39,8 @@ class Stats:
         forward_passes: passes of the target and the draft model this request took part in, prefill included.
         target_passes: those of the target.
         draft_passes: those of the draft model.
+        target_seconds: what the target's passes took; of a pass that requests share, a request's part by its nodes.
+        draft_seconds: the same of the draft model's.
         nodes_evaluated: nodes of the tree the target evaluated, those of the prompt included.
         peak_slots: the most cache slots on the target in use at once: the keys and values of so many tokens.
         drafted: guesses the target was asked about.
@@ -58,6 +60,8 @@ class Stats:
     forward_passes: int
     target_passes: int
     draft_passes: int
+    target_seconds: float
+    draft_seconds: float
     nodes_evaluated: int
     peak_slots: int
     drafted: int

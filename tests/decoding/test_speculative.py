@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
-from specbeam.decoding import beam
 from specbeam.decoding.processors import Processors, Warpers
 from specbeam.decoding.record import Record
 from specbeam.decoding.sampling import seeded
@@ -184,18 +183,16 @@ def test_a_perfect_draft_saves_passes(tiny):
     assert beams.stats.target_passes <= 6
 
 
-def test_the_bound_rule_saves_passes(tiny, drafter, monkeypatch):
+def test_the_bound_rule_saves_passes(tiny, drafter):
     """With a draft as wide as the beams only, some beam is often missing that turns out not to matter."""
     lm, good = tiny("llama")[1], drafter("good", "llama")
-    plain = beam.BeamSearch.__init__
-
-    def passes():
+    def run(**changes):
         options = {"num_beams": 4, "max_new_tokens": 30, "draft": good, "num_draft_tokens": 4, "draft_width": 4}
-        return sum(specbeam.generate(lm, [n, 2, 3], **options).stats.target_passes for n in range(8))
+        return [specbeam.generate(lm, [n, 2, 3], **(options | changes)) for n in range(8)]
 
-    bounded = passes()
-    monkeypatch.setattr(beam.BeamSearch, "__init__", lambda self, *a, **k: plain(self, *a, **{**k, "bounded": False}))
-    assert bounded < passes()
+    bounded, whole = run(), run(bound_rule=False)
+    assert [r.token_ids for r in bounded] == [r.token_ids for r in whole]
+    assert sum(r.stats.target_passes for r in bounded) < sum(r.stats.target_passes for r in whole)
 
 
 def texts_and_chances(model, prompt, length, vocab, warp):
@@ -278,7 +275,13 @@ def test_speculative_sampling_has_the_exact_distribution(tiny, drafter, kind, sh
 
 @pytest.mark.parametrize(
     ("kind", "drafting"),
-    [("good", {"num_draft_tokens": 2, "draft_width": 3}), ("ngram", {"draft_width": 2}), ("other", {})],
+    [
+        ("good", {"num_draft_tokens": 2, "draft_width": 3}),
+        ("ngram", {"draft_width": 2}),
+        ("other", {}),
+        ("good", {"num_draft_tokens": 3, "draft_temperature": 0.3}),
+        ("other", {"num_draft_tokens": 3, "draft_width": 2, "draft_temperature": 2.0, "draft_top_k": 3}),
+    ],
 )
 def test_speculative_sampling_in_the_engine_has_the_exact_distribution(tiny, drafter, kind, drafting):
     changes = {"vocab_size": 8, "eos_token_id": 7, "bos_token_id": 0, "initializer_range": 0.2}
