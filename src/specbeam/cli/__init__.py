@@ -45,12 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    from specbeam.cli import compare, generate, ladder, models, tokens
+    from specbeam.cli import batch, compare, generate, ladder, models, study, tokens
 
     parser = Parser(prog="specbeam", description="Exact and fast decoding of open causal language models.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (generate, compare, ladder, tokens, models):
+    for command in (generate, compare, batch, study, ladder, tokens, models):
         command.add_to(commands)
     end = words.index("--") if "--" in words else len(words)
     given = parser.parse_args([*map(_dashes, words[:end]), *words[end:]])
@@ -60,7 +60,7 @@ def _run(words: list[str]) -> int:
         print(__version__)
         return 0
     if given.command is None:
-        parser.error("give a command: generate, compare, ladder, tokens or models")
+        parser.error("give a command: generate, compare, batch, study, ladder, tokens or models")
     status: int = given.run(given)
     return status
 

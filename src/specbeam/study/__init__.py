@@ -1,0 +1,1 @@
+"""The study bench: decoding methods compared over prompts and data sets. ``specbeam study`` is its command."""

@@ -1,0 +1,258 @@
+"""Prompts: those of the configuration, and data sets in the formats they come in."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import random
+import string
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specbeam.errors import SpecbeamError
+from specbeam.study.config import Columns, Data, nearest
+
+TABLES = (".jsonl", ".json", ".csv", ".parquet")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What is to be answered.
+
+    Attributes:
+        id: told apart from all other rows by it.
+        turns: messages of a user, each answered before the next is asked.
+        references: answers that are right, to the last turn that is asked.
+        problem: of HumanEval: prompt, test and entry_point.
+    """
+
+    id: str
+    turns: list[str]
+    category: str | None = None
+    references: list[str] = field(default_factory=list)
+    problem: dict[str, str] | None = None
+
+
+def read_rows(data: Data, prompts: list[str], seed: int) -> list[Row]:
+    """The rows of a study: its own prompts, then what is drawn of its data set, in the set's order.
+
+    Raises:
+        SpecbeamError: a file that cannot be read, a column that there is not, a row without text, or no rows.
+    """
+    rows = [Row(f"prompt {i + 1}", [text]) for i, text in enumerate(prompts)]
+    for row in rows:
+        _text(row.turns[0], row.id)
+    if data.source is not None:
+        rows += _draw([*_rows_of(data)], data, seed)
+    if len({row.id for row in rows}) < len(rows):
+        rows = [
+            Row(f"{i}: {row.id}", row.turns, row.category, row.references, row.problem) for i, row in enumerate(rows)
+        ]
+    if not rows:
+        raise SpecbeamError(f"{data.source} has no rows" + (f" of {data.categories}" if data.categories else ""))
+    return rows
+
+
+def local_file(data: Data) -> Path | None:
+    """The file a data set is read from; None if it is not a file."""
+    path = Path(data.source).expanduser() if data.source is not None else None
+    return path if path is not None and path.exists() else None
+
+
+def _rows_of(data: Data) -> Iterator[Row]:
+    assert data.source is not None
+    path = local_file(data)
+    if path is None:
+        if data.source.endswith((*TABLES, ".txt", ".gz")) or data.source.startswith((".", "/", "~")):
+            raise SpecbeamError(f"data.source={data.source}: there is no such file")
+        records: Iterator[Any] = _of_hub(data)
+        kind = data.format if data.format != "auto" else "table"
+    else:
+        kind = data.format if data.format != "auto" else _guess(path)
+        records = _lines(path) if kind == "text" else _records(path)
+    reader: dict[str, Callable[[Data, Any, int], Row]] = {
+        "table": _of_table,
+        "text": lambda data, line, i: Row(f"line {i + 1}", [_templated(data, {"prompt": line}, line)]),
+        "spec_bench": _of_spec_bench,
+        "human_eval": _of_human_eval,
+    }
+    for i, record in enumerate(records):
+        if kind != "text" and not isinstance(record, Mapping):
+            raise SpecbeamError(f"{data.source} row {i + 1} is no object with columns, but {str(record)[:40]!r}")
+        yield reader[kind](data, record, i)
+
+
+def _guess(path: Path) -> str:
+    """The format of a file."""
+    if not _suffix(path) or _suffix(path) == ".txt":
+        return "text"
+    first = next(_records(path), None)
+    if isinstance(first, Mapping):
+        if {"turns", "category"} <= {*first}:
+            return "spec_bench"
+        if {"task_id", "entry_point", "test"} <= {*first}:
+            return "human_eval"
+    return "table"
+
+
+def _suffix(path: Path) -> str:
+    return Path(path.name.removesuffix(".gz")).suffix.lower()
+
+
+def _records(path: Path) -> Iterator[Any]:
+    suffix = _suffix(path)
+    if suffix not in TABLES:
+        raise SpecbeamError(f"data.source={path} is none of {', '.join(TABLES)} or .txt: convert it")
+    if suffix == ".parquet":
+        import pyarrow.parquet
+
+        try:
+            yield from pyarrow.parquet.read_table(path).to_pylist()
+        except (OSError, pyarrow.ArrowException) as error:
+            raise SpecbeamError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error
+        return
+    text = _read(path)
+    if suffix == ".csv":
+        yield from csv.DictReader(io.StringIO(text))
+        return
+    try:
+        if suffix == ".json":
+            whole = json.loads(text)
+            yield from whole if isinstance(whole, list) else [whole]
+            return
+    except ValueError as error:
+        raise SpecbeamError(f"{path} is not JSON: {error}") from error
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise SpecbeamError(f"{path} line {number} is not JSON: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[str]:
+    return (line.removesuffix("\r") for line in _read(path).split("\n") if line.strip())
+
+
+def _read(path: Path) -> str:
+    try:
+        raw = path.read_bytes()
+        return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
+    except (OSError, EOFError) as error:
+        raise SpecbeamError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except UnicodeDecodeError as error:
+        raise SpecbeamError(f"{path} is not UTF-8 text (byte {error.start:,}): convert it") from error
+
+
+def _of_hub(data: Data) -> Iterator[Any]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise SpecbeamError("data sets of the hub need the package datasets: pip install datasets") from error
+    try:
+        yield from load_dataset(data.source, data.subset, split=data.split)
+    except Exception as error:  # the network, the name, the split: its messages tell
+        line = " ".join(str(error).split())[:200]
+        raise SpecbeamError(f"the data set {data.source} cannot be loaded ({line}): give a file") from error
+
+
+def _of_table(data: Data, record: Mapping[str, Any], i: int) -> Row:
+    columns, name = _columns(data.columns, record), f"{data.source} row {i + 1}"
+    prompt = _text(_cell(record, columns.prompt), name)
+    references = _cell(record, columns.reference) if columns.reference else []
+    references = [references] if isinstance(references, str) else list(references or [])
+    if columns.reference and not references:
+        raise SpecbeamError(f"{name} has nothing in the column {columns.reference!r}: fill it, or leave the row out")
+    return Row(
+        str(_cell(record, columns.id)) if columns.id else str(i + 1),
+        [_templated(data, {**record, "prompt": prompt}, name)],
+        str(_cell(record, columns.category)) if columns.category else None,
+        [_text(reference, name) for reference in references],
+    )
+
+
+def _columns(given: Columns, record: Mapping[str, Any]) -> Columns:
+    """The columns to use: as given, or those with the usual names."""
+    for which, name in vars(given).items():
+        if name is not None:
+            nearest(f"data.columns.{which}={name}", name.split(".")[0], record)
+    usual = {
+        "prompt": ("prompt", "text", "question", "input", "instruction"),
+        "reference": ("reference", "references", "answer", "target"),
+        "category": ("category",),
+        "id": ("id",),
+    }
+    found = {
+        which: name if name is not None else next((n for n in usual[which] if n in record), None)
+        for which, name in vars(given).items()
+    }
+    if found["prompt"] is None:
+        raise SpecbeamError(f"data.columns.prompt is missing: it is one of {', '.join(map(str, record))}")
+    return Columns(**found)
+
+
+def _cell(record: Mapping[str, Any], column: str | None) -> Any:
+    """A column, or a field of one: translation.en."""
+    value: Any = record
+    for name in (column or "").split(".") if column not in record else [column]:
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _templated(data: Data, record: Mapping[str, Any], name: str) -> str:
+    if data.template is None:
+        return str(record["prompt"])
+    try:
+        return string.Formatter().vformat(data.template, (), record)
+    except (LookupError, ValueError, AttributeError) as error:
+        there = ", ".join(f"{{{key}}}" for key in record)
+        raise SpecbeamError(f"data.template does not fit {name} ({error}): there are {there}") from error
+
+
+def _of_spec_bench(data: Data, record: Mapping[str, Any], i: int) -> Row:
+    name = f"{data.source} row {i + 1}"
+    turns, references = record.get("turns"), record.get("reference") or []
+    if not isinstance(turns, list) or not turns:
+        raise SpecbeamError(f"{name} has no turns: it is not Spec-Bench's format")
+    asked = [_text(turn, name) for turn in turns[: data.turns]]
+    # MT-Bench's references are one a turn, the others one a question.
+    last = references[len(asked) - 1 : len(asked)] if len(turns) > 1 else references
+    told = [str(reference) for reference in last]
+    return Row(str(record.get("question_id", i + 1)), asked, str(record.get("category")), told)
+
+
+def _of_human_eval(data: Data, record: Mapping[str, Any], i: int) -> Row:
+    name = f"{data.source} row {i + 1}"
+    problem = {key: _text(record.get(key), f"{name}, {key}") for key in ("prompt", "test", "entry_point")}
+    asked = f"Complete this Python function. Answer with the whole function.\n\n```python\n{problem['prompt']}```"
+    text = _templated(data, {**record, "prompt": asked if data.template is None else problem["prompt"]}, name)
+    return Row(str(record.get("task_id", i + 1)), [text], None, [], problem)
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise SpecbeamError(f"{name} has no text: fill it, or leave the row out")
+    return value
+
+
+def _draw(rows: list[Row], data: Data, seed: int) -> list[Row]:
+    """A sample with the set's order kept: what was drawn with a seed is drawn with it again."""
+    if data.categories is not None:
+        there = {row.category: None for row in rows if row.category}
+        for category in data.categories:
+            nearest(f"data.categories={category}", category, there)
+        rows = [row for row in rows if row.category in data.categories]
+    numbers = [*range(len(rows))]
+    if data.per_category is not None:
+        by_category: dict[str | None, list[int]] = {}
+        for number in numbers:
+            by_category.setdefault(rows[number].category, []).append(number)
+        drawn = random.Random(seed)
+        numbers = [n for some in by_category.values() for n in drawn.sample(some, min(data.per_category, len(some)))]
+    if data.limit is not None:
+        numbers = random.Random(seed).sample(numbers, min(data.limit, len(numbers)))
+    return [rows[number] for number in sorted(numbers)]

@@ -1,0 +1,215 @@
+"""Programs that models wrote, run against their tests: HumanEval's pass@k (Chen et al. 2021).
+
+A program runs in a child process, which is this file run as a script. What it may use is limited and nothing it starts
+outlives it, but it may read what the user may read: this guards against mistakes of models, not against attacks.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+STOP = re.compile(r"\n(?:class|def|#|if|print)")
+"""What begins something else than the function: Chen et al. 2021, 2.1."""
+MOST_TOLD = 200
+NOBODY = 65534
+
+
+def completion_of(text: str, entry_point: str) -> str:
+    """The code in what a model answered.
+
+    It is the first fenced block that defines the function, if there is one (an answer in a chat); else the text goes on
+    where the prompt ended, up to the first line that begins another statement of the module.
+    """
+    for block in FENCED.findall(text):
+        if re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b", block, re.MULTILINE):
+            return "\n" + textwrap.dedent(block)
+    return STOP.split(text, maxsplit=1)[0]
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that one of k samples passes, estimated without bias from n samples of which c passed.
+
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, 2.1).
+
+    Raises:
+        SpecbeamError: there are not k samples, or c is not among 0 to n.
+    """
+    from specbeam.errors import SpecbeamError
+
+    if not 1 <= k <= n:
+        raise SpecbeamError(f"pass@{k} cannot be told from {n} samples: give k from 1 to their number")
+    if not 0 <= c <= n:
+        raise SpecbeamError(f"{c} of {n} samples cannot have passed: give 0 to {n}")
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
+
+
+def passes(
+    problem: Mapping[str, str], completion: str, *, seconds: float = 5.0, megabytes: int = 512
+) -> tuple[bool, str]:
+    """Whether a completion of a problem's prompt passes its tests, and if not, why, in one line.
+
+    The program has no input and no arguments, its output goes nowhere, its folder is an empty one; it can write no
+    byte to a file and start no process or thread. Where the system allows, it can delete no file either, sees no
+    network and no other process, and if it was started by root it is not.
+
+    Args:
+        problem: "prompt", "test" (which defines ``check``) and "entry_point", as in HumanEval.
+        seconds: at most so much time, that of the interpreter's start included.
+        megabytes: at most so much address space.
+
+    Raises:
+        SpecbeamError: this is not a POSIX system.
+    """
+    if os.name != "posix":
+        from specbeam.errors import SpecbeamError
+
+        raise SpecbeamError("programs are run on POSIX systems only: leave out the data sets whose answers are code")
+    program = f"{problem['prompt']}{completion}\n{problem['test']}\ncheck({problem['entry_point']})\n"
+    nonce = secrets.token_hex(16)  # what a program cannot know and so cannot say has passed
+    task = {"program": program, "passed": nonce, "seconds": seconds, "megabytes": megabytes}
+    reading, writing = os.pipe()
+    with open(reading, "rb", buffering=0) as verdict:
+        with open(writing, "wb") as told:
+            in_time = _run(json.dumps(task).encode(), told.fileno(), seconds)
+        os.set_blocking(reading, False)  # if something escaped, it is not waited for
+        answer = verdict.read(4096) or b""
+    if not in_time:
+        return False, f"timed out after {seconds:g} s"
+    first = answer.decode(errors="replace").partition("\n")[0]
+    return (True, "") if first == nonce else (False, first or "ended without a word")
+
+
+def _run(task: bytes, told: int, seconds: float) -> bool:
+    """Run this file as a script that does the task and tells the verdict; whether it ended in time."""
+    with (
+        tempfile.TemporaryDirectory(prefix="specbeam-", ignore_cleanup_errors=True) as folder,
+        subprocess.Popen(
+            [sys.executable, "-I", os.path.abspath(__file__), str(told)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd=folder,
+            env={},
+            pass_fds=[told],
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            process.communicate(task, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            if process.returncode is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+    return True
+
+
+def _supervise(told: int) -> None:
+    """The child process: have the program run by a process of its own, and end all that is left of it."""
+    import ctypes
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    task = json.load(sys.stdin)
+    _isolate(libc)
+    if not (worker := os.fork()):
+        _limit(libc, task["seconds"], task["megabytes"])
+        _tell(told, _verdict(task["program"], task["passed"]))
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+    ended = f"exited with status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+    _tell(told, f"{ended} before its tests had passed")  # no one reads it after the program's own verdict
+    os.killpg(0, signal.SIGKILL)
+
+
+def _tell(told: int, line: str) -> None:
+    os.write(told, line.encode(errors="replace") + b"\n")
+
+
+def _verdict(program: str, passed: str) -> str:
+    """What to tell of a program after running it."""
+    try:
+        exec(compile(program, "program", "exec"), {"__name__": "program"})
+        return passed
+    except BaseException as error:
+        kind = type(error).__name__
+        with suppress(BaseException):  # its message is code of the program's
+            return f"{kind}: {error}".partition("\n")[0][:MOST_TOLD].removesuffix(": ")
+        return kind
+
+
+def _isolate(libc: Any) -> None:
+    """Let the next process have no network, and be the first of those it sees: when it ends, they all do."""
+    user, pid, net = 0x10000000, 0x20000000, 0x40000000  # CLONE_NEW... of linux/sched.h
+    with suppress(AttributeError):  # not Linux
+        # Only root can do without a user namespace, and it should: in one it could not become another user.
+        libc.unshare(pid | net) and libc.unshare(user | pid | net)
+
+
+def _limit(libc: Any, seconds: float, megabytes: int) -> None:
+    """Limit what this process may use, from now on and for good."""
+    import resource
+
+    if os.geteuid() == 0:
+        _leave_root(libc)
+    with suppress(AttributeError):  # not Linux
+        libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the supervisor
+        _lock_files(libc)
+    limits = {
+        "CPU": math.ceil(seconds) + 1,
+        "AS": megabytes << 20,
+        "FSIZE": 0,
+        "NOFILE": 32,
+        "CORE": 0,
+        "NPROC": 0,
+    }
+    for name, most in limits.items():
+        with suppress(AttributeError, ValueError, OSError):  # not every system has or can lower each of them
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+
+
+def _lock_files(libc: Any) -> None:
+    """From now on open no file for writing, and create, delete or rename none (Landlock, from Linux 5.13 on)."""
+    import ctypes
+
+    create, restrict, version = 444, 446, libc.syscall(444, None, 0, 1)
+    writes = sum(1 << bit for bit in (1, *range(4, 13)))  # LANDLOCK_ACCESS_FS_... of linux/landlock.h
+    if version >= 3:
+        writes |= 1 << 14  # to truncate
+    rules = ctypes.c_uint64(writes)
+    if version >= 1 and (ruleset := libc.syscall(create, ctypes.byref(rules), 8, 0)) >= 0:
+        libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+        libc.syscall(restrict, ruleset, 0)
+        os.close(ruleset)
+
+
+def _leave_root(libc: Any) -> None:
+    """Become nobody, who may still read everything: no limit on processes holds root, and Python may be in its home."""
+    read_search = 1 << 2  # CAP_DAC_READ_SEARCH
+    header, sets = (0x20080522, 0), (read_search, read_search, 0, 0, 0, 0)
+    with suppress(AttributeError, OSError):
+        import ctypes
+
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, 0)  # as root is kept in mind, so are the capabilities
+        refused = libc.capset((ctypes.c_uint32 * 2)(*header), (ctypes.c_uint32 * 6)(*sets))
+        if refused and not os.access(os.__file__, os.R_OK):
+            os.setresuid(0, 0, 0)
+
+
+if __name__ == "__main__":
+    _supervise(int(sys.argv[1]))

@@ -1,0 +1,493 @@
+"""The study's plots: drawn once with matplotlib, as SVG for the page (in colours that follow its theme) and as PNG."""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:  # it takes a second to import
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# After Okabe and Ito's colours, which people with any colour vision can tell apart, darkened where they are too pale
+# for small letters on white. Every colour has a name of its own, which is a CSS variable in the page: SVGs are drawn in
+# LIGHT and say var(--name), so that one SVG serves both themes.
+LIGHT = {
+    "ink": "#1d2126",
+    "soft": "#5c636b",
+    "line": "#d3d6da",
+    "blue": "#0072b2",
+    "vermillion": "#b84e00",
+    "green": "#007a5a",
+    "purple": "#a34a7f",
+    "orange": "#946400",
+    "teal": "#1b7f8c",
+    "grey": "#666c73",
+    "amber": "#e69f00",
+}
+DARK = {
+    "ink": "#e8e6e1",
+    "soft": "#a3a7ac",
+    "line": "#3a3f45",
+    "blue": "#5aabdf",
+    "vermillion": "#f08448",
+    "green": "#3fbf98",
+    "purple": "#d994bb",
+    "orange": "#e3ad3c",
+    "teal": "#6fc7d1",
+    "grey": "#9aa0a6",
+    "amber": "#e6ac33",
+}
+SERIES = ["blue", "vermillion", "green", "purple", "orange", "teal", "grey"]
+MARKERS = {"greedy": "o", "sample": "^", "beam": "s", "speculative": "D", "hybrid": "P"}
+
+# Qualities that a frontier can be drawn for: the metric, its name on an axis, and whether more of it is better.
+# Of each group the first one that was measured is drawn.
+QUALITIES = [
+    [("perplexity", "perplexity", False)],
+    [("pass_at_1", "pass@1", True), ("rougeL", "ROUGE-L", True), ("chrf", "chrF", True)],
+]
+NAMES = ["frontier", "frontier-references", "acceptance", "time", "categories"]
+MOST_CATEGORIES = 16
+
+
+Grid = Literal["x", "y", "both", ""]
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A plot in the forms that are needed.
+
+    Attributes:
+        wide: SVG for a column of text.
+        narrow: the same for the width of a phone, drawn anew so that its letters are as large.
+    """
+
+    name: str
+    title: str
+    caption: str
+    alt: str
+    wide: str
+    narrow: str
+    png: bytes
+
+
+def draw_all(summary: Mapping[str, Any], new_tokens: Mapping[str, int]) -> list[Plot]:
+    """The plots that there is data for.
+
+    Args:
+        summary: the study's summary.
+        new_tokens: how many tokens a method made in all the generations whose seconds are in ``summary["time"]``.
+    """
+    colours = {m["method"]: SERIES[i % len(SERIES)] for i, m in enumerate(summary.get("methods", []))}
+    drawn = [
+        *frontiers(summary, colours),
+        acceptance(summary, colours),
+        time_by_component(summary, new_tokens),
+        categories(summary, colours),
+    ]
+    return [plot for plot in drawn if plot is not None]
+
+
+def frontiers(summary: Mapping[str, Any], colours: Mapping[str, str]) -> list[Plot]:
+    """Speed against quality, for perplexity and for the best measure of likeness to references."""
+    found = []
+    for name, group in zip(NAMES, QUALITIES, strict=False):
+        for metric, label, more_is_better in group:
+            points = [
+                Point(method["method"], method["mode"], *_ends(speed), *_ends(q))
+                for method in summary.get("methods", [])
+                if (speed := interval(method, "tokens_per_second")) and (q := interval(method, metric))
+            ]
+            if points:
+                found.append(_frontier(name, label, more_is_better, points, colours))
+                break
+    return found
+
+
+@dataclass(frozen=True)
+class Point:
+    """A method's speed and quality, each with its interval, which is as wide as nothing where there is none."""
+
+    method: str
+    mode: str
+    x: float
+    left: float
+    right: float
+    y: float
+    low: float
+    high: float
+
+
+def _ends(told: Mapping[str, Any]) -> tuple[float, float, float]:
+    mean, low, high = told["mean"], told.get("low"), told.get("high")
+    return mean, mean if low is None else low, mean if high is None else high
+
+
+def _frontier(name: str, label: str, more_is_better: bool, points: list[Point], colours: Mapping[str, str]) -> Plot:
+    best = pareto([(point.x, point.y if more_is_better else -point.y) for point in points])
+
+    def draw(figure: Figure, narrow: bool) -> None:
+        figure.set_size_inches(*((3.7, 3.3) if narrow else (7.6, 4.0)))
+        axes = _axes(figure, grid="both")
+        line = sorted((points[i].x, points[i].y) for i in best)
+        axes.plot(*zip(*line, strict=True), color=LIGHT["soft"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+        for p in points:
+            colour = LIGHT[colours[p.method]]
+            axes.plot([p.left, p.right], [p.y, p.y], color=colour, linewidth=1.1, solid_capstyle="butt")
+            axes.plot([p.x, p.x], [p.low, p.high], color=colour, linewidth=1.1, solid_capstyle="butt")
+            axes.plot([p.x], [p.y], MARKERS.get(p.mode, "o"), color=colour, markersize=7.5, markeredgewidth=0)
+        bottom, top = min(p.low for p in points), max(p.high for p in points)
+        room = max(0.12 * (top - bottom), 0.02 * abs(top), 1e-6)
+        axes.set_ylim(bottom - room, top + room)
+        axes.set_xlim(0, 1.08 * max(p.right for p in points))
+        if not more_is_better:
+            axes.invert_yaxis()
+        axes.set_xlabel("tokens per second")
+        axes.set_ylabel(label if more_is_better else f"{label} (lower is better: axis reversed)")
+        _label(figure, axes, points, colours, narrow)
+
+    lower = (
+        ""
+        if more_is_better
+        else " Perplexity is how surprised a model is by the text; lower is better, so the axis runs downwards. "
+        "Repetitive text surprises little, too, so read it beside the samples."
+    )
+    return _plot(
+        name,
+        f"Speed and {label}",
+        "Up and to the right is better. The lines through a point are its 95% intervals. Methods on the dashed line "
+        "are the frontier: no other is both faster and better." + lower,
+        f"Scatter plot of tokens per second and {label}. On the frontier: {', '.join(points[i].method for i in best)}. "
+        + "; ".join(f"{p.method}: {p.x:.3g} tokens per second, {label} {p.y:.3g}" for p in points)
+        + ".",
+        draw,
+    )
+
+
+def pareto(points: list[tuple[float, float]]) -> list[int]:
+    """The numbers of the points that no other point beats, more being better both ways."""
+    return [i for i, (x, y) in enumerate(points) if not any(a >= x and b >= y and (a, b) != (x, y) for a, b in points)]
+
+
+def acceptance(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot | None:
+    """How often the first, second, third guess of a round is accepted."""
+    lines = {
+        method: places
+        for method, told in summary.get("acceptance_by_position", {}).items()
+        if (places := [(p["position"], p["accepted"] / p["drafted"], p["drafted"]) for p in told if p["drafted"]])
+    }
+    if not lines:
+        return None
+
+    def draw(figure: Figure, narrow: bool) -> None:
+        figure.set_size_inches(*((3.7, 3.2) if narrow else (7.6, 3.5)))
+        axes = _axes(figure, grid="y")
+        ends = []
+        for number, (method, places) in enumerate(lines.items()):
+            colour = LIGHT[colours.get(method, SERIES[number % len(SERIES)])]
+            xs, ys, counts = zip(*places, strict=True)
+            axes.plot(xs, ys, color=colour, linewidth=1.5)
+            axes.scatter(xs, ys, s=[6 + 44 * n / max(counts) for n in counts], color=colour, linewidths=0, zorder=3)
+            ends.append((method, xs[-1], ys[-1], colour))
+        axes.set_ylim(-0.02, 1.04)
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+        first, last = (end(x for places in lines.values() for x, _, _ in places) for end in (min, max))
+        axes.set_xticks(range(first, last + 1, 1 + (last - first) // 12))
+        axes.margins(x=0.04)
+        axes.set_xlabel("place of the guess after the last known token")
+        axes.set_ylabel("accepted")
+        _label_ends(figure, axes, ends, narrow)
+
+    def told(method: str, places: list[tuple[int, float, int]]) -> str:
+        (first, a, _), (last, b, _) = places[0], places[-1]
+        return f"{method}: {a:.0%} at place {first}" + (f", {b:.0%} at place {last}" if last != first else "")
+
+    return _plot(
+        "acceptance",
+        "Guesses accepted, by place",
+        "The share of guesses that became part of the text, by how far ahead they were made. A guess is accepted only "
+        "if all those before it were; long drafts are made where they are likely to be right, so a line may rise all "
+        "the same. A larger dot stands for more guesses.",
+        "Line plot of the share of guesses accepted by place. " + "; ".join(told(m, p) for m, p in lines.items()) + ".",
+        draw,
+    )
+
+
+def time_by_component(summary: Mapping[str, Any], new_tokens: Mapping[str, int]) -> Plot | None:
+    """Where the milliseconds of a new token go."""
+    parts = {"target": "blue", "draft": "amber", "rest": "grey"}
+    rows = {
+        method: {part: 1000 * (seconds.get(part) or 0.0) / tokens for part in parts}
+        for method, seconds in summary.get("time", {}).items()
+        if (tokens := new_tokens.get(method, 0)) > 0 and any(seconds.values())
+    }
+    if not rows:
+        return None
+
+    def draw(figure: Figure, narrow: bool) -> None:
+        figure.set_size_inches(3.7 if narrow else 7.6, 0.75 + (0.44 if narrow else 0.31) * len(rows))
+        axes = _axes(figure, grid="x")
+        longest = max(sum(row.values()) for row in rows.values())
+        for at, (method, row) in enumerate(rows.items()):
+            left = 0.0
+            for part, colour in parts.items():
+                axes.barh(at, row[part], left=left, height=0.44 if narrow else 0.62, color=LIGHT[colour])
+                left += row[part]
+            axes.text(
+                left + 0.012 * longest,
+                at,
+                f"{left:.{1 if left >= 10 else 2}f}",
+                va="center",
+                color=LIGHT["ink"],
+                fontsize=8.5,
+            )
+            if narrow:  # a name beside its bar would take half of the width
+                axes.text(0, at - 0.3, _short(method, 40), va="bottom", color=LIGHT["ink"], fontsize=8.5)
+        axes.set_yticks([] if narrow else range(len(rows)), [] if narrow else [_short(method) for method in rows])
+        axes.tick_params(axis="y", length=0, labelcolor=LIGHT["ink"])
+        axes.spines["left"].set_visible(False)
+        axes.set_ylim(len(rows) - 0.5, -0.75 if narrow else -0.5)
+        axes.set_xlim(0, 1.1 * longest)
+        axes.set_xlabel("milliseconds per new token")
+        first = dict(zip(parts, axes.containers, strict=False))
+        axes.legend(
+            first.values(), first.keys(), loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=9,
+            labelcolor=LIGHT["ink"], handlelength=1, handleheight=0.9, columnspacing=1.6, borderaxespad=0.2,
+        )  # fmt: skip
+
+    return _plot(
+        "time",
+        "Where the time goes",
+        "Milliseconds a new token takes: in passes of the target, in passes of the draft model, and in all the rest "
+        "(look-ups, choosing tokens, waiting). Drafts pay if the target's bar shrinks by more than the others grow.",
+        "Stacked bars of milliseconds per new token. "
+        + "; ".join(f"{m}: " + ", ".join(f"{part} {v:.3g}" for part, v in row.items()) for m, row in rows.items())
+        + ".",
+        draw,
+    )
+
+
+def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot | None:
+    """Tokens a pass of the target, a panel a method that drafts."""
+    steps = {
+        category: {m: v for m, told in methods.items() if (v := mean_of(told.get("steps_per_target_pass"))) is not None}
+        for category, methods in summary.get("categories", {}).items()
+    }
+    drafting = [m for m in colours if any(values.get(m, 1.0) > 1.005 for values in steps.values())]
+    steps = {category: values for category, values in steps.items() if any(m in values for m in drafting)}
+    if not steps:
+        return None
+
+    def worth(category: str) -> float:
+        values = [v for m, v in steps[category].items() if m in drafting]
+        return sum(values) / len(values)
+
+    order = sorted(steps, key=worth, reverse=True)
+    if len(order) > MOST_CATEGORIES:  # both ends are what one learns from
+        order = order[: MOST_CATEGORIES // 2] + order[-MOST_CATEGORIES // 2 :]
+
+    def draw(figure: Figure, narrow: bool) -> None:
+        across = min(len(drafting), 2 if narrow else 4)
+        down = math.ceil(len(drafting) / across)
+        figure.set_size_inches(3.7 if narrow else 7.6, 0.35 + down * (0.62 + 0.25 * len(order)))
+        panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
+        right = max(v for category in order for m, v in steps[category].items() if m in drafting)
+        for number, axes in enumerate(panels):
+            if number >= len(drafting):
+                axes.set_visible(False)
+                continue
+            method = drafting[number]
+            colour = LIGHT[colours[method]]
+            _dress(axes, grid="")
+            axes.axvline(1, color=LIGHT["line"], linewidth=0.8)
+            for at, category in enumerate(order):
+                if (value := steps[category].get(method)) is not None:
+                    axes.plot([1, value], [at, at], color=colour, linewidth=1.2, solid_capstyle="butt")
+                    axes.plot([value], [at], "o", color=colour, markersize=5, markeredgewidth=0)
+                    axes.annotate(
+                        f"{value:.2f}", (value, at), (5, 0), textcoords="offset points", va="center",
+                        color=LIGHT["ink"], fontsize=8,
+                    )  # fmt: skip
+            axes.set_title(
+                _short(method, 19 if narrow else 24), loc="left", fontsize=9, color=colour, fontweight="bold"
+            )
+            axes.set_yticks(range(len(order)), [_short(category, 14 if narrow else 24) for category in order])
+            axes.tick_params(axis="y", length=0, labelcolor=LIGHT["ink"])
+            axes.spines["left"].set_visible(False)
+            axes.set_ylim(len(order) - 0.4, -0.6)
+            axes.set_xlim(0.9 if right < 2 else 0.8, right + (right - 0.8) * (0.5 if narrow else 0.32))
+        figure.supxlabel("tokens per pass of the target", fontsize=9, color=LIGHT["soft"])
+
+    def told(method: str) -> str:
+        return f"{method}: " + ", ".join(f"{c} {steps[c][method]:.2f}" for c in order if method in steps[c])
+
+    left_out = len(steps) - len(order)
+    return _plot(
+        "categories",
+        "Tokens a pass, by category",
+        "How many tokens each pass of the target gives; 1 is what there is without drafts. "
+        "Categories are sorted by their mean over methods."
+        + (f" The {left_out} in the middle are left out." if left_out else ""),
+        "Dot plot of tokens per pass of the target by category. " + "; ".join(map(told, drafting)) + ".",
+        draw,
+    )
+
+
+def interval(method: Mapping[str, Any], metric: str) -> dict[str, Any] | None:
+    """A method's metric as mean, low, high and n, or None: also for what is no mean of texts, like pass@1."""
+    if metric == "pass_at_1":
+        value = method.get("pass_at_1")
+        return None if mean_of(value) is None else {"mean": value}
+    found: dict[str, Any] | None = method.get("metrics", {}).get(metric)
+    if not found or mean_of(found) is None:
+        return None
+    known = [bound for bound in (found.get("low"), found.get("high")) if bound is not None and math.isfinite(bound)]
+    return found if len(known) == 2 else {**found, "low": None, "high": None}
+
+
+def mean_of(value: Any) -> float | None:
+    """A number, or the mean of an interval; None if there is none."""
+    mean = value.get("mean") if isinstance(value, Mapping) else value
+    return float(mean) if mean is not None and math.isfinite(mean) else None
+
+
+def _short(text: str, most: int = 32) -> str:
+    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
+
+
+def _axes(figure: Figure, grid: Grid) -> Axes:
+    axes = figure.add_subplot()
+    _dress(axes, grid)
+    return axes
+
+
+def _dress(axes: Axes, grid: Grid) -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(LIGHT["line"])
+    axes.tick_params(colors=LIGHT["soft"], labelsize=8.5, length=3, width=0.8)
+    axes.xaxis.label.set(color=LIGHT["soft"], fontsize=9)
+    axes.yaxis.label.set(color=LIGHT["soft"], fontsize=9)
+    axes.set_axisbelow(True)
+    axes.patch.set_alpha(0)
+    if grid:
+        axes.grid(axis=grid, color=LIGHT["line"], linewidth=0.5)
+
+
+def _label(figure: Figure, axes: Axes, points: list[Point], colours: Mapping[str, str], narrow: bool) -> None:
+    """Names beside points, each at the side where it covers least."""
+    figure.draw_without_rendering()
+    scale = figure.dpi / 72
+    frame = _box(axes.get_window_extent())
+    taken = []
+    for p in points:
+        (x, y), *ends = axes.transData.transform([(p.x, p.y), (p.left, p.low), (p.right, p.high)])
+        (left, right), (low, high) = (sorted(end[i] for end in ends) for i in (0, 1))
+        taken.append((x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale))
+        taken += [(left, y - 3 * scale, right, y + 3 * scale), (x - 3 * scale, low, x + 3 * scale, high)]
+    sides = [(dx, dy) for far in (9, 18, 27, 36) for dy in (far, -far) for dx in (6, -6, 0)] + [(8, 0), (-8, 0)]
+    for p in points:
+        options = []
+        for number, (dx, dy) in enumerate(sides):
+            label = axes.annotate(
+                _short(p.method, 24 if narrow else 32), (p.x, p.y), (dx, dy), textcoords="offset points", va="center",
+                ha="left" if dx > 0 else "right" if dx < 0 else "center", color=LIGHT[colours[p.method]], fontsize=8.5,
+            )  # fmt: skip
+            label.set_in_layout(False)
+            mine = _box(label.get_window_extent())
+            label.remove()
+            outside = _overlap(mine, mine) - _overlap(mine, frame)
+            cost = 4 * outside + sum(_overlap(mine, other) for other in taken) + 4 * scale * scale * number
+            options.append((cost, number, label, mine))
+        _, _, label, mine = min(options)
+        axes.add_artist(label)
+        taken.append(mine)
+
+
+Box = tuple[float, float, float, float]
+
+
+def _box(found: Any) -> Box:
+    return found.x0, found.y0, found.x1, found.y1
+
+
+def _overlap(a: Box, b: Box) -> float:
+    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
+
+
+def _label_ends(figure: Figure, axes: Axes, ends: list[tuple[str, float, float, str]], narrow: bool) -> None:
+    """Names of lines: right of where they end, moved apart where they would touch, or above the plot of a phone."""
+    if narrow:
+        for number, (name, _, _, colour) in enumerate(reversed(ends)):
+            axes.annotate(
+                "● " + _short(name, 36), (0, 1), (0, 6 + 12 * number), xycoords="axes fraction", color=colour,
+                textcoords="offset points", fontsize=8.5,
+            )  # fmt: skip
+        return
+    figure.draw_without_rendering()
+    gap = 12 / (axes.get_window_extent().height * 72 / figure.dpi) * 1.02  # of the axis, for a line of text
+    right = max(x for _, x, _, _ in ends)
+    below = -1.0
+    places = []
+    for name, x, y, colour in sorted(ends, key=lambda end: end[2]):
+        below = max(y, below + gap)
+        places.append((name, x, y, below, colour))
+    over = max(0.0, below - 1.0)
+    for name, x, y, text_y, colour in places:
+        if x < right:
+            axes.plot([x, right], [y, text_y - over], color=colour, linewidth=0.6, linestyle=(0, (1, 3)))
+        axes.annotate(
+            _short(name, 28), (right, text_y - over), (7, 0), textcoords="offset points", va="center", color=colour,
+            fontsize=8.5,
+        )  # fmt: skip
+
+
+def _plot(name: str, title: str, caption: str, alt: str, draw: Callable[[Figure, bool], None]) -> Plot:
+    """Draw for the page, for a phone, and for a file that stands alone."""
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    def drawn(kind: str) -> Figure:
+        figure = Figure(layout="constrained")
+        FigureCanvasAgg(figure)
+        figure.patch.set_alpha(0)
+        draw(figure, kind == "narrow")
+        return figure
+
+    def svg(figure: Figure, kind: str) -> str:
+        # Salted, so that identifiers of two SVGs in a page differ, and an SVG is the same each time it is drawn.
+        with matplotlib.rc_context({"svg.hashsalt": f"{name}-{kind}"}):
+            figure.savefig(file := io.BytesIO(), format="svg")
+        return inline(file.getvalue())
+
+    # A method's name may have a dollar in it, and characters that only the page's fonts have.
+    with matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none"}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")
+        narrow = svg(drawn("narrow"), "narrow")
+        wide = svg(figure := drawn("wide"), "wide")
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=LIGHT["ink"], fontweight="bold")
+        figure.savefig(png := io.BytesIO(), format="png", dpi=160, facecolor="white")
+    return Plot(name, title, caption, alt, wide, narrow, png.getvalue())
+
+
+def inline(svg: bytes) -> str:
+    """An SVG for the inside of a page: no prolog, no metadata, the page's width, colours and fonts."""
+    text = svg.decode()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r'<svg\s[^>]*?viewBox="([^"]*)"[^>]*>', r'<svg viewBox="\1" aria-hidden="true">', text, count=1)
+    text = text.replace("xlink:href", "href")
+    used = {*re.findall(r"#(\w+)", text)}
+    text = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", text)
+    text = re.sub(r"<!--.*?-->\s*", "", text, flags=re.DOTALL)
+    text = re.sub(r"font: ?([\d.]+)px [^;\"]*", r"font-size: \1px", text)
+    text = re.sub(r"font: ?(bold|700) ([\d.]+)px [^;\"]*", r"font-size: \2px; font-weight: 600", text)
+    for name, colour in LIGHT.items():
+        text = text.replace(colour, f"var(--{name})")
+    return text

@@ -1,0 +1,204 @@
+"""A study from its configuration to its report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from specbeam.checkpoints import locate
+from specbeam.errors import SpecbeamError
+from specbeam.study import launchers
+from specbeam.study.config import Study, check, methods
+from specbeam.study.data import Row, local_file, read_rows
+from specbeam.study.progress import Progress
+from specbeam.study.results import (
+    SUMMARY,
+    Record,
+    Run,
+    fingerprint,
+    full_disk_told,
+    write_parquet,
+    write_whole,
+)
+from specbeam.study.tracking import tracker_of
+from specbeam.study.work import Work, jobs_of_turn, make_work
+
+UNTOLD = ("output", "tracking", "launcher")
+"""Keys of the configuration that do not change results."""
+
+
+def run_study(config: Mapping[str, Any], tell: Callable[[str], object] = print) -> Path:
+    """Run a study, or what is left of it, and write its table, plots and report.
+
+    Args:
+        config: what :func:`specbeam.study.config.compose` made.
+        tell: gets lines for people.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        SpecbeamError: wrong input, or no room on the disk; what was finished is kept.
+    """
+    began = time.perf_counter()
+    study = check(config)
+    rows = read_rows(study.data, study.prompts, study.seed)
+    sources = _sources(study)
+    folder = Path(study.output)
+    told = {key: value for key, value in config.items() if key not in UNTOLD}
+    run = Run(folder, fingerprint(told, sources, local_file(study.data)), _yaml(config))
+    with ExitStack() as last:
+        last.callback(run.close)
+        tracker = tracker_of(study, config, folder)
+        last.callback(tracker.close)
+        total = len(methods(study)) * study.repeats * sum(len(row.turns) for row in rows)
+        progress = last.enter_context(Progress([m.name for m in methods(study)], total))
+        for record in run.records.values():
+            tracker.record(record)
+            progress.take(record)
+        work = _generate(study, config, rows, run, tracker.record, progress)
+        generating = sum(record["wall"] for record in run.records.values())
+        progress.say("reading the texts again")
+        _score(study, config, run, work)
+        records = [*run.records.values()]
+        overhead = max(0.0, time.perf_counter() - began - progress.spent)
+        summary = _summarize(study, records, run.scores)
+        with full_disk_told(folder):
+            write_whole(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+            write_parquet(folder / "generations.parquet", records)
+        progress.say("writing the report")
+        from specbeam.study.report import write_report
+
+        share = overhead / (overhead + generating) if generating else None
+        with full_disk_told(folder):
+            write_report(
+                folder,
+                title=study.project_name,
+                config=dict(config),
+                fingerprint=run.fingerprint,
+                summary=summary,
+                records=records,
+                overhead=share,
+            )
+        tracker.summary(summary, folder)
+    failed = sum(record["error"] is not None for record in records)
+    tell(f"{len(records)} generations, {failed} failed: {folder / 'report.html'}")
+    return folder
+
+
+def _generate(
+    study: Study,
+    config: Mapping[str, Any],
+    rows: list[Row],
+    run: Run,
+    follow: Callable[[Record], None],
+    progress: Progress,
+) -> Work | None:
+    """All generations that are not there yet. Turns come one after the other, as answers are part of the next one."""
+    made: list[Work] = []
+
+    def make() -> Work:
+        progress.say("loading")
+        made.append(make_work(config)())
+        progress.say("")
+        return made[-1]
+
+    def done(job: Any, result: Any) -> None:
+        if isinstance(result, Exception):  # a worker that died, or one that could not load its models
+            if isinstance(result, SpecbeamError):
+                raise result
+            result = _lost(job, result)
+        run.add(result)
+        follow(result)
+        progress.take(result, spent=result["wall"])
+
+    for turn in range(max(len(row.turns) for row in rows)):
+        jobs = jobs_of_turn(study, rows, turn, run.records)
+        if not jobs:
+            continue
+        if study.launcher.name == "ray":
+            how = {key: value for key, value in vars(study.launcher).items() if key != "name"}
+            launchers.on_ray(jobs, make_work(config), done, tell=progress.say, **how)
+        else:
+            launchers.local(jobs, (lambda: made[0]) if made else make, done)
+    return made[0] if made else None
+
+
+def _lost(job: Any, error: Exception) -> Record:
+    """The record of a job that nobody came back from."""
+    row = job["row"]
+    return {
+        **{name: job[name] for name in ("key", "method", "turn", "repeat")},
+        "mode": None,
+        "row": row["id"],
+        "category": row["category"],
+        "prompt": job["messages"][-1]["content"],
+        "references": row["references"],
+        "problem": row["problem"],
+        "started": time.time(),
+        "error": " ".join(str(error).split()),
+        "wall": 0.0,
+    }
+
+
+def _score(study: Study, config: Mapping[str, Any], run: Run, work: Work | None) -> None:
+    """Perplexities, and whether programs pass their tests, of what has none of these yet. Equal texts are read once."""
+    left = [r for r in run.records.values() if r["error"] is None and r["key"] not in run.scores]
+    if not left or not (study.metrics.perplexity or any(r["problem"] for r in left)):
+        return
+    from specbeam.study.execution import completion_of, passes
+
+    work = work or make_work(config)()
+    known: dict[str, dict[str, Any]] = {}
+    for record in left:
+        same = json.dumps([_said(record, run.records), record["token_ids"]])
+        if same not in known:
+            scores: dict[str, Any] = {"perplexity": {}, "passed": None}
+            for name in study.metrics.perplexity:
+                scores["perplexity"][name] = work.perplexity(name, _said(record, run.records), record)
+            if (problem := record["problem"]) and study.metrics.pass_at_1:
+                scores["passed"], scores["reason"] = passes(
+                    problem, completion_of(record["text"], problem["entry_point"])
+                )
+            known[same] = scores
+        run.add_scores(record["key"], known[same])
+
+
+def _said(record: Record, records: Mapping[str, Record]) -> list[dict[str, str]]:
+    """The messages a text answers."""
+    messages = []
+    for turn in range(record["turn"]):
+        before = records[f"{record['method']}|{record['row']}|{turn}|{record['repeat']}"]
+        messages += [
+            {"role": "user", "content": before["prompt"]},
+            {"role": "assistant", "content": before["text"]},
+        ]
+    return [*messages, {"role": "user", "content": record["prompt"]}]
+
+
+def _summarize(study: Study, records: list[Record], scores: Mapping[str, Any]) -> dict[str, Any]:
+    from specbeam.study.summary import summarize
+
+    found = methods(study)
+    twins = {method.name: method.twin for method in found if method.twin is not None}
+    baseline = study.metrics.baseline or found[0].name
+    order = {method.name: i for i, method in enumerate(found)}
+    records = sorted(records, key=lambda record: order[record["method"]])
+    return summarize(records, scores, baseline=baseline, twins=twins, confidence=study.metrics.confidence)
+
+
+def _sources(study: Study) -> dict[str, Path]:
+    """The files of every model; one that cannot be found is refused before anything is written."""
+    wanted = [study.target_model, *(m.draft for m in methods(study)), *study.metrics.perplexity]
+    names = dict.fromkeys(name for name in wanted if name not in (None, "ngram", "suffix", "target"))
+    return {str(name): locate(str(name)) for name in names}
+
+
+def _yaml(config: Mapping[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,133 @@
+"""Where a study's numbers are sent, beside its folder. Another tracker is another class with these three methods."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from specbeam.errors import SpecbeamError
+from specbeam.study.config import Study
+from specbeam.study.results import Record
+
+logger = logging.getLogger("specbeam")
+
+
+class Tracker(Protocol):
+    """What follows a run. Nothing it does may stop the study."""
+
+    def record(self, record: Record) -> None:
+        """A generation is finished."""
+
+    def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
+        """The study is finished; its folder holds the report, the plots and the table."""
+
+    def close(self) -> None:
+        """There is nothing more to come."""
+
+
+class Nowhere:
+    """Tracks nothing."""
+
+    def record(self, record: Record) -> None: ...
+
+    def summary(self, summary: Mapping[str, Any], folder: Path) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class WandbTracker:
+    """Weights & Biases: config, a table of generations, metrics and plots.
+
+    Without a key (WANDB_API_KEY or ``wandb login``), or with WANDB_MODE=offline, all is written below the run's folder,
+    for ``wandb sync``.
+    """
+
+    COLUMNS = ("key", "method", "category", "turn", "repeat", "prompt", "text", "new_tokens", "tokens_per_second")
+
+    def __init__(self, study: Study, config: Mapping[str, Any], folder: Path) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise SpecbeamError("tracking=wandb needs wandb: pip install specbeam[wandb]") from error
+        mode = os.environ.get("WANDB_MODE") or ("online" if self._wandb.api.api_key else "offline")
+        self._wandb: Any = wandb
+        self._rows: list[list[Any]] = []
+        self._run = self._wandb.init(
+            project=study.tracking.project or study.project_name,
+            entity=study.tracking.entity,
+            tags=study.tracking.tags,
+            config=dict(config),
+            dir=str(folder),
+            name=folder.name,
+            id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12],  # a run that goes on is the same one
+            resume="allow",
+            mode=mode,
+            settings=wandb.Settings(silent=True, init_timeout=30, console="off"),
+        )
+
+    def record(self, record: Record) -> None:
+        stats = record.get("stats") or {}
+        flat = record | stats
+        self._rows.append([flat.get(name) for name in self.COLUMNS])
+        if stats:
+            method = record["method"]
+            told = ("tokens_per_second", "time_to_first_token", "acceptance_rate", "steps_per_target_pass")
+            self._run.log({f"{method}/{name}": stats[name] for name in told if stats[name] is not None})
+
+    def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
+        table = self._wandb.Table(columns=[*self.COLUMNS], data=self._rows)
+        plots = {
+            f"plots/{path.stem}": self._wandb.Image(str(path)) for path in sorted((folder / "plots").glob("*.png"))
+        }
+        self._run.log({"generations": table, **plots})
+        for method in summary["methods"]:
+            for name, estimate in method["metrics"].items():
+                self._run.summary[f"{method['method']}/{name}"] = estimate["mean"]
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Unfailing:
+    """A tracker whose failures are a warning: the study goes on without it."""
+
+    def __init__(self, tracker: Tracker) -> None:
+        self._tracker: Tracker | None = tracker
+
+    def _do(self, what: str, *given: Any) -> None:
+        if self._tracker is not None:
+            try:
+                getattr(self._tracker, what)(*given)
+            except Exception as error:
+                logger.warning("tracking stopped: %s", " ".join(str(error).split()) or type(error).__name__)
+                self._tracker = None
+
+    def record(self, record: Record) -> None:
+        self._do("record", record)
+
+    def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
+        self._do("summary", summary, folder)
+
+    def close(self) -> None:
+        self._do("close")
+
+
+def tracker_of(study: Study, config: Mapping[str, Any], folder: Path) -> Tracker:
+    """The tracker that a study asks for.
+
+    Raises:
+        SpecbeamError: its package is not installed.
+    """
+    if study.tracking.name == "none":
+        return Nowhere()
+    try:
+        return Unfailing(WandbTracker(study, config, folder))
+    except SpecbeamError:
+        raise
+    except Exception as error:
+        logger.warning("no tracking: %s", " ".join(str(error).split()) or type(error).__name__)
+        return Nowhere()

@@ -1,0 +1,189 @@
+"""What a worker does: one generation at a time, on models that stay loaded."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from specbeam.engine import Engine
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel, load
+from specbeam.prompts import encode, show_prompt, tokenize
+from specbeam.scoring import score
+from specbeam.study.config import Method, Study, check, methods
+from specbeam.study.results import Record
+
+WARM_UP = 8
+"""Tokens of the first generation of each method, which is not kept: memory is allocated, passes are timed."""
+
+Job = dict[str, Any]
+"""A method's name, a row, the turn and the repeat, and what was said before in this conversation."""
+
+
+class Work:
+    """Makes records of jobs.
+
+    Args:
+        config: of the study, as plain data: workers may be other processes.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.study = check(config)
+        self.methods = {method.name: method for method in methods(self.study)}
+        self._models: dict[str, LanguageModel] = {}
+        self._warm: set[str] = set()
+        for method in self.methods.values():
+            self.models(method)
+
+    def models(self, method: Method) -> tuple[LanguageModel, Any]:
+        """The target and what drafts for it."""
+        target = self._load(self.study.target_model, method.load)
+        if method.draft in (None, "ngram", "suffix"):
+            return target, method.draft
+        return target, self._load(method.draft, method.draft_load)
+
+    def __call__(self, job: Job) -> Record:
+        """The record of a job. What goes wrong is told in it; only an interrupt is raised."""
+        method, row = self.methods[job["method"]], job["row"]
+        start = time.perf_counter()
+        record: Record = {
+            **{name: job[name] for name in ("key", "method", "turn", "repeat")},
+            "mode": method.mode,
+            "row": row["id"],
+            "category": row["category"],
+            "prompt": job["messages"][-1]["content"],
+            "references": row["references"] if job["turn"] == len(row["turns"]) - 1 else [],
+            "problem": row["problem"],
+            "started": time.time(),
+            "error": None,
+        }
+        try:
+            record |= self._generate(method, job)
+        except Exception as error:  # the other generations go on
+            kind = "" if isinstance(error, SpecbeamError) else f"{type(error).__name__}: "
+            record["error"] = kind + " ".join(str(error).split())
+        return record | {"wall": time.perf_counter() - start}
+
+    def _generate(self, method: Method, job: Job) -> Record:
+        lm, draft = self.models(method)
+        prompt, how = self._asked(lm, job["messages"])
+        options = method.options | {"trace": method.draft is not None}
+        if options["do_sample"]:
+            options["seed"] = job["seed"]
+        if method.name not in self._warm:
+            few = options | {"max_new_tokens": min(WARM_UP, options["max_new_tokens"]), "min_new_tokens": 0}
+            self._run(lm, prompt, few, draft, how)
+            self._warm.add(method.name)
+        result, times = self._run(lm, prompt, options, draft, how)
+        stats = result.to_dict()["stats"]
+        return {
+            "rendered": show_prompt(lm, prompt, **how) if self.study.debug.render_input_text else None,
+            "text": result.text,
+            "token_ids": result.token_ids,
+            "finish_reason": result.finish_reason,
+            "beams": [{"text": s.text, "token_ids": s.token_ids, "score": s.score} for s in result.sequences],
+            "stats": stats,
+            "times": times,
+            "trace": result.trace,
+        }
+
+    def perplexity(self, name: str, messages: list[dict[str, str]], record: Record) -> float | None:
+        """e to the mean negative log-probability of a text's tokens, given what it answers; None without tokens.
+
+        Args:
+            name: "target", as the method had it, or another model, which sees the text as its own tokenizer cuts it.
+        """
+        method = self.methods[record["method"]]
+        lm = self.models(method)[0] if name == "target" else self._load(name, vars(self.study.load))
+        prompt, how = self._asked(lm, messages)
+        token_ids = record["token_ids"]
+        if name != "target":
+            token_ids = tokenize(lm.tokenizer, record["text"], add_special_tokens=False).input_ids
+        if not token_ids:
+            return None
+        log_prob = self._known(lm, method, record) if name == "target" else None
+        if log_prob is None:
+            ((_, log_prob, _),) = score(lm, [(encode(lm, prompt, **how), list(token_ids))])
+        return math.exp(-log_prob / len(token_ids))
+
+    def _known(self, lm: LanguageModel, method: Method, record: Record) -> float | None:
+        """The log-probability that the search found, if it is that of the text (:class:`specbeam.Sequence`)."""
+        found: float = record["beams"][0]["score"]
+        if method.mode not in ("beam", "hybrid"):
+            return found
+        if method.options.get("repetition_penalty", lm.generation_defaults.get("repetition_penalty")) not in (
+            None,
+            1.0,
+        ):
+            return None
+        return found * len(record["token_ids"]) ** method.options["length_penalty"]
+
+    def _asked(self, lm: LanguageModel, messages: list[dict[str, str]]) -> tuple[Any, dict[str, Any]]:
+        """The prompt that a model sees of messages, and how it is to be read."""
+        chat = self.study.chat
+        if chat.raw or lm.tokenizer is None or not lm.tokenizer.chat_template:
+            return messages[-1]["content"], {"raw": chat.raw}
+        return messages, {"system": chat.system_prompt if chat.use_system_prompt else None}
+
+    def _run(self, lm: LanguageModel, prompt: Any, options: Any, draft: Any, how: Any) -> tuple[Any, list[float]]:
+        """A result, and when each piece of its text came, in seconds."""
+        engine = Engine(lm)
+        start = time.perf_counter()
+        request = engine.submit(prompt, options, draft=draft, **how)
+        times: list[float] = []
+        while engine.step():
+            if request.pieces:
+                request.pieces.clear()
+                times.append(time.perf_counter() - start)
+        return request.result(), times
+
+    def _load(self, source: str | None, how: Mapping[str, Any]) -> LanguageModel:
+        assert source is not None
+        key = repr((source, sorted(how.items())))
+        if key not in self._models:
+            self._models[key] = load(source, **{name: value for name, value in how.items() if value is not None})
+        return self._models[key]
+
+
+def make_work(config: Mapping[str, Any]) -> Callable[[], Work]:
+    """What makes a worker's work, wherever it is."""
+    return lambda: Work(config)
+
+
+def jobs_of_turn(study: Study, rows: list[Any], turn: int, records: Mapping[str, Record]) -> list[Job]:
+    """What is left to do of a turn, all methods of a row one after the other.
+
+    Which of them is first changes from row to row, so that a machine that grows slower favours none.
+    """
+    names = [method.name for method in methods(study)]
+    found = []
+    for repeat in range(study.repeats):
+        for number, row in enumerate(rows):
+            if turn >= len(row.turns):
+                continue
+            first = (number + repeat) % len(names)
+            for method in [*names[first:], *names[:first]]:
+                key = f"{method}|{row.id}|{turn}|{repeat}"
+                said = [records.get(f"{method}|{row.id}|{t}|{repeat}") for t in range(turn)]
+                if key in records or any(record is None or record["error"] for record in said):
+                    continue
+                messages = []
+                for text, record in zip(row.turns, said, strict=False):
+                    assert record is not None
+                    messages += [{"role": "user", "content": text}, {"role": "assistant", "content": record["text"]}]
+                messages.append({"role": "user", "content": row.turns[turn]})
+                seed = hash_of(study.seed, row.id, turn, repeat)
+                found.append(
+                    {"key": key, "method": method, "row": vars(row), "turn": turn, "repeat": repeat, "seed": seed}
+                    | {"messages": messages}
+                )
+    return found
+
+
+def hash_of(*parts: Any) -> int:
+    """A seed that is the same for the same parts on every machine."""
+    import hashlib
+
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "big")

@@ -1,0 +1,309 @@
+"""The command for many rows: its files, how it goes on where it was interrupted, and how it says no."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import specbeam
+from specbeam.backends.cpu import CpuBackend
+from specbeam.cli import batch, main
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
+
+pytest.importorskip("pyarrow")
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+PROMPTS = ["hi", "hello hello", "x", "why is the sky blue?", "one\ntwo", "ö", 'a, "b"', "3", "0", "last"]
+NEW = ["text", "finish_reason", "new_tokens", "seconds", "error"]
+
+
+@pytest.fixture(scope="module")
+def folder(save):
+    return str(save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE)))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return specbeam.load(folder)
+
+
+@pytest.fixture
+def run(folder, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments, model=folder):
+        try:
+            status = main(["batch", *map(str, arguments), "--model", model])
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        assert out == ""
+        return status, err
+
+    return run
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        with path.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, rows[0].keys())
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+def read(path):
+    if path.suffix == ".parquet":
+        return pq.read_table(path).to_pylist()
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def numbered(prompts=PROMPTS):
+    return [{"id": f"{number:03}", "prompt": prompt} for number, prompt in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("into", ["out.parquet", "out.jsonl"])
+@pytest.mark.parametrize("source", ["in.parquet", "in.jsonl", "in.csv"])
+def test_each_row_has_what_generate_gives_in_the_order_of_the_input(run, model, tmp_path, source, into):
+    write(tmp_path / source, numbered())
+    assert run(source, into, "--max-new-tokens", 9, "--batch-size", 2) == (0, "")
+    rows = read(tmp_path / into)
+    assert [{"id": row["id"], "prompt": row["prompt"]} for row in rows] == numbered()
+    assert list(rows[0]) == ["id", "prompt", *NEW]
+    for row, expected in zip(rows, specbeam.generate(model, PROMPTS, max_new_tokens=9), strict=True):
+        assert row["text"] == expected.text
+        assert (row["finish_reason"], row["new_tokens"]) == (expected.finish_reason, expected.stats.new_tokens)
+        assert 0 < row["seconds"] < 60
+        assert row["error"] is None
+    assert [path.name for path in sorted(tmp_path.iterdir())] == sorted([source, into])
+
+
+def test_options_drafts_and_messages(run, model, tmp_path):
+    messages = [{"role": "user", "content": "hi"}]
+    write(tmp_path / "in.jsonl", [{"messages": messages, "n": [1]}, {"messages": [104, 105], "extra": {"a": None}}])
+    options = ["--num-beams", 3, "--max-new-tokens", 8, "--draft", "ngram", "--tokens"]
+    assert run("in.jsonl", "out.jsonl", *options) == (0, "")
+    rows = read(tmp_path / "out.jsonl")
+    expected = specbeam.generate(model, [messages, [104, 105]], num_beams=3, max_new_tokens=8)
+    assert [row["token_ids"] for row in rows] == [result.token_ids for result in expected]
+    assert [[name for name in row if name not in NEW] for row in rows] == [
+        ["messages", "n", "token_ids"],
+        ["messages", "extra", "token_ids"],
+    ]
+
+
+def test_the_column_is_found_or_named(run, tmp_path):
+    few = ("--max-new-tokens", 2)
+    write(tmp_path / "a.jsonl", [{"text": "hi", "n": 1}])
+    assert run("a.jsonl", "a.out.jsonl", *few) == (0, "")
+    (row,) = read(tmp_path / "a.out.jsonl")
+    assert row["text"] == "hi"  # the input's stays
+    assert list(row) == ["text", "n", "generated_text", *NEW[1:]]
+    write(tmp_path / "b.jsonl", [{"question": "hi"}])
+    assert run("b.jsonl", "b.out.parquet", "--column", "question", *few) == (0, "")
+    assert read(tmp_path / "b.out.parquet")[0]["new_tokens"] == 2
+
+
+@pytest.mark.parametrize("into", ["out.parquet", "out.jsonl"])
+def test_a_row_that_fails_is_a_row_and_status_1(run, tmp_path, into):
+    write(tmp_path / "in.jsonl", [{"prompt": "hi"}, {"n": 1}, {"prompt": ""}, {"prompt": "x" * 300}])
+    status, err = run("in.jsonl", into, "--max-new-tokens", 3)
+    assert status == 1
+    assert err == "specbeam: 3 of 4 rows failed, first row 2: the row has no prompt\n"
+    good, *bad = read(tmp_path / into)
+    assert good["error"] is None
+    for row, says in zip(bad, ["has no prompt", "prompt is empty", "prompt has 3"], strict=True):
+        assert says in row["error"]
+    assert {(row["text"], row["finish_reason"], row["new_tokens"], row["seconds"]) for row in bad} == {(None,) * 4}
+
+
+def test_a_pass_that_fails_fails_its_row_alone(run, tmp_path, monkeypatch):
+    forward = CpuBackend.forward
+
+    def failing(self, segments):
+        if any(len(s.tokens) > 60 for s in segments):
+            raise RuntimeError("it\nbroke")
+        return forward(self, segments)
+
+    monkeypatch.setattr(CpuBackend, "forward", failing)
+    write(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "x" * 80}, {"prompt": "two"}])
+    assert run("in.jsonl", "out.jsonl", "--max-new-tokens", 3)[0] == 1
+    assert [row["error"] for row in read(tmp_path / "out.jsonl")] == [None, "RuntimeError: it broke", None]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_killed_and_started_again_it_gives_the_same_file(run, folder, tmp_path):
+    write(tmp_path / "in.jsonl", numbered(PROMPTS * 4))
+    arguments = ["in.jsonl", "out.jsonl", "--max-new-tokens", "200", "--min-new-tokens", "200", "--batch-size", "1"]
+    command = [sys.executable, "-m", "specbeam", "batch", *arguments, "--model", folder]
+    part = tmp_path / "out.jsonl.partial.jsonl"
+    for lines in (5, 13):
+        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+        while not part.exists() or part.read_bytes().count(b"\n") < lines:
+            assert process.poll() is None
+            time.sleep(0.005)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not (tmp_path / "out.jsonl").exists()
+    before = part.read_bytes()
+    part.write_bytes(before + b'{"row": 39, "text": "to')  # a line that was being written
+    assert run(*arguments) == (0, "")
+    rows = read(tmp_path / "out.jsonl")
+    assert not part.exists()
+    kept = {row["row"]: row["seconds"] for row in map(json.loads, before.splitlines()[1:])}
+    assert 12 <= len(kept) < 40
+    assert {number: rows[number]["seconds"] for number in kept} == kept  # not generated a second time
+    assert run("in.jsonl", "again.jsonl", *arguments[2:]) == (0, "")
+    for row in (again := read(tmp_path / "again.jsonl")) + rows:
+        del row["seconds"]
+    assert rows == again
+
+
+@pytest.fixture
+def interrupted(run, monkeypatch):
+    """A run that is stopped after its first job."""
+
+    def interrupted(*arguments):
+        jobs, generate = iter([1]), batch.generate
+
+        def once(*given):
+            if next(jobs, None) is None:
+                raise KeyboardInterrupt
+            return generate(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(batch, "generate", once)
+            assert run(*arguments) == (130, "specbeam: interrupted\n")
+
+    return interrupted
+
+
+def test_another_run_does_not_go_on_where_one_was_interrupted(run, interrupted, tmp_path):
+    write(tmp_path / "in.jsonl", numbered())
+    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens")
+    interrupted(*arguments, 4)
+    part = tmp_path / "out.jsonl.partial.jsonl"
+    before = part.read_bytes()
+    assert before.count(b"\n") == 1 + batch.BATCHES
+    for wrong in [(5,), (4, "--tokens"), (4, "--raw"), (4, "--column", "id")]:
+        status, err = run(*arguments, *wrong)
+        assert status == 2
+        assert err.startswith("specbeam: out.jsonl.partial.jsonl is of another run")
+        assert err.endswith("or delete that file to begin anew\n")
+    assert part.read_bytes() == before
+    assert run("in.jsonl", "out.jsonl", "--batch-size", 3, "--max-new-tokens", 4) == (0, "")  # that makes no difference
+    assert [row["id"] for row in read(tmp_path / "out.jsonl")] == [row["id"] for row in numbered()]
+
+
+@pytest.mark.parametrize("damage", ["", '{"fing', "\0" * 100, '{"row": 1}\n', "[]\n", '{"fingerprint": "x"}\n{"row'])
+def test_a_file_that_was_not_even_begun_is_begun_anew(run, tmp_path, damage):
+    write(tmp_path / "in.jsonl", numbered())
+    (tmp_path / "out.jsonl.partial.jsonl").write_text(damage)
+    status, err = run("in.jsonl", "out.jsonl", "--max-new-tokens", 2)
+    assert (status, err) == (0, "")
+    assert [row["error"] for row in read(tmp_path / "out.jsonl")] == [None] * 10
+
+
+def test_what_is_finished_is_not_loaded_a_model_for(run, interrupted, tmp_path, monkeypatch):
+    write(tmp_path / "in.jsonl", numbered(PROMPTS[: batch.BATCHES]))
+    arguments = ("in.jsonl", "out.parquet", "--batch-size", 1, "--max-new-tokens", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full)
+        status, err = run(*arguments)
+    assert status == 1
+    assert err.startswith("specbeam: cannot write the output: No space left on device; 4 finished rows stay in out.par")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.parquet.partial.jsonl"]
+    monkeypatch.setattr(batch, "load_model", None)
+    assert run(*arguments) == (0, "")
+    assert [row["error"] for row in read(tmp_path / "out.parquet")] == [None] * 4
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_is_one_line_and_what_is_finished_stays(run, tmp_path, monkeypatch):
+    write(tmp_path / "in.jsonl", numbered())
+    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 2)
+    calls, fsync = iter([1, 1]), os.fsync  # for the first line and the first job
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: fsync(file) if next(calls, None) else full())
+        status, err = run(*arguments)
+    assert status == 1
+    assert len(err.splitlines()) == 1
+    assert "No space left on device; 4 finished rows stay in out.jsonl.partial.jsonl, and the same command goes" in err
+    assert run(*arguments) == (0, "")
+    assert [row["id"] for row in read(tmp_path / "out.jsonl")] == [row["id"] for row in numbered()]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "arguments", "says"),
+    [
+        ("in.jsonl", '{"prompt": "x"}', ["out.csv"], "out.csv has an unknown ending: name it .parquet or .jsonl"),
+        ("in.jsonl", '{"prompt": "x"}', ["no/out.jsonl"], "no/out.jsonl cannot be written: there is no folder no"),
+        ("in.jsonl", '{"prompt": "x"}', ["in.jsonl"], "in.jsonl is there already: delete it, or name another"),
+        ("in.txt", "x", ["out.jsonl"], "in.txt has an unknown ending: name it .parquet, .jsonl, .csv"),
+        ("other.jsonl", "", ["out.jsonl"], "in.jsonl cannot be read: No such file or directory"),
+        ("in.jsonl", "", ["out.jsonl"], "in.jsonl has no rows"),
+        ("in.jsonl", '{"prompt": "x"}\n{"pro', ["out.jsonl"], "in.jsonl is damaged: line 2 is not JSON"),
+        ("in.jsonl", '{"prompt": "x"}\n"x"', ["out.jsonl"], "in.jsonl is damaged: line 2 is no JSON object"),
+        ("in.jsonl", b"\xff", ["out.jsonl"], "in.jsonl is not UTF-8 text (byte 0)"),
+        ("in.parquet", "PAR1 but no more", ["out.jsonl"], "in.parquet"),
+        ("in.csv", "a,prompt\n1\n", ["out.jsonl"], "in.csv is damaged: line 2 has 1 cells, but there are 2 columns"),
+        ("in.csv", "a,a\n1,2\n", ["out.jsonl"], "in.csv is damaged: two columns are called 'a'"),
+        ("in.csv", "promt,b\nx,y\n", ["out.jsonl"], "in.csv has the columns promt, b: say with --column which one"),
+        ("in.csv", "text,messages\nx,y\n", ["out.jsonl"], "say with --column which one has the prompts"),
+        ("in.csv", "prompt\nx\n", ["out.jsonl", "--column", "promt"], "unknown column 'promt': did you mean 'prompt'?"),
+        ("in.csv", "prompt,text,generated_text\n1,2,3\n", ["out.jsonl"], "has the columns text and generated_text"),
+        ("in.jsonl", '{"prompt": "x", "n": 1}\n{"n": "a"}', ["out.parquet"], "column 'n' cannot be in a .parquet file"),
+        ("in.csv", "prompt\nx\n", ["out.jsonl", "--max-new-tokens", "0"], "max_new_tokens=0 is not allowed"),
+        ("in.csv", "prompt\nx\n", ["out.jsonl", "--batch-size", "0"], "--batch-size 0 is not allowed"),
+        ("in.csv", "prompt\nx\n", ["out.jsonl", "--workers", "2"], "--workers goes with --launcher ray"),
+        ("in.csv", "prompt\nx\n", ["out.jsonl", "--draft-corpus", "x"], "--draft-corpus goes with --draft suffix"),
+        ("in.csv", "prompt\nx\n", ["out.jsonl", "--num-beams", "2", "--num-return-sequences", "2"], "one text"),
+    ],
+)
+def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, tmp_path, name, content, arguments, says):
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    source = "in.jsonl" if name == "other.jsonl" else name
+    status, err = run(source, *arguments, model="/not/there")
+    assert status == 2
+    assert says in err
+    assert len(err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_model_that_is_not_there_is_one_line(run, tmp_path):
+    write(tmp_path / "in.jsonl", numbered())
+    status, err = run("in.jsonl", "out.jsonl", model="/not/there")
+    assert status == 2
+    assert "/not/there" in err
+    assert len(err.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_on_ray_it_is_the_same(run, model, folder, tmp_path):
+    """In a process of its own, for Ray changes the one it is used in."""
+    pytest.importorskip("ray")
+    write(tmp_path / "in.jsonl", [*numbered(), {"prompt": None}])
+    arguments = ["in.jsonl", "out.jsonl", "--max-new-tokens", "9", "--batch-size", "1", "--launcher", "ray"]
+    command = [sys.executable, "-m", "specbeam", "batch", *arguments, "--model", folder]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "specbeam: 1 of 11 rows failed, first row 11: the row has no prompt\n"
+    *rows, last = read(tmp_path / "out.jsonl")
+    assert last["text"] is None
+    expected = specbeam.generate(model, PROMPTS, max_new_tokens=9)
+    assert [row["text"] for row in rows] == [result.text for result in expected]
+    status, err = run("in.jsonl", "no.jsonl", "--launcher", "ray", "--address", "127.0.0.1:1")
+    assert status == 2
+    assert err.startswith("specbeam: no Ray cluster answers at 127.0.0.1:1")

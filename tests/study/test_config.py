@@ -1,0 +1,135 @@
+"""Configurations: composed as Hydra does, checked name by name, and what methods they mean."""
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from specbeam.errors import SpecbeamError
+from specbeam.study.config import check, compose, methods, sweep
+
+ORIGINAL = """
+project_name: specbeam-study
+draft_model: Qwen/Qwen2.5-0.5B-Instruct
+target_model: Qwen/Qwen2.5-3B-Instruct
+chat: {use_system_prompt: true, system_prompt: "You are a concise and helpful assistant."}
+debug: {render_input_text: true}
+decode: {mode: speculative, k: 4, max_tokens: 50}
+prompts: ["The future of AI is", "Once upon a time in a digital world,"]
+"""
+
+
+def study(*overrides, folder=None):
+    return check(compose(["prompts=[hi]", *overrides], folder))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.yaml").write_text(ORIGINAL)
+    return tmp_path
+
+
+def test_a_configuration_of_the_first_study_means_what_it_says(folder):
+    found = check(compose([], folder))
+    assert found.target_model == "Qwen/Qwen2.5-3B-Instruct"
+    assert found.chat.system_prompt == "You are a concise and helpful assistant."
+    assert found.debug.render_input_text
+    assert found.prompts == ["The future of AI is", "Once upon a time in a digital world,"]
+    (method,) = methods(found)
+    assert (method.mode, method.draft) == ("speculative", "Qwen/Qwen2.5-0.5B-Instruct")
+    assert (method.options["num_draft_tokens"], method.options["max_new_tokens"]) == (4, 50)
+
+
+def test_the_command_line_comes_last(folder):
+    found = check(compose(["target_model=other", "decode.k=2"], folder))
+    assert (found.target_model, found.decode.k, found.decode.max_tokens) == ("other", 2, 50)
+
+
+def test_a_folder_may_have_groups_of_its_own(folder):
+    (folder / "ablation").mkdir()
+    (folder / "ablation" / "mine.yaml").write_text("# @package _global_\nmethods: {a: {mode: beam, num_beams: 3}}\n")
+    (method,) = methods(check(compose(["ablation=mine"], folder)))
+    assert (method.name, method.options["num_beams"]) == ("a", 3)
+
+
+def test_modes_are_compared_with_their_twins():
+    found = {m.name: m for m in methods(study("decode.mode=[greedy,speculative,beam,hybrid,sample]"))}
+    assert {name: m.twin for name, m in found.items()} == {
+        "greedy": None,
+        "speculative": "greedy",
+        "beam": None,
+        "hybrid": "beam",
+        "sample": None,
+    }
+    assert found["hybrid"].options["num_beams"] == found["beam"].options["num_beams"] == 4
+    assert found["sample"].options["do_sample"]
+    assert not found["speculative"].options["do_sample"]
+
+
+def test_a_twin_has_the_same_beams_and_weights():
+    changes = "{a: {mode: beam}, b: {mode: hybrid}, c: {mode: hybrid, num_beams: 2}, d: {mode: hybrid, quantize: int4}}"
+    assert [m.twin for m in methods(study(f"methods={changes}"))] == [None, "a", None, None]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["k", "draft_width", "beam_width", "draft_temperature", "drafter", "tree", "bound_rule", "quantization"],
+)
+def test_presets_are_studies(name):
+    found = methods(study(f"ablation={name}"))
+    assert len(found) > 2
+    assert all(m.twin is not None for m in found if m.draft and not m.options["do_sample"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("decode.kk=3", "no key decode.kk: did you mean decode.k?"),
+        ("sed=3", "did you mean seed?"),
+        ("decode.mode=speculatve", "did you mean 'speculative'?"),
+        ("decode.max_tokens=many", "decode.max_tokens='many' is not allowed: give a whole number"),
+        ("decode.max_tokens=0", "decode.max_tokens=0 is not allowed"),
+        ("decode.k=0", "num_draft_tokens=0 is not allowed"),
+        ("decode.temperature=hot", "give a number or null"),
+        ("metrics.confidence=95", "give 0.95"),
+        ("metrics.baseline=greed", "did you mean 'greedy'?"),
+        ("methods={a: {mod: beam}}", "did you mean methods.a.mode?"),
+        ("methods={a: 3}", "methods.a=3 is not allowed"),
+        ("prompts=hi", "prompts='hi' is not allowed: give a list"),
+        ("ablation=kk", "Could not find 'ablation/kk'"),
+        ("tracking=wand", "Could not find 'tracking/wand'"),
+        ("launcher.name=slurm", "launcher.name='slurm' is not allowed"),
+        ("data=spec_bench", "data.source"),
+        ("chat=none", "chat='none' is not allowed"),
+        ("draft.temperature=-1", "needs|not allowed|no key|-1"),
+    ],
+)
+def test_what_is_wrong_is_named(override, message):
+    if override.startswith("draft.temperature"):
+        override_list = [override, "decode.mode=speculative", "decode.do_sample=true"]
+    else:
+        override_list = [override]
+    with pytest.raises(SpecbeamError, match=message.replace("?", r"\?").replace("(", r"\(")):
+        study(*override_list)
+
+
+def test_nothing_to_decode_is_refused():
+    with pytest.raises(SpecbeamError, match="nothing to decode"):
+        check(compose([]))
+
+
+def test_an_unreadable_configuration_is_one_line(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: [1,")
+    with pytest.raises(SpecbeamError, match="cannot be composed"):
+        compose([], tmp_path)
+    (tmp_path / "config.yaml").write_bytes(b"a: \xff\xfe")
+    with pytest.raises(SpecbeamError, match=r"UTF-8|cannot be composed"):
+        compose([], tmp_path)
+    with pytest.raises(SpecbeamError, match="is no folder"):
+        compose([], tmp_path / "missing")
+
+
+def test_sweeps_are_what_hydra_makes_of_them():
+    words = ["decode.k=1,2", "seed=range(0,3)", "decode.max_tokens=8"]
+    parsed = OverridesParser.create().parse_overrides(words)
+    expected = [[f"decode.k={k}", f"seed={s}", "decode.max_tokens=8"] for k in (1, 2) for s in range(3)]
+    assert [*sweep(words)] == expected
+    assert [o.is_sweep_override() for o in parsed] == [True, True, False]

@@ -1,0 +1,135 @@
+"""Data sets: every format gives the same rows, samples are drawn by category, and what is wrong is named."""
+
+import gzip
+import json
+
+import pandas
+import pytest
+
+from specbeam.errors import SpecbeamError
+from specbeam.study.config import Columns, Data
+from specbeam.study.data import read_rows
+
+TABLE = [
+    {"question": "One?", "answer": "1", "kind": "a"},
+    {"question": "Two?\nReally?", "answer": "2", "kind": "b"},
+    {"question": "Three, ü?", "answer": "3", "kind": "a"},
+]
+COLUMNS = Columns(prompt="question", reference="answer", category="kind")
+
+
+def write(path, rows):
+    if path.suffix == ".parquet":
+        pandas.DataFrame(rows).to_parquet(path)
+    elif path.suffix == ".csv":
+        pandas.DataFrame(rows).to_csv(path, index=False)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
+    return str(path)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "json", "csv", "parquet"])
+def test_tables_are_read_alike(tmp_path, ending):
+    source = write(tmp_path / f"table.{ending}", TABLE)
+    rows = read_rows(Data(source=source, columns=COLUMNS, template="Q: {prompt} ({kind})"), [], 0)
+    assert [row.turns for row in rows] == [[f"Q: {row['question']} ({row['kind']})"] for row in TABLE]
+    assert [row.references for row in rows] == [["1"], ["2"], ["3"]]
+    assert [row.category for row in rows] == ["a", "b", "a"]
+
+
+def test_usual_names_of_columns_are_found(tmp_path):
+    rows = read_rows(Data(source=write(tmp_path / "t.jsonl", TABLE)), ["first"], 0)
+    assert [row.turns[0] for row in rows] == ["first", "One?", "Two?\nReally?", "Three, ü?"]
+    assert rows[1].references == ["1"]
+
+
+def test_nested_columns(tmp_path):
+    rows = [{"translation": {"en": "good morning", "de": "guten Morgen"}}]
+    source = write(tmp_path / "t.jsonl", rows)
+    (row,) = read_rows(Data(source=source, columns=Columns(prompt="translation.en", reference="translation.de")), [], 0)
+    assert (row.turns, row.references) == (["good morning"], ["guten Morgen"])
+
+
+def test_a_line_of_text_is_a_prompt(tmp_path):
+    (tmp_path / "p.txt").write_text("one\r\n\ntwo\u2028still two\n", newline="")
+    rows = read_rows(Data(source=str(tmp_path / "p.txt")), [], 0)
+    assert [row.turns[0] for row in rows] == ["one", "two\u2028still two"]
+
+
+def spec_bench(tmp_path):
+    rows = [
+        {"question_id": i, "category": "abc"[i % 3], "turns": [f"q{i}", "and?"], "reference": ["r1", "r2"]}
+        for i in range(30)
+    ]
+    return write(tmp_path / "q.jsonl", rows)
+
+
+def test_spec_bench_has_turns_and_categories(tmp_path):
+    rows = read_rows(Data(source=spec_bench(tmp_path), per_category=2), [], 3)
+    assert sorted(row.category for row in rows) == [*"aabbcc"]
+    assert all(row.turns[1] == "and?" and row.references == ["r2"] for row in rows)
+    assert read_rows(Data(source=spec_bench(tmp_path), per_category=2), [], 3) == rows
+    assert read_rows(Data(source=spec_bench(tmp_path), per_category=2), [], 4) != rows
+    ids = [int(row.id) for row in rows]
+    assert ids == sorted(ids)
+    some = read_rows(Data(source=spec_bench(tmp_path), categories=["b"], limit=4, turns=1), [], 0)
+    assert [(row.category, len(row.turns), row.references) for row in some] == [("b", 1, ["r1"])] * 4
+
+
+def test_human_eval_has_problems(tmp_path):
+    row = {"task_id": "T/0", "prompt": "def f():\n", "entry_point": "f", "test": "def check(f): ..."}
+    (found,) = read_rows(Data(source=write(tmp_path / "h.jsonl.gz", [row])), [], 0)
+    assert "```python\ndef f():\n```" in found.turns[0]
+    assert found.problem == {key: row[key] for key in ("prompt", "test", "entry_point")}
+
+
+def test_rows_are_told_apart(tmp_path):
+    source = write(tmp_path / "t.jsonl", [{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}])
+    assert len({row.id for row in read_rows(Data(source=source, columns=Columns(id="id")), [], 0)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("data", "content", "message"),
+    [
+        ({"columns": Columns(prompt="questoin")}, TABLE, "did you mean data.columns.prompt=question"),
+        ({"columns": Columns(reference="ref")}, TABLE, "no key data.columns.reference=ref"),
+        ({}, [{"prompt": "a"}, {"prompt": " "}], "row 2 has no text"),
+        ({}, [{"prompt": "a"}, {"prompt": None}], "row 2 has no text"),
+        (
+            {"columns": Columns(reference="answer")},
+            [{"prompt": "a", "answer": None}],
+            "row 1 has nothing in the column",
+        ),
+        ({}, [{"said": "a"}], "data.columns.prompt is missing: it is one of said"),
+        ({}, [], "has no rows"),
+        ({}, [3], "is no object"),
+        ({"categories": ["x"]}, [{"prompt": "a", "category": "y"}], "no key data.categories=x"),
+        ({"template": "{promt}"}, TABLE, "data.template does not fit"),
+        ({"format": "spec_bench"}, TABLE, "has no turns"),
+        ({"format": "human_eval"}, TABLE, "prompt has no text"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path, data, content, message):
+    with pytest.raises(SpecbeamError, match=message):
+        read_rows(Data(source=write(tmp_path / "t.jsonl", content), **data), [], 0)
+
+
+def test_unreadable_files_are_one_line(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt"')
+    (tmp_path / "b.jsonl").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "c.parquet").write_bytes(b"nothing")
+    (tmp_path / "d.docx").write_bytes(b"nothing")
+    (tmp_path / "e.jsonl.gz").write_bytes(b"nothing")
+    for name, message in {
+        "a.jsonl": "line 2 is not JSON",
+        "b.jsonl": "not UTF-8",
+        "c.parquet": "cannot be read",
+        "d.docx": "is none of",
+        "e.jsonl.gz": "cannot be read",
+        "missing.jsonl": "there is no such file",
+    }.items():
+        with pytest.raises(SpecbeamError, match=message):
+            read_rows(Data(source=str(tmp_path / name)), [], 0)

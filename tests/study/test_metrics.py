@@ -1,0 +1,258 @@
+"""Metrics against the libraries' own values, closed forms and traces of generations."""
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+import specbeam
+from specbeam import hf
+from specbeam.results import Stats
+from specbeam.study.metrics import (
+    acceptance_by_position,
+    diversity,
+    finished,
+    of_corpus,
+    of_record,
+    quality,
+    repetition,
+    time_by_component,
+)
+from tests.conftest import random_model
+
+sacrebleu = pytest.importorskip("sacrebleu")
+rouge_scorer = pytest.importorskip("rouge_score.rouge_scorer")
+
+TEXT = "The quick brown fox jumps over the lazy dog."
+REFERENCES = ["The quick brown dog jumps on the log.", "A fast brown fox jumped over a dog that was lazy."]
+
+
+def make(
+    text=TEXT,
+    *,
+    method="greedy",
+    mode="greedy",
+    row="81",
+    turn=0,
+    repeat=0,
+    token_ids=(1, 2, 3),
+    beams=None,
+    references=(),
+    speed=20.0,
+    **other,
+):
+    """A generation as a run keeps it."""
+    stats = asdict(
+        Stats(
+            prompt_tokens=5,
+            new_tokens=len(token_ids),
+            seconds=2.0,
+            tokens_per_second=speed,
+            time_to_first_token=0.25,
+            forward_passes=9,
+            target_passes=7,
+            draft_passes=2,
+            nodes_evaluated=20,
+            peak_slots=30,
+            drafted=10,
+            accepted=4,
+            acceptance_rate=0.4,
+            steps_per_target_pass=1.5,
+            peak_memory=1000,
+            target_seconds=1.25,
+            draft_seconds=0.5,
+        )
+    )
+    record = {
+        "key": f"{method}|{row}|{turn}|{repeat}",
+        "method": method,
+        "mode": mode,
+        "row": row,
+        "turn": turn,
+        "repeat": repeat,
+        "category": None,
+        "prompt": "Say",
+        "references": list(references),
+        "text": text,
+        "token_ids": list(token_ids),
+        "finish_reason": "length",
+        "beams": beams or [{"text": text, "token_ids": list(token_ids), "score": -1.0}],
+        "stats": stats,
+        "times": [0.25, 0.75, 2.0],
+        "trace": None,
+        "error": None,
+        "wall": 2.1,
+    }
+    return json.loads(json.dumps(record | other))
+
+
+def failed(**given):
+    """A generation that failed."""
+    record = make(**given)
+    named = ("key", "method", "mode", "row", "turn", "repeat", "category", "prompt", "references", "wall")
+    return {name: record[name] for name in named} | {"error": "MemoryError: no room"}
+
+
+def beam(*token_ids, text="x"):
+    return {"text": text, "token_ids": list(token_ids), "score": 0.0}
+
+
+def test_the_metrics_of_a_record():
+    metrics = of_record(make())
+    assert metrics == {
+        "tokens_per_second": 20.0,
+        "time_to_first_token": 0.25,
+        "seconds": 2.0,
+        "gap_p50": pytest.approx(875.0),  # of 500 and 1250 ms
+        "gap_p95": pytest.approx(500 + 0.95 * 750),
+        "target_passes": 7,
+        "draft_passes": 2,
+        "acceptance_rate": 0.4,
+        "steps_per_target_pass": 1.5,
+        "peak_memory": 1000,
+        "new_tokens": 3,
+        "repetition": None,
+        "distinct_1": 1.0,
+        "distinct_2": 1.0,
+        "self_bleu": None,
+        "edit_distance": None,
+    }
+    assert {*of_record(make(references=REFERENCES))} == {*metrics, "rouge1", "rouge2", "rougeL", "bleu", "chrf"}
+
+
+def test_an_empty_text_has_few_metrics():
+    metrics = of_record(make("", token_ids=[], times=[], references=["something"]))
+    for name in ("gap_p50", "gap_p95", "repetition", "distinct_1", "distinct_2"):
+        assert metrics[name] is None
+    assert metrics["bleu"] == metrics["rougeL"] == metrics["chrf"] == 0
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "share"),
+    [([1, 2, 3], None), ([1, 2, 3, 4], 0), ([7] * 10, 6 / 7), ([1, 2, 3, 4, 1, 2, 3, 4], 1 / 5), (range(99), 0)],
+)
+def test_repetition(token_ids, share):
+    assert repetition([*token_ids]) == (share if share is None else pytest.approx(share))
+
+
+def test_diversity_of_beams():
+    told = diversity([beam(1, 2, 3, 4), beam(1, 2, 5), beam(1, 2, 3, 4)])
+    assert told["distinct_1"] == pytest.approx(5 / 11)
+    assert told["distinct_2"] == pytest.approx(4 / 8)
+    assert told["edit_distance"] == pytest.approx((2 / 4 + 0 + 2 / 4) / 3)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "distance"),
+    [
+        ("kitten", "sitting", 3 / 7),
+        ("prekitten", "presitting", 3 / 10),
+        ("flaw", "lawn", 2 / 4),
+        ("", "abc", 1),
+        ("", "", 0),
+        ("same", "same", 0),
+    ],
+)
+def test_edit_distances_are_levenshteins(a, b, distance):
+    assert diversity([beam(*map(ord, a)), beam(*map(ord, b))])["edit_distance"] == pytest.approx(distance)
+
+
+def test_beams_too_long_to_compare_are_not_compared():
+    long = [beam(*range(5, 2100), text="a b"), beam(*range(1, 2100), text="c d")]
+    assert diversity(long)["edit_distance"] is None
+    alike = [beam(*range(3000), 1, text="a b"), beam(*range(3000), 2, text="c d")]
+    assert diversity(alike)["edit_distance"] == pytest.approx(1 / 3001)
+
+
+def test_self_bleu_is_sacrebleus_of_each_beam_with_the_others_as_references():
+    texts = [TEXT, *REFERENCES]
+    expected = [
+        sacrebleu.BLEU(effective_order=True).sentence_score(texts[i], [texts[j] for j in range(3) if j != i]).score
+        for i in range(3)
+    ]
+    assert diversity([beam(1, text=text) for text in texts])["self_bleu"] == pytest.approx(np.mean(expected))
+    assert diversity([beam(1, text=TEXT)] * 2)["self_bleu"] == pytest.approx(100)
+
+
+def test_quality_is_the_libraries():
+    scores = quality(TEXT, REFERENCES)
+    names = ["rouge1", "rouge2", "rougeL"]
+    each = [rouge_scorer.RougeScorer(names).score(reference, TEXT) for reference in REFERENCES]
+    for name in names:
+        assert scores[name] == pytest.approx(max(one[name].fmeasure for one in each))
+    assert scores["bleu"] == pytest.approx(sacrebleu.BLEU(effective_order=True).sentence_score(TEXT, REFERENCES).score)
+    assert scores["chrf"] == pytest.approx(sacrebleu.CHRF().sentence_score(TEXT, REFERENCES).score)
+    # rouge_score's own example: of 8 words of the reference and 9 of the text 6 are common, 5 of them in order.
+    alone = quality(TEXT, REFERENCES[:1])
+    assert alone["rouge1"] == pytest.approx(2 * 6 / (8 + 9), abs=1e-4)
+    same = quality(TEXT, [TEXT])
+    assert (same["rouge1"], same["rougeL"], same["bleu"], same["chrf"]) == pytest.approx((1, 1, 100, 100))
+
+
+def test_a_corpus_is_judged_as_a_whole():
+    texts = [TEXT, "It was a cold night in November.", "Two roads diverged in a yellow wood."]
+    references = [REFERENCES, ["It was a cold day in November."], ["Two roads went apart in a yellow wood.", "No."]]
+    records = [make(text, references=some) for text, some in zip(texts, references, strict=True)]
+    streams = [[REFERENCES[0], references[1][0], references[2][0]], [REFERENCES[1], None, references[2][1]]]
+    expected = {
+        "bleu": pytest.approx(sacrebleu.BLEU().corpus_score(texts, streams).score),
+        "chrf": pytest.approx(sacrebleu.CHRF().corpus_score(texts, streams).score),
+    }
+    assert of_corpus(records) == expected
+    assert of_corpus([*records, make("without a reference"), failed(references=["x"])]) == expected
+    assert of_corpus([make(), failed()]) == {}
+
+
+def guess(accepted, parent=None, on=None):
+    return {"token_id": 1, "text": "x", "accepted": accepted, "parent": parent, "beam": on}
+
+
+def test_acceptance_by_position_counts_depths_below_the_text():
+    first = [
+        guess(True, on=0),
+        guess(False, on=0),
+        guess(True, parent=0),
+        guess(False, parent=1),
+        guess(False, parent=2),
+    ]
+    second = [guess(False, on=1), guess(True), guess(True, parent=1)]  # the last two: below an earlier round's
+    trace = [{"drafted": first, "steps": []}, {"drafted": second, "steps": []}, {"drafted": [], "steps": []}]
+    records = [make(trace=trace), make(), failed()]
+    assert acceptance_by_position(records) == [
+        {"position": 1, "drafted": 3, "accepted": 1},
+        {"position": 2, "drafted": 2, "accepted": 1},
+        {"position": 3, "drafted": 1, "accepted": 0},
+    ]
+    assert acceptance_by_position([make()]) == []
+
+
+def test_positions_of_a_model_that_drafts_for_itself():
+    """Of a single text and one guess a level, all are right at every position."""
+    lm = hf.wrap(random_model("llama", vocab_size=12, eos_token_id=None, bos_token_id=2))
+    sizes = {"num_draft_tokens": 3, "draft_width": 1, "max_new_tokens": 12}
+    result = specbeam.generate(lm, [2, 3, 4], draft=lm, trace=True, **sizes)
+    told = acceptance_by_position([make(trace=result.trace)])
+    assert [one["position"] for one in told] == [1, 2, 3]
+    assert all(one["drafted"] >= 2 for one in told)
+    assert sum(one["drafted"] for one in told) == result.stats.drafted
+    # What was guessed past the last token is not part of the text.
+    assert result.stats.drafted - 3 <= sum(one["accepted"] for one in told) == result.stats.accepted
+
+
+def test_positions_of_guesses_below_beams():
+    lm = hf.wrap(random_model("llama", vocab_size=12, eos_token_id=None, bos_token_id=2))
+    sizes = {"num_draft_tokens": 2, "draft_width": 4, "max_new_tokens": 12}
+    result = specbeam.generate(lm, [2, 3, 4], draft=lm, trace=True, num_beams=3, **sizes)
+    told = acceptance_by_position([make(trace=result.trace)])
+    assert told[0]["position"] == 1
+    assert 0 < told[0]["accepted"] <= told[0]["drafted"]
+    assert sum(one["drafted"] for one in told) <= result.stats.drafted
+    assert sum(one["accepted"] for one in told) <= result.stats.accepted
+
+
+def test_the_times_of_components():
+    records = [make(), make(), failed()]
+    assert time_by_component(records) == {"target": 2.5, "draft": 1.0, "rest": 0.5}
+    assert time_by_component([]) == {"target": 0, "draft": 0, "rest": 0}
+    assert len(finished(records)) == 2

@@ -1,0 +1,461 @@
+"""The page and its plots: what they say, that they are safe and whole, and how they look in a browser."""
+
+import re
+import shutil
+import threading
+from functools import partial
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from markupsafe import Markup
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("yaml")
+
+from specbeam.study import plots, report
+
+METHODS = {
+    "greedy": ("greedy", 13.4, 1.0),
+    "greedy, n-gram drafts": ("speculative", 24.9, 2.31),
+    "greedy, model drafts": ("speculative", 19.6, 2.9),
+    "beam search, 4 beams": ("beam", 7.2, 1.0),
+    "beam search, 4 beams, drafts": ("hybrid", 11.8, 1.9),
+    "sampling": ("sample", 13.3, 1.0),
+}
+TWINS = {
+    "greedy, n-gram drafts": "greedy",
+    "greedy, model drafts": "greedy",
+    "beam search, 4 beams, drafts": "beam search, 4 beams",
+}
+CATEGORIES = {"code": 1.5, "summaries": 1.3, "questions": 0.9, "prose": 0.7}
+NASTY = "<script>alert('x')</script> & \"quotes\" 🦋 שלום עולם " + "A" * 400
+
+
+def around(mean, n=24):
+    return {"mean": mean, "low": 0.94 * mean, "high": 1.07 * mean, "n": n}
+
+
+def token(text, drafted, beam=0, score=-1.0):
+    return {"token_id": sum(map(ord, text)), "text": text, "beam": beam, "drafted": drafted, "score": score}
+
+
+def guess(text, accepted, parent=None, beam=None):
+    return {"token_id": sum(map(ord, text)), "text": text, "parent": parent, "beam": beam, "accepted": accepted}
+
+
+CHAIN = [
+    {"drafted": [], "steps": [[token("def", False)]]},
+    {
+        "drafted": [guess(" add", True, beam=0), guess("(", True, 0), guess("x", False, 1), guess(")", False, 2)],
+        "steps": [[token(" add", True)], [token("(", True)], [token("a", False)]],
+    },
+    {"drafted": [guess(",", True, beam=0)], "steps": [[token(",", True)], [token(" b", False)]]},
+]
+BEAMS = [
+    {"drafted": [], "steps": [[token("The", False), token("A", False)]]},
+    {
+        "drafted": [guess(" sky", True, beam=0), guess(" is", True, 0), guess(" cat", False, beam=1)],
+        "steps": [
+            [token(" sky", True, 0), token(" dog", False, 1)],
+            [token(" is", True, 0), token(" was", False, 0)],
+            [token(" blue", False, 0), token(" red", False, 1)],
+        ],
+    },
+]
+
+
+def generation(method, row=0, category="code", text=None, trace=None, **more):
+    chosen = trace if trace is not None else {"speculative": CHAIN, "hybrid": BEAMS}.get(METHODS[method][0])
+    text = text if text is not None else "The sky is blue" if chosen is BEAMS else "def add(a, b"
+    ids = [next(b["token_id"] for b in step) for told in chosen or [] for step in told["steps"]]
+    drafted = sum(len(told["drafted"]) for told in chosen or [])
+    accepted = sum(g["accepted"] for told in chosen or [] for g in told["drafted"])
+    stats = {
+        "prompt_tokens": 12, "new_tokens": 64, "seconds": 3.0, "tokens_per_second": 20.0, "time_to_first_token": 0.2,
+        "forward_passes": 30, "target_passes": 30, "draft_passes": 0, "drafted": drafted, "accepted": accepted,
+        "acceptance_rate": accepted / drafted if drafted else None, "steps_per_target_pass": 2.0, "peak_memory": 10**9,
+        "target_seconds": 2.5, "draft_seconds": 0.1,
+    }  # fmt: skip
+    return {
+        "key": f"{method}|{row}|0|0", "method": method, "mode": METHODS[method][0], "row": str(row), "turn": 0,
+        "repeat": 0, "category": category, "prompt": "Write a function that adds.", "references": [], "text": text,
+        "token_ids": ids, "finish_reason": "length", "beams": [], "stats": stats, "times": [], "trace": chosen,
+        "error": None, "wall": 3.1, **more,
+    }  # fmt: skip
+
+
+def failure(method, row, error):
+    return {"key": f"{method}|{row}|0|0", "method": method, "row": str(row), "turn": 0, "repeat": 0, "error": error}
+
+
+def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
+    """Summary and records of a study, like those of a real one."""
+    told = []
+    for name in methods:
+        mode, speed, steps = METHODS[name]
+        metrics = {
+            "tokens_per_second": around(speed),
+            "time_to_first_token": around(0.213),
+            "target_passes": around(64 / steps),
+            "draft_passes": around(0.0),
+            "steps_per_target_pass": around(steps),
+            "new_tokens": around(64.0),
+            "rougeL": around(0.287 if mode in ("beam", "hybrid") else 0.241),
+            "gap_p95": around(31.7),
+        }
+        if perplexity:
+            metrics["perplexity"] = around({"beam": 4.02, "hybrid": 4.02, "sample": 9.7}.get(mode, 4.91))
+        if steps > 1:
+            metrics["acceptance_rate"] = around(0.61)
+        twin = TWINS.get(name)
+        ratio = {"ratio": speed / METHODS[twin][1], "low": 1.31, "high": 2.09, "p": 0.001, "n": 24} if twin else None
+        told.append(
+            {
+                "method": name,
+                "mode": mode,
+                "generations": 24,
+                "failed": 0,
+                "metrics": metrics,
+                "corpus": {},
+                "pass_at_1": None,
+                "agreement": {"twin": twin, "same": 24, "of": 24} if twin else None,
+                "against": {"baseline": twin, "tokens_per_second": ratio} if twin else None,
+            }
+        )
+    categories = {
+        category: {
+            name: {
+                "tokens_per_second": METHODS[name][1] * (how if METHODS[name][2] > 1 else 1),
+                "steps_per_target_pass": max(1.0, METHODS[name][2] * how) if METHODS[name][2] > 1 else 1.0,
+                "new_tokens": 64,
+                "n": 6,
+            }
+            for name in methods
+        }
+        for category, how in CATEGORIES.items()
+    }
+    drafting = [name for name in methods if METHODS[name][2] > 1]
+    summary = {
+        "methods": told,
+        "categories": categories if with_categories else {},
+        "acceptance_by_position": {
+            name: [
+                {"position": p, "drafted": 900 - 100 * p, "accepted": round((900 - 100 * p) * (0.9 - 0.04 * i) ** p)}
+                for p in range(1, 8)
+            ]
+            for i, name in enumerate(drafting)
+        },
+        "time": {name: {"target": 14.0 / METHODS[name][2], "draft": 0.4, "rest": 0.3} for name in methods},
+    }
+    records = [generation(name, row, category) for row, category in enumerate(CATEGORIES) for name in methods]
+    return {
+        "title": "A study",
+        "config": {"model": {"target": "smollm2"}, "decode": {"mode": ["greedy"], "k": "auto"}},
+        "fingerprint": {"machine": {"cpu": "a CPU"}, "models": {"target": {"sha256": "0123456789abcdef" * 4}}},
+        "summary": summary,
+        "records": records,
+    }
+
+
+class Page(HTMLParser):
+    """The page's tags, and its text."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def written(folder, **told):
+    path = report.write_report(folder, **told)
+    html = path.read_text(encoding="utf-8")
+    return html, Page(html)
+
+
+def test_every_method_its_numbers_and_their_intervals_are_there(tmp_path):
+    told = study()
+    html, page = written(tmp_path, **told, overhead=0.013)
+    for method in told["summary"]["methods"]:
+        assert method["method"] in page.text
+        speed = method["metrics"]["tokens_per_second"]
+        assert report.number(speed["mean"]) in page.text
+        assert f"{report.number(speed['low'])}–{report.number(speed['high'])}" in page.text
+    assert "24 of 24" in page.text
+    assert "4.91" in page.text
+    assert "1.86×" in page.text
+    assert "213" in page.text  # milliseconds to the first token
+    assert "31.7" in page.text
+    assert "1.3% of the time" in page.text
+    assert "mode:\n" in page.text  # YAML
+    assert "0123456789abcdef" * 4 in page.text
+    assert html.startswith("<!doctype html>")
+
+
+def said(summary):
+    return Markup(" ").join(report.answer(summary)).striptags()
+
+
+def test_the_answer_says_what_is_fastest_by_how_much_whether_exact_and_where(tmp_path):
+    lead = said(study()["summary"])
+    assert "greedy, n-gram drafts was the fastest: 24.9 tokens per second (95% interval 23.4–26.6)" in lead
+    assert "It is 1.86 times (1.31–2.09) as fast as greedy." in lead
+    assert "exactly that of greedy in all 24 generations, so its quality is the same" in lead
+    assert "most in “code” (2.79 times) and least in “prose” (1.30 times)" in lead
+    assert "beam search, 4 beams, drafts is 1.64 times" in lead  # the best of another baseline
+
+
+def test_a_difference_that_is_not_settled_is_called_that_and_other_texts_have_their_quality():
+    summary = study()["summary"]
+    drafts = summary["methods"][1]
+    drafts["against"]["tokens_per_second"]["low"] = 0.97
+    drafts["agreement"]["same"] = 20
+    lead = said(summary)
+    assert "do not settle which of them is faster" in lead
+    assert "in 20 of 24 generations" in lead
+    assert "In quality that is perplexity 4.91 against 4.91" in lead
+
+
+def test_plots_are_files_and_in_the_page(tmp_path):
+    from PIL import Image
+
+    html, page = written(tmp_path, **study())
+    for name in ["frontier", "frontier-references", "acceptance", "time", "categories"]:
+        with Image.open(tmp_path / "plots" / f"{name}.png") as image:
+            image.verify()
+            assert image.format == "PNG"
+            assert image.size[0] > 1000
+    described = [told["aria-label"] for tag, told in page.tags if told.get("role") == "img"]
+    assert len(described) == 5
+    assert all(len(alt) > 50 for alt in described)
+    drawn = html[html.index("<figure>") :]
+    assert not [hex for hex in plots.LIGHT.values() if hex in drawn]  # all colours follow the theme
+
+
+def test_nothing_is_asked_of_the_network_and_ids_are_unique(tmp_path):
+    _, page = written(tmp_path, **study())
+    for tag, told in page.tags:
+        assert tag not in ("script", "iframe", "object")
+        for name in ("src", "href", "xlink:href", "data"):
+            assert not re.match("https?:|//", told.get(name) or "")
+    ids = [told["id"] for _, told in page.tags if "id" in told]
+    assert len(ids) == len({*ids})
+    for table_head in (told for tag, told in page.tags if tag == "th"):
+        assert table_head.get("scope") in ("col", "row", "rowgroup")
+
+
+def test_texts_are_escaped_wherever_they_come_from(tmp_path):
+    told = study()
+    bad = "<img src=x onerror=alert(1)>"
+    told["summary"]["methods"][1]["method"] = bad
+    told["summary"]["categories"] = {bad: {bad: {"tokens_per_second": 9, "steps_per_target_pass": 2.0}}}
+    told["summary"]["acceptance_by_position"] = {bad: [{"position": 1, "drafted": 5, "accepted": 3}]}
+    told["summary"]["time"] = {bad: {"target": 1.0, "draft": 0.0, "rest": 0.1}}
+    told["records"] = [
+        generation("greedy", 0, category=bad, text=NASTY, prompt=NASTY),
+        generation("greedy, n-gram drafts", 1, text=NASTY, prompt=NASTY + "\ud83d"),
+        {**generation("greedy"), "method": bad},
+        failure("greedy", 2, bad + "\nand more"),
+    ]
+    told["config"] = {bad: bad}
+    told["fingerprint"] = {bad: {bad: bad}}
+    told["title"] = bad
+    html, page = written(tmp_path, **told)
+    assert not [tag for tag, _ in page.tags if tag in ("script", "img")]
+    assert "<img src=x" not in html
+    assert bad in page.text
+    assert "and more" not in page.text  # an error is one line
+
+
+def test_a_sample_tells_what_was_proposed_verified_and_replaced(tmp_path):
+    told = study(["greedy", "greedy, n-gram drafts"])
+    html, page = written(tmp_path, **told)
+    for words in ("what it proposed", "which tokens it verified", "what replaced the rest", "the text"):
+        assert words in page.text
+    assert "target’s own choice" in page.text
+    assert "in place of" in page.text
+    assert '<span class="guessed"> add</span>' in html
+    assert page.text.count("rejected") >= 2
+    (chain,) = {one.method for one in report.samples(told["records"])}
+    assert chain == "greedy, n-gram drafts"
+
+
+def test_rounds_of_a_chain():
+    one = report.sample(generation("greedy, n-gram drafts"), "")
+    assert [r.number for r in one.rounds] == [2, 3]
+    first = one.rounds[0]
+    (branch,) = first.branches
+    assert [(g.text, g.accepted) for g in branch.guesses] == [(" add", True), ("(", True), ("x", False), (")", False)]
+    assert first.own == [report.Own(None, ["a"], ["x"])]
+    assert one.rounds[1].own == [report.Own(None, [" b"], [])]
+    pieces = [("def", False), (" add", True), ("(", True), ("a", False), (",", True), (" b", False)]
+    assert one.pieces == pieces
+
+
+def test_rounds_of_beams():
+    one = report.sample(generation("beam search, 4 beams, drafts"), "")
+    assert one.beams
+    (round,) = one.rounds
+    assert [(b.beam, [g.text for g in b.guesses]) for b in round.branches] == [(1, [" sky", " is"]), (2, [" cat"])]
+    assert round.own == [
+        report.Own(1, [" dog"]),
+        report.Own(2, [" was"]),
+        report.Own(3, [" blue", " red"]),
+    ]
+    assert one.pieces == [("The", False), (" sky", True), (" is", True), (" blue", False)]
+
+
+def test_branches_of_a_tree_share_what_they_begin_with():
+    drafted = [guess("a", True, beam=0), guess("b", False, 0), guess("c", True, 0), guess("d", False, 2)]
+    found = report.branches(drafted, beams=False)
+    assert [("".join(g.text for g in b.guesses), b.shared) for b in found] == [("acd", 0), ("ab", 1)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "text", "pieces"),
+    [
+        ([("\ufffd", True), ("\ufffd", True), (" fly", False)], "🦋 fly", [("🦋", True), (" fly", False)]),
+        ([("\ufffd", True), ("\ufffd", False)], "🦋", [("🦋", False)]),
+        ([("Hello", False), ("world", True)], "Hello world", [("Hello", False), (" world", True)]),
+        ([("a", True), ("<eos>", False)], "a", [("a", True)]),
+        ([], "a", [("a", False)]),
+    ],
+)
+def test_tokens_are_found_in_the_text(tokens, text, pieces):
+    assert report.align(tokens, text) == pieces
+
+
+def test_samples_are_a_handful_of_many():
+    records = [
+        generation(method, row, category=str(row % 12)) for row in range(250) for method in ("greedy", "sampling")
+    ]
+    assert len(report.samples(records)) == report.MOST_SAMPLES
+    records += [generation("greedy, n-gram drafts", 300, category="x"), generation("beam search, 4 beams, drafts", 301)]
+    found = report.samples(records)
+    assert {one.method for one in found} == {"greedy, n-gram drafts", "beam search, 4 beams, drafts"}
+
+
+def test_numbers():
+    assert [*map(report.number, [0, 0.01234, 4.0, 13.44, 213.4, 64123.7, None, float("nan")])] == [
+        "0", "0.0123", "4.00", "13.4", "213", "64,124", "–", "–"
+    ]  # fmt: skip
+
+
+def some(which):
+    """Studies that lack something."""
+    if which == "one method":
+        return study(["greedy"])
+    if which == "no drafts":
+        return study(["greedy", "sampling", "beam search, 4 beams"])
+    if which == "no categories":
+        told = study(with_categories=False)
+        told["records"] = [generation("greedy, n-gram drafts", category=None)]
+        return told
+    if which == "no perplexity":
+        return study(perplexity=False)
+    if which == "all failed":
+        told = study(["greedy"])
+        told["summary"] = {
+            "methods": [{"method": "greedy", "mode": "greedy", "generations": 0, "failed": 60, "metrics": {}}],
+            "categories": {}, "acceptance_by_position": {}, "time": {},
+        }  # fmt: skip
+        told["records"] = [failure("greedy", row, "SpecbeamError: out of memory") for row in range(60)]
+        return told
+    if which == "nothing":
+        return {"title": "", "config": {}, "fingerprint": {}, "summary": {"methods": []}, "records": []}
+    told = study()
+    told["records"] = [generation("greedy, n-gram drafts", row, text=NASTY, prompt=NASTY) for row in range(500)]
+    for method in told["summary"]["methods"]:
+        method["metrics"]["tokens_per_second"] |= {"low": None, "high": None}
+        method["metrics"]["perplexity big/judge"] = around(12.0)
+        method["metrics"]["perplexity"]["mean"] = float("nan")
+    return told
+
+
+SOME = ["one method", "no drafts", "no categories", "no perplexity", "all failed", "nothing", "many strange texts"]
+
+
+@pytest.mark.parametrize("which", SOME)
+def test_a_study_may_lack_things(tmp_path, which):
+    _, page = written(tmp_path, **some(which))
+    assert "How the numbers were made" in page.text
+    if which == "all failed":
+        assert "No generation succeeded" in page.text
+        assert page.text.count("out of memory") == report.MOST_FAILURES
+        assert "And 10 more." in page.text
+
+
+def test_a_report_replaces_the_one_before_and_leaves_no_pieces(tmp_path):
+    written(tmp_path, **study())
+    assert (tmp_path / "plots" / "acceptance.png").exists()
+    written(tmp_path, **study(["greedy"]))
+    assert not (tmp_path / "plots" / "acceptance.png").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "plots"}
+    assert not [path for path in (tmp_path / "plots").iterdir() if path.name.startswith(".")]
+
+
+def test_frontier():
+    assert plots.pareto([(1, 5), (2, 4), (2, 3), (3, 1), (0, 0)]) == [0, 1, 3]
+    assert plots.pareto([(1, 1), (1, 1)]) == [0, 1]
+
+
+# In a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        names = ("chromium", "chromium-browser", "google-chrome")
+        found = next((path for name in names if (path := shutil.which(name))), None)
+        try:
+            browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except sync_api.Error as error:
+            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
+        yield browser
+        browser.close()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def serve(tmp_path):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=tmp_path))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/report.html"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("which", ["everything", "many strange texts", "all failed"])
+def test_the_page_in_a_browser(tmp_path, browser, serve, which):
+    written(tmp_path, **(study() if which == "everything" else some(which)))
+    for width, height in ((1280, 800), (390, 844)):
+        for scheme in ("light", "dark"):
+            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+            page = context.new_page()
+            wrong, asked = [], []
+            page.on("console", lambda message, wrong=wrong: wrong.append(message.text))
+            page.on("pageerror", lambda error, wrong=wrong: wrong.append(str(error)))
+            page.on("requestfailed", lambda request, wrong=wrong: wrong.append(request.url))
+            page.on("request", lambda request, asked=asked: asked.append(request.url))
+            page.goto(serve)
+            for details in page.locator("summary").all():
+                details.click()
+            assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            assert wrong == []
+            assert [url for url in asked if not url.startswith("data:")] == [serve]
+            dark = page.evaluate("getComputedStyle(document.documentElement).backgroundColor") == "rgb(21, 23, 26)"
+            assert dark == (scheme == "dark")
+            shown = page.locator("figure svg:visible").count()
+            assert shown == page.locator("figure").count()  # one of the two drawings
+            context.close()

@@ -1,0 +1,286 @@
+"""Whole studies on a tiny model: what they find, how they survive, and how they say no."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pandas
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import specbeam
+from specbeam.cli import main
+from specbeam.errors import SpecbeamError
+from specbeam.study import results, work
+from specbeam.study.config import check, compose
+from specbeam.study.data import Row
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
+
+METHODS = ["greedy", "speculative", "beam", "hybrid"]
+
+
+@pytest.fixture(scope="module")
+def folder(save):
+    return str(save(random_model("llama", initializer_range=0.1), byte_tokenizer(CHAT_TEMPLATE)))
+
+
+@pytest.fixture
+def words(folder, tmp_path):
+    data = tmp_path / "q.jsonl"
+    rows = [
+        {"question_id": i, "category": "ab"[i % 2], "turns": [f"q {i}", "more"][: 1 + i % 2], "reference": ["x", "y"]}
+        for i in range(4)
+    ]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"target_model={folder}",
+        f"output={tmp_path / 'run'}",
+        f"data.source={data}",
+        "decode.max_tokens=8",
+        "load.backend=cpu",  # bit for bit the same whatever is drafted
+        "load.quantize=float32",
+    ]
+
+
+def study(*words):
+    return main(["study", *words])
+
+
+def kept(folder):
+    _, records, scores = results.read(folder)
+    # Not the trace: how much is drafted depends on what passes take.
+    told = ("key", "text", "token_ids", "beams", "finish_reason", "error", "category", "references")
+    return {record["key"]: {name: record[name] for name in told} for record in records}, scores
+
+
+def test_a_study_finds_what_generate_finds(words, folder, tmp_path, capsys):
+    assert study(*words, "decode.mode=[greedy,speculative,beam,hybrid]", "repeats=2") == 0
+    records, scores = kept(tmp_path / "run")
+    assert len(records) == 4 * 2 * (4 + 2)
+    lm = specbeam.load(folder, backend="cpu", quantize="float32")
+    for row in range(4):
+        said = [{"role": "user", "content": f"q {row}"}]
+        for turn in range(1 + row % 2):
+            expected = specbeam.generate(lm, said, max_new_tokens=8)
+            for method in ("greedy", "speculative"):
+                assert records[f"{method}|{row}|{turn}|1"]["token_ids"] == expected.token_ids
+            said += [{"role": "assistant", "content": expected.text}, {"role": "user", "content": "more"}]
+        beams = specbeam.generate(lm, f"q {row}", max_new_tokens=8, num_beams=4, num_return_sequences=4)
+        for method in ("beam", "hybrid"):
+            found = records[f"{method}|{row}|0|0"]["beams"]
+            assert [beam["token_ids"] for beam in found] == [s.token_ids for s in beams.sequences]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    same = {m["method"]: m["agreement"] for m in summary["methods"]}
+    assert same["speculative"] == {"twin": "greedy", "same": 12, "of": 12}
+    assert same["hybrid"] == {"twin": "beam", "same": 12, "of": 12}
+    assert {*scores} == {*records}
+    table = pandas.read_parquet(tmp_path / "run" / "generations.parquet")
+    assert len(table) == 48
+    assert (table.tokens_per_second > 0).all()
+    out = capsys.readouterr().out
+    assert "48 generations, 0 failed" in out
+    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    assert study("show", str(tmp_path / "run")) == 0
+    assert "speculative" in capsys.readouterr().out
+
+
+def test_perplexity_is_transformers_loss(words, folder, tmp_path):
+    study(*words, "decode.mode=greedy", "chat.raw=true")
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    _, records, scores = results.read(tmp_path / "run")
+    for record in records:
+        prompt = byte_tokenizer()(record["prompt"]).input_ids
+        ids = torch.tensor([[*prompt, *record["token_ids"]]])
+        labels = ids.clone()
+        labels[:, : len(prompt)] = -100
+        with torch.no_grad():
+            loss = float(reference(ids, labels=labels).loss)
+        assert scores[record["key"]]["perplexity"]["target"] == pytest.approx(math.exp(loss), rel=1e-4)
+
+
+def test_another_model_may_judge(words, save, tmp_path):
+    other = save(random_model("llama", seed=5), byte_tokenizer(CHAT_TEMPLATE))
+    study(*words, "decode.mode=greedy", f"metrics.perplexity=[target,{other}]")
+    _, _, scores = results.read(tmp_path / "run")
+    assert all({*s["perplexity"]} == {"target", str(other)} for s in scores.values())
+
+
+def test_methods_take_turns_to_be_first():
+    made = check(compose(["prompts=[hi]", "decode.mode=[greedy,speculative,beam]"]))
+    rows = [Row(str(i), ["a"]) for i in range(3)]
+    jobs = work.jobs_of_turn(made, rows, 0, {})
+    assert [job["method"] for job in jobs[::3]] == ["greedy", "speculative", "beam"]
+
+
+def test_what_is_finished_is_not_done_again(words, tmp_path, monkeypatch):
+    study(*words)
+    before = (tmp_path / "run" / "generations.jsonl").read_bytes()
+    monkeypatch.setattr(work.Work, "_generate", lambda *given: pytest.fail("it was there"))
+    assert study(*words) == 0
+    assert (tmp_path / "run" / "generations.jsonl").read_bytes() == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="kill -9")
+def test_killed_at_any_moment_nothing_is_lost_or_doubled(words, tmp_path):
+    assert study(*words) == 0
+    whole, whole_scores = kept(tmp_path / "run")
+    words = [word.replace("/run", "/killed") for word in words]
+    path, when = tmp_path / "killed" / "generations.jsonl", random.Random(0)
+    command = [sys.executable, "-m", "specbeam", "study", *words]
+    kills = 0
+    for _ in range(20):
+        lines = path.read_bytes().count(b"\n") if path.exists() else 0
+        wanted = lines + when.randint(1, 3)
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        delay = when.random() * 0.03
+        while process.poll() is None:
+            if path.exists() and path.read_bytes().count(b"\n") >= wanted:
+                time.sleep(delay)  # somewhere between two generations, or in the middle of a line
+                break
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+            kills += 1
+        if process.wait() == 0:
+            break
+    assert kills > 3
+    assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
+    found, scores = kept(tmp_path / "killed")
+    assert found == whole
+    assert scores == whole_scores
+    keys = [json.loads(line)["key"] for line in path.read_text().splitlines()]
+    assert len(keys) == len({*keys}) == len(whole)
+
+
+def test_a_torn_line_is_dropped(words, tmp_path):
+    study(*words)
+    path = tmp_path / "run" / "generations.jsonl"
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:50])
+    before = kept(tmp_path / "run")[0]
+    assert study(*words) == 0
+    after = kept(tmp_path / "run")[0]
+    assert len(after) == len(before) + 1 == len(lines)
+
+
+def test_a_failed_generation_is_a_line_and_the_others_go_on(words, tmp_path, capsys):
+    assert study(*words, f"prompts=['{'long ' * 100}']", "decode.mode=[greedy,beam]") == 0
+    _, records, _ = results.read(tmp_path / "run")
+    failed = [record for record in records if record["error"]]
+    assert {record["row"] for record in failed} == {"prompt 1"}
+    assert "context" in failed[0]["error"]
+    assert "2 failed" in capsys.readouterr().out
+
+
+def test_a_folder_of_another_run_is_refused(words, tmp_path, capsys):
+    study(*words, "decode.mode=greedy")
+    before = (tmp_path / "run" / "generations.jsonl").read_bytes()
+    assert study(*words, "decode.mode=greedy", "seed=1") == 2
+    assert "config.seed was 0, now 1" in capsys.readouterr().err
+    (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "a", "turns": ["other"]}\n')
+    assert study(*words, "decode.mode=greedy") == 2
+    assert "data was" in capsys.readouterr().err
+    assert (tmp_path / "run" / "generations.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["target_model=missing-model"], "missing-model"),
+        (["metrics.perplexity=[missing-model]"], "missing-model"),
+        (["data.source=missing.jsonl"], "no such file"),
+        (["decode.kk=1"], "did you mean decode.k?"),
+        (["what"], "is no KEY=VALUE"),
+        (["show"], "give show RUN"),
+        (["show", "nowhere"], "is no run folder"),
+        (["diff", "nowhere", "here"], "is no run folder"),
+        (["output=/dev/null/run"], "cannot be written"),
+    ],
+)
+def test_what_is_wrong_is_one_line(words, change, message, capsys):
+    words = [] if change[0] in ("show", "diff") else words
+    assert study(*words, *change) == 2
+    err = capsys.readouterr().err.strip()
+    assert message in err
+    assert "\n" not in err
+
+
+def test_a_full_disk_keeps_what_was_finished(words, tmp_path, monkeypatch, capsys):
+    append = results.append
+    calls = []
+
+    def full(file, line):
+        calls.append(line)
+        if len(calls) == 3:
+            raise OSError(28, os.strerror(28))
+        append(file, line)
+
+    monkeypatch.setattr(results, "append", full)
+    assert study(*words) == 2
+    assert "No space left" in capsys.readouterr().err
+    assert len(kept(tmp_path / "run")[0]) == 2
+    monkeypatch.setattr(results, "append", append)
+    assert study(*words) == 0
+
+
+def test_sweeps_are_runs_of_their_own(words, tmp_path):
+    assert study("--multirun", *words, "decode.mode=greedy", "decode.max_tokens=2,3") == 0
+    for most in (2, 3):
+        (folder,) = (tmp_path / "run").glob(f"*max_tokens={most}*")
+        assert all(len(r["token_ids"]) <= most for r in kept(folder)[0].values())
+
+
+def test_diff_tells_a_slower_method(words, tmp_path, capsys):
+    modes = "decode.mode=[greedy,speculative,beam,hybrid]"
+    study(*words, modes)
+    before, after = tmp_path / "run", tmp_path / "slower"
+    after.mkdir()
+    lines = [json.loads(line) for line in (before / "generations.jsonl").read_text().splitlines()]
+    noise = random.Random(1)
+    many = []
+    for i in range(8):
+        for line in lines:
+            many.append(line | {"row": f"{line['row']}-{i}", "key": f"{line['key']}-{i}"})
+    for folder, slow in ((before, 1.0), (after, 0.8)):
+        text = ""
+        for line in many:
+            speed = 100 * noise.gauss(1, 0.05) * (slow if line["method"] == "beam" else 1)
+            text += json.dumps(line | {"stats": line["stats"] | {"tokens_per_second": speed}}) + "\n"
+        (folder / "generations.jsonl").write_text(text)
+        (folder / "fingerprint.json").write_text((before / "fingerprint.json").read_text())
+    assert study("diff", str(before), str(after)) == 1
+    out = capsys.readouterr().out
+    (line,) = [line for line in out.splitlines() if "SLOWER" in line]
+    assert line.startswith("beam")
+    assert study("diff", str(before), str(before)) == 0
+
+
+def test_wandb_goes_on_without_a_network(words, tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert study(*words, "tracking=wandb", "decode.mode=greedy") == 0
+    assert [*(tmp_path / "run" / "wandb").glob("offline-run-*")]
+
+
+def test_a_tracker_that_fails_is_a_warning(words, monkeypatch, caplog):
+    from specbeam.study import tracking
+
+    class Broken(tracking.Nowhere):
+        def record(self, record):
+            raise RuntimeError("no tracker today")
+
+    monkeypatch.setattr(tracking, "WandbTracker", lambda *given: Broken())
+    assert study(*words, "tracking=wandb", "decode.mode=greedy") == 0
+    assert "no tracker today" in caplog.text
+
+
+def test_two_processes_do_not_share_a_folder(words, tmp_path):
+    run = results.Run(tmp_path / "x", {"config": {}}, "")
+    with pytest.raises(SpecbeamError, match="another process"):
+        results.Run(tmp_path / "x", {"config": {}}, "")
+    run.close()
