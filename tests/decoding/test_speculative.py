@@ -186,6 +186,7 @@ def test_a_perfect_draft_saves_passes(tiny):
 def test_the_bound_rule_saves_passes(tiny, drafter):
     """With a draft as wide as the beams only, some beam is often missing that turns out not to matter."""
     lm, good = tiny("llama")[1], drafter("good", "llama")
+
     def run(**changes):
         options = {"num_beams": 4, "max_new_tokens": 30, "draft": good, "num_draft_tokens": 4, "draft_width": 4}
         return [specbeam.generate(lm, [n, 2, 3], **(options | changes)) for n in range(8)]
