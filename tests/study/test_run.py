@@ -260,9 +260,12 @@ def test_diff_tells_a_slower_method(words, tmp_path, capsys):
     assert study("diff", str(before), str(before)) == 0
 
 
-def test_wandb_goes_on_without_a_network(words, tmp_path, monkeypatch):
+@pytest.mark.parametrize("mode", ["offline", None])
+def test_wandb_goes_on_without_a_key_or_network(words, tmp_path, monkeypatch, mode):
     pytest.importorskip("wandb")
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.delenv("WANDB_MODE", raising=False) if mode is None else monkeypatch.setenv("WANDB_MODE", mode)
     assert study(*words, "tracking=wandb", "decode.mode=greedy") == 0
     assert [*(tmp_path / "run" / "wandb").glob("offline-run-*")]
 

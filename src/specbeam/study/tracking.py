@@ -15,6 +15,9 @@ from specbeam.study.results import Record
 
 logger = logging.getLogger("specbeam")
 
+PATIENCE = 30.0
+"""Seconds to wait for the server."""
+
 
 class Tracker(Protocol):
     """What follows a run. Nothing it does may stop the study."""
@@ -53,21 +56,32 @@ class WandbTracker:
             import wandb
         except ImportError as error:
             raise SpecbeamError("tracking=wandb needs wandb: pip install specbeam[wandb]") from error
-        mode = os.environ.get("WANDB_MODE") or ("online" if self._wandb.api.api_key else "offline")
         self._wandb: Any = wandb
         self._rows: list[list[Any]] = []
-        self._run = self._wandb.init(
-            project=study.tracking.project or study.project_name,
-            entity=study.tracking.entity,
-            tags=study.tracking.tags,
-            config=dict(config),
-            dir=str(folder),
-            name=folder.name,
-            id=hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12],  # a run that goes on is the same one
-            resume="allow",
-            mode=mode,
-            settings=wandb.Settings(silent=True, init_timeout=30, console="off"),
+        how: dict[str, Any] = {
+            "project": study.tracking.project or study.project_name,
+            "entity": study.tracking.entity,
+            "tags": study.tracking.tags,
+            "config": dict(config),
+            "dir": str(folder),
+            "name": folder.name,
+            "id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12],  # a run that goes on is the same one
+            "resume": "allow",
+        }
+        mode = os.environ.get("WANDB_MODE") or (
+            "online" if self._wandb.login(prompt=False, verify=False) else "offline"
         )
+        try:
+            self._run = self._init(how, mode)
+        except Exception as error:
+            if mode != "online":
+                raise
+            logger.warning("tracking goes on offline: %s", " ".join(str(error).split()))
+            self._run = self._init(how | {"id": f"{how['id']}-offline"}, "offline")  # the other is taken by what failed
+
+    def _init(self, how: dict[str, Any], mode: str) -> Any:
+        settings = self._wandb.Settings(silent=True, init_timeout=PATIENCE, console="off")
+        return self._wandb.init(**how, mode=mode, settings=settings)
 
     def record(self, record: Record) -> None:
         stats = record.get("stats") or {}
