@@ -282,6 +282,15 @@ def test_a_tracker_that_fails_is_a_warning(words, monkeypatch, caplog):
     assert "no tracker today" in caplog.text
 
 
+def test_workers_on_a_cluster_find_the_same(words, tmp_path):
+    pytest.importorskip("ray")
+    assert study(*words) == 0
+    whole = kept(tmp_path / "run")
+    words = [word.replace("/run", "/ray") for word in words]
+    assert study(*words, "launcher=ray", "launcher.workers=2") == 0
+    assert kept(tmp_path / "ray") == whole
+
+
 def test_two_processes_do_not_share_a_folder(words, tmp_path):
     run = results.Run(tmp_path / "x", {"config": {}}, "")
     with pytest.raises(SpecbeamError, match="another process"):

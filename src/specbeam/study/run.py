@@ -155,7 +155,8 @@ def _score(study: Study, config: Mapping[str, Any], run: Run, work: Work | None)
     work = work or make_work(config)()
     known: dict[str, dict[str, Any]] = {}
     for record in left:
-        same = json.dumps([_said(record, run.records), record["token_ids"]])
+        # Beams' scores are means, so what comes of them may differ from a greedy text's in the last bit.
+        same = json.dumps([record["mode"] in ("beam", "hybrid"), _said(record, run.records), record["token_ids"]])
         if same not in known:
             scores: dict[str, Any] = {"perplexity": {}, "passed": None}
             for name in study.metrics.perplexity:
