@@ -65,8 +65,8 @@ def run_study(config: Mapping[str, Any], tell: Callable[[str], object] = print) 
         progress.say("reading the texts again")
         _score(study, config, run, work)
         records = [*run.records.values()]
-        overhead = max(0.0, time.perf_counter() - began - progress.spent)
         summary = _summarize(study, records, run.scores)
+        overhead = max(0.0, time.perf_counter() - began - progress.spent)
         with full_disk_told(folder):
             write_whole(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
             write_parquet(folder / "generations.parquet", records)
