@@ -32,6 +32,7 @@ from specbeam.checkpoints import open_checkpoint
 from specbeam.slots import Slots
 from specbeam.tree import Tree
 
+PARTS = ("load", "greedy", "beams", "prefill", "passes", "drafts")
 SEARCHES: dict[str, dict[str, int]] = {"greedy": {}, "4 beams": {"num_beams": 4}}
 Ask = dict[str, Any]
 """What an engine is to do: token ids, how many new tokens, and specbeam's options."""
@@ -46,6 +47,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2, help="of each kind")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--without-peers", action="store_true")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     given = parser.parse_args()
     print(describe(f"kernels {library().specbeam_isa(b'').decode()}"))
     print(f"{given.model.stem}, {given.threads} threads, {given.tokens} new tokens, {given.prompts} prompts a kind\n")
@@ -58,10 +60,13 @@ def main() -> None:
             print(f"{name}: {wrong}\n")
             del engines[name]
     ours = {name: engine for name, engine in engines.items() if name.startswith("specbeam")}
-    print("| load | seconds, first or packed | later | resident, MB | weights, MB |\n| --- | --- | --- | --- | --- |")
-    for name, engine in ours.items():
-        print(f"| {name} |", " | ".join(f"{x:.1f}" for x in engine.ask({"loading": True})), "|")
-    print()
+    if "load" in given.parts:
+        print(
+            "| load | s, first or packed | later | resident, MB | weights, MB |\n| --- | --- | --- | --- | --- |"
+        )
+        for name, engine in ours.items():
+            print(f"| {name} |", " | ".join(f"{x:.1f}" for x in engine.ask({"loading": True})), "|")
+        print()
 
     tokenizer = open_checkpoint(given.model).tokenizer
     chat = [
@@ -70,29 +75,33 @@ def main() -> None:
         else tokenizer(text).input_ids
         for text in (*CODING[: given.prompts], *PROSE[: given.prompts])
     ]
-    table("greedy", rows(engines, new=given.tokens), chat, given.repeats)
-    beams = {name: engine for name, engine in engines.items() if "llama" not in name}
-    table("4 beams", rows(beams, new=given.tokens, num_beams=4), chat, given.repeats)
-    long = tokenizer(" ".join([*CODING, *PROSE] * 4)).input_ids[:512]
-    table(f"prefill of {len(long)} tokens", rows(engines, new=1), [long], given.repeats)
-    sizes = (1, 2, 4, 8, 16, 28, 32, 64)
-    print("| one pass, ms | " + " | ".join(f"M={n}" for n in sizes) + " |\n| ---" + " | ---" * len(sizes) + " |")
-    for name, engine in ours.items():
-        took = engine.ask({"passes": sizes, "repeats": given.repeats})
-        print(f"| {name} |", " | ".join(f"{1e3 * t:.1f} ({t / took[0]:.2f})" for t in took), "|", flush=True)
-    print()
-    if given.draft:
-        own = engines["specbeam, keep"]
+    if "greedy" in given.parts:
+        table("greedy", rows(engines, new=given.tokens), chat, given.repeats)
+    if "beams" in given.parts:
+        beams = {name: engine for name, engine in engines.items() if "llama" not in name}
+        table("4 beams", rows(beams, new=given.tokens, num_beams=4), chat, given.repeats)
+    if "prefill" in given.parts:
+        long = tokenizer(" ".join([*CODING, *PROSE] * 4)).input_ids[:512]
+        table(f"prefill of {len(long)} tokens", rows(engines, new=1), [long], given.repeats)
+    if "passes" in given.parts:
+        sizes = (1, 2, 4, 8, 16, 28, 32, 64)
+        print("| one pass, ms | " + " | ".join(f"M={n}" for n in sizes) + " |\n| ---" + " | ---" * len(sizes) + " |")
+        for name, engine in ours.items():
+            took = engine.ask({"passes": sizes, "repeats": given.repeats})
+            print(f"| {name} |", " | ".join(f"{1e3 * t:.1f} ({t / took[0]:.2f})" for t in took), "|", flush=True)
+        print()
+    if given.draft and "drafts" in given.parts:
         for kind, some in (("coding", chat[: given.prompts]), ("prose", chat[given.prompts :])):
             for title, options in SEARCHES.items():
+                width, depth = (4, 3) if options else (1, 6)
+                size = {"draft": "model", "draft_width": width, "num_draft_tokens": depth}
                 asks: dict[str, Ask] = {"plain": options} | {
-                    d: {**options, "draft": d} for d in ("ngram", "suffix", "model")
+                    draft: {**options, "draft": draft} for draft in ("ngram", "suffix", "model")
                 }
-                for width, depth in ((4, 3), (6, 3), (8, 3), (8, 5)) if options else ((1, 3), (1, 5), (2, 5)):
-                    size = {"draft": "model", "draft_width": width, "num_draft_tokens": depth}
-                    asks[f"model, {width} x {depth}"] = {**options, **size}
-                methods = {name: (own, {"new": given.tokens, **ask}) for name, ask in asks.items()}
-                table(f"{title} with drafts, {kind}", methods, some, given.repeats)
+                asks[f"model, {width} x {depth}"] = {**options, **size}
+                for engine_name, own in ours.items():
+                    methods = {name: (own, {"new": given.tokens, **ask}) for name, ask in asks.items()}
+                    table(f"{engine_name}: {title} with drafts, {kind}", methods, some, given.repeats)
     for engine in engines.values():
         engine.process.terminate()
 
@@ -152,7 +161,7 @@ def ours(mode: str, given: argparse.Namespace) -> Callable[[Ask], Any]:
         resident = (psutil.Process().memory_info().rss - before) / 1e6
     size = sum(part.size for parts in lm.backend._weights.parts.values() for part in parts) / 1e6
     draft = None
-    if given.draft and mode == "keep":
+    if given.draft:
         draft = specbeam.load(given.draft, backend="cpu", quantize="int4", threads=given.threads)  # it is checked
 
     def run(ask: Ask) -> Any:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
 from specbeam.decoding import Evaluate, Hypothesis
+from specbeam.engine import PassTimes
 from specbeam.slots import Slots
 from specbeam.tree import Tree
 from tests.conftest import EOS, random_model
@@ -375,3 +376,40 @@ def test_a_draft_elsewhere_is_refused(lm, tiny, monkeypatch):
     monkeypatch.setattr(draft.backend, "device", torch.device("meta"))
     with pytest.raises(SpecbeamError, match="on meta, but the model on cpu"):
         specbeam.generate(lm, [1], draft=draft)
+
+
+def test_what_a_pass_takes_is_learned_from_passes():
+    times = PassTimes()
+    for _ in range(2):
+        times.add(1, 1.0)
+    # Not measured: a little more than a pass over fewer nodes, until it is tried twice.
+    assert 1 < times.expected(8) < 1.5
+    times.add(8, 9.0)
+    assert times.expected(8) < 1.5
+    times.add(8, 3.0)
+    assert times.expected(8) == pytest.approx(3.0)
+    times.add(4, 2.0)
+    times.add(4, 2.0)
+    assert times.expected(2) == pytest.approx(1 + 1 / 3)  # between 1 and 4
+    assert times.expected(6) == pytest.approx(2.5)
+    assert 3 < times.expected(16) < 4
+
+
+def test_a_machine_that_slows_down_does_so_for_passes_of_all_sizes():
+    times = PassTimes()
+    for _ in range(3):
+        times.add(1, 1.0)
+        times.add(8, 2.0)
+    for _ in range(200):
+        times.add(1, 1.5)
+    assert times.expected(1) == pytest.approx(1.5, rel=0.01)
+    assert times.expected(8) > 2.4
+
+
+def test_passes_that_were_never_measured_are_taken_for_fast():
+    """A draft is tried, then, and measured, also where only its pass over a prompt was."""
+    times = PassTimes()
+    assert times.expected(1) < times.expected(64) < 0.01
+    for _ in range(2):
+        times.add(64, 1.0)
+    assert times.expected(1) < 0.02

@@ -205,25 +205,37 @@ class PassTimes:
     """What passes of a backend took lately, by how many nodes they had."""
 
     def __init__(self) -> None:
-        self._seconds: dict[int, float] = {}  # by the power of two that is nearest to the number of nodes
-        self._sizes = self._taken = np.empty(0)  # the same, ascending
+        self._sizes = self._seconds = np.empty(0)  # powers of two, ascending, and what passes of about that size took
+        self._first: dict[float, float] = {}  # the same of sizes of which there was one pass: it may have been slow
 
     def add(self, nodes: int, seconds: float) -> None:
-        size = round(np.log2(nodes))
-        before = self._seconds.get(size)
-        # The first pass of a size may also warm things up, so it counts only until there is a second.
-        self._seconds[size] = seconds if before is None else min(seconds, 0.8 * before + 0.2 * seconds)
-        self._sizes = 2.0 ** np.array(sorted(self._seconds))
-        self._taken = np.array([self._seconds[size] for size in sorted(self._seconds)])
+        size = 2.0 ** round(np.log2(nodes))
+        at = int(np.searchsorted(self._sizes, size))
+        if size not in self._first:
+            self._first[size] = seconds
+        elif size not in self._sizes:
+            self._sizes = np.insert(self._sizes, at, size)
+            self._seconds = np.insert(self._seconds, at, min(self._first[size], seconds))
+        else:
+            # What slows a machine down slows passes of all sizes, those too that were measured a while ago.
+            slower = np.clip(seconds / self._seconds[at], 0.5, 2.0)
+            self._seconds *= slower**0.1
+            self._seconds[at] *= slower**0.1
 
     def expected(self, nodes: int) -> float:
-        """Seconds a pass over so many nodes will take; where none was measured, by the nearest that was."""
-        if not self._seconds:
-            return 0.1 * nominal_cost(nodes)
-        # Between them a pass takes about so much, and so much more a node.
-        seconds = float(np.interp(nodes, self._sizes, self._taken))
-        nearest = min(max(nodes, self._sizes[0]), self._sizes[-1])
-        return seconds * nominal_cost(nodes) / nominal_cost(nearest)
+        """Seconds a pass over so many nodes will take.
+
+        A guess where none like it was measured, and a hopeful one: only what is tried comes to be measured.
+        """
+        if not len(self._sizes):
+            return 1e-3 * nominal_cost(nodes)
+        below = int(np.searchsorted(self._sizes, nodes, side="right")) - 1
+        if below < 0:  # the share of a pass over more
+            return float(self._seconds[0] / self._sizes[0] * nodes)
+        sizes, seconds = self._sizes[below : below + 2], self._seconds[below : below + 2]
+        if len(sizes) == 2 and sizes[1] <= 4 * sizes[0]:
+            return float(np.interp(nodes, sizes, seconds))
+        return float(seconds[0] * nominal_cost(nodes) / nominal_cost(sizes[0]))
 
 
 _pass_times: WeakKeyDictionary[Backend, PassTimes] = WeakKeyDictionary()

@@ -108,6 +108,7 @@ class Request:
         self._text = TextStream(lm.decode, options.stop_strings)
         self._streamed = len(begin)
         self._wanted = NO_NODES
+        self._vocab: int | None = None  # of how many first tokens logits are wanted
         self._received: list[Tensor] = []
         self._cancelled = False
         self._strategy: Strategy | None = None
@@ -191,7 +192,8 @@ class Request:
 
     def segment(self, nodes: Nodes) -> Segment:
         """The request's part of a pass over some of its pending nodes."""
-        return self._slots[self.drafting].segment(nodes, wanted=np.flatnonzero(np.isin(nodes, self._wanted)))
+        wanted = np.flatnonzero(np.isin(nodes, self._wanted))
+        return self._slots[self.drafting].segment(nodes, wanted, self._vocab)
 
     def spend(self, seconds: float) -> None:
         """A pass took the request's part of it so long."""
@@ -202,7 +204,7 @@ class Request:
         self._passes[self.drafting] += 1
         self._evaluated += 0 if self.drafting else len(nodes)
         self.pending = self.pending[len(nodes) :]
-        self._received.append(logits)
+        self._received.append(logits[:, : self._vocab])
         if not len(self.pending):
             self._answered += not self.drafting
             with self._failing_alone():
@@ -285,7 +287,8 @@ class Request:
             if direct:
                 draws = (self._draft_warpers(), self._draws[1]) if options.samples and options.num_beams == 1 else None
                 context = draft.backend.context_length
-                return ModelDrafter(self._tree, self._process, self._stop, vocab_size, context, pace, draws)
+                special = () if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
+                return ModelDrafter(self._tree, self._process, self._stop, vocab_size, context, special, pace, draws)
             return RetokenizingDrafter(self._tree, chains, lm, draft)
         if draft == "ngram":
             return NgramDrafter(self._tree, chains)
@@ -314,7 +317,7 @@ class Request:
         for slots in self._slots.values():
             slots.tree.dropped.clear()
         self.drafting = wish.drafting
-        self._wanted = np.asarray(wish.nodes, dtype=np.int64)
+        self._wanted, self._vocab = np.asarray(wish.nodes, dtype=np.int64), wish.vocab
         self.pending = self._slots[self.drafting].missing(self._wanted)
         self._stream(self._tree.trunk[self._streamed :])
 

@@ -49,7 +49,7 @@ class Slots:
         found.append(trunk[: deepest + 1][self._slot[trunk[: deepest + 1]] == NOWHERE])
         return np.unique(np.concatenate(found))
 
-    def segment(self, nodes: Nodes, wanted: NDArray[np.int64]) -> Segment:
+    def segment(self, nodes: Nodes, wanted: NDArray[np.int64], vocab: int | None = None) -> Segment:
         """The part of a pass that evaluates these nodes; their ancestors lie in the cache or are among them."""
         self._place(nodes)
         depths = self.tree.depths(nodes)
@@ -66,6 +66,7 @@ class Slots:
             length=self.length,
             visible=None if alone else self._visible(nodes),
             wanted=wanted,
+            vocab=vocab,
         )
 
     def release(self) -> None:

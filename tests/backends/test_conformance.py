@@ -191,6 +191,21 @@ def test_a_pass_can_be_repeated(pair, family):
     assert slots.used == 4
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2"])
+@pytest.mark.parametrize("vocab", [1, 17, 100, 259, 1000])
+def test_logits_of_the_first_tokens_are_those_of_all(pair, family, vocab):
+    """The last may be left out where nobody wants them."""
+    _, lm = pair(family)
+    tree = Tree([5, 6, 7, 8])
+    slots = Slots(tree, lm.backend, 256)
+    whole = evaluate(lm, tree, slots, [0, 1, 2, 3])
+    some = lm.backend.forward([slots.segment(np.arange(4), np.arange(4), vocab)])
+    assert some.shape[1] in (min(vocab, 259), 259)
+    torch.testing.assert_close(some, whole[:, : some.shape[1]], atol=2e-4, rtol=0)
+    both = [slots.segment(np.arange(4), np.arange(4), v) for v in (vocab, None)]
+    assert lm.backend.forward(both).shape == (8, 259)
+
+
 def test_nothing_wanted_gives_no_rows(pair):
     _, lm = pair("llama")
     tree = Tree([1, 2, 3])

@@ -356,6 +356,7 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
         {"visible": np.array([[True, False], [False, True]])},
         {"visible": np.array([[True, True], [True, True]])},
         {"wanted": np.array([2])},
+        {"vocab": 0},
     ):
         with pytest.raises(RuntimeError, match="a pass was refused"):
             backend.forward([segment(**changes)])

@@ -1,6 +1,7 @@
 """Speculation changes nothing but speed: greedy and beams against transformers, sampling against exact odds."""
 
 from collections import Counter
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -84,6 +85,11 @@ def generate_where_bridged(lm, prompt, draft, kind, **options):
     return specbeam.generate(lm, prompt, draft=draft, **options)
 
 
+def guessing_among(tokens):
+    """A context where draft models guess among so many tokens, or as many as that more."""
+    return patch("specbeam.drafting.model.STRIDE", tokens)
+
+
 def sizes(data):
     """Options for how much is drafted; most of the time something fixed, since that reaches the odd corners."""
     size = {
@@ -119,7 +125,8 @@ def test_speculative_greedy_is_that_of_transformers(
     }
     ids = torch.tensor([prompt])
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)[0, len(prompt) :]
-    result = generate_where_bridged(lm, prompt, draft, kind, **options, **sizes(data))
+    with guessing_among(data.draw(st.sampled_from([3, 4096]), "tokens")):
+        result = generate_where_bridged(lm, prompt, draft, kind, **options, **sizes(data))
     if result is None:
         return
     assert result.token_ids == expected.tolist()
@@ -161,7 +168,8 @@ def test_speculative_beam_search_is_beam_search_of_transformers(
         "eos_token_id": sorted(data.draw(st.sets(token, min_size=1, max_size=min(6, vocab_size - 2)))),
     }
     expected, scores = beams_of_transformers(model, prompt, **options)
-    result = generate_where_bridged(lm, prompt, draft, kind, **options, **sizes(data))
+    with guessing_among(data.draw(st.sampled_from([3, 4096]), "tokens")):
+        result = generate_where_bridged(lm, prompt, draft, kind, **options, **sizes(data))
     if result is None:
         return
     real = [score > -1e6 for score in scores]  # transformers fills places that no text took with rubbish
@@ -181,6 +189,29 @@ def test_a_perfect_draft_saves_passes(tiny):
     assert result.stats.acceptance_rate == 1
     beams = specbeam.generate(lm, [1, 2, 3], draft=lm, num_draft_tokens=7, draft_width=8, num_beams=4, **options)
     assert beams.stats.target_passes <= 6
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0, "seed": 1}])
+def test_guesses_are_among_the_tokens_that_the_text_reaches_to(tiny, options):
+    _, lm = tiny("llama")
+    wanted = []
+    forward = lm.backend.forward
+
+    def watched(segments):
+        logits = forward(segments)
+        wanted.extend((s.vocab, logits.shape[1]) for s in segments if s.vocab is not None)
+        return logits
+
+    sizes = {"num_draft_tokens": 4, "draft_width": 4, "max_new_tokens": 6, "min_new_tokens": 6}
+    plain = specbeam.generate(lm, [10, 20, 30, 256, 257], **options, max_new_tokens=6, min_new_tokens=6)
+    with guessing_among(16), patch.object(lm.backend, "forward", watched):
+        result = specbeam.generate(lm, [10, 20, 30, 256, 257], draft=lm, trace=True, **options, **sizes)
+    assert wanted[0] == (32, 32)  # 30 and what there is to the next 16; 256 and 257 are special tokens
+    if "seed" not in options:
+        assert result.token_ids == plain.token_ids
+    guesses = [guess["token_id"] for guess in result.trace[0]["drafted"]]
+    assert guesses
+    assert max(guesses) < 32
 
 
 def test_the_bound_rule_saves_passes(tiny, drafter):
@@ -240,7 +271,7 @@ def draw_two(prompt, length, vocab, target, draft, shape, options, seed):
     process, warp, generator = Processors(options, frozenset()), Warpers(options), seeded(seed)
     stop = Stopping(frozenset(), len(prompt) + length, (), None)
     pace = Pace(*shape, None, num_beams=1, target=float, draft=float, chains=False)
-    drafter = ModelDrafter(tree, process, stop, vocab, 99, pace, draws=(warp, generator))
+    drafter = ModelDrafter(tree, process, stop, vocab, 99, (), pace, draws=(warp, generator))
     choose = reject_or_accept(tree, warp, generator)
     strategy = speculative(tree, process, stop, Record(tree), drafter, choose)
     wish = next(strategy)
@@ -258,11 +289,18 @@ def draw_two(prompt, length, vocab, target, draft, shape, options, seed):
 
 @pytest.mark.parametrize("warped", WARPED)
 @pytest.mark.parametrize(
-    ("kind", "shape"),
-    [("good", (2, 1)), ("other", (2, 1)), ("good", (2, 3)), ("other", (2, 4)), ("adversarial", (2, 3))],
+    ("kind", "shape", "among"),
+    [
+        ("good", (2, 1), 4096),
+        ("other", (2, 1), 4096),
+        ("good", (2, 3), 4096),
+        ("other", (2, 4), 4096),
+        ("adversarial", (2, 3), 4096),
+        ("good", (2, 2), 4),
+    ],
 )
-def test_speculative_sampling_has_the_exact_distribution(tiny, drafter, kind, shape, warped):
-    """20,000 draws in each of ten cases, four of them chains."""
+def test_speculative_sampling_has_the_exact_distribution(tiny, drafter, kind, shape, among, warped):
+    """20,000 draws in each of twelve cases, four of them chains, two with guesses among some of the tokens."""
     vocab, prompt, length, draws = 6, [1, 2, 3, 1, 2], 3, 20_000
     changes = {"vocab_size": vocab, "eos_token_id": 5, "bos_token_id": 0, "initializer_range": 0.2}
     model, _ = tiny("llama", **changes)
@@ -270,7 +308,8 @@ def test_speculative_sampling_has_the_exact_distribution(tiny, drafter, kind, sh
     tables = [logits_by_text(m, prompt, length, vocab) for m in (model, drafts)]
     options, warp = WARPED[warped]
     options = Options(**options)
-    counts = Counter(draw_two(prompt, length, vocab, *tables, shape, options, seed) for seed in range(draws))
+    with guessing_among(among):
+        counts = Counter(draw_two(prompt, length, vocab, *tables, shape, options, seed) for seed in range(draws))
     check_fit(counts, texts_and_chances(model, prompt, 2, vocab, warp), draws)
 
 

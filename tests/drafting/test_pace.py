@@ -19,7 +19,7 @@ def steep(nodes):
 
 
 def rounds(pace, accepted, n=60):
-    """Tell a pace that of guesses six deep so many were accepted, again and again."""
+    """Tell a pace that of guesses six deep so many were accepted, and then a token more, again and again."""
     for _ in range(n):
         pace.shape()
         tree = Tree([1])
@@ -27,9 +27,10 @@ def rounds(pace, accepted, n=60):
         for _ in range(6):
             (parent,) = tree.guess(parent, 0).tolist()
             nodes.append(parent)
-        reached = tree.add([0, *nodes][accepted], 9)
+        last = tree.add([0, *nodes][accepted], 9)
         chances = 0.8 ** np.arange(1, 7)
-        pace.learn(Guesses(np.array(nodes), chances), tree, int(reached[0]))
+        steps = [*np.array(nodes)[:accepted, None], last]
+        pace.learn(Guesses(np.array(nodes), chances), tree, steps)
 
 
 @pytest.mark.parametrize("num_beams", [1, 4])
@@ -57,9 +58,36 @@ def test_a_tree_below_one_text_takes_the_guesses_that_pay():
     chances = np.array([0.9, 0.8, 0.5, 0.1, 0.01])
     pace = Pace(*AUTO, num_beams=1, target=lambda n: 1 + 0.2 * n, draft=lambda n: 0.1, chains=False)
     # One token for 1.3; 1.9 for 1.5; 2.7 for 1.7; 3.2 for 1.9; 3.3 for 2.1: the fourth brings less than it costs.
-    assert pace.worthwhile(chances, 1) == 3
+    assert pace.worthwhile(chances, 0.1) == 3
     rounds(pace, 0)
-    assert pace.worthwhile(chances, 1) == 0
+    assert pace.worthwhile(chances, 0.1) == 0
+
+
+def test_a_draft_goes_deeper_while_that_pays():
+    pace = Pace(*AUTO, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=lambda n: 2.0 * n, chains=False)
+    assert pace.expanded(np.array([1.0]), 0, np.empty(0), 0.0) == 1
+    # Two seconds bring what the guess is worth, as many tokens a second as there are without it, or fewer.
+    assert pace.expanded(np.array([0.9]), 1, np.array([0.9]), 2.0) == 1
+    assert pace.expanded(np.array([0.2]), 1, np.array([0.9, 0.2]), 2.0) == 0
+    # The second of a level costs as much as the first here, and brings less.
+    assert pace.expanded(np.array([0.9, 0.8, 0.1]), 1, np.array([0.9, 0.8, 0.1]), 2.0) == 2
+    fixed = Pace(3, None, None, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=lambda n: 2.0 * n, chains=False)
+    assert fixed.expanded(np.array([0.01]), 2, np.array([0.01]), 2.0) == 1
+    assert fixed.expanded(np.array([0.9]), 3, np.array([0.9]), 2.0) == 0
+
+
+def test_guesses_are_as_wide_as_the_steps_needed():
+    """Beams that are always among the first four of eight: eight are too many."""
+    pace = Pace(2, None, None, num_beams=4, target=lambda n: 1 + 0.1 * n, draft=lambda n: 0.1, chains=False)
+    assert pace.widths == [4, 6, 8, 12]
+    for _ in range(40):
+        width, _ = pace.shape()
+        tree = Tree([1])
+        levels = [tree.guess(np.zeros(width, np.int64), np.arange(width))]
+        levels.append(tree.guess(levels[0], np.arange(width)))
+        pace.learn(Guesses(np.concatenate(levels)), tree, [level[:4] for level in (*levels, levels[1])])
+    assert pace.shape()[0] == 4
+    assert pace.survival(4) == pytest.approx(pace.survival(12))
 
 
 def test_nothing_is_given_up_for_good():
@@ -68,7 +96,7 @@ def test_nothing_is_given_up_for_good():
     pace.target = lambda n: 1 + 0.5 * n
     assert pace.shape()[1] == 0
     for _ in range(60):
-        pace.learn(Guesses(), Tree([1]), 0)
+        pace.learn(Guesses(), Tree([1]), [])
     assert pace.survival(1) > 0.5
 
 

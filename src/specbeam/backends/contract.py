@@ -33,6 +33,7 @@ class Segment:
         visible: bool [n, length], true where a node attends: its ancestors' slots and its own. None when all slots
             are visible to all of the nodes.
         wanted: which of the n nodes' logits are to be returned, int64 [w].
+        vocab: those of so many first tokens are enough; None for all.
     """
 
     cache: Cache
@@ -42,6 +43,12 @@ class Segment:
     length: int
     visible: NDArray[np.bool_] | None
     wanted: NDArray[np.int64]
+    vocab: int | None = None
+
+
+def logits_wanted(segments: list[Segment], vocab_size: int) -> int:
+    """Of how many first tokens logits are enough for all segments."""
+    return max(vocab_size if s.vocab is None else min(s.vocab, vocab_size) for s in segments)
 
 
 class Backend(Protocol):
@@ -65,7 +72,8 @@ class Backend(Protocol):
         """One pass over all nodes of all segments.
 
         Stores the nodes' keys and values, and returns the logits at the wanted nodes, float32 [sum of w, vocab_size]
-        on the backend's device, in the order of the segments. Doing the same pass twice changes nothing.
+        on the backend's device, in the order of the segments. Of tokens that no segment wants the last may be
+        left out. Doing the same pass twice changes nothing.
         """
 
     def memory_for_caches(self) -> int:

@@ -20,10 +20,12 @@ class Evaluate:
 
     Attributes:
         drafting: ask the draft model, about nodes of the drafter's tree, instead of the target.
+        vocab: the logits of so many first tokens are enough; None for all.
     """
 
     nodes: Any
     drafting: bool = False
+    vocab: int | None = None
 
 
 @dataclass(frozen=True)

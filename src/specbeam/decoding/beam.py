@@ -14,6 +14,7 @@ from specbeam.decoding import Evaluate, Hypothesis, Strategy
 from specbeam.decoding.record import Record
 from specbeam.decoding.sampling import gumbel
 from specbeam.decoding.stopping import Stopping
+from specbeam.decoding.top import top
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 NEVER = -1e9
@@ -103,7 +104,7 @@ class BeamSearch:
         self.process = process
         self.stop = stop
         self.num_beams = num_beams
-        self.select = select or (lambda scores, k: scores.topk(k).indices)
+        self.select = select or (lambda scores, k: top(scores, k)[1])
         self.bounded = bounded
         self.constrained = constrained
         self.beams: Nodes = np.full(num_beams, tree.tip)
@@ -294,6 +295,6 @@ def draw_without_replacement(generator: torch.Generator) -> Select:
 
     def select(scores: Tensor, k: int) -> Tensor:
         noise = gumbel(len(scores), generator)
-        return (scores.double() + noise.to(scores.device)).topk(k).indices
+        return top(scores.double() + noise.to(scores.device), k)[1]
 
     return select

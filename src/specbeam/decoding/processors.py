@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specbeam.decoding.constraints import Constrained
+from specbeam.decoding.top import top
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
 from specbeam.tree import Nodes, Tree
@@ -203,7 +204,7 @@ def temperature(scores: Tensor, value: float) -> Tensor:
 
 def top_k(scores: Tensor, k: int) -> Tensor:
     """Keep the k highest scores, and those equal to the lowest of them (Fan et al. 2018, 5.4)."""
-    lowest = scores.topk(min(k, scores.shape[-1]), dim=-1).values[..., -1:]
+    lowest = top(scores, min(k, scores.shape[-1]))[0][..., -1:]
     return scores.masked_fill(scores < lowest, MASKED)
 
 

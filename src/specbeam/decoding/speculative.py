@@ -39,14 +39,16 @@ def speculative(
         logits = yield Evaluate(nodes)
         rows = dict(zip(nodes.tolist(), logits, strict=True))
         record.round(guesses.nodes)
+        steps = []
         while (row := rows.get(tip)) is not None:
             (scores,) = process(tree, [tip], row[None])
             token = choose(scores, tip, guesses) if choose else int(scores.argmax())
             (tip,) = tree.add(tip, token, log_prob(row, token, scores)).tolist()
             record.step([tip], tree.scores([tip]))
+            steps.append(np.array([tip]))
             if reason := stop(tree, tip):
                 return [Hypothesis(tip, float(tree.scores(tip)), reason)]
-        drafter.pace.learn(guesses, tree, tip)
+        drafter.pace.learn(guesses, tree, steps)
         tree.keep(tip)
 
 

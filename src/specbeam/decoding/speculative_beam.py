@@ -27,10 +27,12 @@ def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter:
         wanted = known.missing(np.concatenate([search.beams, guesses.nodes]))
         known.add(wanted, (yield Evaluate(wanted)))
         record.round(np.setdiff1d(wanted, search.beams))
+        steps = []
         while not search.done and search.step(*known.at(search.beams)):
             record.step(search.beams, search.scores)
+            steps.append(search.beams)
         promising = known.nodes[tree.below(known.nodes, search.beams)]
-        drafter.pace.learn(guesses, tree, int(search.beams[0]))
+        drafter.pace.learn(guesses, tree, steps)
         known.keep(promising)
         tree.keep(np.concatenate([search.beams, promising]), search.finished_nodes)
         yield from search.certain()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,15 @@ from specbeam.decoding import Evaluate
 from specbeam.decoding.processors import MASKED, Processors, Warpers
 from specbeam.decoding.sampling import gumbel
 from specbeam.decoding.stopping import Stopping
+from specbeam.decoding.top import top
 from specbeam.drafting import Guesses, Proposal
 from specbeam.drafting.pace import Pace
 from specbeam.tree import NO_NODES, Nodes, Tree
+
+REACHED, RECENT = 0.97, 512
+"""The share of so many tokens of the latest text that is to be among those that are guessed."""
+STRIDE = 4096
+"""Tokens that join those at a time."""
 
 
 class ModelDrafter:
@@ -28,6 +35,7 @@ class ModelDrafter:
         process: the request's processors: they hold for the draft as for the target.
         vocab_size: the target's.
         context: the most tokens the draft can see.
+        special: token ids that are no text, such as those of chat templates.
         draws: for sampling, what shapes the draft's distribution, and the source of its draws. Guesses are then drawn,
             and how many depends on nothing that was drawn after.
     """
@@ -39,6 +47,7 @@ class ModelDrafter:
         stop: Stopping,
         vocab_size: int,
         context: int,
+        special: Collection[int],
         pace: Pace,
         draws: tuple[Warpers, torch.Generator] | None = None,
     ) -> None:
@@ -47,6 +56,7 @@ class ModelDrafter:
         self.stop = stop
         self.vocab_size = vocab_size
         self.context = context
+        self.special = sorted(special)
         self.pace = pace
         self.draws = draws
         self._eos = sorted(stop.eos_token_ids)
@@ -59,14 +69,18 @@ class ModelDrafter:
         return (yield from self._likeliest(tips, scores))
 
     def _likeliest(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
-        nodes, totals, level, depth = NO_NODES, np.empty(0), tips, 0
-        chances, at = np.empty(0), scores
-        while self._has_room(level) and self.pace.goes_deeper(depth, chances, np.exp(at - scores[0])):
-            level, at = yield from self._next_level(level, at, self.pace.widths[-1])
+        nodes, totals, level, at = NO_NODES, np.empty(0), tips, scores
+        chances, depth, spent, vocab = np.empty(0), 0, 0.0, self._vocab()
+        while self._has_room(level):
+            expanded = self.pace.expanded(np.exp(at - scores[0]), depth, chances, spent)
+            if not expanded:
+                break
+            spent += self.pace.draft_seconds(expanded)
+            level, at = yield from self._next_level(level[:expanded], at[:expanded], self.pace.widths[-1], vocab)
             nodes, totals = np.concatenate([nodes, level]), np.concatenate([totals, at])
             chances = np.exp(totals - scores[0])
             depth += 1
-        likeliest = np.argsort(-totals, kind="stable")[: self.pace.worthwhile(chances, depth)]
+        likeliest = np.argsort(-totals, kind="stable")[: self.pace.worthwhile(chances, spent)]
         likeliest.sort()  # parents first again; none is missing, since a child is never likelier
         return Guesses(nodes[likeliest], chances[likeliest])
 
@@ -74,23 +88,24 @@ class ModelDrafter:
         width, depth = self.pace.shape()
         level, first = np.unique(tips, return_index=True)
         at = scores[first]
-        nodes = NO_NODES
+        nodes, vocab = NO_NODES, self._vocab()
         for _ in range(depth):
             if not self._has_room(level):
                 break
-            level, at = yield from self._next_level(level, at, width)
+            level, at = yield from self._next_level(level, at, width, vocab)
             nodes = np.concatenate([nodes, level])
         return Guesses(nodes[: self.pace.most_nodes])
 
-    def _next_level(self, level: Nodes, at: NDArray[np.float64], width: int) -> Any:
-        """The likeliest continuations of a level, and their scores."""
-        log_probs = self._log_probs(level, (yield Evaluate(level, drafting=True)))
-        top = log_probs.topk(min(width, self.vocab_size))  # of each; no more than that can be among those of all
-        totals = at[:, None] + top.values.double().cpu().numpy()
+    def _next_level(self, level: Nodes, at: NDArray[np.float64], width: int, vocab: int) -> Any:
+        """The likeliest continuations of a level, and their scores, the likeliest first."""
+        log_probs = self._log_probs(level, (yield Evaluate(level, drafting=True, vocab=vocab)))
+        # Of each; no more than that can be among those of all.
+        values, tokens = top(log_probs, min(width, self.vocab_size))
+        totals = at[:, None] + values.double().cpu().numpy()
         order = np.argsort(-totals, axis=None, kind="stable")[:width]
         likeliest = order[totals.flat[order] > -np.inf]
         parents = level[likeliest // totals.shape[1]]
-        return self.tree.guess(parents, top.indices.cpu().numpy().flat[likeliest]), totals.flat[likeliest]
+        return self.tree.guess(parents, tokens.cpu().numpy().flat[likeliest]), totals.flat[likeliest]
 
     def _draw(self, tip: int) -> Proposal:
         assert self.draws is not None
@@ -98,10 +113,11 @@ class ModelDrafter:
         nodes, chances, drawn_from = NO_NODES, np.empty(0), {}
         level, at = np.array([tip]), np.ones(1)
         width, depth = self.pace.shape()
+        vocab = self._vocab()
         for _ in range(depth):
             if not self._has_room(level):
                 break
-            scores = self._scores(level, (yield Evaluate(level, drafting=True)))
+            scores = self._scores(level, (yield Evaluate(level, drafting=True, vocab=vocab)))
             distributions = warp(scores).double().softmax(-1).nan_to_num(0.0)
             # How many children each gets is settled before any is drawn, or they would not follow the distribution.
             counts = _shares(at, width)
@@ -112,7 +128,7 @@ class ModelDrafter:
                     continue
                 # As many draws without replacement (Kool et al. 2019).
                 noise = gumbel(len(q), generator).to(q.device)
-                tokens = (q.log() + noise).topk(count).indices
+                tokens = top(q.log() + noise, count)[1]
                 below.append(self.tree.guess(np.full(count, node), tokens.cpu().numpy()))
                 chances_below.append(chance * q[tokens].cpu().numpy())
                 drawn_from[node] = q
@@ -122,6 +138,19 @@ class ModelDrafter:
             nodes, chances = np.concatenate([nodes, level]), np.concatenate([chances, at])
         most = self.pace.most_nodes  # which of them these are was settled by counts alone, too
         return Guesses(nodes[:most], chances[:most], drawn_from)
+
+    def _vocab(self) -> int:
+        """How many of the first tokens are worth guessing among, for the draft's head to read no more.
+
+        Byte-pair merges come most frequent first, so nearly all of a text is made of a vocabulary's first tokens
+        (FR-Spec, Zhao et al. 2025). How far the latest text reaches says how far this one does.
+        """
+        recent = self.tree.tokens(self.tree.trunk[-RECENT:])
+        recent = recent[~np.isin(recent, self.special)]
+        if not len(recent):
+            return self.vocab_size
+        reach = int(np.quantile(recent, REACHED, method="higher")) + 1
+        return min(-(-reach // STRIDE) * STRIDE, self.vocab_size)
 
     def _has_room(self, level: Nodes) -> bool:
         """Whether a token below this level would still be followed by another."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from specbeam.drafting import Guesses
 from specbeam.options import MOST_DRAFTED
-from specbeam.tree import Tree
+from specbeam.tree import Nodes, Tree
 
 DEEPEST = 12
 """Tokens guessed ahead at most when that is not said."""
@@ -19,7 +19,7 @@ MEMORY = 0.9
 """What a round's observation is worth one round later."""
 PROBED = 16
 """Rounds without drafts after which a small one is tried: costs and texts change."""
-TRIED, FOUND = 3.0, 2.0
+TRIED, FOUND, HOPED = 3.0, 2.0, 4.0
 """What is taken for seen at first, so that drafting is tried."""
 
 Cost = Callable[[int], float]
@@ -65,7 +65,7 @@ class Pace:
         # Evidence, fading: steps for which there were guesses, and those of them whose tokens were among the guesses.
         self._tried = dict.fromkeys(self.widths, TRIED)
         self._found = dict.fromkeys(self.widths, FOUND)
-        self._hoped = self._came = 1.0
+        self._hoped = self._came = HOPED
         self._shape = (self.widths[0], self.depths[0])
         self._idle = 0  # rounds without guesses
 
@@ -110,60 +110,83 @@ class Pace:
     def _probes(self) -> bool:
         return self._idle >= PROBED and len(self.depths) > 1
 
-    def learn(self, guesses: Guesses, tree: Tree, tip: int) -> None:
-        """Take in how a round ended: the text, or the beams, are now as long as the text that ends at this tip."""
+    def learn(self, guesses: Guesses, tree: Tree, steps: list[Nodes]) -> None:
+        """Take in what became of guesses: the tips, or beams, after each step of the round."""
         if not len(guesses.nodes):  # what was seen before grows stale, until drafting is worth a try again
             for width in self.widths:
                 self._found[width] = MEMORY * self._found[width] + (1 - MEMORY) * FOUND
                 self._tried[width] = MEMORY * self._tried[width] + (1 - MEMORY) * TRIED
+            self._hoped = MEMORY * self._hoped + (1 - MEMORY) * HOPED
+            self._came = MEMORY * self._came + (1 - MEMORY) * HOPED
             self._idle += 1
             return
         self._idle = 0
         depths = tree.depths(guesses.nodes)
-        above = int(depths.min()) - 1
-        drafted = int(depths.max()) - above
-        found = min(int(tree.depths(tip)) - above - 1, drafted)
-        missed = found < drafted
+        drafted = int(depths.max() - depths.min()) + 1
+        needed = [self._needed(guesses, depths, tips) for tips in steps[:-1]]
+        missed = len(needed) < drafted
         for width in self.widths:
-            # What was found among fewer guesses is found among more, and what was missed among more is missed among
-            # fewer.
-            found_here, missed_here = found * (width >= self._shape[0]), missed * (width <= self._shape[0])
-            if found_here or missed_here:
-                self._found[width] = MEMORY * self._found[width] + found_here
-                self._tried[width] = MEMORY * self._tried[width] + found_here + missed_here
+            found = sum(width >= at_least for at_least in needed)
+            # More guesses might have found what was missed; as like as not they would have missed it too.
+            tried = len(needed) + missed * (1.0 if width <= self._shape[0] else 0.5)
+            self._found[width] = MEMORY * self._found[width] + found
+            self._tried[width] = MEMORY * self._tried[width] + tried
         self._hoped = MEMORY * self._hoped + float(guesses.chances.sum())
-        self._came = MEMORY * self._came + found
+        self._came = MEMORY * self._came + len(needed)
+
+    def _needed(self, guesses: Guesses, depths: NDArray[np.int64], tips: Nodes) -> int:
+        """How wide guesses had to be for a step that they were found for."""
+        if self.chains:
+            return 1  # which chain it was is not known: the first is the likeliest
+        level = guesses.nodes[depths == depths[np.isin(guesses.nodes, tips)].max(initial=0)]
+        return 1 + int(np.flatnonzero(np.isin(level, tips)).max(initial=0))  # a level has the likeliest first
 
     def _nodes(self, width: int, depth: int) -> int:
         return width * depth * (self.num_beams if self.chains else 1)
 
     def _drafting(self, width: int, depth: int) -> float:
-        if self.draft is None or not depth:
-            return 0.0
-        return self.draft(self.num_beams) + (depth - 1) * self.draft(width)
+        return self.draft_seconds(self.num_beams) + (depth - 1) * self.draft_seconds(width) if depth else 0.0
 
     # Below a single text the draft's probabilities say which guesses are worth it: their sum is the number of tokens
     # that are expected, as far as the draft can be trusted.
 
-    def goes_deeper(self, depth: int, chances: NDArray[np.float64], level: NDArray[np.float64]) -> bool:
-        """Whether to draft a level below this one, with these chances, after so many levels and guesses with those."""
-        if self.num_draft_tokens is not None or depth >= DEEPEST:
-            return depth < self.depths[-1]
-        if self._probes:
-            return depth == 0
-        spent = self._drafting(self.widths[-1], depth)
-        n, expected = self._best(chances, spent)
-        gain = self._trust * float(level.max())
-        cost = self._drafting(self.widths[-1], depth + 1) - spent + self.target(2 + n) - self.target(1 + n)
-        return gain * (spent + self.target(1 + n)) > cost * expected
+    def draft_seconds(self, nodes: int) -> float:
+        """What a pass of the draft over so many nodes costs."""
+        return self.draft(nodes) if self.draft is not None and nodes else 0.0
 
-    def worthwhile(self, chances: NDArray[np.float64], depth: int) -> int:
-        """How many of the likeliest guesses to put to the target after so many levels."""
+    def expanded(self, level: NDArray[np.float64], depth: int, chances: NDArray[np.float64], spent: float) -> int:
+        """How many nodes of a level to guess below.
+
+        Args:
+            level: their chances, the likeliest first.
+            depth: of the level below the tip.
+            chances: those of all guesses so far.
+            spent: seconds of the draft's passes so far.
+        """
+        if depth >= self.depths[-1]:
+            return 0
+        if self._probes:
+            return int(depth == 0)
+        if self.num_draft_tokens is not None and self.draft_width is not None:
+            return len(level)
+        n, expected = self._best(chances, spent)
+        rate = expected / (spent + self.target(1 + n))
+        one_more = self.target(2 + n) - self.target(1 + n)
+        nodes = 0
+        for chance in level.tolist():
+            cost = self.draft_seconds(nodes + 1) - self.draft_seconds(nodes) + one_more
+            if self._trust * chance <= rate * cost:
+                break
+            nodes += 1
+        return max(nodes, int(self.num_draft_tokens is not None))
+
+    def worthwhile(self, chances: NDArray[np.float64], spent: float) -> int:
+        """How many of the likeliest guesses to put to the target after so many seconds of drafting."""
         if self.draft_width is not None or self.draft_budget is not None:
             return min(len(chances), self.most_nodes)
         if self._probes:
             return min(len(chances), 1)
-        return self._best(chances, self._drafting(self.widths[-1], depth))[0]
+        return self._best(chances, spent)[0]
 
     def _best(self, chances: NDArray[np.float64], spent: float) -> tuple[int, float]:
         """How many guesses give the most tokens a second, and how many tokens."""

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.cpu.library import SegmentStruct, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.backends.devices import memory_for_caches, peak_memory
@@ -78,11 +78,12 @@ class CpuBackend:
     def forward(self, segments: list[Segment]) -> Tensor:
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)], dtype=np.int64)
-        logits = np.empty((len(wanted), self.vocab_size), np.float32)
+        vocab = logits_wanted(segments, self.vocab_size)
+        logits = np.empty((len(wanted), vocab), np.float32)
         structs, kept = _structs(segments)
         with self._one_pass:
             wrong = self._library.specbeam_forward(
-                self._model, structs, len(segments), wanted.ctypes.data, len(wanted), logits.ctypes.data
+                self._model, structs, len(segments), wanted.ctypes.data, len(wanted), vocab, logits.ctypes.data
             )
         del kept
         if wrong:

@@ -32,7 +32,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cache_new": (c_void_p, [c_void_p]),
     "cache_delete": (None, [c_void_p]),
     "cache_reserve": (c_int32, [c_void_p, c_int64]),
-    "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p]),
+    "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
     "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),
 }

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbeam.backends.contract import Segment
+from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.devices import choose_device, choose_dtype, memory_for_caches, peak_memory
 from specbeam.backends.torch.cache import TreeCache
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
@@ -63,7 +63,8 @@ class TorchBackend:
             for start, s in zip(starts.tolist(), segments, strict=False)
         ]
         to_device = [torch.from_numpy(array).to(self.device) for array in (tokens, positions, wanted)]
-        return self.model(to_device[0], to_device[1], parts, to_device[2]).float()
+        vocab = logits_wanted(segments, self.vocab_size)
+        return self.model(to_device[0], to_device[1], parts, to_device[2], vocab).float()
 
     def _visible(self, segment: Segment) -> dict[int | None, Tensor | None]:
         """What the nodes see in layers of each window."""

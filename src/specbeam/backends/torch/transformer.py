@@ -204,8 +204,14 @@ class Transformer(nn.Module):
         ropes = {layer.rope for layer in config.layers if layer.rope is not None}
         self.frequencies = {r: torch.tensor(r.frequencies(), dtype=torch.float32, device="cpu") for r in ropes}
 
-    def forward(self, tokens: Tensor, positions: Tensor, segments: list[TreeSegment], wanted: Tensor) -> Tensor:
-        """Logits [w, vocab] at the wanted nodes, int64 [w], of a batch with tokens and positions int64 [n]."""
+    def forward(
+        self, tokens: Tensor, positions: Tensor, segments: list[TreeSegment], wanted: Tensor, vocab: int | None = None
+    ) -> Tensor:
+        """Logits [w, vocab] at the wanted nodes, int64 [w], of a batch with tokens and positions int64 [n].
+
+        Args:
+            vocab: of so many first tokens; None for all.
+        """
         x = F.embedding(tokens, self.embedding.weight)
         if self.positions is not None:
             x = x + F.embedding(positions, self.positions.weight)
@@ -215,8 +221,8 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x, rotations, segments)
         if not len(wanted):  # a chunk inside a prompt
-            return x.new_empty(0, self.config.vocab_size)
-        return cap(self.head(self.norm(x[wanted])), self.config.logits_softcap)
+            return x.new_empty(0, self.config.vocab_size if vocab is None else vocab)
+        return cap(self.head(self.norm(x[wanted]), vocab), self.config.logits_softcap)
 
     def _rotation(self, rope: Rope, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         angles = positions[:, None, None] * self.frequencies[rope]
@@ -232,8 +238,9 @@ class Weights(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, columns), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
+    def forward(self, x: Tensor, rows: int | None = None) -> Tensor:
+        """The product [..., out], or its first rows."""
+        return linear(x, self.weight[:rows], None if self.bias is None else self.bias[:rows])
 
 
 class Norm(nn.Module):

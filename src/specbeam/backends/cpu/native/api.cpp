@@ -278,17 +278,19 @@ int32_t specbeam_cache_reserve(void *cache, int64_t slots) {
   }
 }
 
-// Returns what is wrong, or null. logits: [wanted_count, vocab].
+// Returns what is wrong, or null. logits: [wanted_count, vocab], those of so many first tokens.
 const char *specbeam_forward(void *model, const Segment *segments, int64_t count, const int64_t *wanted,
-                             int64_t wanted_count, float *logits) {
+                             int64_t wanted_count, int64_t vocab, float *logits) {
   auto &loaded = *static_cast<Loaded *>(model);
   if (const char *reason = incomplete(loaded.model)) return reason;
   if (const char *reason = wrong(loaded.model, segments, count, wanted, wanted_count)) return reason;
+  if (vocab < 1 || vocab > loaded.model.numbers.vocab) return "logits are wanted of more tokens than there are, or of none";
   try {
     for (int64_t i = 0; i < count; i++)
       for (int64_t n = 0; n < segments[i].nodes; n++)
         segments[i].cache->positions[segments[i].slots[n]] = int32_t(segments[i].positions[n]);
-    return loaded.table->forward(loaded.model, loaded.pool(), loaded.workspace, segments, count, wanted, wanted_count, logits);
+    return loaded.table->forward(loaded.model, loaded.pool(), loaded.workspace, segments, count, wanted, wanted_count, vocab,
+                                 logits);
   } catch (const std::exception &) {
     return "out of memory";
   }

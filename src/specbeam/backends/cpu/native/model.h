@@ -1,6 +1,7 @@
 // A model as the pass sees it, and the cache of one tree. Filled through the functions of api.cpp.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstdlib>
@@ -30,6 +31,16 @@ struct Product {
     int64_t n = 0;
     for (const Matrix &part : parts) n += part.rows;
     return n;
+  }
+  // The product that yields the first of its outputs, at most all.
+  Product first(int64_t outputs) const {
+    Product some{{}, bias};
+    for (Matrix part : parts) {
+      part.rows = std::min(part.rows, outputs);
+      if (part.rows > 0) some.parts.push_back(part);
+      outputs -= part.rows;
+    }
+    return some;
   }
   explicit operator bool() const { return !parts.empty(); }
 };

@@ -311,7 +311,8 @@ struct Pass {
     });
   }
 
-  void run(const int64_t *wanted, int64_t count, float *logits) {
+  // logits: [count, vocab], those of so many first tokens.
+  void run(const int64_t *wanted, int64_t count, int64_t vocab, float *logits) {
     float *x = room(space.x, nodes * c.hidden);
     rotations();
     const Matrix &embedding = model.embedding.parts[0];
@@ -328,11 +329,11 @@ struct Pass {
     Activations &a = space.activations;
     a.resize(count, c.hidden);
     threads.each(count, 1, [&](int64_t i) { norm_row(model.norm, x + wanted[i] * c.hidden, &a.values[i * c.hidden], c.hidden); });
-    product(model.head, logits);
+    product(model.head.first(vocab), logits);
     if (c.logits_softcap > 0) {
       const float softcap = float(c.logits_softcap);
       threads.each(count, 1, [&](int64_t i) {
-        for (int64_t t = 0; t < c.vocab; t++) logits[i * c.vocab + t] = softcap * std::tanh(logits[i * c.vocab + t] / softcap);
+        for (float *t = logits + i * vocab; t < logits + (i + 1) * vocab; t++) *t = softcap * std::tanh(*t / softcap);
       });
     }
   }
@@ -342,11 +343,11 @@ void *new_workspace() { return new Workspace; }
 void delete_workspace(void *workspace) { delete static_cast<Workspace *>(workspace); }
 
 const char *forward(const Model &model, Threads &threads, void *workspace, const Segment *segments, int64_t count,
-                    const int64_t *wanted, int64_t wanted_count, float *logits) {
+                    const int64_t *wanted, int64_t wanted_count, int64_t vocab, float *logits) {
   Pass pass(model, threads, *static_cast<Workspace *>(workspace), segments, count);
   if (const char *wrong = pass.find_paths()) return wrong;
   const Threads::Awake awake(threads);
-  pass.run(wanted, wanted_count, logits);
+  pass.run(wanted, wanted_count, vocab, logits);
   return nullptr;
 }
 

@@ -1,0 +1,33 @@
+"""The highest scores, against Tensor.topk."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specbeam.decoding.top import top
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    n=st.sampled_from([1, 100, 2048, 5000, 70_001]),
+    rows=st.sampled_from([(), (1,), (3,)]),
+    k=st.integers(1, 40),
+    masked=st.sampled_from([0.0, 0.5, 0.9999]),
+    seed=st.integers(0, 1000),
+)
+def test_the_highest_scores_are_those_of_topk(n, rows, k, masked, seed):
+    generator = torch.Generator().manual_seed(seed)
+    k = min(k, n)
+    # All different, so that there is one answer; but for what is masked.
+    scores = torch.randperm(n, generator=generator).float().expand(*rows, n).clone()
+    scores[torch.rand(scores.shape, generator=generator) < masked] = float("-inf")
+    values, indices = top(scores, k)
+    assert torch.equal(values, scores.topk(k).values)
+    assert torch.equal(scores.gather(-1, indices), values)
+    assert all(len(set(row)) == k for row in indices.view(-1, k).tolist())
+
+
+def test_more_than_there_are_is_refused():
+    with pytest.raises(RuntimeError):
+        top(torch.zeros(3), 4)
