@@ -52,18 +52,17 @@ def main() -> None:
     print(describe(f"kernels {library().specbeam_isa(b'').decode()}"))
     print(f"{given.model.stem}, {given.threads} threads, {given.tokens} new tokens, {given.prompts} prompts a kind\n")
 
-    engines = {
-        name: Engine(make, given) for name, make in ENGINES.items() if make in (keep, int8) or not given.without_peers
-    }
-    for name, engine in list(engines.items()):
-        if wrong := engine.started():
-            print(f"{name}: {wrong}\n")
-            del engines[name]
+    engines = {}
+    for name, make in ENGINES.items():  # one loads after the other
+        if make in (keep, int8) or not given.without_peers:
+            engine = Engine(make, given)
+            if wrong := engine.started():
+                print(f"{name}: {wrong}\n")
+            else:
+                engines[name] = engine
     ours = {name: engine for name, engine in engines.items() if name.startswith("specbeam")}
     if "load" in given.parts:
-        print(
-            "| load | s, first or packed | later | resident, MB | weights, MB |\n| --- | --- | --- | --- | --- |"
-        )
+        print("| load | s, first or packed | later | resident, MB | weights, MB |\n| --- | --- | --- | --- | --- |")
         for name, engine in ours.items():
             print(f"| {name} |", " | ".join(f"{x:.1f}" for x in engine.ask({"loading": True})), "|")
         print()

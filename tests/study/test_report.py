@@ -13,7 +13,7 @@ from markupsafe import Markup
 pytest.importorskip("matplotlib")
 pytest.importorskip("yaml")
 
-from specbeam.study import plots, report
+from specbeam.study import plots, report, samples, words
 
 METHODS = {
     "greedy": ("greedy", 13.4, 1.0),
@@ -185,8 +185,8 @@ def test_every_method_its_numbers_and_their_intervals_are_there(tmp_path):
     for method in told["summary"]["methods"]:
         assert method["method"] in page.text
         speed = method["metrics"]["tokens_per_second"]
-        assert report.number(speed["mean"]) in page.text
-        assert f"{report.number(speed['low'])}–{report.number(speed['high'])}" in page.text
+        assert words.number(speed["mean"]) in page.text
+        assert f"{words.number(speed['low'])}–{words.number(speed['high'])}" in page.text
     assert "24 of 24" in page.text
     assert "4.91" in page.text
     assert "1.86×" in page.text
@@ -276,44 +276,44 @@ def test_texts_are_escaped_wherever_they_come_from(tmp_path):
 def test_a_sample_tells_what_was_proposed_verified_and_replaced(tmp_path):
     told = study(["greedy", "greedy, n-gram drafts"])
     html, page = written(tmp_path, **told)
-    for words in ("what it proposed", "which tokens it verified", "what replaced the rest", "the text"):
-        assert words in page.text
+    for heading in ("what it proposed", "which tokens it verified", "what replaced the rest", "the text"):
+        assert heading in page.text
     assert "target’s own choice" in page.text
     assert "in place of" in page.text
     assert '<span class="guessed"> add</span>' in html
     assert page.text.count("rejected") >= 2
-    (chain,) = {one.method for one in report.samples(told["records"])}
+    (chain,) = {one.method for one in samples.samples(told["records"])}
     assert chain == "greedy, n-gram drafts"
 
 
 def test_rounds_of_a_chain():
-    one = report.sample(generation("greedy, n-gram drafts"), "")
+    one = samples.sample(generation("greedy, n-gram drafts"), "")
     assert [r.number for r in one.rounds] == [2, 3]
     first = one.rounds[0]
     (branch,) = first.branches
     assert [(g.text, g.accepted) for g in branch.guesses] == [(" add", True), ("(", True), ("x", False), (")", False)]
-    assert first.own == [report.Own(None, ["a"], ["x"])]
-    assert one.rounds[1].own == [report.Own(None, [" b"], [])]
+    assert first.own == [samples.Own(None, ["a"], ["x"])]
+    assert one.rounds[1].own == [samples.Own(None, [" b"], [])]
     pieces = [("def", False), (" add", True), ("(", True), ("a", False), (",", True), (" b", False)]
     assert one.pieces == pieces
 
 
 def test_rounds_of_beams():
-    one = report.sample(generation("beam search, 4 beams, drafts"), "")
+    one = samples.sample(generation("beam search, 4 beams, drafts"), "")
     assert one.beams
     (round,) = one.rounds
     assert [(b.beam, [g.text for g in b.guesses]) for b in round.branches] == [(1, [" sky", " is"]), (2, [" cat"])]
     assert round.own == [
-        report.Own(1, [" dog"]),
-        report.Own(2, [" was"]),
-        report.Own(3, [" blue", " red"]),
+        samples.Own(1, [" dog"]),
+        samples.Own(2, [" was"]),
+        samples.Own(3, [" blue", " red"]),
     ]
     assert one.pieces == [("The", False), (" sky", True), (" is", True), (" blue", False)]
 
 
 def test_branches_of_a_tree_share_what_they_begin_with():
     drafted = [guess("a", True, beam=0), guess("b", False, 0), guess("c", True, 0), guess("d", False, 2)]
-    found = report.branches(drafted, beams=False)
+    found = samples.branches(drafted, beams=False)
     assert [("".join(g.text for g in b.guesses), b.shared) for b in found] == [("acd", 0), ("ab", 1)]
 
 
@@ -328,21 +328,21 @@ def test_branches_of_a_tree_share_what_they_begin_with():
     ],
 )
 def test_tokens_are_found_in_the_text(tokens, text, pieces):
-    assert report.align(tokens, text) == pieces
+    assert samples.align(tokens, text) == pieces
 
 
 def test_samples_are_a_handful_of_many():
     records = [
         generation(method, row, category=str(row % 12)) for row in range(250) for method in ("greedy", "sampling")
     ]
-    assert len(report.samples(records)) == report.MOST_SAMPLES
+    assert len(samples.samples(records)) == samples.MOST_SAMPLES
     records += [generation("greedy, n-gram drafts", 300, category="x"), generation("beam search, 4 beams, drafts", 301)]
-    found = report.samples(records)
+    found = samples.samples(records)
     assert {one.method for one in found} == {"greedy, n-gram drafts", "beam search, 4 beams, drafts"}
 
 
 def test_numbers():
-    assert [*map(report.number, [0, 0.01234, 4.0, 13.44, 213.4, 64123.7, None, float("nan")])] == [
+    assert [*map(words.number, [0, 0.01234, 4.0, 13.44, 213.4, 64123.7, None, float("nan")])] == [
         "0", "0.0123", "4.00", "13.4", "213", "64,124", "–", "–"
     ]  # fmt: skip
 

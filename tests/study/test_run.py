@@ -229,7 +229,8 @@ def test_a_full_disk_keeps_what_was_finished(words, tmp_path, monkeypatch, capsy
 
 
 def test_sweeps_are_runs_of_their_own(words, tmp_path):
-    assert study("--multirun", *words, "decode.mode=greedy", "decode.max_tokens=2,3") == 0
+    # Options may stand between the words.
+    assert study(*words, "--multirun", "decode.mode=greedy", "decode.max_tokens=2,3") == 0
     for most in (2, 3):
         (folder,) = (tmp_path / "run").glob(f"*max_tokens={most}*")
         assert all(len(r["token_ids"]) <= most for r in kept(folder)[0].values())

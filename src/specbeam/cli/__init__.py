@@ -53,7 +53,11 @@ def _run(words: list[str]) -> int:
     for command in (generate, compare, batch, study, ladder, tokens, models):
         command.add_to(commands)
     end = words.index("--") if "--" in words else len(words)
-    given = parser.parse_args([*map(_dashes, words[:end]), *words[end:]])
+    given, rest = parser.parse_known_args([*map(_dashes, words[:end]), *words[end:]])
+    if given.command == "study" and not any(word.startswith("-") for word in rest):
+        given.words += rest  # argparse takes no more of them after an option
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if given.version:
         from specbeam import __version__
 

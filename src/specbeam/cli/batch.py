@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.generate import (
     add_draft_to,
@@ -440,6 +440,8 @@ def write_parquet(output: Path, data: bytes, rows: list[Row], names: list[str]) 
         table = pa.table(columns)
 
     def write(new: dict[str, list[Any]]) -> None:
+        from specbeam.study.results import replacing
+
         whole = table
         for name, values in new.items():
             kind = COLUMNS[name.removeprefix("generated_")]
@@ -453,6 +455,8 @@ def write_parquet(output: Path, data: bytes, rows: list[Row], names: list[str]) 
 
 def write_jsonl(output: Path, rows: list[Row]) -> Write:
     def write(new: dict[str, list[Any]]) -> None:
+        from specbeam.study.results import replacing
+
         with replacing(output) as file:
             for number, row in enumerate(rows):
                 file.write(json_line(row | {name: values[number] for name, values in new.items()}))
@@ -466,18 +470,3 @@ def json_line(row: Row) -> bytes:
         return json.dumps(row, ensure_ascii=False, default=str).encode() + b"\n"
     except UnicodeEncodeError:  # half a surrogate pair, which only an escape can spell
         return json.dumps(row, default=str).encode() + b"\n"
-
-
-@contextmanager
-def replacing(output: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which is there under its name once it is whole."""
-    new = Path(f"{output}.new")
-    try:
-        with new.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, output)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise

@@ -59,8 +59,18 @@ def local(jobs: Iterable[Job], make_work: Callable[[], Work], done: Callable[[Jo
         done(job, result)
 
 
-def on_ray(
-    jobs: Iterable[Job],
+def on_ray(jobs: Iterable[Job], make_work: Callable[[], Work], done: Callable[[Job, Result], None], **how: Any) -> None:
+    """Do jobs on a Ray cluster: what :func:`crew_on_ray` does, with its arguments, for these jobs alone.
+
+    Args:
+        jobs: taken as workers come free, never more than a few ahead.
+    """
+    with crew_on_ray(make_work, done, **how) as crew:
+        crew.do(jobs)
+
+
+@contextmanager
+def crew_on_ray(
     make_work: Callable[[], Work],
     done: Callable[[Job, Result], None],
     *,
@@ -70,14 +80,13 @@ def on_ray(
     gpus: float = 0,
     retries: int = 3,
     tell: Callable[[str], object] = logger.warning,
-) -> None:
-    """Do jobs on a Ray cluster, by workers that each load their models once.
+) -> Iterator[Crew]:
+    """Workers on a Ray cluster that each load their models once, and whose ``do(jobs)`` does jobs.
 
     A worker that dies costs the jobs it had not finished: others do them, and a new worker takes its place where the
-    cluster has room. Each job is reported once. When this returns or raises, no worker is left.
+    cluster has room. Each job is reported once. When the context ends, no worker is left.
 
     Args:
-        jobs: taken as workers come free, never more than a few ahead.
         make_work: called once in each worker. It goes there pickled, and where a worker runs, specbeam and the module
             it comes from must be installed.
         done: called in this thread with each job and its result, or the exception that the work raised, or a
@@ -92,7 +101,7 @@ def on_ray(
 
     Raises:
         SpecbeamError: Ray is not installed, no cluster answers, it has no room for a worker, or workers die while they
-            load. What make_work raises in a worker is raised here.
+            load. What make_work raises in a worker is raised by ``do``.
     """
     if workers is not None and workers < 1:
         raise SpecbeamError(f"workers={workers} is not allowed: give at least 1")
@@ -103,9 +112,9 @@ def on_ray(
         raise SpecbeamError(f"retries={retries} is not allowed: give at least 1")
     with (
         _cluster(address) as ray,
-        closing(_Crew(ray, make_work, done, workers, float(cpus), float(gpus), retries, tell)) as crew,
+        closing(Crew(ray, make_work, done, workers, float(cpus), float(gpus), retries, tell)) as crew,
     ):
-        crew.do(jobs)
+        yield crew
 
 
 @contextmanager
@@ -232,7 +241,7 @@ class _Member:
     tasks: dict[Any, _Task] = field(default_factory=dict)  # what it has to do, by reference, first to last
 
 
-class _Crew:
+class Crew:
     """The workers, and what they have to do."""
 
     def __init__(
@@ -261,6 +270,7 @@ class _Crew:
         self.begun = time.monotonic()
 
     def do(self, jobs: Iterable[Job]) -> None:
+        """Do jobs, which are taken as workers come free, never more than a few ahead."""
         self.fresh = map(_Task, jobs)
         while self.waiting or any(member.tasks for member in self.members) or self._take():
             self._count_room()

@@ -6,7 +6,6 @@ generation's beams; quality is against references, by the field's own implementa
 
 from __future__ import annotations
 
-import os.path
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations, zip_longest
@@ -16,9 +15,6 @@ from typing import Any
 import numpy as np
 
 from specbeam.study.results import Record
-
-LONGEST_COMPARED = 2000
-"""nltk compares no longer ones: it fills the whole table of their lengths' product."""
 
 
 def finished(records: Iterable[Record]) -> list[Record]:
@@ -77,17 +73,15 @@ def diversity(beams: Sequence[dict[str, Any]]) -> dict[str, float | None]:
         distinct_1 and distinct_2: different tokens, and pairs of them, among all those of the beams (Li et al. 2016,
         5.3); self_bleu: BLEU, 0 to 100, of a beam with the others as references, its mean over the beams (Zhu et al.
         2018, 3.2.2); edit_distance: of two beams, the tokens to be inserted, deleted or replaced, by the longer one's
-        length, its mean over all pairs (Levenshtein 1966). The last two are None for a single beam, and the last one
-        where beams part for over 2000 tokens.
+        length, its mean over all pairs (Levenshtein 1966). The last two are None for a single beam.
     """
     told: dict[str, float | None] = {}
     for n in (1, 2):
         every = [gram for beam in beams for gram in ngrams(beam["token_ids"], n)]
         told[f"distinct_{n}"] = len(set(every)) / len(every) if every else None
     texts, ids = [beam["text"] for beam in beams], [beam["token_ids"] for beam in beams]
-    distances = [_edit_distance(a, b) for a, b in combinations(ids, 2)]
     told["self_bleu"] = _self_bleu(texts) if len(texts) > 1 else None
-    told["edit_distance"] = fmean(distances) if distances and None not in distances else None  # type: ignore[arg-type]
+    told["edit_distance"] = _edit_distance(ids) if len(ids) > 1 else None
     return told
 
 
@@ -97,15 +91,10 @@ def _self_bleu(texts: list[str]) -> float:
     return fmean(sentence_bleu(text, texts[:i] + texts[i + 1 :]).score for i, text in enumerate(texts))
 
 
-def _edit_distance(a: list[int], b: list[int]) -> float | None:
-    from nltk import edit_distance
+def _edit_distance(beams: list[list[int]]) -> float:
+    from rapidfuzz.distance import Levenshtein
 
-    # Beams begin alike, which does not count, and what does takes quadratic time.
-    shared = len(os.path.commonprefix([a, b]))  # noqa: RUF071
-    rest = a[shared:], b[shared:]
-    if max(map(len, rest)) > LONGEST_COMPARED:
-        return None
-    return edit_distance(*rest) / max(len(a), len(b), 1)
+    return fmean(Levenshtein.normalized_distance(a, b) for a, b in combinations(beams, 2))
 
 
 def quality(text: str, references: Sequence[str]) -> dict[str, float | None]:

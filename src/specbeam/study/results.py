@@ -13,7 +13,7 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from filelock import FileLock, Timeout
 
@@ -148,11 +148,25 @@ def full_disk_told(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def write_whole(path: Path, text: str) -> None:
+@contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write, which is there under its name, and on the disk, once it is whole."""
+    new = path.with_name(f".{path.name}.new")
+    try:
+        with new.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file that is either there as a whole or not."""
-    other = path.with_name(f".{path.name}.tmp")
-    other.write_text(text, encoding="utf-8")
-    os.replace(other, path)
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
 
 
 def read_json(path: Path) -> Any:
@@ -173,9 +187,8 @@ def write_parquet(path: Path, records: Iterable[Record]) -> None:
     for record in records:
         flat = {name: value for name, value in record.items() if name != "stats"} | record.get("stats", {})
         rows.append({name: _plain(name, value) for name, value in flat.items()})
-    other = path.with_name(f".{path.name}.tmp")
-    pandas.DataFrame(rows).to_parquet(other)
-    os.replace(other, path)
+    with replacing(path) as file:
+        pandas.DataFrame(rows).to_parquet(file)
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -25,7 +25,7 @@ from specbeam.study.results import (
     write_whole,
 )
 from specbeam.study.tracking import tracker_of
-from specbeam.study.work import Work, jobs_of_turn, make_work
+from specbeam.study.work import Work, begun, jobs_of_turn, make_work
 
 UNTOLD = ("output", "tracking", "launcher")
 """Keys of the configuration that do not change results."""
@@ -100,6 +100,7 @@ def _generate(
 ) -> Work | None:
     """All generations that are not there yet. Turns come one after the other, as answers are part of the next one."""
     made: list[Work] = []
+    modes = {method.name: method.mode for method in methods(study)}
 
     def make() -> Work:
         progress.say("loading")
@@ -111,38 +112,26 @@ def _generate(
         if isinstance(result, Exception):  # a worker that died, or one that could not load its models
             if isinstance(result, SpecbeamError):
                 raise result
-            result = _lost(job, result)
+            result = begun(job, modes[job["method"]]) | {"error": " ".join(str(result).split()), "wall": 0.0}
         run.add(result)
         follow(result)
         progress.take(result, spent=result["wall"])
 
-    for turn in range(max(len(row.turns) for row in rows)):
-        jobs = jobs_of_turn(study, rows, turn, run.records)
-        if not jobs:
-            continue
-        if study.launcher.name == "ray":
-            how = {key: value for key, value in vars(study.launcher).items() if key != "name"}
-            launchers.on_ray(jobs, make_work(config), done, tell=progress.say, **how)
-        else:
-            launchers.local(jobs, (lambda: made[0]) if made else make, done)
+    with ExitStack() as last:
+        crew: launchers.Crew | None = None
+        for turn in range(max(len(row.turns) for row in rows)):
+            jobs = jobs_of_turn(study, rows, turn, run.records)
+            if not jobs:
+                continue
+            if study.launcher.name == "ray":
+                if crew is None:
+                    how = {key: value for key, value in vars(study.launcher).items() if key != "name"}
+                    hired = launchers.crew_on_ray(make_work(config), done, tell=progress.say, **how)
+                    crew = last.enter_context(hired)
+                crew.do(jobs)
+            else:
+                launchers.local(jobs, (lambda: made[0]) if made else make, done)
     return made[0] if made else None
-
-
-def _lost(job: Any, error: Exception) -> Record:
-    """The record of a job that nobody came back from."""
-    row = job["row"]
-    return {
-        **{name: job[name] for name in ("key", "method", "turn", "repeat")},
-        "mode": None,
-        "row": row["id"],
-        "category": row["category"],
-        "prompt": job["messages"][-1]["content"],
-        "references": row["references"],
-        "problem": row["problem"],
-        "started": time.time(),
-        "error": " ".join(str(error).split()),
-        "wall": 0.0,
-    }
 
 
 def _score(study: Study, config: Mapping[str, Any], run: Run, work: Work | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -46,19 +47,9 @@ class Work:
 
     def __call__(self, job: Job) -> Record:
         """The record of a job. What goes wrong is told in it; only an interrupt is raised."""
-        method, row = self.methods[job["method"]], job["row"]
+        method = self.methods[job["method"]]
         start = time.perf_counter()
-        record: Record = {
-            **{name: job[name] for name in ("key", "method", "turn", "repeat")},
-            "mode": method.mode,
-            "row": row["id"],
-            "category": row["category"],
-            "prompt": job["messages"][-1]["content"],
-            "references": row["references"] if job["turn"] == len(row["turns"]) - 1 else [],
-            "problem": row["problem"],
-            "started": time.time(),
-            "error": None,
-        }
+        record = begun(job, method.mode)
         try:
             record |= self._generate(method, job)
         except Exception as error:  # the other generations go on
@@ -147,6 +138,22 @@ class Work:
         return self._models[key]
 
 
+def begun(job: Job, mode: str) -> Record:
+    """What a job's record says before there is a text."""
+    row = job["row"]
+    return {
+        **{name: job[name] for name in ("key", "method", "turn", "repeat")},
+        "mode": mode,
+        "row": row["id"],
+        "category": row["category"],
+        "prompt": job["messages"][-1]["content"],
+        "references": row["references"] if job["turn"] == len(row["turns"]) - 1 else [],
+        "problem": row["problem"],
+        "started": time.time(),
+        "error": None,
+    }
+
+
 def make_work(config: Mapping[str, Any]) -> Callable[[], Work]:
     """What makes a worker's work, wherever it is."""
     return lambda: Work(config)
@@ -184,6 +191,4 @@ def jobs_of_turn(study: Study, rows: list[Any], turn: int, records: Mapping[str,
 
 def hash_of(*parts: Any) -> int:
     """A seed that is the same for the same parts on every machine."""
-    import hashlib
-
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "big")
