@@ -117,7 +117,8 @@ def print_table(folder: Path, summary: Any = None) -> None:
     }
     there = [name for name in names if any(name in method["metrics"] for method in summary["methods"])]
     table.add_column("method")
-    for name in [*(names[n][0] for n in there), "speed-up", "same text", "failed"]:
+    tested = any(method["pass_at_1"] is not None for method in summary["methods"])
+    for name in [*(names[n][0] for n in there), *["pass@1"] * tested, "speed-up", "same text", "failed"]:
         table.add_column(name, justify="right")
     for method in summary["methods"]:
         cells = []
@@ -127,6 +128,8 @@ def print_table(folder: Path, summary: Any = None) -> None:
             cells.append("-" if estimate is None else form.format(estimate["mean"]))
             if estimate is not None and name == "tokens_per_second":
                 cells[-1] += f" ({form.format(estimate['low'])} to {form.format(estimate['high'])})"
+        if tested:
+            cells.append("-" if method["pass_at_1"] is None else f"{method['pass_at_1']:.2f}")
         against, same = (method["against"] or {}).get("tokens_per_second"), method["agreement"]
         cells.append(f"{against['ratio']:.2f} ({against['low']:.2f} to {against['high']:.2f})" if against else "-")
         cells.append(f"{same['same']} of {same['of']}" if same else "-")
