@@ -15,7 +15,7 @@ def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     looked at in blocks first: the k highest scores are in the k blocks with the highest maxima.
     """
     n = scores.shape[-1]
-    if scores.is_cuda or n < 16 * BLOCK * k:
+    if scores.device.type != "cpu" or n < 16 * BLOCK * k:
         found = scores.topk(k)
         return found.values, found.indices
     whole = n // BLOCK * BLOCK

@@ -21,6 +21,8 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 
 REACHED, RECENT = 0.97, 512
 """The share of so many tokens of the latest text that is to be among those that are guessed."""
+FEWEST = 32
+"""Tokens that say too little of how far the next one reaches, if there are no more."""
 STRIDE = 4096
 """Tokens that join those at a time."""
 
@@ -147,7 +149,7 @@ class ModelDrafter:
         """
         recent = self.tree.tokens(self.tree.trunk[-RECENT:])
         recent = recent[~np.isin(recent, self.special)]
-        if not len(recent):
+        if len(recent) < FEWEST:
             return self.vocab_size
         reach = int(np.quantile(recent, REACHED, method="higher")) + 1
         return min(-(-reach // STRIDE) * STRIDE, self.vocab_size)
