@@ -2,6 +2,7 @@
 
     pip install ctranslate2 llama-cpp-python
     python bench/cpu.py MODEL.gguf [--draft DRAFT.gguf] [--tokens 64] [--repeats 3] [--threads 2]
+        [--parts load greedy beams prefill passes drafts]
 
 Every engine has a process of its own, which sleeps while others run; all take their turn in each repeat, so that a
 drifting machine favours none; figures are medians after a warm-up that is left out. CTranslate2 quantizes the file's

@@ -413,3 +413,7 @@ def test_passes_that_were_never_measured_are_taken_for_fast():
     for _ in range(2):
         times.add(64, 1.0)
     assert times.expected(1) < 0.02
+    assert times.expected(8) < 2 * times.expected(1)
+    for _ in range(2):
+        times.add(1, 0.9)
+    assert times.expected(32) <= 1.0

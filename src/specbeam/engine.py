@@ -230,12 +230,13 @@ class PassTimes:
         if not len(self._sizes):
             return 1e-3 * nominal_cost(nodes)
         below = int(np.searchsorted(self._sizes, nodes, side="right")) - 1
-        if below < 0:  # the share of a pass over more
-            return float(self._seconds[0] / self._sizes[0] * nodes)
+        if below < 0:  # one node takes its share of a pass over more, and others little beside it
+            one = self._seconds[0] / self._sizes[0]
+            return float(min(one * nominal_cost(nodes) / nominal_cost(1), self._seconds[0]))
         sizes, seconds = self._sizes[below : below + 2], self._seconds[below : below + 2]
         if len(sizes) == 2 and sizes[1] <= 4 * sizes[0]:
             return float(np.interp(nodes, sizes, seconds))
-        return float(seconds[0] * nominal_cost(nodes) / nominal_cost(sizes[0]))
+        return float(min([seconds[0] * nominal_cost(nodes) / nominal_cost(sizes[0]), *seconds[1:]]))
 
 
 _pass_times: WeakKeyDictionary[Backend, PassTimes] = WeakKeyDictionary()

@@ -287,7 +287,8 @@ class Request:
             if direct:
                 draws = (self._draft_warpers(), self._draws[1]) if options.samples and options.num_beams == 1 else None
                 context = draft.backend.context_length
-                special = () if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
+                added = {} if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
+                special = [token_id for token_id, token in added.items() if token.special]
                 return ModelDrafter(self._tree, self._process, self._stop, vocab_size, context, special, pace, draws)
             return RetokenizingDrafter(self._tree, chains, lm, draft)
         if draft == "ngram":

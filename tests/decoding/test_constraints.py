@@ -68,17 +68,20 @@ def test_what_is_no_set_of_outputs_is_refused(outputs):
 
 
 @settings(max_examples=100, deadline=None)
-@example([[0], [0, 0, 0], [0, 3, 0], [0, 3], [3, 0], [2]], 6, None, 1.0, True)
-@example([[0], [0, 0, 0], [1, 0, 0], [2], [0, 0]], 4, None, 1.0, True)
+@example([[0], [0, 0, 0], [0, 3, 0], [0, 3], [3, 0], [2]], 6, None, 1.0, True, 8)
+@example([[0], [0, 0, 0], [1, 0, 0], [2], [0, 0]], 4, None, 1.0, True, 8)
 @given(
     outputs=OUTPUTS,
     num_beams=st.integers(1, 6),
     draft=st.sampled_from(DRAFTS),
     length_penalty=st.sampled_from([0.0, 1.0]),
     early_stopping=st.sampled_from([False, True, "never"]),
+    vocab_size=st.sampled_from([8, 20_000]),  # with so many, the highest are looked for in blocks
 )
-def test_beams_in_a_trie_are_those_of_transformers(tiny, outputs, num_beams, draft, length_penalty, early_stopping):
-    changes = {"vocab_size": 8, "eos_token_id": 7, "bos_token_id": 0, "initializer_range": 0.25}
+def test_beams_in_a_trie_are_those_of_transformers(
+    tiny, outputs, num_beams, draft, length_penalty, early_stopping, vocab_size
+):
+    changes = {"vocab_size": vocab_size, "eos_token_id": 7, "bos_token_id": 0, "initializer_range": 0.25}
     model, lm = tiny("llama", **changes)
     if draft == "model":
         draft = tiny("llama", seed=3, **changes)[1]

@@ -54,8 +54,8 @@ def _run(words: list[str]) -> int:
         command.add_to(commands)
     end = words.index("--") if "--" in words else len(words)
     given, rest = parser.parse_known_args([*map(_dashes, words[:end]), *words[end:]])
-    if given.command == "study" and not any(word.startswith("-") for word in rest):
-        given.words += rest  # argparse takes no more of them after an option
+    if given.command == "study" and not any(word.startswith("-") and word != "--" for word in rest):
+        given.words += [word for word in rest if word != "--"]  # argparse takes no more of them after an option
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if given.version:

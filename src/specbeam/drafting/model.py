@@ -147,6 +147,8 @@ class ModelDrafter:
         Byte-pair merges come most frequent first, so nearly all of a text is made of a vocabulary's first tokens
         (FR-Spec, Zhao et al. 2025). How far the latest text reaches says how far this one does.
         """
+        if self.process.raises:  # a function of the caller's is to see no masked scores but its own
+            return self.vocab_size
         recent = self.tree.tokens(self.tree.trunk[-RECENT:])
         recent = recent[~np.isin(recent, self.special)]
         if len(recent) < FEWEST:

@@ -123,7 +123,7 @@ class Pace:
         self._idle = 0
         depths = tree.depths(guesses.nodes)
         drafted = int(depths.max() - depths.min()) + 1
-        needed = [self._needed(guesses, depths, tips) for tips in steps[:-1]]
+        needed = [self._needed(guesses, depths, tree, tips) for tips in steps[:-1]]
         missed = len(needed) < drafted
         for width in self.widths:
             found = sum(width >= at_least for at_least in needed)
@@ -134,12 +134,15 @@ class Pace:
         self._hoped = MEMORY * self._hoped + float(guesses.chances.sum())
         self._came = MEMORY * self._came + len(needed)
 
-    def _needed(self, guesses: Guesses, depths: NDArray[np.int64], tips: Nodes) -> int:
+    def _needed(self, guesses: Guesses, depths: NDArray[np.int64], tree: Tree, tips: Nodes) -> int:
         """How wide guesses had to be for a step that they were found for."""
         if self.chains:
             return 1  # which chain it was is not known: the first is the likeliest
-        level = guesses.nodes[depths == depths[np.isin(guesses.nodes, tips)].max(initial=0)]
-        return 1 + int(np.flatnonzero(np.isin(level, tips)).max(initial=0))  # a level has the likeliest first
+        if guesses.drawn_from:  # as many as were drawn below its parent up to it
+            among = guesses.nodes[tree.parents(guesses.nodes) == tree.parents(tips[0])]
+        else:  # a level of a search, the likeliest first
+            among = guesses.nodes[depths == depths[np.isin(guesses.nodes, tips)].max(initial=0)]
+        return 1 + int(np.flatnonzero(np.isin(among, tips)).max(initial=0))
 
     def _nodes(self, width: int, depth: int) -> int:
         return width * depth * (self.num_beams if self.chains else 1)

@@ -272,6 +272,8 @@ class Crew:
     def do(self, jobs: Iterable[Job]) -> None:
         """Do jobs, which are taken as workers come free, never more than a few ahead."""
         self.fresh = map(_Task, jobs)
+        for member in self.members:  # one that has died since it was last used died of no job
+            member.here = member.actor.here.remote()
         while self.waiting or any(member.tasks for member in self.members) or self._take():
             self._count_room()
             self._hire()
@@ -316,8 +318,8 @@ class Crew:
         """Ask for workers, as many as are wanted and there are jobs for. Ray starts them when it has room for them."""
         wanted = self.workers or self.room
         while len(self.members) < wanted and self.failed_loads < self.retries:
-            coming = sum(member.loaded is not None for member in self.members)
-            if len(self.waiting) <= coming and not self._take():
+            free = sum(member.loaded is not None or not member.tasks for member in self.members)
+            if len(self.waiting) <= free and not self._take():
                 return
             actor = self.make_worker()
             self.members.append(_Member(actor, actor.here.remote(), actor.load.remote()))
@@ -326,7 +328,7 @@ class Crew:
         """Give jobs to the workers that have the fewest."""
         for load in range(IN_FLIGHT):
             for member in self.members:
-                if member.loaded is not None or len(member.tasks) != load:
+                if member.here is not None or member.loaded is not None or len(member.tasks) != load:
                     continue
                 if not self.waiting and not self._take():
                     return
