@@ -91,13 +91,33 @@ def test_guesses_are_as_wide_as_the_steps_needed():
 
 
 def test_nothing_is_given_up_for_good():
-    pace = Pace(*AUTO, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=None, chains=True)
+    """What failed is tried ever more rarely, and at once again where it does not."""
+    pace = Pace(*AUTO, num_beams=1, target=lambda n: 1 + 0.5 * n, draft=None, chains=True)
     rounds(pace, 0)
-    pace.target = lambda n: 1 + 0.5 * n
-    assert pace.shape()[1] == 0
-    for _ in range(60):
+
+    def wait():
+        waited = 0
+        while not pace.shape()[1]:
+            pace.learn(Guesses(), Tree([1]), [])
+            waited += 1
+        return waited
+
+    waits = []
+    for _ in range(5):
+        waits.append(wait())
+        rounds(pace, 0, n=1)
+    assert waits == [16, 32, 64, 128, 128]
+    wait()
+    rounds(pace, 6, n=1)
+    assert wait() == 0
+
+
+def test_lookups_that_find_nothing_say_nothing():
+    pace = Pace(*AUTO, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=None, chains=True)
+    before = pace.shape()
+    for _ in range(100):
         pace.learn(Guesses(), Tree([1]), [])
-    assert pace.survival(1) > 0.5
+    assert pace.shape() == before
 
 
 @pytest.mark.parametrize("sizes", [(3, 5, None), (3, None, None), (None, 5, 7), (None, None, 7), (3, 5, 7)])

@@ -17,10 +17,11 @@ MOST = 128
 """Guesses a pass at most when that is not said; for many beams, eight a beam."""
 MEMORY = 0.9
 """What a round's observation is worth one round later."""
-PROBED = 16
-"""Rounds without drafts after which a small one is tried: costs and texts change."""
-TRIED, FOUND, HOPED = 3.0, 2.0, 4.0
-"""What is taken for seen at first, so that drafting is tried."""
+PROBED, MOST_PROBED = 16, 128
+"""Rounds without drafts after which a small one is tried, for costs and texts change; twice as many after each that found
+nothing, up to the most."""
+TRIED, FOUND, HOPED = 1.5, 1.0, 4.0
+"""What is taken for seen at first, so that drafting is tried; and what is left of what was seen long ago."""
 
 Cost = Callable[[int], float]
 """Seconds of a pass over so many nodes."""
@@ -67,7 +68,7 @@ class Pace:
         self._found = dict.fromkeys(self.widths, FOUND)
         self._hoped = self._came = HOPED
         self._shape = (self.widths[0], self.depths[0])
-        self._idle = 0  # rounds without guesses
+        self._idle, self._wait = 0, PROBED  # rounds without guesses, and how many there are to be
 
     @property
     def most_nodes(self) -> int:
@@ -108,23 +109,22 @@ class Pace:
 
     @property
     def _probes(self) -> bool:
-        return self._idle >= PROBED and len(self.depths) > 1
+        return self._idle >= self._wait and len(self.depths) > 1
 
     def learn(self, guesses: Guesses, tree: Tree, steps: list[Nodes]) -> None:
         """Take in what became of guesses: the tips, or beams, after each step of the round."""
-        if not len(guesses.nodes):  # what was seen before grows stale, until drafting is worth a try again
-            for width in self.widths:
-                self._found[width] = MEMORY * self._found[width] + (1 - MEMORY) * FOUND
-                self._tried[width] = MEMORY * self._tried[width] + (1 - MEMORY) * TRIED
-            self._hoped = MEMORY * self._hoped + (1 - MEMORY) * HOPED
-            self._came = MEMORY * self._came + (1 - MEMORY) * HOPED
-            self._idle += 1
+        if not len(guesses.nodes):
+            if not (self.chains and self._shape[1]):  # it was not tried; else there was nothing to look up
+                self._idle += 1
+                self._fade()
             return
-        self._idle = 0
+        probed, self._idle = self._probes, 0
         depths = tree.depths(guesses.nodes)
         drafted = int(depths.max() - depths.min()) + 1
         needed = [self._needed(guesses, depths, tree, tips) for tips in steps[:-1]]
         missed = len(needed) < drafted
+        if probed:
+            self._wait = PROBED if needed else min(2 * self._wait, MOST_PROBED)
         for width in self.widths:
             found = sum(width >= at_least for at_least in needed)
             # More guesses might have found what was missed; as like as not they would have missed it too.
@@ -133,6 +133,14 @@ class Pace:
             self._tried[width] = MEMORY * self._tried[width] + tried
         self._hoped = MEMORY * self._hoped + float(guesses.chances.sum())
         self._came = MEMORY * self._came + len(needed)
+
+    def _fade(self) -> None:
+        """What was seen long ago counts for less, down to what was taken for seen at first."""
+        for width in self.widths:
+            if self._tried[width] > TRIED:
+                self._found[width], self._tried[width] = MEMORY * self._found[width], MEMORY * self._tried[width]
+        if self._hoped > HOPED:
+            self._came, self._hoped = MEMORY * self._came, MEMORY * self._hoped
 
     def _needed(self, guesses: Guesses, depths: NDArray[np.int64], tree: Tree, tips: Nodes) -> int:
         """How wide guesses had to be for a step that they were found for."""

@@ -96,6 +96,8 @@ template <int BITS> __attribute__((always_inline)) inline void unpack(const uint
   }
 }
 
+constexpr int AHEAD = 12288;  // bytes
+
 // What is asked for from memory while a group is multiplied: the processor does not look ahead as far as arithmetic takes.
 struct Ahead {
   const uint8_t *from;
@@ -189,11 +191,10 @@ void block_rows(const Matrix &w, int64_t block, const Activations &x, float *out
   const uint8_t *data = w.data + block * block_bytes(w.format, w.columns);
   const int64_t first = block * BLOCK_ROWS, lanes = w.rows - first < LANES ? w.rows - first : LANES;
   const F32 b = bias ? load_some(bias + first, lanes) : F32{};
-  // One tile asks for its own weights, a little ahead; of several each asks for a share of the next block's.
-  const int lines = LAYOUTS[FORMAT].bits, tiles = int((x.rows + TILE - 1) / TILE);
-  const int64_t share = (lines + tiles - 1) / tiles, groups = x.groups;
-  Ahead ahead{data + 2048, lines};
-  if (tiles > 1) ahead = {data + block_bytes(w.format, w.columns), int(share)};
+  // One tile asks for what lies a little ahead, in this block or the next; of several each asks for a share of the next.
+  const int64_t size = block_bytes(FORMAT, w.columns), groups = x.groups, tiles = (x.rows + TILE - 1) / TILE;
+  const int64_t share = (size / 64 + groups * tiles - 1) / (groups * tiles);  // lines a group
+  Ahead ahead{data + (tiles > 1 ? size : AHEAD), int(share)};
   for (int64_t row = 0; row < x.rows;) {
     F32 y[TILE];
     const int64_t left = x.rows - row;

@@ -22,7 +22,8 @@ typedef int32_t I32 __attribute__((vector_size(64)));
 typedef uint32_t U32 __attribute__((vector_size(64)));
 typedef uint8_t U8 __attribute__((vector_size(64)));
 
-inline void prefetch(const void *p) { __builtin_prefetch(p, 0, 3); }
+// Into the second-level cache, which has more requests to memory under way at a time than the first.
+inline void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
 
 template <class T, class P> inline T load(const P *p) {
   T v;

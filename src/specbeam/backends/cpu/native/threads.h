@@ -2,6 +2,7 @@
 // loop follows at once; then they sleep.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -21,8 +22,8 @@ namespace specbeam {
 
 class Threads {
  public:
-  explicit Threads(int count) {
-    for (int i = 1; i < count; i++) workers.emplace_back([this] { work(); });
+  explicit Threads(int count) : ranges(count) {
+    for (int i = 1; i < count; i++) workers.emplace_back([this, i] { work(i); });
   }
 
   ~Threads() {
@@ -60,11 +61,13 @@ class Threads {
     }
     run = call<Body>;
     this->data = &body;
-    this->items = items;
     this->chunk = chunk;
-    next.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < count(); i++) {
+      ranges[i].next.store(items * i / count(), std::memory_order_relaxed);
+      ranges[i].end = items * (i + 1) / count();
+    }
     state.store(++round << 32 | OPEN, std::memory_order_release);
-    share();
+    share(0);
     // Who has not come by now is not waited for: it may have lost its core to another process.
     state.fetch_and(~OPEN, std::memory_order_acq_rel);
     for (int spins = 0; state.load(std::memory_order_acquire) & COUNT; spins++) rest(spins);
@@ -89,20 +92,24 @@ class Threads {
     std::this_thread::yield();  // somebody else needs the core
   }
 
-  void share() {
+  // A thread goes through a range of its own, where it has asked for the next weights already, then helps others with theirs.
+  void share(int own) {
     try {
-      for (;;) {
-        const int64_t first = next.fetch_add(chunk, std::memory_order_relaxed);
-        if (first >= items) return;
-        const int64_t last = first + chunk < items ? first + chunk : items;
-        for (int64_t i = first; i < last; i++) run(data, i);
+      for (int i = 0; i < count(); i++) {
+        Range &range = ranges[(own + i) % count()];
+        for (;;) {
+          const int64_t first = range.next.fetch_add(chunk, std::memory_order_relaxed);
+          if (first >= range.end) break;
+          const int64_t last = std::min(first + chunk, range.end);
+          for (int64_t item = first; item < last; item++) run(data, item);
+        }
       }
     } catch (const std::bad_alloc &) {  // out of a thread it would end the process
       failed.store(true);
     }
   }
 
-  void work() {
+  void work(int own) {
     using Clock = std::chrono::steady_clock;
     uint64_t seen = 0;
     Clock::time_point busy = Clock::now();
@@ -111,7 +118,7 @@ class Threads {
       if (now >> 32 != seen && now & OPEN) {
         if (!state.compare_exchange_strong(now, now + 1, std::memory_order_acq_rel)) continue;
         seen = now >> 32;
-        share();
+        share(own);
         state.fetch_sub(1, std::memory_order_release);
         spins = 0;
       } else if (awake.load(std::memory_order_acquire)) {
@@ -140,11 +147,15 @@ class Threads {
   std::atomic<bool> awake{false};
   std::atomic<uint64_t> state{0};  // the loop's number, whether it is open, and how many workers are in it
   uint64_t round = 0;
-  std::atomic<int64_t> next{0};
+  struct alignas(64) Range {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+  std::vector<Range> ranges;  // of items, one a thread
   std::atomic<bool> failed{false};
   void (*run)(const void *, int64_t) = nullptr;
   const void *data = nullptr;
-  int64_t items = 0, chunk = 1;
+  int64_t chunk = 1;
 };
 
 }  // namespace specbeam
