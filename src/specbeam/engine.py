@@ -110,9 +110,13 @@ class Engine:
         self._admit()
         batch = self._gather()
         if batch:
+            backend, start = batch[0][0].backend, time.perf_counter()
             for request, nodes, logits in self._evaluate(batch):
                 with _one_torch_thread(self.lm.backend.has_threads):
                     request.receive(nodes, logits)
+            # With what became of the logits: choosing among them costs too, and drafts should bring in all they cost.
+            together = sum(len(nodes) for _, nodes in batch)
+            pass_times(backend).add(together, time.perf_counter() - start)
         self._live = [request for request in self._live if not request.done]
         return bool(self._live or self._waiting)
 
@@ -181,7 +185,6 @@ class Engine:
             torch.cuda.synchronize(logits.device)
         seconds = time.perf_counter() - start
         together = sum(len(s.tokens) for s in segments)
-        pass_times(backend).add(together, seconds)
         for request, nodes in batch:
             request.spend(seconds * len(nodes) / together)
         return torch.split(logits, [len(s.wanted) for s in segments])
@@ -202,7 +205,7 @@ def _one_torch_thread(wanted: bool) -> Iterator[None]:
 
 
 class PassTimes:
-    """What passes of a backend took lately, by how many nodes they had."""
+    """What passes of a backend, and the use of their logits, took lately, by how many nodes they had."""
 
     def __init__(self) -> None:
         self._sizes = self._seconds = np.empty(0)  # powers of two, ascending, and what passes of about that size took

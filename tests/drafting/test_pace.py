@@ -106,10 +106,17 @@ def test_nothing_is_given_up_for_good():
     for _ in range(5):
         waits.append(wait())
         rounds(pace, 0, n=1)
-    assert waits == [16, 32, 64, 128, 128]
+    assert waits == [8, 16, 32, 64, 128]
     wait()
     rounds(pace, 6, n=1)
     assert wait() == 0
+
+
+def test_what_could_not_pay_is_not_tried_again():
+    pace = Pace(*AUTO, num_beams=4, target=lambda n: 1 + 0.5 * n, draft=lambda n: 1.0, chains=False)
+    for _ in range(200):
+        assert pace.shape()[1] == 0
+        pace.learn(Guesses(), Tree([1]), [])
 
 
 def test_lookups_that_find_nothing_say_nothing():

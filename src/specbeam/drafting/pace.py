@@ -17,10 +17,12 @@ MOST = 128
 """Guesses a pass at most when that is not said; for many beams, eight a beam."""
 MEMORY = 0.9
 """What a round's observation is worth one round later."""
-PROBED, MOST_PROBED = 16, 128
-"""Rounds without drafts after which a small one is tried, for costs and texts change; twice as many after each that found
-nothing, up to the most."""
-TRIED, FOUND, HOPED = 1.5, 1.0, 4.0
+PROBED, MOST_PROBED = 8, 128
+"""Rounds without drafts after which a small one is tried, for costs and texts change; twice as many after each that
+found nothing, up to the most."""
+WORTH = 1.1
+"""How much more guesses would have to bring if all of them came true, to be tried again."""
+TRIED, FOUND, HOPED = 3.0, 2.0, 4.0
 """What is taken for seen at first, so that drafting is tried; and what is left of what was seen long ago."""
 
 Cost = Callable[[int], float]
@@ -90,22 +92,34 @@ class Pace:
 
     def shape(self) -> tuple[int, int]:
         """Width and depth that promise the most steps a second, if every step survives like those before."""
+        if self._rests:
+            return self._shape
         best, most = 0.0, self.most_nodes
         for width in self.widths:
             survival = self.survival(width)
             for depth in self.depths:
-                nodes = self._nodes(width, depth)
-                if nodes > most and best:
+                if self._nodes(width, depth) > most and best:
                     break
-                steps = sum(survival**i for i in range(depth + 1))
-                rate = steps / (self._drafting(width, depth) + self.target(self.num_beams + nodes))
+                rate = self._rate(width, depth, survival)
                 if rate > best:
                     best, self._shape = rate, (width, depth)
         if self._probes:
-            self._shape = self.widths[0], self.depths[1]
+            if max(self._rate(self.widths[0], depth, 1.0) for depth in self.depths[1:]) > WORTH * best:
+                self._shape = self.widths[0], self.depths[1]
+            else:
+                self._idle = 0
         width, depth = self._shape
         depth = min(depth, max(1, most // self._nodes(width, 1)))
         return min(width, most), depth
+
+    def _rate(self, width: int, depth: int, survival: float) -> float:
+        """Steps a second."""
+        steps = sum(survival**i for i in range(depth + 1))
+        return steps / (self._drafting(width, depth) + self.target(self.num_beams + self._nodes(width, depth)))
+
+    @property
+    def _rests(self) -> bool:
+        return 0 < self._idle < self._wait and len(self.depths) > 1
 
     @property
     def _probes(self) -> bool:
@@ -174,7 +188,7 @@ class Pace:
             chances: those of all guesses so far.
             spent: seconds of the draft's passes so far.
         """
-        if depth >= self.depths[-1]:
+        if depth >= self.depths[-1] or self._rests:
             return 0
         if self._probes:
             return int(depth == 0)

@@ -96,7 +96,7 @@ template <int BITS> __attribute__((always_inline)) inline void unpack(const uint
   }
 }
 
-constexpr int AHEAD = 12288;  // bytes
+constexpr int AHEAD = 20480;  // bytes
 
 // What is asked for from memory while a group is multiplied: the processor does not look ahead as far as arithmetic takes.
 struct Ahead {
