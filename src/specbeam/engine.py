@@ -110,13 +110,9 @@ class Engine:
         self._admit()
         batch = self._gather()
         if batch:
-            backend, start = batch[0][0].backend, time.perf_counter()
             for request, nodes, logits in self._evaluate(batch):
                 with _one_torch_thread(self.lm.backend.has_threads):
                     request.receive(nodes, logits)
-            # With what became of the logits: choosing among them costs too, and drafts should bring in all they cost.
-            together = sum(len(nodes) for _, nodes in batch)
-            pass_times(backend).add(together, time.perf_counter() - start)
         self._live = [request for request in self._live if not request.done]
         return bool(self._live or self._waiting)
 
@@ -161,6 +157,7 @@ class Engine:
 
     def _evaluate(self, batch: list[tuple[Request, Nodes]]) -> Iterator[tuple[Request, Nodes, Tensor]]:
         """One pass over the batch. If it fails, each request is tried alone, and those that fail alone are ended."""
+        backend, start = batch[0][0].backend, time.perf_counter()
         try:
             rows = self._forward(batch)
         except Exception as error:
@@ -168,6 +165,8 @@ class Engine:
         else:
             for (request, nodes), row in zip(batch, rows, strict=True):
                 yield request, nodes, row
+            # With what became of the logits: choosing among them costs too, and drafts should bring in all they cost.
+            pass_times(backend).add(sum(len(nodes) for _, nodes in batch), time.perf_counter() - start)
             return
         # Outside of the except block: inside it, Python would hold on to the failed pass's memory.
         if len(batch) == 1:

@@ -119,6 +119,14 @@ def test_what_could_not_pay_is_not_tried_again():
         pace.learn(Guesses(), Tree([1]), [])
 
 
+def test_a_draft_that_has_nothing_likely_is_asked_again():
+    pace = Pace(*AUTO, num_beams=1, target=lambda n: 10 + 1.0 * n, draft=lambda n: 1.0, chains=False)
+    for _ in range(20):
+        assert pace.expanded(np.array([1.0]), 0, np.empty(0), 0.0) == 1
+        assert pace.worthwhile(np.array([0.01]), 1.0) == 0
+        pace.learn(Guesses(), Tree([1]), [])
+
+
 def test_lookups_that_find_nothing_say_nothing():
     pace = Pace(*AUTO, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=None, chains=True)
     before = pace.shape()

@@ -70,7 +70,8 @@ class Pace:
         self._found = dict.fromkeys(self.widths, FOUND)
         self._hoped = self._came = HOPED
         self._shape = (self.widths[0], self.depths[0])
-        self._idle, self._wait = 0, PROBED  # rounds without guesses, and how many there are to be
+        self._declines = False  # to draft at all, this round
+        self._idle, self._wait = 0, PROBED  # rounds that it did, and how many there are to be
 
     @property
     def most_nodes(self) -> int:
@@ -92,8 +93,14 @@ class Pace:
 
     def shape(self) -> tuple[int, int]:
         """Width and depth that promise the most steps a second, if every step survives like those before."""
-        if self._rests:
-            return self._shape
+        if not self._rests:
+            self._choose()
+        (width, depth), most = self._shape, self.most_nodes
+        self._declines = not depth
+        depth = min(depth, max(1, most // self._nodes(width, 1)))
+        return min(width, most), depth
+
+    def _choose(self) -> None:
         best, most = 0.0, self.most_nodes
         for width in self.widths:
             survival = self.survival(width)
@@ -108,9 +115,6 @@ class Pace:
                 self._shape = self.widths[0], self.depths[1]
             else:
                 self._idle = 0
-        width, depth = self._shape
-        depth = min(depth, max(1, most // self._nodes(width, 1)))
-        return min(width, most), depth
 
     def _rate(self, width: int, depth: int, survival: float) -> float:
         """Steps a second."""
@@ -128,7 +132,7 @@ class Pace:
     def learn(self, guesses: Guesses, tree: Tree, steps: list[Nodes]) -> None:
         """Take in what became of guesses: the tips, or beams, after each step of the round."""
         if not len(guesses.nodes):
-            if not (self.chains and self._shape[1]):  # it was not tried; else there was nothing to look up
+            if self._declines:  # else there was nothing to look up, or nothing likely, this time
                 self._idle += 1
                 self._fade()
             return
@@ -188,7 +192,13 @@ class Pace:
             chances: those of all guesses so far.
             spent: seconds of the draft's passes so far.
         """
-        if depth >= self.depths[-1] or self._rests:
+        nodes = 0 if self._rests else self._expanded(level, depth, chances, spent)
+        if depth == 0:
+            self._declines = not nodes
+        return nodes
+
+    def _expanded(self, level: NDArray[np.float64], depth: int, chances: NDArray[np.float64], spent: float) -> int:
+        if depth >= self.depths[-1]:
             return 0
         if self._probes:
             return int(depth == 0)
