@@ -22,6 +22,8 @@ struct Workspace {
   Activations activations;
 };
 
+constexpr int64_t SWEEP = 256 * 1024;  // bytes
+
 float *room(std::vector<float> &v, size_t n) {
   if (v.size() < n) v.resize(n);
   return v.data();
@@ -90,23 +92,24 @@ struct Pass {
     for (i = 0; i < size; i++) out[i] = (x[i] - mean) * scale * norm.weight[i] + (norm.bias ? norm.bias[i] : 0.0f);
   }
 
-  // out[rows, product.rows()] for the rows whose values are in space.activations.
+  // out[rows, product.rows()] for the rows in space.activations.
   void product(const Product &p, float *out) {
-    Activations &x = space.activations;
-    bool quantized = false;
-    for (const Matrix &part : p.parts) quantized |= part.format != F32_ROWS;
-    if (quantized) threads.each(x.rows, 8, [&](int64_t row) { x.quantize(row); });
+    const Activations &x = space.activations;
     const int64_t stride = p.rows();
     int64_t blocks = 0;
     std::array<int64_t, MOST_PARTS> starts{};
     for (size_t i = 0; i < p.parts.size(); i++) starts[i] = blocks, blocks += blocks_of(p.parts[i].rows);
-    const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(16, blocks / (threads.count() * 8)));
-    threads.each(blocks, chunk, [&](int64_t block) {
+    // So many rows at a time as stay in the second-level cache while all weights go by.
+    const int64_t most = std::max<int64_t>(64, SWEEP / x.columns), wanted = (x.rows + most - 1) / most;
+    const int64_t sweep = (x.rows + wanted * TILE - 1) / (wanted * TILE) * TILE, sweeps = (x.rows + sweep - 1) / sweep;
+    const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(16, sweeps * blocks / (threads.count() * 8)));
+    threads.each(sweeps * blocks, chunk, [&](int64_t item) {
+      const int64_t block = item % blocks, first = item / blocks * sweep;
       size_t i = 0;
       while (i + 1 < p.parts.size() && block >= starts[i + 1]) i++;
       int64_t row = 0;
       for (size_t j = 0; j < i; j++) row += p.parts[j].rows;
-      product_block(p.parts[i], block - starts[i], x, out + row, stride, p.bias ? p.bias + row : nullptr);
+      product_block(p.parts[i], block - starts[i], x, first, std::min(first + sweep, x.rows), out + row, stride, p.bias ? p.bias + row : nullptr);
     });
   }
 
@@ -249,12 +252,13 @@ struct Pass {
     Activations &a = space.activations;
     float *normed = room(space.normed, nodes * c.hidden);
     float *wide = room(space.wide, nodes * std::max(qkv_rows, inner_rows));
+    float *attended = room(space.attended, nodes * c.heads * c.head_dim);
     float *out = room(space.out, nodes * c.hidden);
 
-    a.resize(nodes, c.hidden);
+    a.resize(nodes, layer.qkv.parts);
     threads.each(nodes, 4, [&](int64_t n) {
       norm_row(layer.attention_norm, x + n * c.hidden, normed + n * c.hidden, c.hidden);
-      std::memcpy(&a.values[n * c.hidden], normed + n * c.hidden, c.hidden * sizeof(float));
+      a.set(n, normed + n * c.hidden);
     });
     product(layer.qkv, wide);
 
@@ -282,27 +286,33 @@ struct Pass {
       }
     });
 
-    a.resize(nodes, c.heads * c.head_dim);
     threads.each(nodes * c.kv_heads, 1, [&](int64_t i) {
       const int64_t n = i / c.kv_heads, h = i % c.kv_heads;
-      float *to = &a.values[n * c.heads * c.head_dim];
+      float *to = attended + n * c.heads * c.head_dim;
       if (segment(n).cache->item == 2) attend<uint16_t>(n, h, layer, l, wide + n * qkv_rows, to);
       else attend<float>(n, h, layer, l, wide + n * qkv_rows, to);
     });
+    a.resize(nodes, layer.output.parts);
+    threads.each(nodes, 4, [&](int64_t n) { a.set(n, attended + n * c.heads * c.head_dim); });
     product(layer.output, out);
 
-    a.resize(nodes, c.hidden);
+    a.resize(nodes, layer.up.parts);
     threads.each(nodes, 4, [&](int64_t n) {
       float *row = x + n * c.hidden, *o = out + n * c.hidden, *from = normed + n * c.hidden;
       if (layer.post_attention_norm) norm_row(layer.post_attention_norm, o, o, c.hidden);
       if (c.parallel && layer.mlp_norm) norm_row(layer.mlp_norm, row, from, c.hidden);
       for (int64_t i = 0; i < c.hidden; i++) row[i] += o[i];
       if (!c.parallel) norm_row(layer.mlp_norm, row, from, c.hidden);
-      std::memcpy(&a.values[n * c.hidden], from, c.hidden * sizeof(float));
+      a.set(n, from);
     });
     product(layer.up, wide);
-    a.resize(nodes, c.inner);
-    threads.each(nodes, 1, [&](int64_t n) { activate_row(wide + n * inner_rows, &a.values[n * c.inner]); });
+    a.resize(nodes, layer.down.parts);
+    threads.each(nodes, 1, [&](int64_t n) {
+      static thread_local std::vector<float> activated;
+      float *row = room(activated, c.inner);
+      activate_row(wide + n * inner_rows, row);
+      a.set(n, row);
+    });
     product(layer.down, out);
     threads.each(nodes, 4, [&](int64_t n) {
       float *row = x + n * c.hidden, *o = out + n * c.hidden;
@@ -327,9 +337,14 @@ struct Pass {
     for (int64_t l = 0; l < c.layers; l++) block(l, x);
     if (!count) return;
     Activations &a = space.activations;
-    a.resize(count, c.hidden);
-    threads.each(count, 1, [&](int64_t i) { norm_row(model.norm, x + wanted[i] * c.hidden, &a.values[i * c.hidden], c.hidden); });
-    product(model.head.first(vocab), logits);
+    const Product head = model.head.first(vocab);
+    float *normed = room(space.normed, count * c.hidden);
+    a.resize(count, head.parts);
+    threads.each(count, 1, [&](int64_t i) {
+      norm_row(model.norm, x + wanted[i] * c.hidden, normed + i * c.hidden, c.hidden);
+      a.set(i, normed + i * c.hidden);
+    });
+    product(head, logits);
     if (c.logits_softcap > 0) {
       const float softcap = float(c.logits_softcap);
       threads.each(count, 1, [&](int64_t i) {
@@ -353,11 +368,10 @@ const char *forward(const Model &model, Threads &threads, void *workspace, const
 
 void multiply(const Matrix &w, Threads &threads, const float *values, int64_t rows, float *out) {
   Activations x;
-  x.resize(rows, w.columns);
-  std::memcpy(x.values.data(), values, rows * w.columns * sizeof(float));
+  x.resize(rows, {w});
   const Threads::Awake awake(threads);
-  if (w.format != F32_ROWS) threads.each(rows, 8, [&](int64_t row) { x.quantize(row); });
-  threads.each(blocks_of(w.rows), 4, [&](int64_t block) { product_block(w, block, x, out, w.rows, nullptr); });
+  threads.each(rows, 8, [&](int64_t row) { x.set(row, values + row * w.columns); });
+  threads.each(blocks_of(w.rows), 4, [&](int64_t block) { product_block(w, block, x, 0, rows, out, w.rows, nullptr); });
 }
 
 float weight(const Matrix &w, int64_t row, int64_t column) { return weight_at(w, row, column); }

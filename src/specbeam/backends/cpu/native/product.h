@@ -8,27 +8,49 @@
 
 namespace specbeam::SPECBEAM_ISA {
 
-// Rows of activations, quantized and as they were.
+constexpr int TILE = 8;  // so many rows share a weight while it is in a register
+
+// Rows are multiplied in tiles of 8, and of 4, 2 and 1 at the end: how many are in the one that begins at `row`.
+inline int tile_rows(int64_t row, int64_t rows) {
+  int m = TILE;
+  while (row + m > rows) m /= 2;
+  return m;
+}
+
+// Rows of activations, as the matrices they are multiplied with want them: quantized, or as they are. What is known of a
+// tile's rows in one group lies together, for it is needed together.
 struct Activations {
   int64_t rows = 0, columns = 0, groups = 0;
+  bool quantized = false, exact = false;
   std::vector<float> values;    // [rows, columns]
-  std::vector<int8_t> bytes;    // [rows, groups * 32]
-  std::vector<float> scales;    // [rows, groups]
-  std::vector<float> sums;      // [rows, groups]: of a group's values as quantized, for the minimum
-  std::vector<int32_t> halves;  // [rows, groups, 2]: sums of the bytes of each 16, for the zero point
+  std::vector<int8_t> bytes;    // [tile, group, row of it, 32]
+  std::vector<float> scales;    // [tile, group, row of it]
+  std::vector<float> sums;      // the same: of a group's values as quantized, for the minimum
+  std::vector<int32_t> halves;  // [tile, group, row of it, 2]: sums of the bytes of each 16, for the zero point
 
-  void resize(int64_t n, int64_t width) {
-    rows = n, columns = width, groups = groups_of(width);
-    grow(values, n * width);
+  void resize(int64_t n, const std::vector<Matrix> &parts) {
+    rows = n, columns = parts[0].columns, groups = groups_of(columns);
+    quantized = exact = false;
+    for (const Matrix &part : parts) (part.format == F32_ROWS ? exact : quantized) = true;
+    if (exact) grow(values, n * columns);
+    if (!quantized) return;
     grow(bytes, n * groups * GROUP);
     grow(scales, n * groups);
     grow(sums, n * groups);
     grow(halves, n * groups * 2);
   }
 
-  void quantize(int64_t row) {
-    const float *x = &values[row * columns];
+  void set(int64_t row, const float *x) {
+    if (exact) std::memcpy(&values[row * columns], x, columns * sizeof(float));
+    if (quantized) quantize(row, x);
+  }
+
+ private:
+  void quantize(int64_t row, const float *x) {
+    int64_t first = row / TILE * TILE, m;  // of the tile
+    while ((m = tile_rows(first, rows)) <= row - first) first += m;
     for (int64_t g = 0; g < groups; g++) {
+      const int64_t at = first * groups + g * m + row - first;
       const int64_t left = columns - g * GROUP;
       const F32 a = load_some(x + g * GROUP, left), b = left > LANES ? load_some(x + g * GROUP + LANES, left - LANES) : F32{};
       const I32 sign = all(int32_t(0x7fffffff));
@@ -38,18 +60,17 @@ struct Activations {
       const F32 magic = all(12582912.0f);  // rounds to the nearest whole number
       const I32 qa = __builtin_convertvector(multiply_add(a, all(inverse), magic) - magic, I32);
       const I32 qb = __builtin_convertvector(multiply_add(b, all(inverse), magic) - magic, I32);
-      int8_t *q = &bytes[(row * groups + g) * GROUP];
+      int8_t *q = &bytes[at * GROUP];
       store_bytes(q, qa);
       store_bytes(q + LANES, qb);
       const int32_t sa = sum(qa), sb = sum(qb);
-      scales[row * groups + g] = scale;
-      sums[row * groups + g] = scale * float(sa + sb);
-      halves[(row * groups + g) * 2] = sa;
-      halves[(row * groups + g) * 2 + 1] = sb;
+      scales[at] = scale;
+      sums[at] = scale * float(sa + sb);
+      halves[at * 2] = sa;
+      halves[at * 2 + 1] = sb;
     }
   }
 
- private:
   template <class T> static void grow(std::vector<T> &v, size_t n) {
     if (v.size() < n) v.resize(n);
   }
@@ -115,6 +136,7 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
     if constexpr (LAYOUTS[FORMAT].super_scales > 0)
       if (g % SUPER == 0) super = scales, scales += LAYOUTS[FORMAT].super_scales;
     for (int j = 0; j < ahead.lines; j++, ahead.from += 64) prefetch(ahead.from);
+    const int64_t at = row * groups + g * M;  // the first row's
     const Scales s = scales_at<FORMAT>(scales, super);
     scales += LAYOUTS[FORMAT].group_scales;
     // Sums of whole numbers may be cut and ordered at will: PARTS apart, so that none waits for the one before it.
@@ -126,7 +148,7 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
       if (half == 0 || FORMAT == Q6_K) {
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-          const int32_t *sums = &x.halves[2 * ((row + m) * groups + g)];
+          const int32_t *sums = &x.halves[2 * (at + m)];
           for (int part = 0; part < PARTS; part++) dots[m][part] = I32{};
           if constexpr (ZERO<FORMAT> != 0) dots[m][0] = all(-ZERO<FORMAT> * (FORMAT == Q6_K ? sums[half] : sums[0] + sums[1]));
         }
@@ -137,7 +159,7 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
       for (int j = 0; j < 4; j++) {
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-          const int32_t *q = (const int32_t *)&x.bytes[((row + m) * groups + g) * GROUP] + 4 * half;
+          const int32_t *q = (const int32_t *)&x.bytes[(at + m) * GROUP] + 4 * half;
           I32 &dot = dots[m][j % PARTS];
           dot = dot4(dot, w[j], q[j]);
         }
@@ -145,16 +167,15 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
       if (half == 0 && FORMAT != Q6_K) continue;
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
-        const int64_t at = (row + m) * groups + g;
         I32 total = dots[m][0];
         for (int part = 1; part < PARTS; part++) total += dots[m][part];
-        const F32 scale = all(x.scales[at]), sum = to_float(total);
+        const F32 scale = all(x.scales[at + m]), sum = to_float(total);
         if constexpr (FORMAT == Q6_K) {
           if (half == 0) first[m] = sum * s.first;
           else y[m] = multiply_add(multiply_add(sum, s.second, first[m]), scale, y[m]);
         } else {
           y[m] = multiply_add(sum * scale, s.first, y[m]);
-          if constexpr (HAS_MINIMUM<FORMAT>) y[m] = multiply_add(all(x.sums[at]), s.minimum, y[m]);
+          if constexpr (HAS_MINIMUM<FORMAT>) y[m] = multiply_add(all(x.sums[at + m]), s.minimum, y[m]);
         }
       }
     }
@@ -177,32 +198,29 @@ template <int M> inline void block_product_float(const uint8_t *block, const Act
   for (int m = 0; m < M; m++) out[m] = even[m] + odd[m];
 }
 
-constexpr int TILE = 8;
-
 template <Format FORMAT, int M>
 inline void tile(const Matrix &w, const uint8_t *block, const Activations &x, int64_t row, Ahead ahead, F32 *out) {
   if constexpr (FORMAT == F32_ROWS) block_product_float<M>(block, x, row, out);
   else block_product<FORMAT, M>(block, w.columns, x, row, ahead, out);
 }
 
-// One block of outputs for all rows: out[row * stride + lane], plus the bias if there is one.
+// One block of outputs for the rows from `row` to `end`: out[row * stride + lane], plus the bias if there is one.
 template <Format FORMAT>
-void block_rows(const Matrix &w, int64_t block, const Activations &x, float *out, int64_t stride, const float *bias) {
+void block_rows(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out, int64_t stride, const float *bias) {
   const uint8_t *data = w.data + block * block_bytes(w.format, w.columns);
   const int64_t first = block * BLOCK_ROWS, lanes = w.rows - first < LANES ? w.rows - first : LANES;
   const F32 b = bias ? load_some(bias + first, lanes) : F32{};
   // One tile asks for what lies a little ahead, in this block or the next; of several each asks for a share of the next.
-  const int64_t size = block_bytes(FORMAT, w.columns), groups = x.groups, tiles = (x.rows + TILE - 1) / TILE;
+  const int64_t size = block_bytes(FORMAT, w.columns), groups = x.groups, tiles = (end - row + TILE - 1) / TILE;
   const int64_t share = (size / 64 + groups * tiles - 1) / (groups * tiles);  // lines a group
   Ahead ahead{data + (tiles > 1 ? size : AHEAD), int(share)};
-  for (int64_t row = 0; row < x.rows;) {
+  while (row < end) {
     F32 y[TILE];
-    const int64_t left = x.rows - row;
-    int m;
-    if (left >= 8) tile<FORMAT, 8>(w, data, x, row, ahead, y), m = 8;
-    else if (left >= 4) tile<FORMAT, 4>(w, data, x, row, ahead, y), m = 4;
-    else if (left >= 2) tile<FORMAT, 2>(w, data, x, row, ahead, y), m = 2;
-    else tile<FORMAT, 1>(w, data, x, row, ahead, y), m = 1;
+    const int m = tile_rows(row, x.rows);
+    if (m == 8) tile<FORMAT, 8>(w, data, x, row, ahead, y);
+    else if (m == 4) tile<FORMAT, 4>(w, data, x, row, ahead, y);
+    else if (m == 2) tile<FORMAT, 2>(w, data, x, row, ahead, y);
+    else tile<FORMAT, 1>(w, data, x, row, ahead, y);
     ahead.from += share * groups * 64;
     for (int i = 0; i < m; i++, row++) {
       store_some(out + row * stride + first, bias ? y[i] + b : y[i], lanes);
@@ -210,16 +228,17 @@ void block_rows(const Matrix &w, int64_t block, const Activations &x, float *out
   }
 }
 
-inline void product_block(const Matrix &w, int64_t block, const Activations &x, float *out, int64_t stride, const float *bias) {
+inline void product_block(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out, int64_t stride,
+                          const float *bias) {
   switch (w.format) {
-    case F32_ROWS: return block_rows<F32_ROWS>(w, block, x, out, stride, bias);
-    case Q8: return block_rows<Q8>(w, block, x, out, stride, bias);
-    case Q6_K: return block_rows<Q6_K>(w, block, x, out, stride, bias);
-    case Q5: return block_rows<Q5>(w, block, x, out, stride, bias);
-    case Q5_MIN: return block_rows<Q5_MIN>(w, block, x, out, stride, bias);
-    case Q5_K: return block_rows<Q5_K>(w, block, x, out, stride, bias);
-    case Q4_MIN: return block_rows<Q4_MIN>(w, block, x, out, stride, bias);
-    case Q4_K: return block_rows<Q4_K>(w, block, x, out, stride, bias);
+    case F32_ROWS: return block_rows<F32_ROWS>(w, block, x, row, end, out, stride, bias);
+    case Q8: return block_rows<Q8>(w, block, x, row, end, out, stride, bias);
+    case Q6_K: return block_rows<Q6_K>(w, block, x, row, end, out, stride, bias);
+    case Q5: return block_rows<Q5>(w, block, x, row, end, out, stride, bias);
+    case Q5_MIN: return block_rows<Q5_MIN>(w, block, x, row, end, out, stride, bias);
+    case Q5_K: return block_rows<Q5_K>(w, block, x, row, end, out, stride, bias);
+    case Q4_MIN: return block_rows<Q4_MIN>(w, block, x, row, end, out, stride, bias);
+    case Q4_K: return block_rows<Q4_K>(w, block, x, row, end, out, stride, bias);
     default: return;
   }
 }

@@ -217,10 +217,13 @@ template <class F, class V> inline F sum(V v) {
 inline float sum(F32 x) { return sum<float>(x); }
 inline int32_t sum(I32 x) { return sum<int32_t>(x); }
 
-inline float max(F32 x) {
-  float most = x[0];
-  for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
-  return most;
+inline float max(F32 v) {
+  typedef float Eight __attribute__((vector_size(32)));
+  typedef float Four __attribute__((vector_size(16)));
+  const Eight a = load<Eight>((const float *)&v), b = load<Eight>((const float *)&v + 8), x = a > b ? a : b;
+  const Four c = load<Four>((const float *)&x), d = load<Four>((const float *)&x + 4), y = c > d ? c : d;
+  const float left = y[0] > y[2] ? y[0] : y[2], right = y[1] > y[3] ? y[1] : y[3];
+  return left > right ? left : right;
 }
 
 inline F32 select(I32 mask, F32 a, F32 b) { return (F32)((mask & (I32)a) | (~mask & (I32)b)); }
