@@ -392,7 +392,10 @@ def test_what_a_pass_takes_is_learned_from_passes():
     times.add(4, 2.0)
     assert times.expected(2) == pytest.approx(1 + 1 / 3)  # between 1 and 4
     assert times.expected(6) == pytest.approx(2.5)
-    assert 3 < times.expected(16) < 4
+    assert times.expected(16) == pytest.approx(5.0)  # on from 4 and 8
+    times.add(16, 9.0)
+    times.add(16, 9.0)
+    assert times.expected(64) == pytest.approx(36.0)  # but never more than as many times as much
 
 
 def test_a_machine_that_slows_down_does_so_for_passes_of_all_sizes():

@@ -238,7 +238,11 @@ class PassTimes:
         sizes, seconds = self._sizes[below : below + 2], self._seconds[below : below + 2]
         if len(sizes) == 2 and sizes[1] <= 4 * sizes[0]:
             return float(np.interp(nodes, sizes, seconds))
-        return float(min([seconds[0] * nominal_cost(nodes) / nominal_cost(sizes[0]), *seconds[1:]]))
+        more = nominal_cost(nodes) / nominal_cost(sizes[0])
+        if below and sizes[0] <= 4 * self._sizes[below - 1]:  # where a node more has begun to cost, it goes on to
+            step = (seconds[0] - self._seconds[below - 1]) / (sizes[0] - self._sizes[below - 1])
+            more = max(more, min(1 + step * (nodes - sizes[0]) / seconds[0], nodes / sizes[0]))
+        return float(min([seconds[0] * more, *seconds[1:]]))
 
 
 _pass_times: WeakKeyDictionary[Backend, PassTimes] = WeakKeyDictionary()

@@ -280,6 +280,7 @@ class Request:
             target=cost(lm.backend),
             draft=cost(draft.backend) if isinstance(draft, LanguageModel) else None,
             chains=not direct,
+            unread=len(self.prompt_ids),
         )
         vocab_size = lm.backend.vocab_size
         chains = Chains(self._tree, self._process, self._stop, vocab_size, pace)

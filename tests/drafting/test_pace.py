@@ -112,6 +112,25 @@ def test_nothing_is_given_up_for_good():
     assert wait() == 0
 
 
+def test_the_dearer_a_try_and_the_less_it_could_gain_the_longer_it_waits():
+    def wait(failures, target, draft, unread=0):
+        pace = Pace(*AUTO, num_beams=4, target=target, draft=draft, chains=False, unread=unread)
+        rounds(pace, 0, n=failures)
+        for waited in range(1000):
+            if pace.shape()[1]:
+                return waited
+            pace.learn(Guesses(), Tree([1]), [])
+        return 1000
+
+    def cheap(nodes):
+        return 10 + 0.1 * nodes
+
+    assert wait(60, cheap, lambda n: 1.0) == 8 < wait(60, cheap, lambda n: 6.0) < 1000
+    # Costs of which it is clear at first sight that only guesses better than most would pay.
+    waits = [wait(0, lambda n: 1 + 0.4 * n, lambda n: 0.15 + 0.01 * n, unread) for unread in (0, 100, 10_000)]
+    assert 8 < waits[0] < waits[1] < waits[2] == 1000
+
+
 def test_what_could_not_pay_is_not_tried_again():
     pace = Pace(*AUTO, num_beams=4, target=lambda n: 1 + 0.5 * n, draft=lambda n: 1.0, chains=False)
     for _ in range(200):

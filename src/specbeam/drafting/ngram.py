@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import Proposal
+from specbeam.drafting import Guesses, Proposal
 from specbeam.drafting.chains import Chains
 from specbeam.tree import Tree
 
@@ -27,6 +27,8 @@ class NgramDrafter:
 
     def propose(self, tips: Any, scores: NDArray[np.float64]) -> Proposal:
         width, depth = self.pace.shape()
+        if not depth:
+            return Guesses()
         tips = np.unique(tips)
         paths = self.tree.tokens(self.tree.paths(tips))
         lengths = self.tree.depths(tips) + 1

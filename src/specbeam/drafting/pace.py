@@ -22,6 +22,8 @@ PROBED, MOST_PROBED = 8, 128
 found nothing, up to the most."""
 WORTH = 1.1
 """How much more guesses would have to bring if all of them came true, to be tried again."""
+STAKE = 0.125
+"""How much of that may be spent on trying."""
 TRIED, FOUND, HOPED = 3.0, 2.0, 4.0
 """What is taken for seen at first, so that drafting is tried; and what is left of what was seen long ago."""
 
@@ -42,6 +44,7 @@ class Pace:
         num_beams: 1 for a single text.
         target, draft: the costs of passes; draft is None for lookups, which cost none. Only the ratios matter.
         chains: guesses are chains below each tip, not levels below all of them.
+        unread: tokens that the draft would have to read first.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Pace:
         target: Cost,
         draft: Cost | None,
         chains: bool,
+        unread: int = 0,
     ) -> None:
         self.num_draft_tokens = num_draft_tokens
         self.draft_width = draft_width
@@ -70,8 +74,10 @@ class Pace:
         self._found = dict.fromkeys(self.widths, FOUND)
         self._hoped = self._came = HOPED
         self._shape = (self.widths[0], self.depths[0])
+        self._unread = unread
         self._declines = False  # to draft at all, this round
-        self._idle, self._wait = 0, PROBED  # rounds that it did, and how many there are to be
+        self._idle, self._wait = 0, PROBED  # rounds that it did, and how many there are to be at least
+        self._probes = False  # this round
 
     @property
     def most_nodes(self) -> int:
@@ -93,6 +99,7 @@ class Pace:
 
     def shape(self) -> tuple[int, int]:
         """Width and depth that promise the most steps a second, if every step survives like those before."""
+        self._begin()
         if not self._rests:
             self._choose()
         (width, depth), most = self._shape, self.most_nodes
@@ -111,10 +118,24 @@ class Pace:
                 if rate > best:
                     best, self._shape = rate, (width, depth)
         if self._probes:
-            if max(self._rate(self.widths[0], depth, 1.0) for depth in self.depths[1:]) > WORTH * best:
-                self._shape = self.widths[0], self.depths[1]
-            else:
-                self._idle = 0
+            self._shape = self.widths[0], self.depths[1]
+
+    def _begin(self) -> None:
+        """Settle whether to try again this round, after those without drafts.
+
+        If all guesses came true, those rounds would have been shorter: a part of what they lost pays for the try.
+        """
+        self._probes = False
+        if self._rests or self._idle < self._wait or len(self.depths) == 1:
+            return
+        plain, nodes = self.target(self.num_beams), self._nodes(self.widths[0], self.depths[1])
+        shortest = 1 / max(self._rate(self.widths[0], depth, 1.0) for depth in self.depths[1:])
+        if shortest * WORTH > plain:
+            self._idle = 0
+            return
+        price = self.draft_seconds(self._unread + self.num_beams) + self.target(self.num_beams + nodes) - plain
+        self._wait = max(self._wait, int(price / (STAKE * (plain - shortest))))
+        self._probes = not self._rests
 
     def _rate(self, width: int, depth: int, survival: float) -> float:
         """Steps a second."""
@@ -125,23 +146,20 @@ class Pace:
     def _rests(self) -> bool:
         return 0 < self._idle < self._wait and len(self.depths) > 1
 
-    @property
-    def _probes(self) -> bool:
-        return self._idle >= self._wait and len(self.depths) > 1
-
     def learn(self, guesses: Guesses, tree: Tree, steps: list[Nodes]) -> None:
         """Take in what became of guesses: the tips, or beams, after each step of the round."""
         if not len(guesses.nodes):
             if self._declines:  # else there was nothing to look up, or nothing likely, this time
                 self._idle += 1
+                self._unread += self.num_beams
                 self._fade()
             return
-        probed, self._idle = self._probes, 0
+        self._idle = self._unread = 0
         depths = tree.depths(guesses.nodes)
         drafted = int(depths.max() - depths.min()) + 1
         needed = [self._needed(guesses, depths, tree, tips) for tips in steps[:-1]]
         missed = len(needed) < drafted
-        if probed:
+        if self._probes:
             self._wait = PROBED if needed else min(2 * self._wait, MOST_PROBED)
         for width in self.widths:
             found = sum(width >= at_least for at_least in needed)
@@ -192,6 +210,8 @@ class Pace:
             chances: those of all guesses so far.
             spent: seconds of the draft's passes so far.
         """
+        if depth == 0:
+            self._begin()
         nodes = 0 if self._rests else self._expanded(level, depth, chances, spent)
         if depth == 0:
             self._declines = not nodes

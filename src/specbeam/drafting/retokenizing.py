@@ -57,8 +57,10 @@ class RetokenizingDrafter:
         self._path: Nodes = self.tree.trunk.copy()  # of the text placed last
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
-        tips = np.unique(tips)
         _, depth = self.pace.shape()
+        if not depth:
+            return Guesses()
+        tips = np.unique(tips)
         texts = [self.decode(self.text_tree.tokens(self.text_tree.path(tip)).tolist()) for tip in tips.tolist()]
         drafted = [[*self.bos, *self.draft_encode(text)] for text in texts]
         able = [
@@ -69,7 +71,7 @@ class RetokenizingDrafter:
         ]
         places = [self._place(ids) if ok else 0 for ids, ok in zip(drafted, able, strict=True)]
         going = np.array(places, dtype=np.int64)[able]
-        if not len(going) or not depth:
+        if not len(going):
             return Guesses()
         self.tree.keep([0, *going.tolist()])  # with the root, so that nothing ever becomes its trunk for good
         tokens: list[NDArray[np.int64]] = []

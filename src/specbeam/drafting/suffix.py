@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import Proposal
+from specbeam.drafting import Guesses, Proposal
 from specbeam.drafting.chains import Chains
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -124,6 +124,8 @@ class SuffixDrafter:
     def propose(self, tips: NDArray[np.int64], scores: NDArray[np.float64]) -> Proposal:
         self._read_trunk()
         width, depth = self.pace.shape()
+        if not depth:
+            return Guesses()
         tips = np.unique(tips)
         found = [[*self._likeliest(int(tip), width * depth, depth)] for tip in tips]
         return self.chains.guess(tips, found)
