@@ -22,7 +22,7 @@ PROBED, MOST_PROBED = 8, 128
 found nothing, up to the most."""
 WORTH = 1.1
 """How much more guesses would have to bring if all of them came true, to be tried again."""
-STAKE = 0.125
+STAKE = 0.25
 """How much of that may be spent on trying."""
 TRIED, FOUND, HOPED = 3.0, 2.0, 4.0
 """What is taken for seen at first, so that drafting is tried; and what is left of what was seen long ago."""
