@@ -125,10 +125,10 @@ def test_the_dearer_a_try_and_the_less_it_could_gain_the_longer_it_waits():
     def cheap(nodes):
         return 10 + 0.1 * nodes
 
-    assert wait(60, cheap, lambda n: 1.0) == 8 < wait(60, cheap, lambda n: 6.0) < 1000
+    assert wait(60, cheap, lambda n: 1.0) == 8 < wait(60, cheap, lambda n: 7.5) < 1000
     # Costs of which it is clear at first sight that only guesses better than most would pay.
     waits = [wait(0, lambda n: 1 + 0.4 * n, lambda n: 0.15 + 0.01 * n, unread) for unread in (0, 100, 10_000)]
-    assert 8 < waits[0] < waits[1] < waits[2] == 1000
+    assert 8 < waits[0] < waits[1] < waits[2] < 1000
 
 
 def test_what_could_not_pay_is_not_tried_again():
