@@ -128,6 +128,19 @@ def test_kernels_give_a_row_the_same_bits_in_any_company(rows, columns, form, n,
     assert np.abs(whole - exact).max() < 1e-5 * max(np.abs(exact).max(), 1)
 
 
+@pytest.mark.parametrize("form", [F32, Q8, Q4_MIN])
+@pytest.mark.parametrize("isa", ISAS)
+def test_kernels_multiply_more_rows_than_a_cache_holds_in_turns(form, isa):
+    rng = np.random.default_rng(3)
+    rows, columns, n = 20, 4100, 150
+    packed = quantize(form, rng.standard_normal((rows, columns)).astype(np.float32))
+    x = rng.standard_normal((n, columns)).astype(np.float32)
+    whole = multiply(form, packed, rows, columns, x, isa, threads=2)
+    for first in range(0, n, 50):
+        few = multiply(form, packed, rows, columns, x[first : first + 50], isa)
+        np.testing.assert_array_equal(few, whole[first : first + 50])
+
+
 def test_kernels_quantize_near_the_values():
     values = np.random.default_rng(0).standard_normal((64, 320)).astype(np.float32)
     values[3] = 0  # nothing to scale

@@ -29,6 +29,26 @@ float *room(std::vector<float> &v, size_t n) {
   return v.data();
 }
 
+// out[x.rows, p.rows()]
+void multiply(const Product &p, Threads &threads, const Activations &x, float *out) {
+  const int64_t stride = p.rows();
+  int64_t blocks = 0;
+  std::array<int64_t, MOST_PARTS> starts{};
+  for (size_t i = 0; i < p.parts.size(); i++) starts[i] = blocks, blocks += blocks_of(p.parts[i].rows);
+  // So many rows at a time as stay in the second-level cache while all weights go by.
+  const int64_t most = std::max<int64_t>(64, SWEEP / x.columns), least = (x.rows + most - 1) / most;
+  const int64_t sweep = (x.rows + least * TILE - 1) / (least * TILE) * TILE, sweeps = (x.rows + sweep - 1) / sweep;
+  const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(16, sweeps * blocks / (threads.count() * 8)));
+  threads.each(sweeps * blocks, chunk, [&](int64_t item) {
+    const int64_t block = item % blocks, first = item / blocks * sweep, end = std::min(first + sweep, x.rows);
+    size_t i = 0;
+    while (i + 1 < p.parts.size() && block >= starts[i + 1]) i++;
+    int64_t row = 0;
+    for (size_t j = 0; j < i; j++) row += p.parts[j].rows;
+    product_block(p.parts[i], block - starts[i], x, first, end, out + row, stride, p.bias ? p.bias + row : nullptr);
+  });
+}
+
 struct Pass {
   const Model &model;
   const Numbers &c;
@@ -90,27 +110,6 @@ struct Pass {
     for (; i < size; i++) total += (x[i] - mean) * (x[i] - mean);
     const float scale = float(1.0 / std::sqrt(total / double(size) + c.norm_eps));
     for (i = 0; i < size; i++) out[i] = (x[i] - mean) * scale * norm.weight[i] + (norm.bias ? norm.bias[i] : 0.0f);
-  }
-
-  // out[rows, product.rows()] for the rows in space.activations.
-  void product(const Product &p, float *out) {
-    const Activations &x = space.activations;
-    const int64_t stride = p.rows();
-    int64_t blocks = 0;
-    std::array<int64_t, MOST_PARTS> starts{};
-    for (size_t i = 0; i < p.parts.size(); i++) starts[i] = blocks, blocks += blocks_of(p.parts[i].rows);
-    // So many rows at a time as stay in the second-level cache while all weights go by.
-    const int64_t most = std::max<int64_t>(64, SWEEP / x.columns), wanted = (x.rows + most - 1) / most;
-    const int64_t sweep = (x.rows + wanted * TILE - 1) / (wanted * TILE) * TILE, sweeps = (x.rows + sweep - 1) / sweep;
-    const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(16, sweeps * blocks / (threads.count() * 8)));
-    threads.each(sweeps * blocks, chunk, [&](int64_t item) {
-      const int64_t block = item % blocks, first = item / blocks * sweep;
-      size_t i = 0;
-      while (i + 1 < p.parts.size() && block >= starts[i + 1]) i++;
-      int64_t row = 0;
-      for (size_t j = 0; j < i; j++) row += p.parts[j].rows;
-      product_block(p.parts[i], block - starts[i], x, first, std::min(first + sweep, x.rows), out + row, stride, p.bias ? p.bias + row : nullptr);
-    });
   }
 
   void rotate(float *head, const Rope &rope, const float *cos, const float *sin) const {
@@ -260,7 +259,7 @@ struct Pass {
       norm_row(layer.attention_norm, x + n * c.hidden, normed + n * c.hidden, c.hidden);
       a.set(n, normed + n * c.hidden);
     });
-    product(layer.qkv, wide);
+    multiply(layer.qkv, threads, a, wide);
 
     int64_t rope_start = 0, rope_total = 0;
     for (size_t r = 0; r < model.ropes.size(); r++) {
@@ -294,7 +293,7 @@ struct Pass {
     });
     a.resize(nodes, layer.output.parts);
     threads.each(nodes, 4, [&](int64_t n) { a.set(n, attended + n * c.heads * c.head_dim); });
-    product(layer.output, out);
+    multiply(layer.output, threads, a, out);
 
     a.resize(nodes, layer.up.parts);
     threads.each(nodes, 4, [&](int64_t n) {
@@ -305,7 +304,7 @@ struct Pass {
       if (!c.parallel) norm_row(layer.mlp_norm, row, from, c.hidden);
       a.set(n, from);
     });
-    product(layer.up, wide);
+    multiply(layer.up, threads, a, wide);
     a.resize(nodes, layer.down.parts);
     threads.each(nodes, 1, [&](int64_t n) {
       static thread_local std::vector<float> activated;
@@ -313,7 +312,7 @@ struct Pass {
       activate_row(wide + n * inner_rows, row);
       a.set(n, row);
     });
-    product(layer.down, out);
+    multiply(layer.down, threads, a, out);
     threads.each(nodes, 4, [&](int64_t n) {
       float *row = x + n * c.hidden, *o = out + n * c.hidden;
       if (layer.post_mlp_norm) norm_row(layer.post_mlp_norm, o, o, c.hidden);
@@ -344,7 +343,7 @@ struct Pass {
       norm_row(model.norm, x + wanted[i] * c.hidden, normed + i * c.hidden, c.hidden);
       a.set(i, normed + i * c.hidden);
     });
-    product(head, logits);
+    multiply(head, threads, a, logits);
     if (c.logits_softcap > 0) {
       const float softcap = float(c.logits_softcap);
       threads.each(count, 1, [&](int64_t i) {
@@ -366,18 +365,19 @@ const char *forward(const Model &model, Threads &threads, void *workspace, const
   return nullptr;
 }
 
-void multiply(const Matrix &w, Threads &threads, const float *values, int64_t rows, float *out) {
+void multiply_one(const Matrix &w, Threads &threads, const float *values, int64_t rows, float *out) {
+  const Product p{{w}};
   Activations x;
-  x.resize(rows, {w});
+  x.resize(rows, p.parts);
   const Threads::Awake awake(threads);
   threads.each(rows, 8, [&](int64_t row) { x.set(row, values + row * w.columns); });
-  threads.each(blocks_of(w.rows), 4, [&](int64_t block) { product_block(w, block, x, 0, rows, out, w.rows, nullptr); });
+  multiply(p, threads, x, out);
 }
 
 float weight(const Matrix &w, int64_t row, int64_t column) { return weight_at(w, row, column); }
 
 }  // namespace
 
-extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward, multiply, weight};
+extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward, multiply_one, weight};
 
 }  // namespace specbeam::SPECBEAM_ISA
