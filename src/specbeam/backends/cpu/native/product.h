@@ -8,14 +8,9 @@
 
 namespace specbeam::SPECBEAM_ISA {
 
-constexpr int TILE = 8;  // so many rows share a weight while it is in a register
-
-// Rows are multiplied in tiles of 8, and of 4, 2 and 1 at the end: how many are in the one that begins at `row`.
-inline int tile_rows(int64_t row, int64_t rows) {
-  int m = TILE;
-  while (row + m > rows) m /= 2;
-  return m;
-}
+// So many rows, and those that are left, share a weight while it is in a register.
+constexpr int TILE = 8;
+inline int tile_rows(int64_t first, int64_t rows) { return rows - first < TILE ? int(rows - first) : TILE; }
 
 // Rows of activations, as the matrices they are multiplied with want them: quantized, or as they are. What is known of a
 // tile's rows in one group lies together, for it is needed together.
@@ -47,8 +42,7 @@ struct Activations {
 
  private:
   void quantize(int64_t row, const float *x) {
-    int64_t first = row / TILE * TILE, m;  // of the tile
-    while ((m = tile_rows(first, rows)) <= row - first) first += m;
+    const int64_t first = row / TILE * TILE, m = tile_rows(first, rows);
     for (int64_t g = 0; g < groups; g++) {
       const int64_t at = first * groups + g * m + row - first;
       const int64_t left = columns - g * GROUP;
@@ -198,8 +192,10 @@ template <int M> inline void block_product_float(const uint8_t *block, const Act
   for (int m = 0; m < M; m++) out[m] = even[m] + odd[m];
 }
 
-template <Format FORMAT, int M>
-inline void tile(const Matrix &w, const uint8_t *block, const Activations &x, int64_t row, Ahead ahead, F32 *out) {
+template <Format FORMAT, int M = TILE>
+inline void tile(int m, const Matrix &w, const uint8_t *block, const Activations &x, int64_t row, Ahead ahead, F32 *out) {
+  if constexpr (M > 1)
+    if (m < M) return tile<FORMAT, M - 1>(m, w, block, x, row, ahead, out);
   if constexpr (FORMAT == F32_ROWS) block_product_float<M>(block, x, row, out);
   else block_product<FORMAT, M>(block, w.columns, x, row, ahead, out);
 }
@@ -217,10 +213,7 @@ void block_rows(const Matrix &w, int64_t block, const Activations &x, int64_t ro
   while (row < end) {
     F32 y[TILE];
     const int m = tile_rows(row, x.rows);
-    if (m == 8) tile<FORMAT, 8>(w, data, x, row, ahead, y);
-    else if (m == 4) tile<FORMAT, 4>(w, data, x, row, ahead, y);
-    else if (m == 2) tile<FORMAT, 2>(w, data, x, row, ahead, y);
-    else tile<FORMAT, 1>(w, data, x, row, ahead, y);
+    tile<FORMAT>(m, w, data, x, row, ahead, y);
     ahead.from += share * groups * 64;
     for (int i = 0; i < m; i++, row++) {
       store_some(out + row * stride + first, bias ? y[i] + b : y[i], lanes);
