@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint
+.PHONY: demo test test-thorough lint
 
 # The main job: text from a real model (fetched on first use, 98 MB), and what looking ahead in the text so far saves.
 demo: .venv/specbeam
@@ -9,8 +9,13 @@ demo: .venv/specbeam
 	$(BIN)/specbeam compare "Repeat this: \"Speculative decoding checks many guesses in one pass of the model, and keeps \
 	those that the model would have chosen itself. The text stays the same, it only comes sooner.\""
 
+# What every change must pass. One worker a processor, with one thread each.
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist worksteal
+
+# Everything, with the numbers of random cases that docs/exactness.md promises.
+test-thorough: .venv/installed
+	$(BIN)/python -m pytest -n auto --dist worksteal --hypothesis-profile=thorough -m ""
 
 lint: .venv/installed
 	$(BIN)/ruff check .

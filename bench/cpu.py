@@ -30,7 +30,7 @@ from prompts import CODING, PROSE
 import specbeam
 from specbeam.backends.cpu.library import library
 from specbeam.checkpoints import open_checkpoint
-from specbeam.slots import Slots
+from specbeam.engine.slots import Slots
 from specbeam.tree import Tree
 
 PARTS = ("load", "greedy", "beams", "prefill", "passes", "drafts")

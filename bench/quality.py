@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import specbeam
-from specbeam.slots import Slots
+from specbeam.engine.slots import Slots
 from specbeam.tree import Tree
 
 LICENCES = Path("/usr/share/common-licenses")

@@ -3,8 +3,14 @@
 import os
 from pathlib import Path
 
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Workers share the processors: one thread each. PyTorch and our native threads read these when they are loaded.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("SPECBEAM_THREADS", "1")
+
 import pytest
 import torch
+from hypothesis import settings
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -24,6 +30,10 @@ from transformers import (
 
 import specbeam
 from specbeam.checkpoints import registry
+
+settings.register_profile("quick", max_examples=10, deadline=None)
+settings.register_profile("thorough", max_examples=300, deadline=None)
+settings.load_profile("quick")  # pytest --hypothesis-profile=thorough, or make test-thorough, loads the other
 
 BOS, EOS, UNUSED = 256, 257, 258
 CHAT_TEMPLATE = (
@@ -63,6 +73,15 @@ CONFIGS = {
     "gpt2": lambda **kw: GPT2Config(**kw),
     "gpt_neox": lambda **kw: GPTNeoXConfig(**kw),
 }
+
+
+def examples(share=1.0):
+    """A share of the profile's number of random examples, for tests whose single example is slow."""
+    return max(2, round(settings().max_examples * share))
+
+
+def in_thorough_mode():
+    return settings.get_current_profile_name() == "thorough"
 
 
 def byte_tokenizer(chat_template=None, vocab_size=259):

@@ -11,7 +11,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:
-    from specbeam.decoding.constraints import TokenTrie as TokenTrie
+    from specbeam.constraints import TokenTrie as TokenTrie
     from specbeam.drafting.suffix import suffix_automaton as suffix_automaton
     from specbeam.engine import Engine as Engine
     from specbeam.errors import SpecbeamError as SpecbeamError
@@ -38,7 +38,7 @@ _HOMES = {
     "Sequence": "results",
     "SpecbeamError": "errors",
     "Stats": "results",
-    "TokenTrie": "decoding.constraints",
+    "TokenTrie": "constraints",
     "generate": "generation",
     "load": "model",
     "nbest": "generation",

@@ -10,7 +10,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.prompts import is_batch
-from specbeam.request import Draft, Request
+from specbeam.engine.request import Draft, Request
 from specbeam.results import Piece, Sequence
 
 

@@ -33,7 +33,7 @@ from specbeam.backends.torch.transformer import TreeSegment
 from specbeam.errors import SpecbeamError
 from specbeam.generation import generate
 from specbeam.model import LanguageModel
-from specbeam.request import forget_frames
+from specbeam.engine.request import forget_frames
 
 RUNGS = {1: "no cache", 2: "no cache, compiled", 3: "KV cache", 4: "KV cache, compiled", 5: "engine"}
 COMPILED = (2, 4)

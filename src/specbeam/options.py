@@ -61,7 +61,7 @@ class Options:
         stop_strings: one string or several (kept as a tuple); the text ends before the first that appears.
         trace: the result tells what was drafted, accepted and chosen, round by round.
         constraint: what may be generated at all: a :class:`specbeam.TokenTrie` or another
-            :class:`specbeam.decoding.constraints.Constraint`.
+            :class:`specbeam.constraints.Constraint`.
         prefix_allowed_tokens_fn: as in transformers: called with 0 and the token ids so far, prompt included (int64
             tensor [length]), it returns the ids of the tokens that may follow.
         logits_processor: one function or several (kept as a tuple) as in transformers: called with token ids (int64
@@ -217,7 +217,7 @@ class Options:
         return bool(given)
 
     def _check_constraints(self) -> None:
-        from specbeam.decoding.constraints import Constraint
+        from specbeam.constraints import Constraint
 
         self._check(
             "constraint",

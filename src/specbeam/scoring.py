@@ -15,7 +15,7 @@ from specbeam.backends.contract import Segment
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.prompts import encode
-from specbeam.slots import Slots
+from specbeam.engine.slots import Slots
 from specbeam.tree import Nodes, Tree
 
 Text = tuple[list[int], list[int]]

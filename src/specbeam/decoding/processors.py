@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbeam.decoding.constraints import Constrained
+from specbeam.constraints import Constrained
 from specbeam.decoding.top import top
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options

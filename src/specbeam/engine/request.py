@@ -36,7 +36,8 @@ from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import MOST_DRAFTED, Options
 from specbeam.results import Piece, Result, Sequence, Stats
-from specbeam.slots import Slots
+from specbeam.engine.costs import nominal_cost
+from specbeam.engine.slots import Slots
 from specbeam.streaming import TextStream
 from specbeam.tree import NO_NODES, Nodes, Tree
 
@@ -387,11 +388,6 @@ class Request:
         self._received = []
         self._strategy = None
         self._drafter = None
-
-
-def nominal_cost(nodes: float) -> float:
-    """What a pass over so many nodes costs where nothing was measured, in passes over one."""
-    return 1 + nodes / 32
 
 
 def forget_frames(error: Exception) -> Exception:

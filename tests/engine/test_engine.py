@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
 from specbeam.decoding import Evaluate, Hypothesis
-from specbeam.engine import PassTimes
-from specbeam.slots import Slots
+from specbeam.engine.costs import PassTimes
+from specbeam.engine.slots import Slots
 from specbeam.tree import Tree
 from tests.conftest import EOS, random_model
 
@@ -123,7 +123,7 @@ def test_a_request_that_fails_in_its_strategy_disturbs_nobody(lm, monkeypatch):
         yield from ()
         raise RuntimeError("a strategy's mistake")
 
-    monkeypatch.setattr("specbeam.request.sample", broken)
+    monkeypatch.setattr("specbeam.engine.request.sample", broken)
     engine.run()
     with pytest.raises(RuntimeError, match="mistake"):
         bad.result()
@@ -193,7 +193,7 @@ def test_a_strategy_that_asks_for_nonsense_disturbs_nobody(lm, monkeypatch, stra
     engine = Engine(lm)
     good = engine.submit([1], Options(max_new_tokens=5, do_sample=True, seed=1))
     bad = engine.submit([2, 3])
-    monkeypatch.setattr("specbeam.request.greedy", strategy)
+    monkeypatch.setattr("specbeam.engine.request.greedy", strategy)
     engine.run()
     assert len(good.result().token_ids) == 5
     with pytest.raises((ValueError, IndexError)):
@@ -204,7 +204,7 @@ def test_a_strategy_that_asks_for_nonsense_disturbs_nobody(lm, monkeypatch, stra
 def test_logits_come_in_the_order_they_were_asked_for(lm, monkeypatch, chunk):
     asked = [3, 0, 0, 2]
     strategy = strategy_that(asked, [1], returns=[Hypothesis(3, 0.0, "length")])
-    monkeypatch.setattr("specbeam.request.greedy", strategy)
+    monkeypatch.setattr("specbeam.engine.request.greedy", strategy)
     engine = Engine(lm, max_batch_tokens=chunk)
     request = engine.submit([5, 6, 7, 8])
     engine.run()

@@ -1,0 +1,1 @@
+"""specbeam inside other libraries: transformers' ``generate``, EleutherAI's evaluation harness."""

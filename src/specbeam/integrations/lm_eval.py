@@ -1,0 +1,295 @@
+"""The model "specbeam" of lm_eval, EleutherAI's evaluation harness.
+
+Importing this module registers it. ``python -m specbeam.lm_eval`` is the harness's own command line with it registered.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
+from tqdm import tqdm
+
+from specbeam.cli import BAD_INPUT
+from specbeam.engine import Engine
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel, load
+from specbeam.options import SAMPLING_OPTIONS, Options, check_names
+from specbeam.engine.request import Request, check_draft, check_draft_sizes
+from specbeam.scoring import score
+
+logger = logging.getLogger("lm_eval.models.specbeam")  # below the logger that the harness sets up
+
+# What may be meant by a name that is not known, along with the options.
+LOADING = ("pretrained", "backend", "device", "dtype", "quantize", "threads", "revision")
+ARGUMENTS = (*LOADING, "draft", "max_length", "batch_size")
+OPTIONS = tuple(field.name for field in fields(Options))
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""What tasks call the most tokens to generate; the first one given counts, as for the harness's own models."""
+
+
+@register_model("specbeam")
+class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
+    """Answers the harness's requests with a model of specbeam.
+
+    What a task sees is what it sees of the harness's own model "hf" without padding: the same tokens, cut on the left
+    where they are too many. How a text is searched for (beams, drafts, penalties) makes a difference to tasks that
+    generate, not to those that score given texts.
+
+    Args:
+        pretrained: what :func:`specbeam.load` takes; or a loaded model, and what says how to load has no effect.
+        backend, device, dtype, quantize, threads, revision: as for :func:`specbeam.load`, for the draft too, save
+            revision.
+        draft: a model to load as the draft, "ngram" or "suffix", or what :meth:`specbeam.Engine.submit` takes.
+        max_length: the most tokens of prompt and text together, if it is to be less than the model's context.
+        batch_size: so many requests share passes. "auto" is max_batch_size, or 8 if that is not given.
+        max_batch_size: see batch_size.
+        trust_remote_code: the harness passes on what it was told about data sets. A checkpoint's code is never run.
+        options: fields of :class:`specbeam.Options`. They win over a task's generation_kwargs, but stop_strings come
+            on top of the task's, and the requests of a task have one seed after the other, from ``seed`` on.
+
+    Raises:
+        SpecbeamError: an unknown argument, a value that is not allowed, or a model that cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        pretrained: Any = None,
+        backend: str = "auto",
+        device: str = "auto",
+        dtype: str = "auto",
+        quantize: str = "auto",
+        threads: int | None = None,
+        revision: str | None = None,
+        draft: Any = None,
+        max_length: int | None = None,
+        batch_size: int | str = "auto",
+        max_batch_size: int | None = None,
+        trust_remote_code: bool = False,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        check_names(options, [*ARGUMENTS, *OPTIONS], "model argument")
+        if pretrained is None:
+            raise SpecbeamError("no model is named: give the model argument pretrained=SOURCE")
+        self._given = options
+        self._options = Options.of(options)
+        if draft is None:
+            check_draft_sizes(self._options)
+        self.batch_size = _batch_size(batch_size, max_batch_size)
+
+        how: dict[str, Any] = {"backend": backend, "device": device, "dtype": dtype}
+        how |= {"quantize": quantize, "threads": threads}
+        if not isinstance(pretrained, LanguageModel):  # str: the harness makes numbers of what looks like one
+            pretrained = load(str(pretrained), revision=None if revision is None else str(revision), **how)
+        if isinstance(draft, str) and draft not in ("ngram", "suffix"):
+            draft = load(draft, **how)
+        check_draft(pretrained, draft, self._options)
+        self.lm, self.draft, self.tokenizer = pretrained, draft, pretrained.tokenizer
+        self._device = self.lm.backend.device
+        if self.tokenizer is None:
+            raise SpecbeamError(f"{self.lm.source} has no tokenizer, and tasks are text: load the model with one")
+        context = self.lm.backend.context_length
+        self.max_length = context if max_length is None else max_length
+        if not isinstance(self.max_length, int) or not 2 <= self.max_length <= context:
+            raise SpecbeamError(f"max_length={max_length!r} is not allowed: give 2 to {context}, the model's context")
+        self._greedy = self._options.do_sample is False or self._options.temperature == 0
+        tokens = self.tokenizer.added_tokens_decoder.items()
+        self._special = {str(token): i for i, token in tokens if token.special and i < self.lm.backend.vocab_size}
+        own = self._special.get(self.tokenizer.eos_token)
+        self._eos_token_ids = self.lm.eos_token_ids | ({own} - {None})
+
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: Mapping[str, Any], additional_config: Mapping[str, Any] | None = None
+    ) -> SpecbeamLM:
+        """The model that model_args describe; they win over the harness's own --device and --batch_size."""
+        more = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        if more.get("device") == "cuda:0":  # the harness says so where nobody did; "auto" is that GPU if there is one
+            del more["device"]
+        return cls(**{**more, **arg_dict})
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: Mapping[str, Any] | None = None) -> SpecbeamLM:
+        """The same from "name=value,name=value"."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @property
+    def eot_token_id(self) -> Any:
+        return self.tokenizer.eos_token_id
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What a text without a context is given as its context: BOS, or EOS where there is none."""
+        for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, *sorted(self.lm.eos_token_ids)):
+            if token is not None:
+                return int(token)
+        raise SpecbeamError(f"{self.lm.source} has neither a BOS nor an EOS token to score a text without a context")
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids of a text. Unless it is said, special tokens are added if the text does not begin with BOS."""
+        if add_special_tokens is None:  # as HFLM does: chat templates write BOS out
+            add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
+        ids: list[int] = self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids
+        return ids
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Tells the harness's caches of requests apart."""
+        return self.lm.source.replace("/", "__")
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The text of messages; without a generation prompt the last one is to be continued.
+
+        Raises:
+            SpecbeamError: the model has no chat template, or it refuses the messages, even without those of the system.
+        """
+        if not self.tokenizer.chat_template:
+            raise SpecbeamError(f"{self.lm.source} has no chat template: leave out --apply_chat_template")
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        refused = None
+        for messages in (chat_history, [message for message in chat_history if message["role"] != "system"]):
+            try:
+                return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **how))
+            except TemplateError as error:  # not all know a system's role: then without, as the harness does
+                logger.warning("the chat template refuses messages of %s: %s", [m["role"] for m in messages], error)
+                refused = error
+        raise SpecbeamError(f"the chat template of {self.lm.source} refuses the messages: {refused}")
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """What :meth:`loglikelihood` returns, from token ids.
+
+        Args:
+            requests: for each its arguments, by which the harness caches the answer (None: it does not), and the
+                token ids of context and continuation.
+        """
+        continuations = [continuation for *_, continuation in requests]
+        if (longest := max(map(len, continuations), default=0)) > self.max_length:
+            raise SpecbeamError(
+                f"a text of {longest} tokens is to be scored in one piece, but {self.lm.source} sees {self.max_length}"
+            )
+        rooms = [self.max_length + 1 - len(continuation) for continuation in continuations]
+        texts = list(zip(self._fitted([context for _, context, _ in requests], rooms), continuations, strict=True))
+        answers = [(0.0, True)] * len(texts)
+        with tqdm(total=len(texts), disable=disable_tqdm, desc="Running loglikelihood requests") as bar:
+            for number, log_prob, greedy in score(self.lm, texts, max_contexts=self.batch_size):
+                answers[number] = log_prob, greedy
+                if (arguments := requests[number][0]) is not None:
+                    self.cache_hook.add_partial("loglikelihood", arguments, answers[number])
+                bar.update()
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """The log-probabilities of whole texts; longer ones than the model's context in windows of it."""
+        windows: list[tuple[None, list[int], list[int]]] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            for window in get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1):
+                windows.append((None, *make_disjoint_window(window)))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        for number, (log_prob, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[number] += log_prob
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text that follows each request's context, without the stop string that ended it."""
+        options = [self._options_for(request.args[1], number) for number, request in enumerate(requests)]
+        if (most := max((o.max_new_tokens for o in options), default=0)) >= self.max_length:
+            raise SpecbeamError(
+                f"{most} new tokens leave no room for a prompt in the {self.max_length} tokens {self.lm.source} sees: "
+                "ask for fewer (--gen_kwargs max_gen_toks=N)"
+            )
+        rooms = [self.max_length - o.max_new_tokens for o in options]
+        prompts = self._fitted([self.tok_encode(request.args[0]) for request in requests], rooms)
+
+        texts = [""] * len(requests)
+        # Taken from the end: if there is no memory for the longest, it is soon known.
+        waiting = sorted(range(len(requests)), key=lambda number: len(prompts[number]))
+        live: dict[int, Request] = {}
+        engine = Engine(self.lm, max_requests=self.batch_size)
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
+            while waiting or live:
+                while waiting and len(live) < self.batch_size:  # no sooner than needed: a request takes memory
+                    number = waiting.pop()
+                    live[number] = engine.submit(prompts[number], options[number], draft=self.draft)
+                engine.step()
+                for number in [number for number, request in live.items() if request.done]:
+                    texts[number] = live.pop(number).result().text
+                    self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
+                    bar.update()
+        return texts
+
+    def _fitted(self, contexts: Sequence[list[int]], rooms: Sequence[int]) -> list[list[int]]:
+        """Contexts of at least one token, cut on the left where there is no room for as many as they have."""
+        contexts = [context or [self.prefix_token_id] for context in contexts]
+        cut = sum(len(context) > room for context, room in zip(contexts, rooms, strict=True))
+        if cut:
+            logger.warning("%d of %d contexts are too long and were cut on the left", cut, len(contexts))
+        return [context[-room:] for context, room in zip(contexts, rooms, strict=True)]
+
+    def _options_for(self, given: Mapping[str, Any], number: int) -> Options:
+        """The options of a task's request: what its generation_kwargs say, and above that what the model was given."""
+        task = dict(given)
+        stops = [stop for name in ("until", "stop_strings") for stop in _strings(task.pop(name, None))]
+        lengths = [length for name in LENGTHS if (length := task.pop(name, None)) is not None]
+        sampling = {name: task.pop(name) for name in ("do_sample", *SAMPLING_OPTIONS) if name in task}
+        check_names(task, OPTIONS, "option in the task's generation_kwargs")
+
+        # Tasks say how they would sample even where they do not, and do_sample along with temperature=0.
+        warmth, samples = sampling.get("temperature"), sampling.get("do_sample")
+        if self._greedy or warmth == 0 or not (samples or (samples is None and warmth)):
+            sampling = {}
+        length = {"max_new_tokens": int(lengths[0])} if lengths else {}
+        both = {"stop_strings": (*self._options.stop_strings, *stops)}
+        options = Options.of({**task, **length, **sampling, **self._given, **both})
+
+        # Texts do not show special tokens, so a stop string that is one has to end them as a token.
+        ends = self._eos_token_ids if options.eos_token_id is None else frozenset(options.eos_token_id)
+        ends |= {self._special[stop] for stop in stops if stop in self._special}
+        seed = options.seed
+        if options.samples:  # the harness repeats requests to have several samples, and seeds torch
+            seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed + number
+        return replace(options, eos_token_id=sorted(ends), seed=seed)
+
+
+def _strings(given: str | Iterable[str] | None) -> list[str]:
+    """One text or several, without empty ones."""
+    return [text for text in ([given] if isinstance(given, str) else given or ()) if text]
+
+
+def _batch_size(batch_size: int | str, most: int | None) -> int:
+    if str(batch_size).startswith("auto"):
+        return most or 8
+    if not str(batch_size).isdecimal() or not int(batch_size):
+        raise SpecbeamError(f'batch_size={batch_size!r} is not allowed: give at least 1, or "auto"')
+    return int(batch_size)
+
+
+def main() -> int:
+    """The harness's command line. A SpecbeamError is told in one line; then the exit status is 2."""
+    from lm_eval.__main__ import cli_evaluate
+
+    try:
+        cli_evaluate()
+    except SpecbeamError as error:
+        print(f"specbeam: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
