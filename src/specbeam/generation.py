@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from specbeam.engine import Engine
+from specbeam.engine.request import Draft, Request
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.prompts import is_batch
-from specbeam.engine.request import Draft, Request
 from specbeam.results import Piece, Sequence
 
 

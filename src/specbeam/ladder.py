@@ -30,10 +30,10 @@ from specbeam.backends.devices import peak_memory, reset_peak_memory
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.cache import TreeCache
 from specbeam.backends.torch.transformer import TreeSegment
+from specbeam.engine.request import forget_frames
 from specbeam.errors import SpecbeamError
 from specbeam.generation import generate
 from specbeam.model import LanguageModel
-from specbeam.engine.request import forget_frames
 
 RUNGS = {1: "no cache", 2: "no cache, compiled", 3: "KV cache", 4: "KV cache, compiled", 5: "engine"}
 COMPILED = (2, 4)

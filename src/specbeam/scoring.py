@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from specbeam.backends.contract import Segment
+from specbeam.engine.slots import Slots
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.prompts import encode
-from specbeam.engine.slots import Slots
 from specbeam.tree import Nodes, Tree
 
 Text = tuple[list[int], list[int]]

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam
-from specbeam.errors import SpecbeamError
 from specbeam.engine.slots import Slots
+from specbeam.errors import SpecbeamError
 from specbeam.tree import Tree
 from tests.conftest import LLAMA3_ROPE, LONGROPE, beams_of_transformers, random_model
 

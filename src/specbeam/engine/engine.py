@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specbeam.engine.costs import pass_times
+from specbeam.engine.request import Draft, Request, check_draft, forget_frames
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.prompts import encode
-from specbeam.engine.costs import pass_times
-from specbeam.engine.request import Draft, Request, check_draft, forget_frames
 from specbeam.tree import Nodes
 
 

@@ -32,12 +32,12 @@ from specbeam.drafting.ngram import NgramDrafter
 from specbeam.drafting.pace import Cost, Pace
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.drafting.suffix import SuffixAutomaton, SuffixDrafter
+from specbeam.engine.costs import nominal_cost
+from specbeam.engine.slots import Slots
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import MOST_DRAFTED, Options
 from specbeam.results import Piece, Result, Sequence, Stats
-from specbeam.engine.costs import nominal_cost
-from specbeam.engine.slots import Slots
 from specbeam.streaming import TextStream
 from specbeam.tree import NO_NODES, Nodes, Tree
 

@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from specbeam.cli import BAD_INPUT
 from specbeam.engine import Engine
+from specbeam.engine.request import Request, check_draft, check_draft_sizes
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, load
 from specbeam.options import SAMPLING_OPTIONS, Options, check_names
-from specbeam.engine.request import Request, check_draft, check_draft_sizes
 from specbeam.scoring import score
 
 logger = logging.getLogger("lm_eval.models.specbeam")  # below the logger that the harness sets up
