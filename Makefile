@@ -21,6 +21,7 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python .ci/language
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 NATIVE := $(wildcard src/specbeam/backends/cpu/native/*.cpp src/specbeam/backends/cpu/native/*.h)
