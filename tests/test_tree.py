@@ -54,9 +54,8 @@ def test_tree_agrees_with_paths_written_out(data):
         paths.keep(kept)
         assert tree.live == len(paths.live)
         assert tree.trunk.tolist() == paths.trunk(kept)
-        dropped = [n for part in tree.dropped for n in part.tolist()]
-        tree.dropped.clear()
-        assert sorted(dropped) == sorted(before - paths.live)
+        assert sorted(tree.take_dropped().tolist()) == sorted(before - paths.live)
+        assert not len(tree.take_dropped())
 
 
 def test_a_dropped_node_cannot_be_kept():
@@ -90,8 +89,7 @@ def test_finished_nodes_stay_but_their_memory_goes(data):
         paths.keep([*growing, *finished])
         assert tree.live == len(paths.live)
         assert tree.trunk.tolist() == paths.trunk([*growing, *finished])
-        gone = [n for part in tree.dropped for n in part.tolist()]
-        tree.dropped.clear()
+        gone = tree.take_dropped().tolist()
         needed = {n for g in growing for n in paths.paths[g]}
         assert sorted(gone) == sorted(before - needed - set(dropped))
         dropped += gone

@@ -25,8 +25,6 @@ class Tree:
 
     Attributes:
         prompt_length: number of prompt tokens; they are nodes 0 to prompt_length - 1.
-        dropped: nodes from which nothing can grow any more and whose memory has not been taken back yet (the engine
-            empties this).
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -45,7 +43,7 @@ class Tree:
         self._branches = NO_NODES  # live nodes beyond the trunk, ascending
         self._kept = self._growing = np.array([n - 1])  # what the strategy itself holds, ascending
         self._guesses: dict[tuple[int, int], int] = {}  # by parent and token
-        self.dropped: list[Nodes] = []
+        self._dropped = NO_NODES
 
     def __len__(self) -> int:
         """How many nodes there have ever been."""
@@ -138,8 +136,8 @@ class Tree:
     def keep(self, growing: Any, finished: Any = NO_NODES) -> None:
         """Drop every node that is neither one of these nor an ancestor of one; advance the trunk.
 
-        Below finished nodes nothing grows any more: they and the ancestors that no growing node needs stay in the tree,
-        but are let go by the engine.
+        Nothing grows below finished nodes. They and the ancestors that no growing node needs stay in the tree, but their
+        logits are not needed again: they are dropped (:meth:`take_dropped`).
         """
         growing = np.unique(np.asarray(growing, dtype=np.int64))
         kept = np.union1d(growing, np.asarray(finished, dtype=np.int64))
@@ -150,12 +148,17 @@ class Tree:
         gone = self._hold(self._holders, self._kept, kept)
         self._growing, self._kept = growing, kept
         if len(idle):
-            self.dropped.append(idle)
+            self._dropped = np.concatenate([self._dropped, idle])
         if len(gone):
             self._branches = self._branches[self._holders[self._branches] > 0]
             if self._guesses:
                 self._guesses = {pair: node for pair, node in self._guesses.items() if self._holders[node] > 0}
         self._advance()
+
+    def take_dropped(self) -> Nodes:
+        """The nodes dropped since the last call, int64 [n]. Nothing grows below them: their cache slots are free."""
+        dropped, self._dropped = self._dropped, NO_NODES
+        return dropped
 
     def _hold(self, holders: NDArray[np.int64], before: Nodes, now: Nodes) -> Nodes:
         """Hold other nodes than before; return those that nothing holds any more. Takes time for these alone."""

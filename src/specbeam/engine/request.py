@@ -315,10 +315,9 @@ class Request:
         except StopIteration as finished:
             self._finish(finished.value)
             return
+        dropped = {tree: tree.take_dropped() for tree in {slots.tree for slots in self._slots.values()}}
         for slots in self._slots.values():
-            slots.release()
-        for slots in self._slots.values():
-            slots.tree.dropped.clear()
+            slots.release(dropped[slots.tree])
         self.drafting = wish.drafting
         self._wanted, self._vocab = np.asarray(wish.nodes, dtype=np.int64), wish.vocab
         self.pending = self._slots[self.drafting].missing(self._wanted)

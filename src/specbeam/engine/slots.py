@@ -69,14 +69,13 @@ class Slots:
             vocab=vocab,
         )
 
-    def release(self) -> None:
-        """Take back the slots of the nodes the tree has dropped."""
+    def release(self, nodes: Nodes) -> None:
+        """Take back the slots of nodes that the tree has dropped."""
         self._follow_tree()
-        for nodes in self.tree.dropped:
-            for slot in self._slot[nodes].tolist():
-                if slot != NOWHERE:
-                    heapq.heappush(self._free, slot)
-            self._slot[nodes] = NOWHERE
+        for slot in self._slot[nodes].tolist():
+            if slot != NOWHERE:
+                heapq.heappush(self._free, slot)
+        self._slot[nodes] = NOWHERE
 
     @property
     def used(self) -> int:
