@@ -136,8 +136,8 @@ class Tree:
     def keep(self, growing: Any, finished: Any = NO_NODES) -> None:
         """Drop every node that is neither one of these nor an ancestor of one; advance the trunk.
 
-        Nothing grows below finished nodes. They and the ancestors that no growing node needs stay in the tree, but their
-        logits are not needed again: they are dropped (:meth:`take_dropped`).
+        Nothing grows below finished nodes. They and the ancestors that no growing node needs stay in the tree. But no
+        pass will need them again, so they are among the nodes that :meth:`take_dropped` returns.
         """
         growing = np.unique(np.asarray(growing, dtype=np.int64))
         kept = np.union1d(growing, np.asarray(finished, dtype=np.int64))

@@ -1,46 +1,16 @@
-"""What a text may be at all: automata over tokens, such as a trie of the allowed outputs."""
+"""A constraint whose allowed texts are written out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from numbers import Integral
-from typing import Protocol, runtime_checkable
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from specbeam.constraints.constraint import DEAD_STATE, States
 from specbeam.errors import SpecbeamError
-from specbeam.tree import Nodes, Tree
-
-DEAD = -1
-"""The state of a text that may not be."""
-UNKNOWN = -2
-
-States = NDArray[np.int64]
-
-
-@runtime_checkable
-class Constraint(Protocol):
-    """An automaton over tokens. States are whole numbers from 0 on; what they stand for (a node of a trie, a stack of a
-    grammar) is its own affair. The same constraint may serve many requests at once.
-
-    Attributes:
-        start: the state after the prompt.
-    """
-
-    start: int
-
-    def advance(self, states: States, tokens: NDArray[np.int64]) -> States:
-        """The states, int64 [n], after one more token each; -1 where the token may not follow."""
-
-    def allowed(self, states: States) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The tokens that may follow, as pairs: indices into the states, and tokens, int64 [m] each."""
-
-    def complete(self, states: States) -> NDArray[np.bool_]:
-        """Where the text may end, bool [n]: the end-of-sequence tokens are allowed there too."""
 
 
 class TokenTrie:
@@ -110,7 +80,7 @@ class TokenTrie:
             low = np.where(below, middle + 1, low)
             high = np.where(searching & ~below, middle, high)
         found = (low < end) & (self._tokens[np.minimum(low, len(self) - 1)] == tokens)
-        return np.where(found, low, DEAD)
+        return np.where(found, low, DEAD_STATE)
 
     def allowed(self, states: States) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         first, counts = self._first[states].astype(np.int64), self._first[states + 1] - self._first[states]
@@ -137,44 +107,3 @@ def _padded(outputs: Iterable[Sequence[int]]) -> NDArray[np.int32]:
     table = np.full((len(lengths), int(lengths.max())), -1, dtype=np.int32)
     table[np.arange(table.shape[1]) < lengths[:, None]] = flat
     return table
-
-
-class Constrained:
-    """A constraint on one request: the state at each node of its tree, and a mask of what may follow."""
-
-    def __init__(self, constraint: Constraint, eos_token_ids: Iterable[int]) -> None:
-        self.constraint = constraint
-        self._eos = sorted(eos_token_ids)
-        self._states = np.empty(0, dtype=np.int64)  # by node
-
-    def mask(self, tree: Tree, nodes: Nodes, scores: Tensor) -> Tensor:
-        """Scores [n, vocab] with -inf where a token may not follow."""
-        states = self.states(tree, nodes)
-        masked = torch.full_like(scores, float("-inf"))
-        alive = np.flatnonzero(states != DEAD)
-        rows, tokens = self.constraint.allowed(states[alive])
-        inside = tokens < scores.shape[-1]
-        index = (torch.from_numpy(a).to(scores.device) for a in (alive[rows[inside]], tokens[inside]))
-        row, token = index
-        masked[row, token] = scores[row, token]
-        complete = torch.from_numpy(alive[self.constraint.complete(states[alive])]).to(scores.device)
-        for eos in self._eos:
-            masked[complete, eos] = scores[complete, eos]
-        return masked
-
-    def states(self, tree: Tree, nodes: Nodes) -> States:
-        """The states at nodes, those of their ancestors worked out where they are not known."""
-        if len(self._states) < len(tree):
-            self._states = np.concatenate([self._states, np.full(2 * len(tree) - len(self._states), UNKNOWN)])
-        self._states[tree.prompt_length - 1] = self.constraint.start
-        levels = []
-        climbing = np.unique(nodes)
-        while len(climbing := climbing[self._states[climbing] == UNKNOWN]):
-            levels.append(climbing)
-            climbing = np.unique(tree.parents(climbing))
-        for level in reversed(levels):
-            above = self._states[tree.parents(level)]
-            alive = above != DEAD
-            self._states[level] = DEAD
-            self._states[level[alive]] = self.constraint.advance(above[alive], tree.tokens(level[alive]))
-        return self._states[nodes]

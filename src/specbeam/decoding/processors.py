@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specbeam.constraints import Constrained
+from specbeam.decoding.constraint_mask import ConstraintMask
 from specbeam.decoding.top import top
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
@@ -46,7 +46,7 @@ class Processors:
         self.repetition_penalty = options.repetition_penalty or 1.0
         self.min_new_tokens = options.min_new_tokens
         self.eos_token_ids = sorted(eos_token_ids)
-        self.constraint = None if options.constraint is None else Constrained(options.constraint, eos_token_ids)
+        self.constraint = None if options.constraint is None else ConstraintMask(options.constraint, eos_token_ids)
         self.prefix_allowed_tokens_fn = options.prefix_allowed_tokens_fn
         self.functions = (*of_checkpoint, *options.logits_processor)
         self.raises = bool(options.logits_processor)
@@ -76,7 +76,7 @@ class Processors:
     def forbid(self, tree: Tree, nodes: Nodes, scores: Tensor, drafting: bool = False) -> Tensor:
         """Scores [n, vocab] with -inf where a token may not follow, whatever its score."""
         if self.constraint is not None:
-            scores = self.constraint.mask(tree, nodes, scores)
+            scores = self.constraint(tree, nodes, scores)
         if self.prefix_allowed_tokens_fn is not None:
             texts = [torch.from_numpy(tree.tokens(tree.path(node))).to(scores.device) for node in nodes.tolist()]
             scores = only(scores, [self.prefix_allowed_tokens_fn(0, ids) for ids in texts], some=not drafting)

@@ -1,0 +1,55 @@
+"""How a constraint applies to the token tree of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbeam.constraints import DEAD_STATE, Constraint, States
+from specbeam.tree import Nodes, Tree
+
+UNKNOWN_STATE = -2
+
+
+class ConstraintMask:
+    """Masks the tokens that a constraint does not allow. Remembers the state at each node of one request's tree."""
+
+    def __init__(self, constraint: Constraint, eos_token_ids: Iterable[int]) -> None:
+        self.constraint = constraint
+        self._eos = sorted(eos_token_ids)
+        self._states = np.empty(0, dtype=np.int64)  # by node
+
+    def __call__(self, tree: Tree, nodes: Nodes, scores: Tensor) -> Tensor:
+        """Scores [n, vocab] at nodes, int64 [n], in; the same with -inf where a token may not follow out."""
+        states = self.states(tree, nodes)
+        masked = torch.full_like(scores, float("-inf"))
+        alive = np.flatnonzero(states != DEAD_STATE)
+        rows, tokens = self.constraint.allowed(states[alive])
+        inside = tokens < scores.shape[-1]
+        index = (torch.from_numpy(a).to(scores.device) for a in (alive[rows[inside]], tokens[inside]))
+        row, token = index
+        masked[row, token] = scores[row, token]
+        complete = torch.from_numpy(alive[self.constraint.complete(states[alive])]).to(scores.device)
+        for eos in self._eos:
+            masked[complete, eos] = scores[complete, eos]
+        return masked
+
+    def states(self, tree: Tree, nodes: Nodes) -> States:
+        """The states at nodes, int64 [n]. Unknown states of their ancestors are computed on the way."""
+        if len(self._states) < len(tree):
+            self._states = np.concatenate([self._states, np.full(2 * len(tree) - len(self._states), UNKNOWN_STATE)])
+        self._states[tree.prompt_length - 1] = self.constraint.start
+        levels = []
+        climbing = np.unique(nodes)
+        while len(climbing := climbing[self._states[climbing] == UNKNOWN_STATE]):
+            levels.append(climbing)
+            climbing = np.unique(tree.parents(climbing))
+        for level in reversed(levels):
+            above = self._states[tree.parents(level)]
+            alive = above != DEAD_STATE
+            self._states[level] = DEAD_STATE
+            self._states[level[alive]] = self.constraint.advance(above[alive], tree.tokens(level[alive]))
+        return self._states[nodes]
