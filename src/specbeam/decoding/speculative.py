@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from specbeam.decoding import Evaluate, Hypothesis, Strategy
+from specbeam.decoding.drafter import Drafter, Guesses
 from specbeam.decoding.greedy import log_prob
 from specbeam.decoding.processors import Processors, Warpers
 from specbeam.decoding.record import Record
 from specbeam.decoding.sampling import draw
 from specbeam.decoding.stopping import Stopping
-from specbeam.drafting import Drafter, Guesses
 from specbeam.tree import Tree
 
 Choose = Callable[[Tensor, int, Guesses], int]

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from specbeam.decoding import Evaluate, Strategy
 from specbeam.decoding.beam import Search
+from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.record import Record
-from specbeam.drafting import Drafter
 from specbeam.tree import Nodes, Tree
 
 

@@ -1,0 +1,71 @@
+"""The interface between a speculative strategy and its drafter. ``specbeam.drafting`` has the drafters."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specbeam.decoding import Evaluate
+from specbeam.tree import NO_NODES, Nodes, Tree
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """Nodes guessed below the tips of one round.
+
+    Attributes:
+        nodes: int64 [n], parents before children. The target tries the children of a node in this order.
+        chances: the drafter's estimate of the probability that each becomes part of the text, float64 [n].
+        drawn_from: by parent, the distribution from which its children were drawn, float64 [vocab]. A parent that is
+            missing here has children that were not drawn.
+    """
+
+    nodes: Nodes = field(default_factory=lambda: NO_NODES)
+    chances: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    drawn_from: Mapping[int, Tensor] = field(default_factory=dict)
+
+
+Proposal = Generator[Evaluate, Tensor, Guesses]
+
+
+class DraftPace(Protocol):
+    """The sizes of one request's drafts, and the evidence they adapt to."""
+
+    @property
+    def most_nodes(self) -> int:
+        """The largest number of guesses per pass of the target."""
+
+    @property
+    def most_drafted(self) -> int:
+        """The largest number of nodes that the draft model evaluates per round."""
+
+    def learn(self, guesses: Guesses, tree: Tree, steps: list[Nodes]) -> None:
+        """Learn which guesses came true.
+
+        Args:
+            steps: the tips or the beams after each step of the round, int64 [b] each.
+        """
+
+
+class Drafter(Protocol):
+    """Proposes guesses for one request."""
+
+    @property
+    def tree(self) -> Tree:
+        """The tree whose nodes it asks its model about: the request's tree, unless it keeps another."""
+
+    @property
+    def pace(self) -> DraftPace:
+        """The sizes of its drafts. The strategy reports the outcome of each round here."""
+
+    def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
+        """Guess below the tips, int64 [b], whose texts have these scores, float64 [b] (sums of log-probabilities).
+
+        May yield ``Evaluate(nodes, drafting=True)``. Adds guesses with ``tree.guess`` to the request's tree. No guess
+        ends its text, because the target's logits there are not needed.
+        """

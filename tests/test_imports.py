@@ -1,0 +1,57 @@
+"""The layers of the package: imports between its top-level folders and modules form no cycle."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import specbeam
+
+ROOT = Path(specbeam.__file__).parent
+
+
+def imported_names(path):
+    """Full names that a file imports, also in functions and for type checkers only: they are dependencies too."""
+    package = ["specbeam", *path.relative_to(ROOT).parts[:-1]]
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from (f"{module}.{name.name}" for name in node.names)
+
+
+def layer_of(name):
+    """The top-level folder or module that a full name lies in; "specbeam" for the names of the package itself."""
+    first = name.split(".")[1] if "." in name else ""
+    return first if (ROOT / first / "__init__.py").is_file() or (ROOT / f"{first}.py").is_file() else "specbeam"
+
+
+def layers():
+    """What each layer imports, by the layers' names."""
+    graph = {}
+    for path in ROOT.rglob("*.py"):
+        importer = layer_of(".".join(["specbeam", *path.relative_to(ROOT).with_suffix("").parts]))
+        imported = {layer_of(name) for name in imported_names(path) if name.split(".")[0] == "specbeam"}
+        graph.setdefault(importer, set()).update(imported - {importer})
+    return graph
+
+
+def test_no_two_layers_import_each_other():
+    graph = layers()
+    assert "decoding" in graph["drafting"]  # imports are found at all
+    assert "tree" in graph["decoding"]
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        _, (*cycle, _) = error.args
+        raise AssertionError(f"an import cycle: {' <- '.join(cycle)} <- {cycle[0]}") from None
+
+
+def test_the_lowest_layers_stay_low():
+    """A constraint or a tree can be used, and read, without the rest."""
+    graph = layers()
+    assert graph["errors"] == graph["tree"] == set()
+    assert graph["constraints"] == {"errors"}
+    assert graph["options"] <= {"constraints", "errors"}
+    assert graph["decoding"] <= {"constraints", "errors", "options", "tree"}
