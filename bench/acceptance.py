@@ -1,22 +1,23 @@
-"""Beam steps (or tokens) a pass of the target, over widths and depths of the draft.
+"""Beam steps (or tokens) per target pass, over widths and depths of the draft.
 
     python bench/acceptance.py TARGET DRAFT [--num-beams 4] [--tokens 48] [--shapes 8x5,12x4,auto] [--strict]
+        [--json FILE]
 
-Counts passes, not seconds, so it says the same on every machine. Prompts run together in one engine. --strict
-switches the bound rule off.
+It counts passes, not seconds, so the figures are the same on every machine. Prompts run together in one engine.
+--strict switches the bound rule off.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
-import torch
+from figures import Figures, add_json_option
 from machine import describe
 from prompts import CODING, PROSE
 
 import specbeam
-from specbeam.decoding.beam import BeamSearch
 
 
 def main() -> None:
@@ -27,21 +28,26 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--shapes", default="4x3,8x3,8x5,12x4,16x5", help="widths and depths, or auto")
     parser.add_argument("--prompts", type=int, default=10, help="of each kind")
-    parser.add_argument("--strict", action="store_true")
+    parser.add_argument("--strict", action="store_true", help="without the bound rule")
+    add_json_option(parser)
     given = parser.parse_args()
-    print(describe(f"torch {torch.__version__}"))
+    print(describe())
+    figures = Figures.of_this_run()
     lm = specbeam.load(given.target, dtype="float32")
     draft = given.draft if given.draft in ("ngram", "suffix") else specbeam.load(given.draft, dtype="float32")
-    if given.strict:
-        plain = BeamSearch.__init__
-        BeamSearch.__init__ = lambda *a, **k: plain(*a, **{**k, "bounded": False})  # type: ignore[method-assign]
     kinds = {"coding": CODING[: given.prompts], "prose": PROSE[: given.prompts]}
     print(f"{given.num_beams} beams, {given.tokens} tokens, {given.prompts} prompts of each kind\n")
-    print("| width x depth | guesses a pass | " + " | ".join(f"{kind} (min to max)" for kind in kinds) + " | seconds |")
+    print(
+        "| width x depth | guesses per pass | " + " | ".join(f"{kind} (min to max)" for kind in kinds) + " | seconds |"
+    )
     print("| --- | --- | " + "--- | " * len(kinds) + "--- |", flush=True)
     for shape in given.shapes.split(","):
         start = time.perf_counter()
-        options: dict[str, object] = {"num_beams": given.num_beams, "max_new_tokens": given.tokens}
+        options: dict[str, object] = {
+            "num_beams": given.num_beams,
+            "max_new_tokens": given.tokens,
+            "bound_rule": not given.strict,
+        }
         if shape != "auto":
             width, depth = shape.split("x")
             options |= {"draft_width": int(width), "num_draft_tokens": int(depth)}
@@ -52,13 +58,16 @@ def main() -> None:
         engine.run()
         stats = {kind: [request.result().stats for request in some] for kind, some in requests.items()}
         cells = []
-        for some in stats.values():
+        for kind, some in stats.items():
             rates = [s.steps_per_target_pass or 0.0 for s in some]
-            cells.append(f"{sum(rates) / len(rates):.2f} ({min(rates):.2f} to {max(rates):.2f})")
+            names = (Path(given.target).stem, f"{given.num_beams} beams, {kind}", shape)
+            rate = figures.add(*names, unit="steps/pass", samples=rates, value=sum(rates) / len(rates))
+            cells.append(f"{rate.value:.2f} ({rate.min:.2f} to {rate.max:.2f})")
         everything = [s for some in stats.values() for s in some]
         guesses = sum(s.drafted for s in everything) / sum(s.target_passes for s in everything)
         seconds = time.perf_counter() - start
         print(f"| {shape} | {guesses:.0f} | " + " | ".join(cells) + f" | {seconds:.0f} |", flush=True)
+        figures.write(given.json)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Beam search, speculation and both together against transformers: passes, seconds, and whether the texts are the same.
 
-    python bench/beams.py TARGET DRAFT [--num-beams 4] [--tokens 48] [--prompts 2] [--repeats 1]
+    python bench/beams.py TARGET DRAFT [--num-beams 4] [--tokens 48] [--prompts 2] [--repeats 1] [--json FILE]
 
-TARGET and DRAFT are .gguf files or folders. transformers: beam search, assisted generation with the draft, prompt
-lookup (the last two without beams: it ignores the assistant when there are beams). specbeam: the same, and
-speculative beam search. All take turns on every prompt; seconds are the mean over prompts of the best of the repeats,
-ratios are to transformers' plain method of the same kind.
+TARGET and DRAFT are .gguf files or folders. transformers runs beam search, assisted generation with the draft, and
+prompt lookup. The last two run without beams, since transformers ignores the assistant when there are beams. specbeam
+runs the same methods, and speculative beam search.
+
+All methods take turns on every prompt. Seconds are the best of the repeats, as the mean over prompts. Ratios are to
+transformers' plain method of the same kind.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 import transformers
 from eager import load_with_transformers
+from figures import Figures, add_json_option
 from machine import describe
 from prompts import CODING, PROSE
 
@@ -35,8 +38,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2, help="of each kind")
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
+    add_json_option(parser)
     given = parser.parse_args()
-    print(describe(f"transformers {transformers.__version__}"))
+    peer = f"transformers {transformers.__version__}"
+    print(describe(peer))
+    figures = Figures.of_this_run(peer)
     print(f"{given.target.stem} with {given.draft.stem}, {given.dtype}, {given.tokens} new tokens, ", end="")
     print(f"{given.prompts} coding and {given.prompts} prose prompts, {given.num_beams} beams\n")
 
@@ -108,9 +114,13 @@ def main() -> None:
             same = sum(a[: len(t)] == t for a, t in zip(texts[plain], texts[name], strict=True))
             mean = sum(best[name]) / len(prompts)
             ratio = sum(best[plain]) / sum(best[name])
+            where = (given.target.stem, kind, name)
+            figures.add(*where, unit="s", samples=best[name], value=mean)
+            figures.add(*where, "target", unit="passes", samples=[count[name] / len(prompts)])
             row = f"| {name} | {count[name] / len(prompts):.1f} | {mean:.2f} | {ratio:.2f} | {same} of {len(prompts)} |"
             print(row, flush=True)
         print()
+        figures.write(given.json)
 
 
 def count_passes(model: Any) -> list[None]:

@@ -2,12 +2,11 @@
 
     pip install ctranslate2 llama-cpp-python
     python bench/cpu.py MODEL.gguf [--draft DRAFT.gguf] [--tokens 64] [--repeats 3] [--threads 2]
-        [--parts load greedy beams prefill passes drafts]
+        [--parts load greedy beams prefill passes drafts] [--json FILE]
 
-Every engine has a process of its own, which sleeps while others run; all take their turn in each repeat, so that a
-drifting machine favours none; figures are medians after a warm-up that is left out. CTranslate2 quantizes the file's
-own values to int8; llama.cpp runs the file as it is. A peer that is not installed, or cannot run the model, is a line
-that says so.
+Every engine has its own process, which sleeps while others run. All take their turn in each repeat, so that a drifting
+machine favours none. Figures are medians; the warm-up is left out. CTranslate2 quantizes the file's own values to
+int8; llama.cpp runs the file as it is. If a peer is not installed or cannot run the model, a line says so.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import psutil
+from figures import Figures, add_json_option
 from machine import describe
 from prompts import CODING, PROSE
 
@@ -36,7 +36,7 @@ from specbeam.tree import Tree
 PARTS = ("load", "greedy", "beams", "prefill", "passes", "drafts")
 SEARCHES: dict[str, dict[str, int]] = {"greedy": {}, "4 beams": {"num_beams": 4}}
 Ask = dict[str, Any]
-"""What an engine is to do: token ids, how many new tokens, and specbeam's options."""
+"""A task for an engine: token ids, the number of new tokens, and specbeam's options."""
 
 
 def main() -> None:
@@ -45,13 +45,16 @@ def main() -> None:
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=2, help="of each kind")
+    parser.add_argument("--prompts", type=int, default=2, help="prompts of each kind")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    add_json_option(parser)
     given = parser.parse_args()
-    print(describe(f"kernels {library().specbeam_isa(b'').decode()}"))
-    print(f"{given.model.stem}, {given.threads} threads, {given.tokens} new tokens, {given.prompts} prompts a kind\n")
+    kernels = f"kernels {library().specbeam_isa(b'').decode()}"
+    print(describe(kernels))
+    print(f"{given.model.stem}, {given.threads} threads, {given.tokens} new tokens, {given.prompts} prompts per kind\n")
+    figures = Figures.of_this_run(kernels)
 
     engines = {}
     for name, make in ENGINES.items():  # one loads after the other
@@ -65,7 +68,12 @@ def main() -> None:
     if "load" in given.parts:
         print("| load | s, first or packed | later | resident, MB | weights, MB |\n| --- | --- | --- | --- | --- |")
         for name, engine in ours.items():
-            print(f"| {name} |", " | ".join(f"{x:.1f}" for x in engine.ask({"loading": True})), "|")
+            loading = engine.ask({"loading": True})
+            for what, unit, x in zip(
+                ("load, first", "load", "resident", "weights"), ("s", "s", "MB", "MB"), loading, strict=True
+            ):
+                figures.add(given.model.stem, what, name, unit=unit, samples=[x])
+            print(f"| {name} |", " | ".join(f"{x:.1f}" for x in loading), "|")
         print()
 
     tokenizer = open_checkpoint(given.model).tokenizer
@@ -76,18 +84,20 @@ def main() -> None:
         for text in (*CODING[: given.prompts], *PROSE[: given.prompts])
     ]
     if "greedy" in given.parts:
-        table("greedy", rows(engines, new=given.tokens), chat, given.repeats)
+        table(figures, given, "greedy", rows(engines, new=given.tokens), chat)
     if "beams" in given.parts:
         beams = {name: engine for name, engine in engines.items() if "llama" not in name}
-        table("4 beams", rows(beams, new=given.tokens, num_beams=4), chat, given.repeats)
+        table(figures, given, "4 beams", rows(beams, new=given.tokens, num_beams=4), chat)
     if "prefill" in given.parts:
         long = tokenizer(" ".join([*CODING, *PROSE] * 4)).input_ids[:512]
-        table(f"prefill of {len(long)} tokens", rows(engines, new=1), [long], given.repeats)
+        table(figures, given, f"prefill of {len(long)} tokens", rows(engines, new=1), [long])
     if "passes" in given.parts:
         sizes = (1, 2, 4, 8, 16, 28, 32, 64)
         print("| one pass, ms | " + " | ".join(f"M={n}" for n in sizes) + " |\n| ---" + " | ---" * len(sizes) + " |")
         for name, engine in ours.items():
             took = engine.ask({"passes": sizes, "repeats": given.repeats})
+            for n, t in zip(sizes, took, strict=True):
+                figures.add(given.model.stem, f"pass of {n} nodes", name, unit="ms", samples=[1e3 * t])
             print(f"| {name} |", " | ".join(f"{1e3 * t:.1f} ({t / took[0]:.2f})" for t in took), "|", flush=True)
         print()
     if given.draft and "drafts" in given.parts:
@@ -101,7 +111,8 @@ def main() -> None:
                 asks[f"model, {width} x {depth}"] = {**options, **size}
                 for engine_name, own in ours.items():
                     methods = {name: (own, {"new": given.tokens, **ask}) for name, ask in asks.items()}
-                    table(f"{engine_name}: {title} with drafts, {kind}", methods, some, given.repeats)
+                    table(figures, given, f"{engine_name}: {title} with drafts, {kind}", methods, some)
+    figures.write(given.json)
     for engine in engines.values():
         engine.process.terminate()
 
@@ -111,7 +122,7 @@ def rows(engines: dict[str, Engine], **ask: Any) -> dict[str, tuple[Engine, Ask]
 
 
 class Engine:
-    """An engine in a process of its own."""
+    """An engine in its own process."""
 
     def __init__(self, make: Callable[[argparse.Namespace], Callable[[Ask], Any]], given: argparse.Namespace) -> None:
         self.pipe, theirs = multiprocessing.Pipe()
@@ -122,7 +133,7 @@ class Engine:
         theirs.close()
 
     def started(self) -> str:
-        """Empty once it is ready, else what keeps it from running."""
+        """Empty once it is ready, else the reason why it cannot run."""
         return str(self.pipe.recv())
 
     def ask(self, ask: Ask) -> Any:
@@ -133,7 +144,7 @@ class Engine:
 def serve(make: Callable[[argparse.Namespace], Callable[[Ask], Any]], given: argparse.Namespace, pipe: Any) -> None:
     try:
         run = make(given)
-    except Exception as error:  # whatever keeps it from running is what the table should say
+    except Exception as error:  # a peer that cannot run is a line of the output
         pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0][:120]}")
         return
     pipe.send("")
@@ -178,10 +189,16 @@ def ours(mode: str, given: argparse.Namespace) -> Callable[[Ask], Any]:
     return run
 
 
-def table(title: str, methods: dict[str, tuple[Engine, Ask]], prompts: list[list[int]], repeats: int) -> None:
-    """Tokens a second of each method, those of the prompt included if only one is new."""
+def table(
+    figures: Figures,
+    given: argparse.Namespace,
+    title: str,
+    methods: dict[str, tuple[Engine, Ask]],
+    prompts: list[list[int]],
+) -> None:
+    """Print the tokens per second of each method. The prompt's tokens count if only one token is new."""
     rates: dict[str, list[float]] = {name: [] for name in methods}
-    for repeat in range(-1, repeats):
+    for repeat in range(-1, given.repeats):
         for name, (engine, ask) in methods.items():
             taken = came = 0.0
             for ids in prompts:
@@ -195,12 +212,13 @@ def table(title: str, methods: dict[str, tuple[Engine, Ask]], prompts: list[list
     for name, values in rates.items():
         ratios = [a / b for a, b in zip(values, rates[first], strict=True)]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"| {name} | {statistics.median(values):.1f} | {spread} |", flush=True)
+        rate = figures.add(given.model.stem, title, name, unit="tokens/s", samples=values)
+        print(f"| {name} | {rate.value:.1f} | {spread} |", flush=True)
     print()
 
 
 def passes(lm: Any, passes: list[int], repeats: int) -> list[float]:
-    """Seconds of passes over so many nodes below a text of 128 tokens."""
+    """The seconds of a pass over each number of nodes, below a text of 128 tokens."""
     tree = Tree([*range(10, 138)])
     slots = Slots(tree, lm.backend, 256)
     text = slots.missing([tree.tip])

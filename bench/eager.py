@@ -1,22 +1,21 @@
 """Eager greedy decoding against transformers' eager: same weights, same prompts, same tokens, one run.
 
-    python bench/eager.py MODEL [MODEL ...] [--tokens 48] [--repeats 3] [--dtype float32]
+    python bench/eager.py MODEL [MODEL ...] [--tokens 48] [--repeats 3] [--dtype float32] [--json FILE]
 
-A MODEL is a folder or a .gguf file. The two take turns on every prompt, so that a drifting machine favours neither;
-the ratio is the median of the ratios of such pairs, after a warm-up. Tokens/s count whole generations, prefill
-included.
+A MODEL is a folder or a .gguf file. The two take turns on every prompt, so that a drifting machine favours neither.
+The ratio is the median over such pairs, after a warm-up. Tokens/s count whole generations, prefill included.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from figures import Figures, add_json_option
 from machine import describe
 
 import specbeam
@@ -36,16 +35,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", default="float32")
+    add_json_option(parser)
     given = parser.parse_args()
-    print(describe(f"transformers {transformers.__version__}"))
+    peer = f"transformers {transformers.__version__}"
+    print(describe(peer))
+    figures = Figures.of_this_run(peer)
     print(f"{given.dtype}, {given.tokens} new tokens, {len(PROMPTS)} prompts x {given.repeats}\n")
     print("| model | transformers, tokens/s | specbeam, tokens/s | ratio (min to max) | same tokens |")
     print("| --- | --- | --- | --- | --- |")
     for path in given.models:
-        print(compare(path, given.tokens, given.repeats, given.dtype), flush=True)
+        print(compare(path, given.tokens, given.repeats, given.dtype, figures), flush=True)
+        figures.write(given.json)
 
 
-def compare(path: Path, tokens: int, repeats: int, dtype: str) -> str:
+def compare(path: Path, tokens: int, repeats: int, dtype: str, figures: Figures) -> str:
+    """The row of a model in the table. Its figures are added, too."""
     lm = specbeam.load(path, dtype=dtype)
     device = lm.backend.device
     theirs = load_with_transformers(path, dtype).to(device)
@@ -67,10 +71,14 @@ def compare(path: Path, tokens: int, repeats: int, dtype: str) -> str:
             seconds["transformers"].append((middle - start) / len(expected))
             seconds["specbeam"].append((end - middle) / len(result.token_ids))
     ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]
-    rates = [1 / statistics.median(times) for times in seconds.values()]
+    where = (path.stem, f"greedy, {dtype}")
+    rates = [
+        figures.add(*where, name, unit="tokens/s", samples=[1 / t for t in times]) for name, times in seconds.items()
+    ]
+    ratio = figures.add(*where, "specbeam over transformers", unit="times", samples=ratios)
     return (
-        f"| {path.stem} | {rates[0]:.1f} | {rates[1]:.1f} | {statistics.median(ratios):.2f} "
-        f"({min(ratios):.2f} to {max(ratios):.2f}) | {same} of {len(prompts)} |"
+        f"| {path.stem} | {rates[0].value:.1f} | {rates[1].value:.1f} | {ratio.value:.2f} "
+        f"({ratio.min:.2f} to {ratio.max:.2f}) | {same} of {len(prompts)} |"
     )
 
 

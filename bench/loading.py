@@ -1,6 +1,6 @@
 """From a fresh process to the first token: seconds, and the most memory held, against the size of the weights.
 
-    python bench/loading.py MODEL [MODEL ...] [--dtype float32] [--repeats 3]
+    python bench/loading.py MODEL [MODEL ...] [--dtype float32] [--repeats 3] [--json FILE]
 
 Each run is a process of its own, so that imports count. The allowance is 1.15 x the weights in their dtype + 0.5 GB.
 """
@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+from figures import Figures, add_json_option
 from machine import describe
 
 CHILD = """
@@ -31,26 +32,33 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--repeats", type=int, default=3)
+    add_json_option(parser)
     given = parser.parse_args()
     print(describe())
+    figures = Figures.of_this_run()
     print(f"{given.dtype}\n")
     print("| model | seconds to the first token | peak memory, GB | allowed, GB |")
     print("| --- | --- | --- | --- |")
     for model in given.models:
-        seconds = []
+        seconds, peaks = [], []
         for _ in range(given.repeats):
             start = time.perf_counter()
             out = subprocess.run(
                 [sys.executable, "-c", CHILD, model, given.dtype], check=True, capture_output=True, text=True
             )
             seconds.append(time.perf_counter() - start)
-        found = json.loads(out.stdout)
-        allowed = 1.15 * found["weights"] + 0.5e9
+            found = json.loads(out.stdout)
+            peaks.append(found["peak"] / 1e9)
+        name = Path(model).stem
+        time_taken = figures.add(name, f"first token, {given.dtype}", unit="s", samples=seconds)
+        peak = figures.add(name, f"peak memory, {given.dtype}", unit="GB", samples=peaks)
+        allowed = 1.15 * found["weights"] / 1e9 + 0.5
         print(
-            f"| {model.rsplit('/', 1)[-1]} | {statistics.median(seconds):.1f} ({min(seconds):.1f} to "
-            f"{max(seconds):.1f}) | {found['peak'] / 1e9:.2f} | {allowed / 1e9:.2f} |",
+            f"| {name} | {time_taken.value:.1f} ({time_taken.min:.1f} to {time_taken.max:.1f}) | {peak.value:.2f} "
+            f"| {allowed:.2f} |",
             flush=True,
         )
+        figures.write(given.json)
 
 
 if __name__ == "__main__":

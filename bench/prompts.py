@@ -1,4 +1,4 @@
-"""What the benches generate from."""
+"""The prompts of the benches."""
 
 CODING = [
     "Write a Python function that merges two sorted lists into one sorted list.",
