@@ -1,8 +1,11 @@
-"""Real weights against transformers reading the same files. Minutes each; skipped where the models are not there."""
+"""Real weights against transformers reading the same files; skipped where the models are not there.
+
+Quick mode asks SmolLM2 a few questions. Thorough mode asks all models the numbers of questions in docs/exactness.md.
+"""
 
 import json
-import os
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -13,16 +16,27 @@ import specbeam
 from specbeam import Engine, Options
 from specbeam.checkpoints import open_checkpoint
 from specbeam.prompts import encode
-from tests.conftest import beams_of_transformers, reference_model
+from tests.conftest import beams_of_transformers, in_thorough_mode, reference_model
 
 pytestmark = pytest.mark.models
 
+SMOLLM2, GEMMA3 = "smollm2-135m-instruct", "gemma3-270m"
+DRAFT, TARGET = "qwen2.5-coder-0.5b-instruct", "qwen2.5-coder-1.5b-instruct"
+THOROUGH = in_thorough_mode()
 SPEC_BENCH = Path(__file__).parents[2] / "shared/data/spec_bench.jsonl"
-TOKENS = 64
+ALL_BEAMS = [pytest.param(beams, marks=() if beams == 4 else pytest.mark.thorough) for beams in (2, 4, 8)]
 
 
-def questions(n, longest=10**9):
-    """n first turns of at most so many characters, spread over the categories."""
+@cache
+def smollm2():
+    """SmolLM2 in float32, as specbeam runs it and as transformers does."""
+    path = reference_model(SMOLLM2)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return specbeam.load(path, dtype="float32", device="cpu"), model
+
+
+def questions(n, longest=10**9 if THOROUGH else 500):
+    """The first turns of n questions, each of at most ``longest`` characters, spread over the categories."""
     if not SPEC_BENCH.is_file():
         pytest.skip(f"{SPEC_BENCH} is not there")
     rows = [json.loads(line) for line in SPEC_BENCH.read_text(encoding="utf-8").splitlines()]
@@ -38,22 +52,21 @@ def near_tie(model, prompt, ours, theirs):
     return abs(logits[ours[at]] - logits[theirs[at]]).item() < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("name", "prompts"),
-    [
-        ("smollm2-135m-instruct", 20),
-        ("gemma3-270m", 20),
-        ("qwen2.5-coder-0.5b-instruct", 5),
-        ("qwen2.5-coder-1.5b-instruct", 5),
-    ],
-)
+def test_greedy_tokens_of_smollm2_are_those_of_transformers():
+    greedy_tokens_match(*smollm2(), *((20, 64) if THOROUGH else (4, 32)))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "prompts"), [(GEMMA3, 20), (DRAFT, 5), (TARGET, 5)])
 def test_greedy_tokens_are_those_of_transformers(name, prompts):
     path = reference_model(name)
-    texts = questions(prompts)
-    lm = specbeam.load(path, dtype="float32", device="cpu")
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    greedy_tokens_match(specbeam.load(path, dtype="float32", device="cpu"), model, prompts, 64)
+
+
+def greedy_tokens_match(lm, model, prompts, new_tokens):
     different = []
-    for text in texts:
+    for text in questions(prompts):
         prompt = encode(lm, text)
         ids = torch.tensor([prompt])
         with torch.no_grad():
@@ -61,23 +74,20 @@ def test_greedy_tokens_are_those_of_transformers(name, prompts):
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
-                max_new_tokens=TOKENS,
+                max_new_tokens=new_tokens,
                 eos_token_id=sorted(lm.eos_token_ids),
             )
         expected = out[0, len(prompt) :].tolist()
-        got = specbeam.generate(lm, prompt, max_new_tokens=TOKENS).token_ids
+        got = specbeam.generate(lm, prompt, max_new_tokens=new_tokens).token_ids
         if got != expected and not near_tie(model, prompt, got, expected):
             different.append(text[:60])
     assert not different
 
 
-@pytest.mark.parametrize(("num_beams", "prompts"), [(2, 4), (4, 6), (8, 4)])
-def test_beams_are_those_of_transformers(num_beams, prompts):
-    path = reference_model("smollm2-135m-instruct")
-    texts = questions(prompts)
-    lm = specbeam.load(path, dtype="float32", device="cpu")
-    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    for text in texts:
+@pytest.mark.parametrize("num_beams", ALL_BEAMS)
+def test_beams_are_those_of_transformers(num_beams):
+    lm, model = smollm2()
+    for text in questions({2: 4, 4: 6, 8: 4}[num_beams] if THOROUGH else 2):
         prompt = encode(lm, text)
         options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 32}
         expected, scores = beams_of_transformers(model, prompt, eos_token_id=sorted(lm.eos_token_ids), **options)
@@ -104,11 +114,11 @@ def same_but_for_near_ties(lm, prompt, ours, theirs):
     return max(gaps) < 1e-4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_beams", [2, 4, 8])
-def test_lookups_change_nothing(num_beams):
-    """SPECBEAM_QUESTIONS=40 asks more."""
-    lm = specbeam.load(reference_model("smollm2-135m-instruct"), dtype="float32", device="cpu")
-    texts = questions(int(os.environ.get("SPECBEAM_QUESTIONS", 10)), longest=500)
+def test_lookups_change_nothing_on_40_questions(num_beams):
+    lm, _ = smollm2()
+    texts = questions(40, longest=500)
     options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 48}
     plain = together(lm, texts, **options)
     for draft in ("ngram", "suffix"):
@@ -118,10 +128,11 @@ def test_lookups_change_nothing(num_beams):
             assert same_but_for_near_ties(lm, text, ours, theirs)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_beams", [1, 4, 8])
 def test_a_draft_model_changes_nothing_on_12_questions(num_beams):
-    lm = specbeam.load(reference_model("qwen2.5-coder-1.5b-instruct"), dtype="float32", device="cpu")
-    draft = specbeam.load(reference_model("qwen2.5-coder-0.5b-instruct"), dtype="float32", device="cpu")
+    lm = specbeam.load(reference_model(TARGET), dtype="float32", device="cpu")
+    draft = specbeam.load(reference_model(DRAFT), dtype="float32", device="cpu")
     texts = questions(12, longest=500)
     options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 32}
     plain = together(lm, texts, **options)
@@ -133,12 +144,12 @@ def test_a_draft_model_changes_nothing_on_12_questions(num_beams):
 
 @pytest.mark.parametrize("num_beams", [1, 4])
 def test_on_the_cpu_backend_nothing_changes_a_bit(num_beams):
-    """Drafts, batches and threads: the same tokens and the same bits of scores. SPECBEAM_QUESTIONS=200 asks more."""
-    path = reference_model("smollm2-135m-instruct")
+    """Drafts, batches and threads: the same tokens and the same bits of scores."""
+    path = reference_model(SMOLLM2)
     lm, two = (specbeam.load(path, backend="cpu", threads=threads) for threads in (1, 2))
     near = specbeam.load(path, backend="cpu", quantize="int8")  # a draft that is nearly always right
     options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 32}
-    several = questions(int(os.environ.get("SPECBEAM_QUESTIONS", 8)), longest=2000)
+    several = questions(*((200, 2000) if THOROUGH else (4,)))
 
     def texts(results):
         return [[(s.token_ids, s.score) for s in result.sequences] for result in results]
@@ -152,7 +163,7 @@ def test_on_the_cpu_backend_nothing_changes_a_bit(num_beams):
             assert texts(together(two, some, draft, num_draft_tokens=4, draft_width=6, **options)) == alone
 
 
-@pytest.mark.parametrize("name", ["smollm2-135m-instruct", "qwen2.5-coder-0.5b-instruct"])
+@pytest.mark.parametrize("name", [SMOLLM2, pytest.param(DRAFT, marks=pytest.mark.thorough)])
 def test_the_files_tokenizer_is_the_one_transformers_reads(name):
     path = reference_model(name)
     theirs = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
@@ -169,8 +180,9 @@ def test_the_files_tokenizer_is_the_one_transformers_reads(name):
     assert ours.apply_chat_template(messages, **render) == theirs.apply_chat_template(messages, **render)
 
 
+@pytest.mark.thorough
 def test_a_mixed_batch_on_real_weights_gives_each_what_it_gets_alone():
-    lm = specbeam.load(reference_model("smollm2-135m-instruct"), dtype="float32", device="cpu")
+    lm, _ = smollm2()
     texts = questions(8)
     options = [
         Options(max_new_tokens=24 + 8 * i, min_new_tokens=24, do_sample=True, temperature=0.8, seed=i)
