@@ -9,7 +9,6 @@ import io
 import json
 import os
 import sys
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.options import Options, check_names
 
 if TYPE_CHECKING:
+    from specbeam.engine.request import Request
     from specbeam.study.launchers import Work
 
 Row = dict[str, Any]
@@ -181,22 +181,24 @@ def generate(lm: Any, draft: Any, options: Options, given: argparse.Namespace, j
     from specbeam.engine import Engine
 
     engine = Engine(lm, max_requests=given.batch_size)
-    waiting, live, answers = deque(job), dict[int, Any](), []
-    while waiting or live:
-        while waiting and len(live) < given.batch_size:  # no sooner, for waiting would count as seconds it took
-            number, prompt = waiting.popleft()
+    answers = []
+
+    def submissions() -> Iterator[tuple[int, Request]]:
+        for number, prompt in job:
             try:
                 if prompt is None:
                     raise SpecbeamError("the row has no prompt")
-                live[number] = engine.submit(prompt, options, system=given.system, raw=given.raw, draft=draft)
+                request = engine.submit(prompt, options, system=given.system, raw=given.raw, draft=draft)
             except SpecbeamError as error:
                 answers.append(failed(number, str(error)))
-        engine.step()
-        for number in [number for number, request in live.items() if request.done]:
-            try:
-                answers.append(answer(number, live.pop(number).result(), given.tokens))
-            except Exception as error:  # whatever it was, the other rows go on
-                answers.append(failed(number, one_line(error)))
+            else:
+                yield number, request
+
+    for number, request in engine.as_completed(submissions()):
+        try:
+            answers.append(answer(number, request.result(), given.tokens))
+        except Exception as error:  # whatever it was, the other rows go on
+            answers.append(failed(number, one_line(error)))
     return answers
 
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.prompts import encode
 from specbeam.tree import Nodes
+
+Key = TypeVar("Key")
 
 
 class Engine:
@@ -100,6 +103,25 @@ class Engine:
         """Work until no request is left."""
         while self.step():
             pass
+
+    def as_completed(self, submissions: Iterable[tuple[Key, Request]]) -> Iterator[tuple[Key, Request]]:
+        """Keep the engine full, and yield each request with its key in the order in which they finish.
+
+        Args:
+            submissions: keys and submitted requests. An item is taken only when fewer than ``max_requests`` are
+                unfinished: a generator that calls ``submit`` holds no memory for later requests, and their seconds do
+                not count the time before their turn.
+        """
+        submissions = iter(submissions)
+        unfinished: list[tuple[Key, Request]] = []
+        while True:
+            unfinished += islice(submissions, self.max_requests - len(unfinished))
+            if not unfinished:
+                return
+            self.step()
+            finished = [(key, request) for key, request in unfinished if request.done]
+            unfinished = [(key, request) for key, request in unfinished if not request.done]
+            yield from finished
 
     def step(self) -> bool:
         """One round: admit, evaluate, advance. Returns whether anything is left to do."""

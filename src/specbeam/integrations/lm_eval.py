@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from specbeam.cli import BAD_INPUT
 from specbeam.engine import Engine
-from specbeam.engine.request import Request, check_draft, check_draft_sizes
+from specbeam.engine.request import check_draft, check_draft_sizes
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, load
 from specbeam.options import SAMPLING_OPTIONS, Options, check_names
@@ -217,20 +217,16 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         prompts = self._fitted([self.tok_encode(request.args[0]) for request in requests], rooms)
 
         texts = [""] * len(requests)
-        # Taken from the end: if there is no memory for the longest, it is soon known.
-        waiting = sorted(range(len(requests)), key=lambda number: len(prompts[number]))
-        live: dict[int, Request] = {}
+        longest_first = sorted(range(len(requests)), key=lambda number: len(prompts[number]), reverse=True)
         engine = Engine(self.lm, max_requests=self.batch_size)
+        submissions = (
+            (number, engine.submit(prompts[number], options[number], draft=self.draft)) for number in longest_first
+        )
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as bar:
-            while waiting or live:
-                while waiting and len(live) < self.batch_size:  # no sooner than needed: a request takes memory
-                    number = waiting.pop()
-                    live[number] = engine.submit(prompts[number], options[number], draft=self.draft)
-                engine.step()
-                for number in [number for number, request in live.items() if request.done]:
-                    texts[number] = live.pop(number).result().text
-                    self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
-                    bar.update()
+            for number, request in engine.as_completed(submissions):
+                texts[number] = request.result().text
+                self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
+                bar.update()
         return texts
 
     def _fitted(self, contexts: Sequence[list[int]], rooms: Sequence[int]) -> list[list[int]]:
