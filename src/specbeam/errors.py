@@ -1,12 +1,15 @@
-"""The exceptions that are for people."""
+"""The exceptions that are for people, and the exit statuses of the commands."""
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+"""Exit statuses: something failed, the input was wrong, or Ctrl-C."""
 
 
 class SpecbeamError(ValueError):
-    """Something the caller can put right: the message says what was wrong, with which value, and what to do.
+    """An error that the caller can fix. The message says what was wrong, with which value, and what to do.
 
     The command line prints the message in one line and exits with status 2.
     """
 
 
 class Unsupported(SpecbeamError):
-    """A sound checkpoint of a model that is none of our architectures, or has something they have not."""
+    """A sound checkpoint whose model is not one of our architectures, or has features that they lack."""

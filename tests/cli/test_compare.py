@@ -60,7 +60,7 @@ def test_the_table_tells_what_the_library_does_and_equal_texts_come_once(run, mo
     assert list(table) == DEFAULT
     assert [table[name]["identical"] for name in DEFAULT] == ["-", "yes", "-", "yes"]
     assert "\ndraft: ngram\n" in out
-    assert max(map(len, out.splitlines())) <= compare.WIDTH
+    assert max(map(len, out.splitlines())) <= compare.LINE_WIDTH
     one = specbeam.generate(model, "hello hello hello", max_new_tokens=20)
     beams = specbeam.generate(model, "hello hello hello", max_new_tokens=20, num_beams=4)
     for name, plain in zip(DEFAULT, [one, one, beams, beams], strict=True):

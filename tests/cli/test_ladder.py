@@ -44,14 +44,14 @@ def rows(out):
 
 
 def test_the_numbers_are_those_of_the_rungs():
-    assert [*ladder.RUNGS] == command.NUMBERS
+    assert [*ladder.RUNGS] == command.RUNG_NUMBERS
 
 
 def test_the_table_has_a_row_a_rung_and_a_reason_where_one_failed(run, folder):
     status, out, err = run("hello", "--max-new-tokens", "4", "--runs", "2")
     assert (status, err) == (0, "")
     lines = out.splitlines()
-    assert max(map(len, lines)) <= command.WIDTH
+    assert max(map(len, lines)) <= command.LINE_WIDTH
     assert lines[0] == "prompt: hello"
     assert lines[1].startswith("cpu, torch backend, float32, ")
     names = "rung seconds (min to max) tokens/s speed-up passes compile s GB identical"
@@ -89,7 +89,7 @@ def test_json_is_one_object_and_nothing_else(run, folder):
 def test_without_a_prompt_it_has_one_of_its_own(run):
     status, out, _ = run("--rungs", "3", "--runs", "1", "--max-new-tokens", "2")
     assert status == 0
-    assert out.startswith(f"prompt: {command.PROMPT}\n")
+    assert out.startswith(f"prompt: {command.DEFAULT_PROMPT}\n")
 
 
 def test_a_difference_is_said_and_fails_unless_rounding_can_do_it(run, monkeypatch):

@@ -151,7 +151,7 @@ def test_a_slow_tokenizer_has_no_offsets_and_says_so(capsys, save):
     got = json.loads(out)
     assert [token["id"] for token in got] == ByT5Tokenizer()("hi").input_ids
     assert {token["offsets"] for token in got} == {None}
-    assert "ByT5Tokenizer is a slow tokenizer: it tells no offsets" in err
+    assert "ByT5Tokenizer is a slow tokenizer: it has no offsets" in err
     assert main(["tokens", "hi", "--model", folder]) == 0
     assert "  -  " in capsys.readouterr().out
 

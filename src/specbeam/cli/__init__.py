@@ -1,4 +1,4 @@
-"""The command line: one file a command."""
+"""The command line. Each command is one file."""
 
 from __future__ import annotations
 
@@ -9,23 +9,21 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from specbeam.errors import SpecbeamError
-
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+from specbeam.errors import BAD_INPUT, FAILED, INTERRUPTED, SpecbeamError
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports a usage error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status: 0, 1 if something failed, 2 for wrong input, 130 after Ctrl-C."""
+    """Run a command. Returns the exit status: 0, or FAILED, BAD_INPUT or INTERRUPTED."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows another one
+            stream.reconfigure(errors="replace")  # a terminal without a character shows "?"
     try:
         status = _run(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
@@ -37,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("specbeam: interrupted", file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
-        # Whoever read our output has gone, or its disk is full; Python would complain once more when it exits.
+        # The reader of our output is gone, or the disk is full. Without this, Python complains again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         if not isinstance(error, BrokenPipeError):
             print(f"specbeam: cannot write the output: {error.strerror or error}", file=sys.stderr)
@@ -55,7 +53,7 @@ def _run(words: list[str]) -> int:
     end = words.index("--") if "--" in words else len(words)
     given, rest = parser.parse_known_args([*map(_dashes, words[:end]), *words[end:]])
     if given.command == "study" and not any(word.startswith("-") and word != "--" for word in rest):
-        given.words += [word for word in rest if word != "--"]  # argparse takes no more of them after an option
+        given.words += [word for word in rest if word != "--"]  # argparse stops taking words at an option
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if given.version:
@@ -70,7 +68,7 @@ def _run(words: list[str]) -> int:
 
 
 def _dashes(argument: str) -> str:
-    """Options may be spelled as in Python: --max_new_tokens."""
+    """Lets options be spelled as in Python: ``--max_new_tokens``."""
     name, equals, value = argument.partition("=")
     if not name.startswith("--") or any(c.isspace() for c in name):
         return argument

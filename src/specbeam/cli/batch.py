@@ -17,15 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.generate import (
-    add_draft_to,
-    add_model_to,
-    add_options_to,
-    load_draft,
-    load_model,
-    one_line,
-    options_of,
-)
+from specbeam.cli.arguments import add_draft_to, add_model_to, add_options_to, load_draft, load_model, options_of
+from specbeam.cli.printing import one_line
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options, check_names
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -12,30 +11,24 @@ from dataclasses import fields
 from statistics import fmean
 from typing import Any
 
-from specbeam.cli.generate import (
-    add_draft_to,
-    add_model_to,
-    add_options_to,
-    load_draft,
-    load_model,
-    one_line,
-    read_prompts,
-    utf8,
-)
-from specbeam.errors import SpecbeamError
+from specbeam.cli.arguments import add_draft_to, add_model_to, add_options_to, load_draft, load_model
+from specbeam.cli.printing import json_line, one_line
+from specbeam.cli.prompts import read_prompts
+from specbeam.errors import FAILED, SpecbeamError
 from specbeam.options import MOST_DRAFTED, SAMPLING_OPTIONS, Options
 
 TWINS = {"greedy": None, "speculative": "greedy", "beam": None, "speculative-beam": "beam", "sample": None}
-"""The strategies in the order they run, and the one whose text each promises."""
+"""The strategies in the order they run. Each has the strategy whose text it must reproduce, or None."""
 BEAM_OPTIONS = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups")
 ONLY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(SAMPLING_OPTIONS, ("sample",)),
     **dict.fromkeys((*BEAM_OPTIONS, "diversity_penalty"), ("beam", "speculative-beam")),
     **dict.fromkeys(("draft", "draft_corpus", *MOST_DRAFTED), ("speculative", "speculative-beam")),
 }
-"""Options that are for some of the strategies."""
-WARM_UP = 8
-WIDTH = 100
+"""The strategies of the options that not all strategies have."""
+WARM_UP_TOKENS = 8
+LINE_WIDTH = 100
+DEFAULT_BEAMS = 4
 
 COLUMNS: dict[str, tuple[str, Callable[[Any], float | None]]] = {
     "tokens/s": (".1f", lambda result: result.stats.tokens_per_second),
@@ -45,7 +38,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], float | None]]] = {
     "accepted": (".0%", lambda result: result.stats.acceptance_rate),
     "score": (".3f", lambda result: result.sequences[0].score),
 }
-"""What the table tells of a result, and how it is written."""
+"""The columns of the table: how a figure is written, and where it is in a result."""
 
 
 def add_to(commands: Any) -> None:
@@ -53,9 +46,9 @@ def add_to(commands: Any) -> None:
         "compare",
         help="compare strategies on a prompt, side by side",
         description="Run each prompt with each strategy, one at a time, and show speed and texts side by side. "
-        "A step is a token, or with beams one more token of each; accepted are so many of the guesses. Times include "
-        "reading the prompt, but not a short warm-up.",
-        conflict_handler="resolve",  # some of generate's options are other ones here
+        "A step is one token, or with beams one token of each beam. Accepted is the share of the guesses that were "
+        "right. Times include the prefill, but not a short warm-up.",
+        conflict_handler="resolve",  # some of generate's options have other defaults here
     )
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="the prompts; - reads one from standard input")
     parser.add_argument(
@@ -70,11 +63,13 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
     add_options_to(parser)
     parser.add_argument("--do-sample", action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
-    parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="at most so many (default 48)")
-    parser.add_argument("--num-beams", type=int, metavar="B", help="so many beams for beam search (default 4)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=48, metavar="N", help="end after N new tokens (default 48)"
+    )
+    parser.add_argument("--num-beams", type=int, metavar="B", help=f"beams for beam search (default {DEFAULT_BEAMS})")
     add_draft_to(parser)
     parser.add_argument("--draft", metavar="SOURCE", help="a smaller model, ngram or suffix (default ngram)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a prompt and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object per prompt")
     parser.set_defaults(run=run)
 
 
@@ -88,13 +83,13 @@ def strategies(text: str) -> list[str]:
 
 
 def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What each strategy is run with.
+    """The options of each strategy.
 
     Raises:
-        SpecbeamError: an option is out of its range, or for none of the strategies.
+        SpecbeamError: an option is out of its range, or no chosen strategy has it.
     """
     if given.do_sample is not None:
-        raise SpecbeamError("--strategies says what samples: leave out --do-sample")
+        raise SpecbeamError("--strategies has sample for sampling: leave out --do-sample")
     if given.draft_corpus is not None and given.draft != "suffix":
         raise SpecbeamError("--draft-corpus goes with --draft suffix")
     values = {name: value for name, value in vars(given).items() if value is not None}
@@ -106,7 +101,7 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     for strategy, options in chosen.items():
         if strategy == "sample":
             options["do_sample"] = True
-        if strategy in ONLY["num_beams"] and options.setdefault("num_beams", 4) < 2:
+        if strategy in ONLY["num_beams"] and options.setdefault("num_beams", DEFAULT_BEAMS) < 2:
             raise SpecbeamError(f"num_beams={options['num_beams']} is no beam search: give 2 or more")
         Options.of(options)
     return chosen
@@ -130,53 +125,50 @@ def run(given: argparse.Namespace) -> int:
     for number, prompt in enumerate(prompts, 1):
         for strategy, options in chosen.items():
             try:
-                Engine(lm).submit(prompt, options, **where[strategy])  # refuses, or is not heard of again
+                Engine(lm).submit(prompt, options, **where[strategy])  # raises for a prompt that cannot run
             except SpecbeamError as error:
                 raise SpecbeamError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from error
 
+    done = []
     with tqdm(total=len(prompts) * len(chosen), desc="warm-up", leave=False, disable=None) as bar:
 
         def say(*lines: str, file: Any = sys.stdout) -> None:
             with bar.external_write_mode(file=file):
                 print(*lines, sep="\n", file=file, flush=True)
 
-        def results_of(prompt: Any) -> Iterator[tuple[str, Any]]:
-            for strategy, options in chosen.items():
-                bar.set_description(strategy)
-                yield strategy, generate(lm, prompt, **where[strategy], **options)
-                bar.update()
-
         for strategy, options in chosen.items():
-            few = {"max_new_tokens": min(WARM_UP, given.max_new_tokens), "min_new_tokens": 0}
-            with suppress(Exception):  # it will come again, and be told
+            few = {"max_new_tokens": min(WARM_UP_TOKENS, given.max_new_tokens), "min_new_tokens": 0}
+            with suppress(Exception):  # the measured run reports it
                 generate(lm, prompts[0], **where[strategy], **options | few)
-        done = []
         for number, prompt in enumerate(prompts, 1):
             results: dict[str, Any] = {}
             try:
                 if not given.json:
                     say(*heading(prompt, given.draft), header())
-                for strategy, result in results_of(prompt):
-                    results[strategy] = result
+                for strategy, options in chosen.items():
+                    bar.set_description(strategy)
+                    results[strategy] = generate(lm, prompt, **where[strategy], **options)
+                    bar.update()
                     if not given.json:
                         say(row(strategy, [results]))
-            except Exception as error:  # whatever it was, the other prompts go on
+            except Exception as error:  # the other prompts go on after any error
                 say(f"specbeam: prompt {number} failed: {one_line(error)}", file=sys.stderr)
                 continue
             done.append(results)
-            if given.json:
-                told = {s: r.to_dict() | {"identical": identical(s, results)} for s, r in results.items()}
-                answer = {"prompt": prompt, "draft": given.draft, "strategies": told}
-                say(json.dumps(answer, ensure_ascii=not utf8()))
-            else:
-                say(*texts(results))
+            say(*([json_line(to_dict(prompt, given.draft, results))] if given.json else texts(results)))
         if len(done) > 1 and not given.json:
             say(f"means of {len(done)} prompts", "", header(), *(row(strategy, done) for strategy in chosen))
-    return 1 if len(done) < len(prompts) else 0
+    return 0 if len(done) == len(prompts) else FAILED
+
+
+def to_dict(prompt: Any, draft: str | None, results: dict[str, Any]) -> dict[str, Any]:
+    """The results of a prompt as plain data."""
+    strategies = {s: result.to_dict() | {"identical": identical(s, results)} for s, result in results.items()}
+    return {"prompt": prompt, "draft": draft, "strategies": strategies}
 
 
 def identical(strategy: str, results: dict[str, Any]) -> bool | None:
-    """Whether a strategy found the same as its plain twin; None if it has none here."""
+    """Whether a strategy found its plain twin's texts. None if the twin did not run."""
     twin = results.get(TWINS[strategy] or "")
     if twin is None:
         return None
@@ -184,7 +176,7 @@ def identical(strategy: str, results: dict[str, Any]) -> bool | None:
 
 
 def heading(prompt: str, draft: str | None) -> Iterator[str]:
-    yield textwrap.shorten(f"prompt: {prompt}", WIDTH, placeholder=" ...")
+    yield textwrap.shorten(f"prompt: {prompt}", LINE_WIDTH, placeholder=" ...")
     if draft is not None:
         yield f"draft: {draft}"
     yield ""
@@ -195,7 +187,7 @@ def header() -> str:
 
 
 def row(strategy: str, prompts: list[dict[str, Any]]) -> str:
-    """A line of the table: a strategy's figures on a prompt, or their means over several."""
+    """A line of the table: a strategy's figures on one prompt, or their means over several prompts."""
     cells = [f"{strategy:16}"]
     for name, (form, figure) in COLUMNS.items():
         known = [value for results in prompts if (value := figure(results[strategy])) is not None]
@@ -209,14 +201,14 @@ def row(strategy: str, prompts: list[dict[str, Any]]) -> str:
 
 
 def texts(results: dict[str, Any]) -> Iterator[str]:
-    """The texts, equal ones once, and who differs that should not."""
+    """The texts, each different one once, and the strategies that should not differ but do."""
     found: dict[tuple[str, ...], list[str]] = {}
     for strategy, result in results.items():
         found.setdefault(tuple(s.text for s in result.sequences), []).append(strategy)
     for several, names in found.items():
         yield from ("", f"{', '.join(names)}:")
         for line in "\n".join(several).split("\n"):
-            yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
+            yield from textwrap.wrap(line, LINE_WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
     yield ""
     for strategy in results:
         if identical(strategy, results) is False:

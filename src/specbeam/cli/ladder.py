@@ -3,54 +3,59 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.generate import add_model_to, load_model, read_prompts, utf8
-from specbeam.errors import SpecbeamError
+from specbeam.cli.arguments import add_model_to, load_model
+from specbeam.cli.printing import json_line
+from specbeam.cli.prompts import read_prompts
+from specbeam.errors import FAILED, SpecbeamError
 from specbeam.options import Options
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.ladder import Rung
 
-NUMBERS = [1, 2, 3, 4, 5]
-PROMPT = "Why is the sky blue?"
-WIDTH = 100
+RUNG_NUMBERS = [1, 2, 3, 4, 5]
+DEFAULT_PROMPT = "Why is the sky blue?"
+LINE_WIDTH = 100
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "ladder",
         help="time one greedy text without a cache, with one, compiled, and by the engine",
-        description="Make the same greedy text in five ways on every device there is, check that it is the same, and "
-        "show what each took: 1 no cache, 2 no cache, compiled, 3 KV cache, 4 KV cache, compiled, 5 specbeam's engine. "
-        "Compiling takes minutes on a CPU: --rungs 1,3,5 does without.",
-        conflict_handler="resolve",  # --device means another thing here
+        description="Make one greedy text in five ways on every device, check that the texts are equal, and show the "
+        "time of each way. The rungs: 1 no cache; 2 no cache, compiled; 3 KV cache; 4 KV cache, compiled; 5 specbeam's "
+        "engine. Compiling takes minutes on a CPU: --rungs 1,3,5 leaves it out.",
+        conflict_handler="resolve",  # --device has another default here
     )
-    about = f'the prompt (default "{PROMPT}"); - reads it from standard input'
-    parser.add_argument("prompt", nargs="?", default=PROMPT, metavar="PROMPT", help=about)
-    parser.add_argument("--rungs", type=rungs, default=NUMBERS, metavar="LIST", help="some of 1,2,3,4,5 (default all)")
-    parser.add_argument("--runs", type=int, default=3, metavar="N", help="time so many, after a warm-up (default 3)")
-    parser.add_argument("--max-new-tokens", type=int, default=32, metavar="N", help="at most so many (default 32)")
+    about = f'the prompt (default "{DEFAULT_PROMPT}"); - reads it from standard input'
+    parser.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, metavar="PROMPT", help=about)
+    parser.add_argument(
+        "--rungs", type=rungs, default=RUNG_NUMBERS, metavar="LIST", help="some of 1,2,3,4,5 (default all)"
+    )
+    parser.add_argument("--runs", type=int, default=3, metavar="N", help="time N runs after a warm-up (default 3)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, default=32, metavar="N", help="end after N new tokens (default 32)"
+    )
     add_model_to(parser)
-    parser.add_argument("--device", default="all", help="all, cpu, cuda, mps, ... (default all that are here)")
+    parser.add_argument("--device", default="all", help="all, cpu, cuda, mps, ... (default all)")
     parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
     parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
     parser.set_defaults(run=run)
 
 
 def rungs(text: str) -> list[int]:
     asked = [number.strip() for number in text.split(",") if number.strip()]
     for number in asked or [""]:
-        if number not in map(str, NUMBERS):
+        if number not in map(str, RUNG_NUMBERS):
             wrong = f"{number!r} is no rung" if number else "no rung is named"
-            raise argparse.ArgumentTypeError(f"{wrong}: give some of {','.join(map(str, NUMBERS))}")
-    return [number for number in NUMBERS if str(number) in asked]
+            raise argparse.ArgumentTypeError(f"{wrong}: give some of {','.join(map(str, RUNG_NUMBERS))}")
+    return [number for number in RUNG_NUMBERS if str(number) in asked]
 
 
 def run(given: argparse.Namespace) -> int:
@@ -86,39 +91,41 @@ def run(given: argparse.Namespace) -> int:
                     found.append(rung)
                 if not given.json:
                     say(*verdict(here))
-        finally:  # Ctrl-C too leaves what there is
+        finally:  # after Ctrl-C, too
             if given.json and found:
-                told = {"model": given.model, "prompt": prompt, "torch": torch.__version__}
-                say(json.dumps(told | {"rungs": [*map(to_dict, found)]}, ensure_ascii=not utf8()))
+                about = {"model": given.model, "prompt": prompt, "torch": torch.__version__}
+                say(json_line(about | {"rungs": [*map(to_dict, found)]}))
     wrong = [rung for rung in found if rung.difference is not None and not rung.difference.near_tie]
-    return 1 if wrong or all(rung.failure for rung in found) else 0
+    return FAILED if wrong or all(rung.failure for rung in found) else 0
 
 
-def rungs_on(device: str, given: argparse.Namespace, prompt: Any, tell: Callable[[str], object]) -> Iterator[Rung]:
-    """What each rung takes on a device."""
+def rungs_on(device: str, given: argparse.Namespace, prompt: Any, say: Callable[[str], object]) -> Iterator[Rung]:
+    """Time each rung on a device. ``say`` takes lines about the progress."""
     from specbeam.engine import Engine
     from specbeam.ladder import RUNGS, Rung, climb, reason
 
-    tell(f"{device}: loading")
+    say(f"{device}: loading")
     where = {"device": device}
     plain = given.backend == given.dtype == given.quantize == "auto" and given.threads is None
     if plain and device.startswith("cpu"):
-        where["dtype"] = "float32"  # the cpu backend, which is the default there, has nothing to compile
+        where["dtype"] = "float32"  # the default there, the cpu backend, has nothing to compile
     try:
         lm = load_model(argparse.Namespace(**vars(given) | where), given.model, given.revision)
     except SpecbeamError:
         raise
-    except Exception as error:  # the device lacks the memory, or something the model needs
+    except Exception as error:  # the device lacks memory, or an operation that the model needs
         yield from (Rung(n, device, given.backend, given.dtype, failure=reason(error)) for n in given.rungs)
         return
     options = {"max_new_tokens": given.max_new_tokens}
-    ids = Engine(lm).submit(prompt, options, system=given.system, raw=given.raw).prompt_ids  # refuses, or is forgotten
+    ids = (
+        Engine(lm).submit(prompt, options, system=given.system, raw=given.raw).prompt_ids
+    )  # raises for a prompt that cannot run
     yield from climb(
         lm,
         ids,
         rungs=given.rungs,
         runs=given.runs,
-        tell=lambda number, what: tell(f"{device}: {RUNGS[number]}, {what}"),
+        tell=lambda number, what: say(f"{device}: {RUNGS[number]}, {what}"),
         **options,
     )
 
@@ -126,7 +133,7 @@ def rungs_on(device: str, given: argparse.Namespace, prompt: Any, tell: Callable
 def heading(rung: Rung, prompt: str) -> Iterator[str]:
     import torch
 
-    yield textwrap.shorten(f"prompt: {prompt}", WIDTH, placeholder=" ...")
+    yield textwrap.shorten(f"prompt: {prompt}", LINE_WIDTH, placeholder=" ...")
     threads = f", {torch.get_num_threads()} threads" if rung.device == "cpu" and rung.backend != "cpu" else ""
     runs_on = f"{rung.device}, {rung.backend} backend, {rung.weights}{threads}"
     yield f"{runs_on}, torch {torch.__version__}, {rung.prompt_tokens} tokens of prompt"
@@ -136,7 +143,7 @@ def heading(rung: Rung, prompt: str) -> Iterator[str]:
 
 
 def row(rung: Rung, here: list[Rung]) -> str:
-    """A line of the table. Speed-ups are over the first rung that did not fail."""
+    """A line of the table. Speed-ups are over the first rung that worked."""
     name = f"{rung.number} {rung.name}"
     if rung.median is None or rung.tokens_per_second is None:
         return f"{name:20}  failed: {rung.failure}"
@@ -154,7 +161,7 @@ def row(rung: Rung, here: list[Rung]) -> str:
 
 
 def verdict(here: list[Rung]) -> Iterator[str]:
-    """The text, and which rungs part from it."""
+    """The text, and the rungs whose texts differ from it."""
     worked = [rung for rung in here if rung.failure is None]
     for rung in worked:
         if (other := rung.difference) is not None:
@@ -165,12 +172,12 @@ def verdict(here: list[Rung]) -> Iterator[str]:
     if worked:
         yield ""
         for line in worked[0].text.split("\n"):
-            yield from textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
+            yield from textwrap.wrap(line, LINE_WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
     yield ""
 
 
 def to_dict(rung: Rung) -> dict[str, Any]:
-    """A rung as plain data: what it is made of, and what follows from that."""
+    """A rung as plain data: its fields, and the figures that follow from them."""
     return asdict(rung) | {
         "name": rung.name,
         "median": rung.median,

@@ -1,4 +1,4 @@
-"""``specbeam models``: what there is, fetch it, look at it."""
+"""``specbeam models``: list models, fetch one, describe one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 def add_to(commands: Any) -> None:
     parser = commands.add_parser("models", help="list, fetch and describe models")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    action = actions.add_parser("list", help="the models known by a short name")
+    action = actions.add_parser("list", help="the models with a short name")
     action.set_defaults(run=list_models)
-    action = actions.add_parser("pull", help="fetch a model and print where it lies")
+    action = actions.add_parser("pull", help="fetch a model and print its path")
     action.add_argument("name", metavar="NAME", help="an alias or a hub id")
     action.add_argument("--revision", help="a branch, tag or commit of a hub id")
     action.set_defaults(run=pull)
-    action = actions.add_parser("show", help="describe a model, fetching it if need be")
+    action = actions.add_parser("show", help="describe a model, which is fetched first if necessary")
     action.add_argument("source", metavar="SOURCE", help="an alias, a folder, a .gguf file or a hub id")
     action.add_argument("--revision", help="a branch, tag or commit of a hub id")
     action.set_defaults(run=show)

@@ -1,4 +1,4 @@
-"""``specbeam study``: decoding methods compared on real data; ``show`` and ``diff`` look at what came of it."""
+"""``specbeam study``: decoding methods compared on real data. ``show`` and ``diff`` print the results of runs."""
 
 from __future__ import annotations
 
@@ -23,18 +23,16 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "study",
         help="compare decoding methods over prompts and data sets",
-        description="Run a study and write its table, plots and report; the same command goes on where one was killed. "
-        "KEY=VALUE are those of specbeam/study/conf/study.yaml, in Hydra's grammar; data, tracking, launcher and "
-        "ablation name groups there. show RUN and diff RUN_A RUN_B print what runs found.",
+        description="Run a study and write its table, plots and report. The same command resumes a study that was "
+        "killed. The keys are in specbeam/study/conf/study.yaml, in Hydra's grammar; data, tracking, launcher and "
+        "ablation name groups there. show RUN and diff RUN_A RUN_B print the results of runs.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="or: show RUN, diff RUN_A RUN_B")
+    parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with your own config.yaml and groups")
     parser.add_argument(
-        "--config-dir", type=Path, metavar="DIR", help="a folder with a config.yaml and groups of yours"
-    )
-    parser.add_argument(
-        "--multirun", "-m", action="store_true", help="KEY=A,B is a run for each, in folders of their own"
+        "--multirun", "-m", action="store_true", help="KEY=A,B makes one run for each value, each in its own folder"
     )
     parser.add_argument("--show-config", action="store_true", help="print the configuration and exit")
     parser.add_argument("--json", action="store_true", help="with show and diff: print one JSON object")
@@ -68,7 +66,7 @@ def run(given: argparse.Namespace) -> int:
             swept = [o for o in overrides if o not in given.words]
             config["output"] = str(Path(config["output"]) / (",".join(swept).replace("/", "_") or "0"))
     for config in configs:
-        check(config)  # all of them, before the first of them runs
+        check(config)  # every one, before the first runs
     for config in configs:
         if given.show_config:
             import yaml
@@ -82,7 +80,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def show(folder: Path, as_json: bool) -> int:
-    """Print what a run found, also while it runs."""
+    """Print the results of a run, also while it runs."""
     from specbeam.study.results import SUMMARY, read, read_json
 
     _, records, scores = read(folder)
@@ -98,7 +96,7 @@ def show(folder: Path, as_json: bool) -> int:
 
 
 def print_table(folder: Path, summary: Any = None) -> None:
-    """A line a method."""
+    """Print one line per method."""
     from rich.console import Console
     from rich.table import Table
 
@@ -138,7 +136,7 @@ def print_table(folder: Path, summary: Any = None) -> None:
 
 
 def compare(before: Path, after: Path, as_json: bool) -> int:
-    """Print how a run differs from an earlier one. The status is 1 if a method became significantly slower."""
+    """Print how a run differs from an earlier one. Returns 1 if a method became significantly slower, else 0."""
     from specbeam.study.results import read
     from specbeam.study.summary import diff
 

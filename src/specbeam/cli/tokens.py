@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from specbeam.cli.generate import DEFAULT_MODEL, read_prompts, utf8
+from specbeam.cli.arguments import DEFAULT_MODEL
+from specbeam.cli.printing import json_line
+from specbeam.cli.prompts import read_prompts
 from specbeam.errors import SpecbeamError
 
-SHOWN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-BYTES = {chr(b): b for b in SHOWN} | {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in SHOWN)}
-"""How byte-level vocabularies write bytes (Radford et al., 2019): as characters that can be seen."""
-BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""How SentencePiece writes a byte of a character it has no token for."""
+SHOWN_BYTES = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+BYTES = {chr(b): b for b in SHOWN_BYTES}
+BYTES |= {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in SHOWN_BYTES)}
+"""The visible characters that stand for bytes in byte-level vocabularies (Radford et al., 2019)."""
+SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+"""How SentencePiece writes one byte of a character without a token."""
 
 
 def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "tokens",
         help="show how a model's tokenizer sees a text",
-        description="Show the tokens a model's tokenizer makes of a text: their ids, the pieces as the vocabulary "
-        "writes them, the text they stand for (b'...' are bytes that are no whole character), and which characters "
-        "[start, end) they come from. Weights are not read.",
+        description="Show the tokens of a text. Each has its id, its piece as the vocabulary writes it, the text it "
+        "stands for, and the characters [start, end) it comes from. A text b'...' is bytes that are no whole "
+        "character. Weights are not read.",
     )
     parser.add_argument("text", metavar="TEXT", help="the text; - reads it from standard input")
     parser.add_argument(
@@ -36,15 +38,17 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
     parser.add_argument(
-        "--chat", action="store_true", help="apply the model's chat template, as generate does, and show all of it"
+        "--chat",
+        action="store_true",
+        help="apply the model's chat template, as generate does, and show the whole prompt",
     )
     parser.add_argument("--system", metavar="TEXT", help="with --chat, a system message to put first")
     parser.add_argument(
         "--special",
         action=argparse.BooleanOptionalAction,
-        help="let the tokenizer add its special tokens (default, but not with --chat: as generate has it)",
+        help="let the tokenizer add its special tokens (default, but not with --chat, as in generate)",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON list and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only a JSON list")
     parser.set_defaults(run=run)
 
 
@@ -66,20 +70,20 @@ def run(given: argparse.Namespace) -> int:
         text = render(tokenizer, [*system, {"role": "user", "content": text}])
     tokens = list(tokens_of(tokenizer, text, not given.chat if given.special is None else given.special))
     if given.json:
-        print(json.dumps(tokens, default=escaped, ensure_ascii=not utf8()))
+        print(json_line(tokens, default=escaped))
     else:
         print(*table(tokens), sep="\n")
         print(f"[{len(tokens)} tokens, {len(text)} characters]", file=sys.stderr)
     if not tokenizer.is_fast:
-        print(f"specbeam: {type(tokenizer).__name__} is a slow tokenizer: it tells no offsets", file=sys.stderr)
+        print(f"specbeam: {type(tokenizer).__name__} is a slow tokenizer: it has no offsets", file=sys.stderr)
     return 0
 
 
 def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool) -> Iterator[dict[str, Any]]:
-    """What there is to tell of each token of a text.
+    """The tokens of a text as plain data.
 
-    "offsets" are the tokenizer's own, in characters (code points), or None from a slow one, which has none; "text" is
-    bytes if these are no whole character. "unknown" is a token that stands for what the vocabulary lacks.
+    "offsets" are the tokenizer's own, in characters (code points), or None from a slow tokenizer. "text" is bytes if
+    they are no whole character. "unknown" marks the token for words that the vocabulary lacks.
 
     Raises:
         SpecbeamError: the text is not valid Unicode.
@@ -90,10 +94,10 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool) -> Iterator[d
     seen = tokenize(tokenizer, text, add_special_tokens, **details)
     pieces = tokenizer.convert_ids_to_tokens(seen["input_ids"])
     offsets = seen["offset_mapping"] if tokenizer.is_fast else [None] * len(pieces)
-    added_tokens = tokenizer.added_tokens_decoder  # beside the vocabulary, and written as they are
+    added_tokens = tokenizer.added_tokens_decoder  # outside the vocabulary, and written literally
     every = zip(seen["input_ids"], pieces, offsets, seen["special_tokens_mask"], strict=True)
     for position, (i, piece, span, added) in enumerate(every):
-        # Many vocabularies have one token for unknown words and for the ends of texts; and a text may spell it out.
+        # In many vocabularies the token for unknown words also ends texts, and a text may spell it out.
         spelt = span is not None and text[slice(*span)].strip() == piece
         yield {
             "position": position,
@@ -107,18 +111,18 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool) -> Iterator[d
 
 
 def text_of(tokenizer: Any, i: int, piece: str) -> str | bytes:
-    """What a token stands for, alone: its leading space too, which decoders take away from the first token."""
+    """The text of a single token, with its leading space, which decoders remove from a first token."""
     if "▁" in piece:
         return piece.replace("▁", " ")
     text: str = tokenizer.decode([i], clean_up_tokenization_spaces=False)
     if "\ufffd" not in text:
         return text
-    if byte := BYTE.fullmatch(piece):
+    if byte := SENTENCEPIECE_BYTE.fullmatch(piece):
         return bytes.fromhex(byte[1])
     if not BYTES.keys() >= {*piece}:
         return text
     written = bytes(BYTES[c] for c in piece)
-    return text if written == text.encode() else written  # a text may have U+FFFD of its own
+    return text if written == text.encode() else written  # the text itself may contain U+FFFD
 
 
 def escaped(written: bytes) -> str:
@@ -126,7 +130,7 @@ def escaped(written: bytes) -> str:
 
 
 def table(tokens: list[dict[str, Any]]) -> Iterator[str]:
-    """The tokens, a line each; what may be wide comes last."""
+    """One line per token. The columns that may be wide come last."""
     pieces = ["".join(c if c.isprintable() else repr(c)[1:-1] for c in token["piece"]) for token in tokens]
     width = max(map(len, pieces), default=0)
     yield f"{'position':>8}  {'id':>7}  {'offsets':>14}  {'':7}  {'piece':{width}}  text"

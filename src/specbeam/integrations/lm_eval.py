@@ -18,10 +18,9 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
-from specbeam.cli import BAD_INPUT
 from specbeam.engine import Engine
 from specbeam.engine.request import check_draft, check_draft_sizes
-from specbeam.errors import SpecbeamError
+from specbeam.errors import BAD_INPUT, SpecbeamError
 from specbeam.model import LanguageModel, load
 from specbeam.options import SAMPLING_OPTIONS, Options, check_names
 from specbeam.scoring import score

@@ -1,0 +1,114 @@
+"""The arguments that several commands share, and the model, draft and options that they name."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from specbeam.cli.prompts import read_prompts
+
+if TYPE_CHECKING:  # it imports PyTorch, which takes a second
+    from specbeam.model import LanguageModel
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def add_model_to(parser: argparse.ArgumentParser) -> None:
+    """The options for a model: its source, backend, device and number types."""
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--model",
+        default=DEFAULT_MODEL,
+        metavar="SOURCE",
+        help="an alias, a folder, a .gguf file or a hub id (default %(default)s)",
+    )
+    model.add_argument("--revision", help="a branch, tag or commit of a hub id")
+    model.add_argument("--backend", default="auto", help="auto, cpu, torch or transformers (default %(default)s)")
+    model.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default %(default)s)")
+    model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default %(default)s)")
+    model.add_argument(
+        "--quantize", default="auto", help="on a CPU: auto, keep, int8, int4 or float32 (default %(default)s)"
+    )
+    model.add_argument("--threads", type=int, metavar="N", help="on a CPU: the number of threads (default: all)")
+
+
+def add_options_to(parser: argparse.ArgumentParser) -> None:
+    """The options for generation: the fields of Options, under the same names."""
+    options = parser.add_argument_group("generation (transformers' names; see specbeam.Options)")
+    add = options.add_argument
+    add("--max-new-tokens", type=int, metavar="N", help="end after N new tokens (default 256)")
+    add("--min-new-tokens", type=int, metavar="N", help="do not end before N new tokens (default 0)")
+    add("--do-sample", action=argparse.BooleanOptionalAction, help="draw tokens instead of taking the likeliest")
+    add("--temperature", type=float, metavar="T", help="over 1 flatter, under 1 sharper, 0 greedy")
+    add("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens")
+    add("--top-p", type=float, metavar="P", help="draw among the likeliest tokens that sum to P")
+    add("--min-p", type=float, metavar="P", help="draw among tokens at least P times as likely as the likeliest")
+    add("--repetition-penalty", type=float, metavar="R", help="over 1 makes repetition less likely")
+    add("--num-beams", type=int, metavar="B", help="beam search with B beams (default 1)")
+    add("--num-return-sequences", type=int, metavar="N", help="return the N best beams (default 1)")
+    add("--length-penalty", type=float, metavar="X", help="over 0 favours long beams (default 1)")
+    add("--early-stopping", type=early_stopping, metavar="E", help="true, false or never (default false)")
+    add("--num-beam-groups", type=int, metavar="G", help="diverse beam search with G groups of beams (default 1)")
+    add(
+        "--diversity-penalty",
+        type=float,
+        metavar="X",
+        help="subtracted from the score of a token that another group chose (default 0)",
+    )
+    add("--seed", type=int, metavar="N", help="the same seed gives the same text")
+    add("--eos-token-id", type=int, action="append", metavar="ID", help="a token that ends the text (repeatable)")
+    add("--stop-strings", action="append", metavar="TEXT", help="end before this text (repeatable)")
+
+
+def add_draft_to(parser: argparse.ArgumentParser) -> None:
+    """The options for a draft: its source and its sizes."""
+    draft = parser.add_argument_group("draft (the same text sooner; see docs/speculation.md)")
+    add = draft.add_argument
+    add(
+        "--draft",
+        metavar="SOURCE",
+        help="guesses the next tokens: a smaller model, or ngram or suffix, which look them up in the text so far",
+    )
+    add("--draft-corpus", metavar="FILE", help="earlier texts for --draft suffix, one per line as for --prompts")
+    add("--num-draft-tokens", type=auto_or_int, metavar="K", help="tokens to guess ahead (default auto)")
+    add("--draft-width", type=auto_or_int, metavar="W", help="guesses per level of the draft tree (default auto)")
+    add("--draft-budget", type=auto_or_int, metavar="N", help="at most N guesses per pass (default auto)")
+
+
+def auto_or_int(value: str) -> str | int:
+    return value if value == "auto" else int(value)
+
+
+auto_or_int.__name__ = "number"  # in error messages
+
+
+def early_stopping(value: str) -> bool | str:
+    return {"true": True, "false": False}.get(value.lower(), value)
+
+
+def options_of(given: argparse.Namespace) -> Any:
+    """The Options from the command line."""
+    from specbeam.options import Options
+
+    values = {field.name: getattr(given, field.name, None) for field in fields(Options)}
+    return Options.of({name: value for name, value in values.items() if value is not None})
+
+
+def load_model(given: argparse.Namespace, source: str, revision: str | None = None) -> LanguageModel:
+    """Load a model as the options of ``add_model_to`` say."""
+    from specbeam.model import load
+
+    placement = {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
+    return load(source, **placement, revision=revision)
+
+
+def load_draft(given: argparse.Namespace, lm: Any) -> Any:
+    """Load the draft that ``--draft`` names, for the target ``lm``."""
+    from specbeam.drafting.suffix import suffix_automaton
+
+    if given.draft_corpus is not None:
+        return suffix_automaton(lm, (text for _, text in read_prompts(None, given.draft_corpus)))
+    if given.draft in (None, "ngram", "suffix"):
+        return given.draft
+    return load_model(given, given.draft)
