@@ -1,10 +1,6 @@
-"""The command that compares strategies: the table, the texts, and how it says no."""
+"""``specbeam compare``: the table, the texts, and the answers to wrong input."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 
 import pytest
 
@@ -53,7 +49,7 @@ def tables(out):
     return found
 
 
-def test_the_table_tells_what_the_library_does_and_equal_texts_come_once(run, model):
+def test_the_table_has_the_results_of_the_library_and_equal_texts_come_once(run, model):
     status, out, err = run("hello hello hello", "--max-new-tokens", "20")
     assert (status, err) == (0, "")
     (table,) = tables(out)
@@ -76,20 +72,20 @@ def test_the_table_tells_what_the_library_does_and_equal_texts_come_once(run, mo
 
 def test_json_is_the_results_and_nothing_else(run, model):
     names = "speculative_beam, sample,beam,speculative"
-    options = ["--json", "--max-new-tokens", "9", "--num-beams", "3", "--num-return-sequences", "2", "--top-k", "5"]
-    status, out, _ = run("hi", "you", "--strategies", names, *options, "--seed", "7", "--num-draft-tokens", "2")
+    asked = ["--json", "--max-new-tokens", "9", "--num-beams", "3", "--num-return-sequences", "2", "--top-k", "5"]
+    status, out, _ = run("hi", "you", "--strategies", names, *asked, "--seed", "7", "--num-draft-tokens", "2")
     assert status == 0
     for prompt, line in zip(["hi", "you"], out.splitlines(), strict=True):
         got = json.loads(line)
         assert list(got) == ["prompt", "draft", "strategies"]
         assert (got["prompt"], got["draft"]) == (prompt, "ngram")
-        same = {name: told["identical"] for name, told in got["strategies"].items()}
+        same = {name: result["identical"] for name, result in got["strategies"].items()}
         assert same == {"speculative": None, "beam": None, "speculative-beam": True, "sample": None}
-        for name, told in {
+        for name, options in {
             "beam": {"num_beams": 3, "num_return_sequences": 2},
             "sample": {"do_sample": True, "top_k": 5, "seed": 7},
         }.items():
-            expected = specbeam.generate(model, prompt, max_new_tokens=9, **told)
+            expected = specbeam.generate(model, prompt, max_new_tokens=9, **options)
             assert [s["token_ids"] for s in got["strategies"][name]["sequences"]] == [
                 s.token_ids for s in expected.sequences
             ]
@@ -105,7 +101,7 @@ def test_a_draft_model_can_be_given(run, folder):
     assert table["speculative"]["identical"] == "yes"
 
 
-def test_nothing_is_said_of_drafts_where_none_was_asked_for(run):
+def test_without_a_speculative_strategy_no_draft_is_named(run):
     status, out, _ = run("hi", "--strategies", "greedy,sample", "--max-new-tokens", "4")
     assert status == 0
     assert "draft:" not in out
@@ -124,7 +120,7 @@ def test_several_prompts_end_with_means(run):
     assert float(means["greedy"]["score"]) == pytest.approx(sum(scores) / 2, abs=2e-3)
 
 
-def test_a_difference_is_said_plainly(run, monkeypatch):
+def test_a_difference_is_reported(run, monkeypatch):
     monkeypatch.setitem(compare.TWINS, "sample", "greedy")
     arguments = ("hi", "--strategies", "greedy,sample", "--temperature", "50", "--max-new-tokens", "30", "--seed", "1")
     status, out, _ = run(*arguments)
@@ -160,7 +156,7 @@ def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, argu
     assert len(err.splitlines()) == 1
 
 
-def test_a_prompt_that_cannot_be_run_is_named_before_anything_is(run):
+def test_a_prompt_that_cannot_run_is_named_before_anything_runs(run):
     status, out, err = run("good", "x" * 300)
     assert (status, out) == (2, "")
     assert err.startswith("specbeam: prompt 2: the prompt has 3")
@@ -181,16 +177,10 @@ def test_a_prompt_that_fails_does_not_take_the_others_along(run, monkeypatch):
     assert err == "specbeam: prompt 1 failed: RuntimeError: it broke\n"
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_ctrl_c_keeps_what_was_printed(save):
-    folder = save(random_model("llama", max_position_embeddings=100_000))
-    long = ["--max-new-tokens", "90000", "--min-new-tokens", "90000", "--model", str(folder)]
-    command = [sys.executable, "-m", "specbeam", "compare", "hi", *long]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
-    begun = [process.stdout.readline() for _ in range(4)]
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert begun[:3] == [b"prompt: hi\n", b"draft: ngram\n", b"\n"]
-    assert begun[3].startswith(b"strategy ")
-    assert err == b"specbeam: interrupted\n"
+def test_ctrl_c_keeps_the_printed_lines(run, terminal):
+    screen = terminal(interrupt_at="greedy ")
+    status, _, err = run("hi", "--max-new-tokens", "5")
+    assert (status, err) == (130, "specbeam: interrupted\n")
+    lines = screen.text().splitlines()
+    assert lines[:3] == ["prompt: hi", "draft: ngram", ""]
+    assert [line.split()[0] for line in lines[3:]] == ["strategy", "greedy"]

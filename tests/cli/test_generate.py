@@ -1,4 +1,4 @@
-"""The command line: what it prints, and how it says no."""
+"""``specbeam generate``: its output, and its answers to wrong input."""
 
 import io
 import json
@@ -54,7 +54,7 @@ def test_json_is_the_result_and_nothing_else(run, model):
 
 
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
-def test_text_goes_to_standard_output_and_statistics_to_the_other(run, model, stream):
+def test_text_goes_to_standard_output_and_statistics_to_standard_error(run, model, stream):
     status, out, err = run("generate", "hi", "--max_new_tokens", "9", stream)
     assert (status, out) == (0, specbeam.generate(model, "hi", max_new_tokens=9).text + "\n")
     assert "9 tokens" in err
@@ -104,7 +104,7 @@ def test_a_dash_reads_standard_input(run, monkeypatch):
         ),
     ],
 )
-def test_a_file_of_prompts_gives_a_line_a_prompt(run, model, tmp_path, name, content):
+def test_a_file_of_prompts_gives_one_line_per_prompt(run, model, tmp_path, name, content):
     (tmp_path / name).write_text(content)
     status, out, _ = run("generate", "--prompts", str(tmp_path / name), "--json", "--max-new-tokens", "6")
     assert status == 0
@@ -196,15 +196,17 @@ def test_a_prompt_that_fails_does_not_take_the_others_along(run, tmp_path, monke
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-def test_a_terminal_that_lacks_characters_is_no_crash(save, as_json):
-    folder = save(random_model("llama", initializer_range=0.9))
-    command = [sys.executable, "-m", "specbeam", "generate", "é", "--max-new-tokens", "40", "--model", str(folder)]
-    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
-    command += ["--temperature", "1.5", "--seed", "1", *(["--json"] if as_json else [])]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_a_terminal_that_lacks_characters_is_no_crash(run, model, terminal, as_json):
+    expected = specbeam.generate(model, "é", max_new_tokens=40, temperature=1.5, seed=1).text
+    assert not expected.isascii()
+    screen = terminal(encoding="ascii")
+    form = ["--json"] if as_json else []
+    status, _, _ = run("generate", "é", "--max-new-tokens", "40", "--temperature", "1.5", "--seed", "1", *form)
+    assert status == 0
     if as_json:
-        assert not json.loads(done.stdout)["text"].isascii()
+        assert json.loads(screen.text())["text"] == expected
+    else:
+        assert screen.text() == "".join(c if c.isascii() else "?" for c in expected) + "\n"
 
 
 @pytest.mark.parametrize("model", ["nothing-like-it", "/not/there", "not-there.gguf", "~no-such-user/x"])
@@ -229,37 +231,50 @@ def test_version(capsys):
     assert capsys.readouterr().out.strip() == specbeam.__version__
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals")
-@pytest.mark.parametrize("as_json", [False, True])
-def test_ctrl_c_keeps_the_partial_text(save, as_json):
+@pytest.fixture(scope="module")
+def endless(save):
+    """The arguments for a text that takes hours."""
     folder = save(random_model("llama", max_position_embeddings=100_000))
-    long = ["--max-new-tokens", "90000", "--min-new-tokens", "90000", "--model", str(folder)]
-    command = [
-        sys.executable,
-        "-m",
-        "specbeam",
-        "generate",
-        "hi",
-        *long,
-        *(["--json", "--show-prompt"] if as_json else []),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    (process.stderr if as_json else process.stdout).read(2)  # it has begun
+    return ["generate", "hi", "--max-new-tokens", "90000", "--min-new-tokens", "90000", "--model", str(folder)]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_ctrl_c_keeps_the_partial_text(endless):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "specbeam", *endless], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    process.stdout.read(2)  # it has begun
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"Traceback" not in err
     assert b"interrupted" in err
-    if as_json:
-        assert json.loads(out)["finish_reason"] == "cancelled"
-    else:
-        assert b"cancelled" in err
-        assert out.endswith(b"\n")
+    assert b"cancelled" in err
+    assert out.endswith(b"\n")
+
+
+def test_ctrl_c_keeps_the_partial_result(endless, capsys, monkeypatch):
+    forward, passes = CpuBackend.forward, []
+
+    def interrupted(self, segments):
+        passes.append(segments)
+        if len(passes) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return forward(self, segments)
+
+    monkeypatch.setattr(CpuBackend, "forward", interrupted)
+    assert main([*endless, "--json"]) == 130
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert result["finish_reason"] == "cancelled"
+    assert len(result["token_ids"]) == 4
+    assert err == "specbeam: interrupted\n"
 
 
 def test_a_reader_that_goes_away_is_no_crash(folder):
     command = f"{sys.executable} -m specbeam generate hi --model {folder} --max-new-tokens 200 | head -c 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stdout
     assert "Traceback" not in done.stderr
     assert "Exception" not in done.stderr
 
@@ -274,7 +289,7 @@ def test_a_draft_changes_the_numbers_only(run, folder, draft, beams):
     assert "steps per target pass" in err or draft != "model"
 
 
-def test_a_corpus_is_drafted_from(run, model, tmp_path):
+def test_a_corpus_is_a_source_of_drafts(run, model, tmp_path):
     text = specbeam.generate(model, "hi", max_new_tokens=20).token_ids
     corpus = tmp_path / "earlier.jsonl"
     corpus.write_text(json.dumps(text) + "\n")
@@ -285,7 +300,7 @@ def test_a_corpus_is_drafted_from(run, model, tmp_path):
     assert json.loads(out)["stats"]["target_passes"] < 15
 
 
-def test_the_trace_is_told_round_by_round(run):
+def test_the_trace_has_every_round(run):
     status, out, _ = run("generate", "hi hi", "--max-new-tokens", "12", "--draft", "ngram", "--trace", "--no-stream")
     assert status == 0
     assert "round   1  " in out

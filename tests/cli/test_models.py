@@ -8,7 +8,7 @@ from tests.checkpoints.test_registry import WHOLE, index  # noqa: F401  (a fixtu
 from tests.conftest import random_model
 
 
-def test_list_names_what_can_be_had(capsys, monkeypatch, tmp_path):
+def test_list_names_the_aliases(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path))
     assert main(["models", "list"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -17,7 +17,7 @@ def test_list_names_what_can_be_had(capsys, monkeypatch, tmp_path):
     assert "not fetched" in lines[0]
 
 
-def test_pull_prints_where_the_model_lies(capsys, index):  # noqa: F811
+def test_pull_prints_the_path_of_the_model(capsys, index):  # noqa: F811
     assert main(["models", "pull", "toy"]) == 0
     assert Path(capsys.readouterr().out.strip()).read_bytes() == WHOLE
 
@@ -31,7 +31,7 @@ def test_show_describes_a_folder(capsys, save):
     assert (rows["context"], rows["quantization"], rows["license"]) == ("256", "float32", "not stated")
 
 
-def test_show_of_something_else_is_refused(capsys, tmp_path):
+def test_show_of_a_damaged_file_is_refused(capsys, tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"hello")
     assert main(["models", "show", str(tmp_path / "x.gguf")]) == 2
     assert "not a GGUF file" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``specbeam tokens``: what it tells is what transformers' tokenizers tell, and every byte of the text is there."""
+"""``specbeam tokens``: it agrees with transformers' tokenizers, and no byte of the text is lost."""
 
 import io
 import json
@@ -56,7 +56,7 @@ def tokens(capsys):
 @pytest.mark.parametrize("kind", ["bytewise", "wordwise"])
 @pytest.mark.parametrize("text", [TEXT, "hello there  world", " hello <unk> world "])
 @pytest.mark.parametrize("special", [True, False])
-def test_it_tells_what_transformers_tells(tokens, request, kind, text, special):
+def test_it_agrees_with_transformers(tokens, request, kind, text, special):
     folder = request.getfixturevalue(kind)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     expected = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
@@ -94,10 +94,12 @@ def test_the_bytes_of_a_character_are_shown(tokens, bytewise):
     ]
 
 
+BYTE_TOKENIZER = byte_tokenizer()
+
+
 @given(st.text())
 def test_no_byte_is_lost(text):
-    tokens = tokens_of(byte_tokenizer(), text, True)
-    parts = [token["text"] for token in tokens]
+    parts = [token["text"] for token in tokens_of(BYTE_TOKENIZER, text, True)]
     assert b"".join(part if isinstance(part, bytes) else part.encode() for part in parts) == text.encode()
 
 
@@ -139,7 +141,7 @@ def test_a_chat_is_what_generate_gives_the_model(tokens, bytewise):
     assert (got[0]["piece"], got[0]["special"]) == ("<bos>", True)
 
 
-def test_weights_are_not_read_and_any_architecture_will_do(tokens, save, monkeypatch):
+def test_weights_are_not_read_so_any_architecture_works(tokens, save, monkeypatch):
     monkeypatch.setattr(FolderCheckpoint, "read", None)
     assert len(tokens("hello", "--model", str(save(random_model("gpt_neox"))))) == 5
 
@@ -156,7 +158,7 @@ def test_a_slow_tokenizer_has_no_offsets_and_says_so(capsys, save):
     assert "  -  " in capsys.readouterr().out
 
 
-def test_the_table_has_a_line_a_token(capsys, monkeypatch, wordwise):
+def test_the_table_has_one_line_per_token(capsys, monkeypatch, wordwise):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"hello\nyou\n")))
     assert main(["tokens", "-", "--model", wordwise]) == 0
     out, err = capsys.readouterr()
