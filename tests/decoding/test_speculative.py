@@ -87,7 +87,7 @@ def generate_where_bridged(lm, prompt, draft, kind, **options):
 
 def guessing_among(tokens):
     """A context where draft models guess among so many tokens, or as many as that more, also where a text is short."""
-    return patch.multiple("specbeam.drafting.model", STRIDE=tokens, FEWEST=1)
+    return patch.multiple("specbeam.drafting.model", VOCAB_STEP=tokens, MIN_RECENT_TOKENS=1)
 
 
 def sizes(data):

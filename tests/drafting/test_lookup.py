@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.drafting.ngram import LONGEST, continuations
+from specbeam.drafting.ngram import MAX_MATCH_TOKENS, continuations
 from specbeam.drafting.suffix import SuffixAutomaton
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
@@ -20,7 +20,7 @@ def occurrences(part, text):
 @given(TEXTS, st.integers(1, 4), st.integers(1, 5))
 def test_ngram_continuations_are_what_followed(text, width, depth):
     got = continuations(np.array(text), width, depth)
-    for n in range(min(LONGEST, len(text) - 1), 0, -1):
+    for n in range(min(MAX_MATCH_TOKENS, len(text) - 1), 0, -1):
         earlier = [i + n for i in occurrences(text[-n:], text[:-1])]
         if earlier:
             followed = [text[end : end + depth] for end in reversed(earlier)]

@@ -1,9 +1,9 @@
-"""Sizes of drafts: what they adapt to, with costs made up."""
+"""Sizes of drafts, and how they adapt to acceptance and to costs. Costs are invented."""
 
 import numpy as np
 import pytest
 
-from specbeam.drafting import Guesses
+from specbeam.drafting import DECLINED, Guesses
 from specbeam.drafting.pace import Pace
 from specbeam.tree import Tree
 
@@ -18,10 +18,19 @@ def steep(nodes):
     return float(nodes)
 
 
+def next_shape(pace):
+    pace.begin_round()
+    return pace.shape()
+
+
+def rest(pace):
+    pace.learn(DECLINED, Tree([1]), [])
+
+
 def rounds(pace, accepted, n=60):
-    """Tell a pace that of guesses six deep so many were accepted, and then a token more, again and again."""
+    """Rounds with six levels of guesses, of which this many were accepted, and then one more token."""
     for _ in range(n):
-        pace.shape()
+        pace.begin_round()
         tree = Tree([1])
         nodes, parent = [], 0
         for _ in range(6):
@@ -39,7 +48,7 @@ def test_what_is_accepted_is_drafted_further(num_beams):
     for accepted in (0, 3, 6):
         pace = Pace(*AUTO, num_beams=num_beams, target=lambda n: 10 + 0.1 * n, draft=lambda n: 1.0, chains=False)
         rounds(pace, accepted)
-        depths.append(pace.shape()[1])
+        depths.append(next_shape(pace)[1])
     assert depths == sorted(depths)
     assert depths[0] <= 1 < depths[1] < depths[2]
 
@@ -49,7 +58,7 @@ def test_passes_whose_cost_grows_with_their_size_are_kept_small():
     for target in (flat, steep):
         pace = Pace(*AUTO, num_beams=4, target=target, draft=lambda n: 0.1, chains=False)
         rounds(pace, 3)
-        width, depth = pace.shape()
+        width, depth = next_shape(pace)
         sizes.append(width * depth)
     assert sizes[0] > sizes[1] == 0  # a step more never pays for four guesses
 
@@ -79,15 +88,15 @@ def test_a_draft_goes_deeper_while_that_pays():
 def test_guesses_are_as_wide_as_the_steps_needed():
     """Beams that are always among the first four of eight: eight are too many."""
     pace = Pace(2, None, None, num_beams=4, target=lambda n: 1 + 0.1 * n, draft=lambda n: 0.1, chains=False)
-    assert pace.widths == [4, 6, 8, 12]
+    assert pace.sizes.widths == [4, 6, 8, 12]
     for _ in range(40):
-        width, _ = pace.shape()
+        width, _ = next_shape(pace)
         tree = Tree([1])
         levels = [tree.guess(np.zeros(width, np.int64), np.arange(width))]
         levels.append(tree.guess(levels[0], np.arange(width)))
-        pace.learn(Guesses(np.concatenate(levels)), tree, [level[:4] for level in (*levels, levels[1])])
-    assert pace.shape()[0] == 4
-    assert pace.survival(4) == pytest.approx(pace.survival(12))
+        pace.learn(Guesses(np.concatenate(levels), width=width), tree, [level[:4] for level in (*levels, levels[1])])
+    assert next_shape(pace)[0] == 4
+    assert pace.evidence.survival(4) == pytest.approx(pace.evidence.survival(12))
 
 
 def test_nothing_is_given_up_for_good():
@@ -97,8 +106,8 @@ def test_nothing_is_given_up_for_good():
 
     def wait():
         waited = 0
-        while not pace.shape()[1]:
-            pace.learn(Guesses(), Tree([1]), [])
+        while not next_shape(pace)[1]:
+            rest(pace)
             waited += 1
         return waited
 
@@ -117,9 +126,9 @@ def test_the_dearer_a_try_and_the_less_it_could_gain_the_longer_it_waits():
         pace = Pace(*AUTO, num_beams=4, target=target, draft=draft, chains=False, unread=unread)
         rounds(pace, 0, n=failures)
         for waited in range(1000):
-            if pace.shape()[1]:
+            if next_shape(pace)[1]:
                 return waited
-            pace.learn(Guesses(), Tree([1]), [])
+            rest(pace)
         return 1000
 
     def cheap(nodes):
@@ -134,13 +143,14 @@ def test_the_dearer_a_try_and_the_less_it_could_gain_the_longer_it_waits():
 def test_what_could_not_pay_is_not_tried_again():
     pace = Pace(*AUTO, num_beams=4, target=lambda n: 1 + 0.5 * n, draft=lambda n: 1.0, chains=False)
     for _ in range(200):
-        assert pace.shape()[1] == 0
-        pace.learn(Guesses(), Tree([1]), [])
+        assert next_shape(pace)[1] == 0
+        rest(pace)
 
 
 def test_a_draft_that_has_nothing_likely_is_asked_again():
     pace = Pace(*AUTO, num_beams=1, target=lambda n: 10 + 1.0 * n, draft=lambda n: 1.0, chains=False)
     for _ in range(20):
+        pace.begin_round()
         assert pace.expanded(np.array([1.0]), 0, np.empty(0), 0.0) == 1
         assert pace.worthwhile(np.array([0.01]), 1.0) == 0
         pace.learn(Guesses(), Tree([1]), [])
@@ -148,10 +158,10 @@ def test_a_draft_that_has_nothing_likely_is_asked_again():
 
 def test_lookups_that_find_nothing_say_nothing():
     pace = Pace(*AUTO, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=None, chains=True)
-    before = pace.shape()
+    before = next_shape(pace)
     for _ in range(100):
         pace.learn(Guesses(), Tree([1]), [])
-    assert pace.shape() == before
+    assert next_shape(pace) == before
 
 
 @pytest.mark.parametrize("sizes", [(3, 5, None), (3, None, None), (None, 5, 7), (None, None, 7), (3, 5, 7)])
@@ -160,7 +170,7 @@ def test_what_is_fixed_stays(sizes, num_beams):
     tokens, width, budget = sizes
     pace = Pace(*sizes, num_beams=num_beams, target=flat, draft=flat, chains=False)
     rounds(pace, 6)
-    got_width, got_depth = pace.shape()
+    got_width, got_depth = next_shape(pace)
     assert tokens is None or got_depth == tokens or budget
     assert width is None or got_width == width or budget
     assert budget is None or got_width * got_depth <= budget

@@ -23,12 +23,18 @@ class Guesses:
         chances: the drafter's estimate of the probability that each becomes part of the text, float64 [n].
         drawn_from: by parent, the distribution from which its children were drawn, float64 [vocab]. A parent that is
             missing here has children that were not drawn.
+        width: the width that the guesses were chosen with: guesses per level, or chains per beam.
+        declined: there are no guesses because none would have paid, not because none was found.
     """
 
     nodes: Nodes = field(default_factory=lambda: NO_NODES)
     chances: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     drawn_from: Mapping[int, Tensor] = field(default_factory=dict)
+    width: int = 1
+    declined: bool = False
 
+
+DECLINED = Guesses(declined=True)
 
 Proposal = Generator[Evaluate, Tensor, Guesses]
 
@@ -37,7 +43,7 @@ class DraftPace(Protocol):
     """The sizes of one request's drafts, and the evidence they adapt to."""
 
     @property
-    def most_nodes(self) -> int:
+    def most_guesses(self) -> int:
         """The largest number of guesses per pass of the target."""
 
     @property

@@ -1,4 +1,4 @@
-"""Guesses that come as texts, from a lookup or from another vocabulary, to nodes of the tree."""
+"""Guesses that come as lists of tokens, from a lookup or from another vocabulary, become nodes of the tree."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 class Chains:
-    """Puts chains of tokens below tips. A chain ends before what is forbidden, would end the text, or has no room."""
+    """Puts chains of tokens below tips.
+
+    A chain ends before a token that is forbidden, that would end the text, or that has no room.
+    """
 
     def __init__(self, tree: Tree, process: Processors, stop: Stopping, vocab_size: int, pace: Pace) -> None:
         self.tree = tree
@@ -22,8 +25,12 @@ class Chains:
         self.vocab_size = vocab_size
         self.pace = pace
 
-    def guess(self, tips: Nodes, chains: list[list[list[int]]]) -> Guesses:
-        """Guess below each tip some chains, the likeliest first. Chains that begin alike share nodes."""
+    def guess(self, tips: Nodes, chains: list[list[list[int]]], width: int) -> Guesses:
+        """Guess chains below each tip, the likeliest first. Chains with the same beginning share its nodes.
+
+        Args:
+            width: the most chains below each tip.
+        """
         tree = self.tree
         parents = np.repeat(tips, [len(below) for below in chains])
         below = [chain for of_tip in chains for chain in of_tip]
@@ -38,9 +45,10 @@ class Chains:
             nodes = np.concatenate([nodes, parents])
             column += 1
         _, first = np.unique(nodes, return_index=True)
-        nodes = nodes[np.sort(first)][: self.pace.most_nodes]
+        nodes = nodes[np.sort(first)][: self.pace.most_guesses]
         below_tips = tree.depths(nodes) - tree.depths(tips[0])
-        return Guesses(nodes, np.power(self.pace.survival(self.pace.widths[0]), below_tips, dtype=np.float64))
+        survival = self.pace.evidence.survival(self.pace.sizes.widths[0])
+        return Guesses(nodes, np.power(survival, below_tips, dtype=np.float64), width=width)
 
     def _allowed(self, parents: Nodes, tokens: Nodes) -> np.ndarray:
         allowed = (tokens < self.vocab_size) & ~np.isin(tokens, sorted(self.stop.eos_token_ids))

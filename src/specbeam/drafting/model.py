@@ -15,31 +15,32 @@ from specbeam.decoding.processors import MASKED, Processors, Warpers
 from specbeam.decoding.sampling import gumbel
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.top import top
-from specbeam.drafting import Guesses, Proposal
+from specbeam.drafting import DECLINED, Guesses, Proposal
 from specbeam.drafting.pace import Pace
 from specbeam.tree import NO_NODES, Nodes, Tree
 
-REACHED, RECENT = 0.97, 512
-"""The share of so many tokens of the latest text that is to be among those that are guessed."""
-FEWEST = 32
-"""Tokens that say too little of how far the next one reaches, if there are no more."""
-STRIDE = 4096
-"""Tokens that join those at a time."""
+MAX_RECENT_TOKENS, RECENT_TOKENS_SHARE = 512, 0.97
+"""Guess among the first token ids of the vocabulary, enough of them to contain this share of the latest tokens."""
+MIN_RECENT_TOKENS = 32
+"""Guess among all token ids as long as the text has fewer tokens than this."""
+VOCAB_STEP = 4096
+"""The number of token ids to guess among is a multiple of this."""
 
 
 class ModelDrafter:
     """Guesses the texts that the draft model's own beam search finds below the tips.
 
-    Below one tip the guesses are then those with the highest cumulative probability, as many as pay (EAGLE-2, Li et
-    al. 2024, 4.2). Below beams they are whole levels: a step of beam search needs all of its beams.
+    Below one tip the guesses are those with the highest cumulative probability, as many as pay (EAGLE-2, Li et
+    al. 2024, section 4.2). Below several beams the guesses are whole levels, because a step of beam search needs all
+    of its beams.
 
     Args:
-        process: the request's processors: they hold for the draft as for the target.
-        vocab_size: the target's.
-        context: the most tokens the draft can see.
-        special: token ids that are no text, such as those of chat templates.
-        draws: for sampling, what shapes the draft's distribution, and the source of its draws. Guesses are then drawn,
-            and how many depends on nothing that was drawn after.
+        process: the request's processors. They hold for the draft as for the target.
+        vocab_size: of the target.
+        context: the most tokens that the draft can read.
+        special: token ids that are not text, such as those of chat templates.
+        draws: for sampling, the warpers of the draft's distribution and the generator of its draws. Guesses are then
+            drawn. How many are drawn below a node never depends on a later draw.
     """
 
     def __init__(
@@ -64,30 +65,36 @@ class ModelDrafter:
         self._eos = sorted(stop.eos_token_ids)
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
+        self.pace.begin_round()
         if self.draws is not None:
             return (yield from self._draw(int(tips[0])))
-        if self.pace.num_beams > 1:
+        if self.pace.sizes.num_beams > 1:
             return (yield from self._beams(tips, scores))
         return (yield from self._likeliest(tips, scores))
 
     def _likeliest(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         nodes, totals, level, at = NO_NODES, np.empty(0), tips, scores
-        chances, depth, spent, vocab = np.empty(0), 0, 0.0, self._vocab()
+        chances, depth, spent = np.empty(0), 0, 0.0
+        sizes, vocab = self.pace.sizes, self._vocab()
         while self._has_room(level):
             expanded = self.pace.expanded(np.exp(at - scores[0]), depth, chances, spent)
             if not expanded:
+                if not depth:
+                    return DECLINED
                 break
-            spent += self.pace.draft_seconds(expanded)
-            level, at = yield from self._next_level(level[:expanded], at[:expanded], self.pace.widths[-1], vocab)
+            spent += sizes.draft_cost(expanded)
+            level, at = yield from self._next_level(level[:expanded], at[:expanded], sizes.widths[-1], vocab)
             nodes, totals = np.concatenate([nodes, level]), np.concatenate([totals, at])
             chances = np.exp(totals - scores[0])
             depth += 1
         likeliest = np.argsort(-totals, kind="stable")[: self.pace.worthwhile(chances, spent)]
-        likeliest.sort()  # parents first again; none is missing, since a child is never likelier
+        likeliest.sort()  # parents first again: none is missing, because a child is never likelier than its parent
         return Guesses(nodes[likeliest], chances[likeliest])
 
     def _beams(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         width, depth = self.pace.shape()
+        if not depth:
+            return DECLINED
         level, first = np.unique(tips, return_index=True)
         at = scores[first]
         nodes, vocab = NO_NODES, self._vocab()
@@ -96,12 +103,12 @@ class ModelDrafter:
                 break
             level, at = yield from self._next_level(level, at, width, vocab)
             nodes = np.concatenate([nodes, level])
-        return Guesses(nodes[: self.pace.most_nodes])
+        return Guesses(nodes[: self.pace.most_guesses], width=width)
 
     def _next_level(self, level: Nodes, at: NDArray[np.float64], width: int, vocab: int) -> Any:
         """The likeliest continuations of a level, and their scores, the likeliest first."""
         log_probs = self._log_probs(level, (yield Evaluate(level, drafting=True, vocab=vocab)))
-        # Of each; no more than that can be among those of all.
+        # The likeliest of each node: the likeliest of the level are among them.
         values, tokens = top(log_probs, min(width, self.vocab_size))
         totals = at[:, None] + values.double().cpu().numpy()
         order = np.argsort(-totals, axis=None, kind="stable")[:width]
@@ -112,23 +119,25 @@ class ModelDrafter:
     def _draw(self, tip: int) -> Proposal:
         assert self.draws is not None
         warp, generator = self.draws
+        width, depth = self.pace.shape()
+        if not depth:
+            return DECLINED
         nodes, chances, drawn_from = NO_NODES, np.empty(0), {}
         level, at = np.array([tip]), np.ones(1)
-        width, depth = self.pace.shape()
         vocab = self._vocab()
         for _ in range(depth):
             if not self._has_room(level):
                 break
             scores = self._scores(level, (yield Evaluate(level, drafting=True, vocab=vocab)))
             distributions = warp(scores).double().softmax(-1).nan_to_num(0.0)
-            # How many children each gets is settled before any is drawn, or they would not follow the distribution.
+            # Settle the number of children of each node before any draw. Else they would not follow the distribution.
             counts = _shares(at, width)
             below, chances_below = [], []
             for node, q, count, chance in zip(level.tolist(), distributions, counts, at.tolist(), strict=True):
                 count = min(count, int((q > 0).sum()))
                 if not count:
                     continue
-                # As many draws without replacement (Kool et al. 2019).
+                # Draws without replacement: the Gumbel-top-k trick (Kool et al. 2019, section 2.3).
                 noise = gumbel(len(q), generator).to(q.device)
                 tokens = top(q.log() + noise, count)[1]
                 below.append(self.tree.guess(np.full(count, node), tokens.cpu().numpy()))
@@ -138,23 +147,23 @@ class ModelDrafter:
                 break
             level, at = np.concatenate(below), np.concatenate(chances_below)
             nodes, chances = np.concatenate([nodes, level]), np.concatenate([chances, at])
-        most = self.pace.most_nodes  # which of them these are was settled by counts alone, too
-        return Guesses(nodes[:most], chances[:most], drawn_from)
+        most = self.pace.most_guesses  # the cut, too, depends on counts alone, not on what was drawn
+        return Guesses(nodes[:most], chances[:most], drawn_from, width=width)
 
     def _vocab(self) -> int:
-        """How many of the first tokens are worth guessing among, for the draft's head to read no more.
+        """How many of the first token ids to guess among: the draft's head then computes logits for these alone.
 
-        Byte-pair merges come most frequent first, so nearly all of a text is made of a vocabulary's first tokens
-        (FR-Spec, Zhao et al. 2025). How far the latest text reaches says how far this one does.
+        Byte-pair merges are ordered by frequency, so nearly all of a text consists of the vocabulary's first tokens
+        (FR-Spec, Zhao et al. 2025). The latest tokens show how many that are.
         """
-        if self.process.raises:  # a function of the caller's is to see no masked scores but its own
+        if self.process.raises:  # the caller's function should see no scores masked by us
             return self.vocab_size
-        recent = self.tree.tokens(self.tree.trunk[-RECENT:])
+        recent = self.tree.tokens(self.tree.trunk[-MAX_RECENT_TOKENS:])
         recent = recent[~np.isin(recent, self.special)]
-        if len(recent) < FEWEST:
+        if len(recent) < MIN_RECENT_TOKENS:
             return self.vocab_size
-        reach = int(np.quantile(recent, REACHED, method="higher")) + 1
-        return min(-(-reach // STRIDE) * STRIDE, self.vocab_size)
+        highest = int(np.quantile(recent, RECENT_TOKENS_SHARE, method="higher")) + 1
+        return min(-(-highest // VOCAB_STEP) * VOCAB_STEP, self.vocab_size)
 
     def _has_room(self, level: Nodes) -> bool:
         """Whether a token below this level would still be followed by another."""
@@ -164,7 +173,7 @@ class ModelDrafter:
         return length + 1 < self.stop.max_length and length <= self.context
 
     def _scores(self, nodes: Nodes, logits: Tensor) -> Tensor:
-        """Processed scores over the target's vocabulary, without ends of text: there is nothing to guess below."""
+        """Processed scores over the target's vocabulary. EOS is masked: nothing can follow it."""
         logits = logits[:, : self.vocab_size]
         if missing := self.vocab_size - logits.shape[-1]:
             logits = torch.nn.functional.pad(logits, (0, missing), value=MASKED)
@@ -179,7 +188,7 @@ class ModelDrafter:
 
 
 def _shares(chances: NDArray[np.float64], width: int) -> list[int]:
-    """Split so many children among nodes by their chances, the likeliest first."""
+    """Split ``width`` children among nodes in proportion to their chances."""
     ideal = chances / max(chances.sum(), np.finfo(float).tiny) * width if chances.any() else np.zeros(len(chances))
     counts = np.floor(ideal).astype(int)
     for i in np.argsort(counts - ideal, kind="stable")[: width - counts.sum()]:

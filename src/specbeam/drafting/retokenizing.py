@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.decoding import Evaluate
-from specbeam.drafting import Guesses, Proposal
+from specbeam.drafting import DECLINED, Guesses, Proposal
 from specbeam.drafting.chains import Chains
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -16,17 +16,17 @@ from specbeam.tree import Nodes, Tree
 
 
 class RetokenizingDrafter:
-    """The text at a tip is put into the draft's tokens, continued greedily, and the continuation put into the target's.
+    """Continues the text at a tip greedily with the draft.
 
-    What the target's tokenizer makes of a continuation can only be a poor guess, never a wrong text: guesses are
-    checked.
+    The text is encoded with the draft's tokenizer, and the continuation with the target's. The second encoding may be
+    a poor guess, but never leads to a wrong text, because guesses are checked.
 
     Args:
-        tree, chains: the request's.
+        tree, chains: those of the request.
 
     Raises:
-        SpecbeamError: a tokenizer does not give back the prompt it is given, so that texts would be drafted that
-        nobody wrote.
+        SpecbeamError: a tokenizer does not reproduce the prompt from its tokens, so the draft would continue another
+            text.
     """
 
     def __init__(self, tree: Tree, chains: Chains, target: LanguageModel, draft: LanguageModel) -> None:
@@ -51,15 +51,16 @@ class RetokenizingDrafter:
                     "(ngram, suffix)"
                 )
         ids = self.draft_encode(prompt)
-        # What the draft's texts begin with, if anything.
+        # The draft's BOS token, if its texts begin with one.
         self.bos: list[int] = [bos for bos in draft.tokenizer("a").input_ids[:1] if bos == draft.tokenizer.bos_token_id]
-        self.tree = Tree([*self.bos, *ids, 0][:1])  # a prompt that is no text at all has nothing to draft from
-        self._path: Nodes = self.tree.trunk.copy()  # of the text placed last
+        self.tree = Tree([*self.bos, *ids, 0][:1])  # a prompt without any text still needs a root
+        self._path: Nodes = self.tree.trunk.copy()  # from the root to the end of the text placed last
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
-        _, depth = self.pace.shape()
+        self.pace.begin_round()
+        width, depth = self.pace.shape()
         if not depth:
-            return Guesses()
+            return DECLINED
         tips = np.unique(tips)
         texts = [self.decode(self.text_tree.tokens(self.text_tree.path(tip)).tolist()) for tip in tips.tolist()]
         drafted = [[*self.bos, *self.draft_encode(text)] for text in texts]
@@ -73,7 +74,7 @@ class RetokenizingDrafter:
         going = np.array(places, dtype=np.int64)[able]
         if not len(going):
             return Guesses()
-        self.tree.keep([0, *going.tolist()])  # with the root, so that nothing ever becomes its trunk for good
+        self.tree.keep([0, *going.tolist()])  # with the root, so that the trunk never grows: texts may be retokenized
         tokens: list[NDArray[np.int64]] = []
         for _ in range(depth):
             logits = yield Evaluate(going, drafting=True)
@@ -84,10 +85,10 @@ class RetokenizingDrafter:
             [self._continuation(tip, text, ids, next(continued))] if ok else []
             for tip, text, ids, ok in zip(tips.tolist(), texts, drafted, able, strict=True)
         ]
-        return self.chains.guess(tips, found)
+        return self.chains.guess(tips, found, width)
 
     def _place(self, ids: list[int]) -> int:
-        """The node of the draft's tree at which this text ends; what it shares with the last one placed is there."""
+        """The node of the draft's tree at which this text ends. The beginning shared with the last text is reused."""
         length = min(len(ids), len(self._path))
         differs = np.flatnonzero(self.tree.tokens(self._path[:length]) != ids[:length])
         shared = int(differs[0]) if len(differs) else length
@@ -98,7 +99,7 @@ class RetokenizingDrafter:
         return path[-1]
 
     def _continuation(self, tip: int, text: str, ids: list[int], more: list[int]) -> list[int]:
-        """The target's tokens for what the draft went on with."""
+        """The target's tokens for the draft's continuation."""
         new = self.draft_decode(ids + more)[len(self.draft_decode(ids)) :].rstrip("\ufffd")
         path: list[int] = self.text_tree.tokens(self.text_tree.path(tip)).tolist()
         whole = self.encode(text + new)
@@ -106,7 +107,7 @@ class RetokenizingDrafter:
 
 
 def both_ways(lm: LanguageModel) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
-    """A tokenizer's two directions, with special tokens written out and none added."""
+    """Encode and decode with special tokens written out, and none added."""
     return (
         lambda text: lm.tokenizer(text, add_special_tokens=False, verbose=False).input_ids,
         lambda ids: lm.decode(ids, skip_special_tokens=False),

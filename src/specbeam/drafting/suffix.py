@@ -1,7 +1,7 @@
-"""Guesses from a suffix automaton over the text so far, and perhaps over earlier texts.
+"""Guesses from a suffix automaton over the text so far, and over earlier texts if given.
 
-The longest end of the text that came before, however long, is known at any time, and with it how often each token
-followed (SAM decoding, Hu et al. 2024).
+The automaton always knows the longest suffix of the text that occurred before, and how often each token followed it
+(SAM decoding, Hu et al. 2024).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import Guesses, Proposal
+from specbeam.drafting import DECLINED, Proposal
 from specbeam.drafting.chains import Chains
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -20,30 +20,31 @@ from specbeam.prompts import encode
 from specbeam.tree import Tree
 
 SEPARATOR = -1
-"""Between texts: no token, so nothing is guessed across it."""
-RECOUNTED = 64
-"""Contexts of a new token, longest first, whose counts are brought up to date: repetitive texts have endless ones."""
-LEAST_CHANCE = 0.01
+"""Stands between texts. It is no token, so nothing is guessed across it."""
+MAX_COUNTED_SUFFIXES = 64
+"""Count a new token for this many of the suffixes before it, the longest first: repetitive texts have very many."""
+MIN_CHANCE = 0.01
+"""Guess nothing less likely than this."""
 
 Match = tuple[int, int]
-"""A state, and how many tokens of the text's end it stands for."""
+"""A state, and the length of the text's suffix that it matches, in tokens."""
 
 
 class SuffixAutomaton:
-    """The smallest automaton of all parts of a text, extended token by token (Blumer et al. 1985).
+    """The smallest automaton of all substrings of a text, extended token by token (Blumer et al. 1985).
 
-    A state stands for parts of the text that end at the same places; 0 is the empty part.
+    A state stands for the substrings that end at the same positions. State 0 is the empty substring.
 
     Attributes:
         next: by state, the states that one more token leads to.
-        count: by state, how often its parts came.
+        count: by state, how often its substrings occurred.
     """
 
     def __init__(self) -> None:
         self.next: list[dict[int, int]] = [{}]
         self.count = [0]
-        self._length = [0]  # of the longest part
-        self._link = [-1]  # the state of the longest part that is a proper end of this state's and comes elsewhere too
+        self._length = [0]  # of a state's longest substring
+        self._link = [-1]  # suffix links: the state of the longest suffix that also ends elsewhere
         self._last = 0
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -53,12 +54,12 @@ class SuffixAutomaton:
 
     @property
     def repeated(self) -> Match:
-        """The longest end of the text that also stands elsewhere in it."""
+        """The longest suffix of the text that also occurs elsewhere in it."""
         state = max(self._link[self._last], 0)
         return state, self._length[state]
 
     def follow(self, match: Match, token: int) -> Match:
-        """The longest end of a text that stands in the automaton's, after one more token of that text."""
+        """The longest suffix of another text that occurs in the automaton's text, after one more token of the other."""
         state, length = match
         while state and token not in self.next[state]:
             state = self._link[state]
@@ -80,14 +81,14 @@ class SuffixAutomaton:
                 below = self._split(below, state, token)
             self._link[new] = below
         self._last = state = new
-        for _ in range(RECOUNTED):
+        for _ in range(MAX_COUNTED_SUFFIXES):
             if state <= 0:
                 break
             self.count[state] += 1
             state = self._link[state]
 
     def _split(self, state: int, above: int, token: int) -> int:
-        """Give the shorter parts of a state, reached by a token from another, a state of their own."""
+        """Give the shorter substrings of a state, those reached by a token from another state, a state of their own."""
         clone = self._state(self._length[above] + 1)
         self.next[clone] = dict(self.next[state])
         self.count[clone] = self.count[state]
@@ -106,10 +107,10 @@ class SuffixAutomaton:
 
 
 class SuffixDrafter:
-    """For each tip, the likeliest continuations by what followed the longest end of its text that came before.
+    """For each tip, guesses what followed the longest suffix of its text that occurred before.
 
     Args:
-        earlier: an automaton over earlier texts, shared by requests; it is not changed.
+        earlier: an automaton over earlier texts, shared by requests. It is not changed.
     """
 
     def __init__(self, tree: Tree, chains: Chains, earlier: SuffixAutomaton | None = None) -> None:
@@ -117,19 +118,20 @@ class SuffixDrafter:
         self.chains = chains
         self.pace = chains.pace
         self._own = SuffixAutomaton()
-        self._read = 0  # tokens of the trunk
+        self._read = 0  # tokens of the trunk that the automaton has
         self._earlier = earlier
         self._earlier_match: Match = (0, 0)
 
     def propose(self, tips: NDArray[np.int64], scores: NDArray[np.float64]) -> Proposal:
         self._read_trunk()
+        self.pace.begin_round()
         width, depth = self.pace.shape()
         if not depth:
-            return Guesses()
+            return DECLINED
         tips = np.unique(tips)
         found = [[*self._likeliest(int(tip), width * depth, depth)] for tip in tips]
-        return self.chains.guess(tips, found)
-        yield  # never, but it makes this a generator like every drafter's
+        return self.chains.guess(tips, found, width)
+        yield  # never reached: it makes this a generator, as every drafter's propose is
 
     def _read_trunk(self) -> None:
         tokens = self.tree.tokens(self.tree.trunk[self._read :]).tolist()
@@ -140,7 +142,7 @@ class SuffixDrafter:
                 self._earlier_match = self._earlier.follow(self._earlier_match, token)
 
     def _likeliest(self, tip: int, most: int, depth: int) -> Iterator[list[int]]:
-        """Chains below a tip, so that together they have the likeliest nodes, as many and as deep as said."""
+        """Chains below a tip that together have its likeliest ``most`` nodes, at most ``depth`` tokens deep."""
         branch = self.tree.tokens(self.tree.path(tip)[self._read :]).tolist()
         automaton, match = self._own, self._own.repeated
         for token in branch:
@@ -154,7 +156,7 @@ class SuffixDrafter:
         state, length = match
         if not length:
             return
-        # Best first: chance, then what leads there.
+        # A heap, the likeliest first: minus the chance, the chain, the state.
         waiting: list[tuple[float, tuple[int, ...], int]] = [(-1.0, (), state)]
         while waiting and most >= 0:
             chance, chain, state = heapq.heappop(waiting)
@@ -164,10 +166,10 @@ class SuffixDrafter:
             if len(chain) == depth:
                 continue
             below = [(token, other) for token, other in automaton.next[state].items() if token != SEPARATOR]
-            # The shorter the context, the less it says: as if something else had followed it, too.
+            # A shorter context is weaker evidence. Smooth its counts, as if another token had followed it too.
             total = sum(automaton.count[other] for _, other in below) + 1 / (length + len(chain))
             for token, other in below:
-                if (less := chance * automaton.count[other] / total) <= -LEAST_CHANCE:
+                if (less := chance * automaton.count[other] / total) <= -MIN_CHANCE:
                     heapq.heappush(waiting, (less, (*chain, token), other))
 
 
@@ -175,11 +177,11 @@ def suffix_automaton(lm: LanguageModel, texts: Iterable[str | Sequence[int]]) ->
     """An automaton over earlier texts, to draft from: pass it as ``draft=``.
 
     Args:
-        lm: the model that is to be drafted for.
+        lm: the target model, whose tokenizer encodes the texts.
         texts: texts, or their token ids.
 
     Raises:
-        SpecbeamError: something that is neither, or no texts at all.
+        SpecbeamError: an element is neither a text nor token ids, or there are no texts at all.
     """
     automaton = SuffixAutomaton()
     if isinstance(texts, str) or not isinstance(texts, Iterable):

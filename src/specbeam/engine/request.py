@@ -29,8 +29,9 @@ from specbeam.drafting import Drafter
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.ngram import NgramDrafter
-from specbeam.drafting.pace import Cost, Pace
+from specbeam.drafting.pace import Pace
 from specbeam.drafting.retokenizing import RetokenizingDrafter
+from specbeam.drafting.sizes import Cost
 from specbeam.drafting.suffix import SuffixAutomaton, SuffixDrafter
 from specbeam.engine.costs import nominal_cost
 from specbeam.engine.slots import Slots
@@ -137,7 +138,7 @@ class Request:
     def most_slots(self) -> int:
         """The most cache slots it may come to need, those of a draft model counted by what they take."""
         pace = None if self._drafter is None else self._drafter.pace
-        most = self._most_nodes(0 if pace is None else pace.most_nodes)
+        most = self._most_nodes(0 if pace is None else pace.most_guesses)
         if isinstance(self._draft, LanguageModel) and pace is not None:
             share = self._draft.backend.slot_bytes / self._lm.backend.slot_bytes
             most += round(self._most_nodes(pace.most_drafted) * share)
@@ -172,7 +173,7 @@ class Request:
         """Begin the strategy: it says what it wants evaluated first."""
         with self._failing_alone():
             pace = None if self._drafter is None else self._drafter.pace
-            most = self._most_nodes(0 if pace is None else pace.most_nodes)
+            most = self._most_nodes(0 if pace is None else pace.most_guesses)
             self._slots[False] = Slots(self._tree, self._lm.backend, most)
             if isinstance(self._draft, LanguageModel) and self._drafter is not None:
                 most = self._most_nodes(self._drafter.pace.most_drafted)
