@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from specbeam.engine import Engine
-from specbeam.engine.request import Draft, Request
+from specbeam.engine import Engine, Request
+from specbeam.engine.drafters import Draft
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options

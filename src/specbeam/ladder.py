@@ -30,7 +30,7 @@ from specbeam.backends.devices import peak_memory, reset_peak_memory
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.cache import TreeCache
 from specbeam.backends.torch.transformer import TreeSegment
-from specbeam.engine.request import forget_frames
+from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.errors import SpecbeamError
 from specbeam.generation import generate
 from specbeam.model import LanguageModel
@@ -376,7 +376,7 @@ def ground(lm: LanguageModel) -> tuple[str, str, str]:
 
 def reason(error: Exception) -> str:
     """What an error says in its first line. PyTorch's compiler says much more."""
-    if isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error):
+    if is_out_of_memory(error):
         return "out of memory"
     line = next(iter(str(error).strip().splitlines()), "")
     kind = "" if isinstance(error, SpecbeamError) else type(error).__name__

@@ -148,7 +148,7 @@ def checked_options(given: argparse.Namespace) -> Options:
     if given.draft_corpus is not None and given.draft != "suffix":
         raise SpecbeamError("--draft-corpus goes with --draft suffix")
     if given.draft is None:
-        from specbeam.engine.request import check_draft_sizes
+        from specbeam.engine.drafters import check_draft_sizes
 
         check_draft_sizes(options)
     return options

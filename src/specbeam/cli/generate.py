@@ -52,7 +52,7 @@ def run(given: argparse.Namespace) -> int:
     if given.draft_corpus is not None and given.draft != "suffix":
         raise SpecbeamError("--draft-corpus goes with --draft suffix")
     if given.draft is None:
-        from specbeam.engine.request import check_draft_sizes
+        from specbeam.engine.drafters import check_draft_sizes
 
         check_draft_sizes(options)
     prompts = list(read_prompts(given.prompt, given.prompts))

@@ -1,28 +1,24 @@
-"""The engine: many requests, one forward pass a model a round.
+"""The engine: requests of many kinds share forward passes.
 
-A request is a strategy, a generator that asks for logits at nodes of its tree. Each round the engine gathers what the
-live requests ask for, runs it as one batch, and hands the logits back. It alone owns memory and batching.
+A request is a strategy, a generator that asks for logits at nodes of its tree. Each round the engine gathers the nodes
+that live requests ask for, runs one forward pass, and hands back the logits. It alone owns memory and batching.
 """
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
-import torch
-from torch import Tensor
-
-from specbeam.engine.costs import pass_times
-from specbeam.engine.request import Draft, Request, check_draft, forget_frames
+from specbeam.engine.drafters import Draft, check_draft
+from specbeam.engine.passes import run_pass
+from specbeam.engine.request import Request
+from specbeam.engine.scheduler import Scheduler
+from specbeam.engine.strategies import MakeStrategy
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.prompts import encode
-from specbeam.tree import Nodes
+from specbeam.prompts import Prompt, encode
 
 Key = TypeVar("Key")
 
@@ -32,13 +28,16 @@ class Engine:
 
     Args:
         lm: the model.
-        max_requests: so many requests share a pass; the others wait their turn.
-        max_batch_tokens: a pass evaluates at most so many nodes. Longer prompts are read in chunks, so that they do
-            not hold up the requests that are generating.
-        max_cache_tokens: slots for keys and values of all live requests together. Not given: what a quarter of the
-            machine's memory, or four fifths of the GPU's free memory, has room for.
+        max_requests: the most requests that share a pass. The others wait their turn.
+        max_batch_tokens: the most nodes per pass. Longer prompts are read in chunks, so that they do not hold up the
+            requests that are generating.
+        max_cache_tokens: cache slots for the keys and values of all live requests together. By default they fill a
+            quarter of the machine's memory, or four fifths of the GPU's free memory.
 
-    ``submit`` and ``Request.cancel`` may be called from any thread; ``step`` and ``run`` from one thread at a time.
+    ``submit`` and ``Request.cancel`` may be called from any thread, ``step`` and ``run`` from one thread at a time.
+
+    Raises:
+        SpecbeamError: a limit is not at least 1.
     """
 
     def __init__(
@@ -63,40 +62,45 @@ class Engine:
         self.max_requests = max_requests
         self.max_batch_tokens = max_batch_tokens
         self.max_cache_tokens = max_cache_tokens
-        self._waiting: deque[Request] = deque()
-        self._live: list[Request] = []
+        self._scheduler = Scheduler(**limits)
 
     def submit(
         self,
-        prompt: Any,
+        prompt: Prompt,
         options: Options | Mapping[str, Any] | None = None,
         *,
         system: str | None = None,
         raw: bool = False,
         draft: Draft | None = None,
+        strategy: MakeStrategy | None = None,
     ) -> Request:
         """Queue one prompt (text, chat messages or token ids) and return its handle.
 
         Args:
             options: an :class:`Options` or a mapping of its fields.
-            draft: what guesses how the text goes on, so that a pass of the model can check many tokens: a loaded model,
-                "ngram" or "suffix" (lookups in the text so far), or what :func:`specbeam.suffix_automaton` made of
-                earlier texts. It changes how fast the text comes, not which (docs/exactness.md).
+            system: a system message to put before text or messages.
+            raw: do not apply the model's chat template.
+            draft: guesses how the text goes on, so that one pass of the model can check many tokens. Give a loaded
+                model, "ngram" or "suffix" (lookups in the text so far), or the automaton that
+                :func:`specbeam.suffix_automaton` made of earlier texts. It changes how fast the text comes, not which
+                text comes (docs/exactness.md).
+            strategy: a decoding method of your own, used in place of the one that the options name. It is called with a
+                :class:`specbeam.engine.Setup` and the drafter or None, and returns a
+                :data:`specbeam.decoding.Strategy`. It keeps at most ``num_beams`` unfinished texts.
 
         Raises:
             SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, or a
-                draft that cannot be used with it.
+                draft that cannot draft for it.
         """
         chosen = Options.of(options or {})
         check_draft(self.lm, draft, chosen)
-        ids = encode(self.lm, prompt, system=system, raw=raw)
-        request = Request(self.lm, ids, chosen, draft, lambda backend: pass_times(backend).expected)
+        request = Request(self.lm, encode(self.lm, prompt, system=system, raw=raw), chosen, draft, strategy)
         if request.most_slots > self.max_cache_tokens:
             raise SpecbeamError(
                 f"prompt and max_new_tokens need {request.most_slots} cache slots, the engine has "
                 f"{self.max_cache_tokens}: ask for fewer new tokens or raise max_cache_tokens"
             )
-        self._waiting.append(request)
+        self._scheduler.add(request)
         return request
 
     def run(self) -> None:
@@ -124,100 +128,16 @@ class Engine:
             yield from finished
 
     def step(self) -> bool:
-        """One round: admit, evaluate, advance. Returns whether anything is left to do."""
-        for request in [*self._live, *self._waiting.copy()]:
-            request.end_if_cancelled()
-        self._admit()
-        batch = self._gather()
-        if batch:
-            for request, nodes, logits in self._evaluate(batch):
-                with _one_torch_thread(self.lm.backend.has_threads):
-                    request.receive(nodes, logits)
-        self._live = [request for request in self._live if not request.done]
-        return bool(self._live or self._waiting)
+        """One round: admit requests, evaluate nodes, advance strategies. Returns whether there is more to do."""
+        scheduler = self._scheduler
+        scheduler.end_cancelled()
+        scheduler.admit()
+        if batch := scheduler.gather():
+            run_pass(batch)
+        scheduler.drop_done()
+        return not scheduler.is_empty
 
     @property
     def cache_tokens(self) -> int:
-        """Slots in use by live requests."""
-        return sum(request.used_slots for request in self._live)
-
-    def _admit(self) -> None:
-        """Start waiting requests, first come first served, as far as their greatest size fits beside the others'."""
-        self._live = [request for request in self._live if not request.done]
-        room = self.max_cache_tokens - sum(request.most_slots for request in self._live)
-        while self._waiting and len(self._live) < self.max_requests:
-            request = self._waiting[0]
-            if not request.done and request.most_slots > room:
-                return
-            self._waiting.popleft()
-            if not request.done:
-                room -= request.most_slots
-                self._live.append(request)
-                request.start()
-
-    def _gather(self) -> list[tuple[Request, Nodes]]:
-        """What the next pass evaluates: small wants first, so that a long prompt delays nobody.
-
-        While anybody waits for a draft model, the target waits for them: then one pass of it serves all.
-        """
-        waiting = [request for request in self._live if not request.done]
-        if any(request.drafting for request in waiting):
-            waiting = [request for request in waiting if request.drafting]
-        batch: list[tuple[Request, Nodes]] = []
-        room = self.max_batch_tokens
-        for request in sorted(waiting, key=lambda r: len(r.pending)):
-            nodes = request.pending[:room]
-            if not len(nodes):
-                break
-            if batch and request.backend is not batch[0][0].backend:  # another draft model: its turn comes
-                continue
-            room -= len(nodes)
-            batch.append((request, nodes))
-        return batch
-
-    def _evaluate(self, batch: list[tuple[Request, Nodes]]) -> Iterator[tuple[Request, Nodes, Tensor]]:
-        """One pass over the batch. If it fails, each request is tried alone, and those that fail alone are ended."""
-        backend, start = batch[0][0].backend, time.perf_counter()
-        try:
-            rows = self._forward(batch)
-        except Exception as error:
-            failure = forget_frames(error)
-        else:
-            for (request, nodes), row in zip(batch, rows, strict=True):
-                yield request, nodes, row
-            # With what became of the logits: choosing among them costs too, and drafts should bring in all they cost.
-            pass_times(backend).add(sum(len(nodes) for _, nodes in batch), time.perf_counter() - start)
-            return
-        # Outside of the except block: inside it, Python would hold on to the failed pass's memory.
-        if len(batch) == 1:
-            batch[0][0].fail(failure)
-        else:
-            for one in batch:
-                yield from self._evaluate([one])
-
-    def _forward(self, batch: list[tuple[Request, Nodes]]) -> tuple[Tensor, ...]:
-        segments = [request.segment(nodes) for request, nodes in batch]
-        backend = batch[0][0].backend
-        start = time.perf_counter()
-        logits = backend.forward(segments)
-        if logits.is_cuda:
-            torch.cuda.synchronize(logits.device)
-        seconds = time.perf_counter() - start
-        together = sum(len(s.tokens) for s in segments)
-        for request, nodes in batch:
-            request.spend(seconds * len(nodes) / together)
-        return torch.split(logits, [len(s.wanted) for s in segments])
-
-
-@contextmanager
-def _one_torch_thread(wanted: bool) -> Iterator[None]:
-    """Keep PyTorch's threads out of the way of a backend's own: they would spin on its cores when they are done."""
-    before = torch.get_num_threads()
-    if not wanted or before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+        """Cache slots of the target in use by live requests."""
+        return self._scheduler.used_slots

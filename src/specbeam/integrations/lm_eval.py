@@ -19,7 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from specbeam.engine import Engine
-from specbeam.engine.request import check_draft, check_draft_sizes
+from specbeam.engine.drafters import check_draft, check_draft_sizes
 from specbeam.errors import BAD_INPUT, SpecbeamError
 from specbeam.model import LanguageModel, load
 from specbeam.options import SAMPLING_OPTIONS, Options, check_names

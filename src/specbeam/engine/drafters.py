@@ -1,0 +1,139 @@
+"""The drafter that a request's ``draft`` asks for, and the checks that it can draft for the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from specbeam.decoding.drafter import Drafter
+from specbeam.decoding.processors import Warpers
+from specbeam.drafting.chains import Chains
+from specbeam.drafting.model import ModelDrafter
+from specbeam.drafting.ngram import NgramDrafter
+from specbeam.drafting.pace import Pace
+from specbeam.drafting.retokenizing import RetokenizingDrafter
+from specbeam.drafting.sizes import Cost
+from specbeam.drafting.suffix import SuffixAutomaton, SuffixDrafter
+from specbeam.engine.costs import nominal_cost, nominal_draft_cost, pass_times
+from specbeam.engine.strategies import Setup
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel
+from specbeam.options import MOST_DRAFTED, Options
+
+Draft = LanguageModel | SuffixAutomaton | str
+"""A draft model, "ngram", "suffix", or an automaton over earlier texts."""
+
+
+def make_drafter(setup: Setup, lm: LanguageModel, draft: Draft, prompt_length: int) -> Drafter:
+    """The drafter of one request.
+
+    Args:
+        draft: has passed :func:`check_draft`.
+        prompt_length: in tokens.
+
+    Raises:
+        SpecbeamError: the draft has another vocabulary, which text cannot bridge.
+    """
+    shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
+    pace = _make_pace(setup.options, lm, draft, prompt_length, chains=not shares_tokenizer)
+    if isinstance(draft, LanguageModel) and shares_tokenizer:
+        return _make_model_drafter(setup, lm, draft, pace)
+    chains = Chains(setup.tree, setup.process, setup.stop, lm.backend.vocab_size, pace)
+    if isinstance(draft, LanguageModel):
+        return RetokenizingDrafter(setup.tree, chains, lm, draft)
+    if draft == "ngram":
+        return NgramDrafter(setup.tree, chains)
+    return SuffixDrafter(setup.tree, chains, draft if isinstance(draft, SuffixAutomaton) else None)
+
+
+def _make_pace(options: Options, lm: LanguageModel, draft: Draft, prompt_length: int, chains: bool) -> Pace:
+    draft_backend = draft.backend if isinstance(draft, LanguageModel) else None
+    target_cost: Cost = pass_times(lm.backend).expected
+    draft_cost: Cost | None = None if draft_backend is None else pass_times(draft_backend).expected
+    if options.samples:  # with measured costs, the text of a seed would depend on the load of the machine
+        target_cost = nominal_cost
+        if draft_backend is not None:
+            draft_cost = nominal_cost if draft_backend is lm.backend else nominal_draft_cost
+    return Pace(
+        num_draft_tokens=options.draft_size("num_draft_tokens"),
+        draft_width=options.draft_size("draft_width"),
+        draft_budget=options.draft_size("draft_budget"),
+        num_beams=options.num_beams,
+        target=target_cost,
+        draft=draft_cost,
+        chains=chains,
+        unread=prompt_length,
+    )
+
+
+def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, pace: Pace) -> ModelDrafter:
+    options = setup.options
+    added = {} if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
+    return ModelDrafter(
+        setup.tree,
+        setup.process,
+        setup.stop,
+        lm.backend.vocab_size,
+        draft.backend.context_length,
+        [token_id for token_id, token in added.items() if token.special],
+        pace,
+        (_draft_warpers(options), setup.generator) if options.samples and options.num_beams == 1 else None,
+    )
+
+
+def _draft_warpers(options: Options) -> Warpers:
+    """The warpers of the distribution that guesses are drawn from."""
+    temperature = options.temperature if options.draft_temperature is None else options.draft_temperature
+    top_k = options.top_k if options.draft_top_k is None else options.draft_top_k
+    return Warpers(replace(options, temperature=temperature, top_k=top_k))
+
+
+def check_draft_sizes(options: Options) -> None:
+    """Refuse sizes of drafts without a draft.
+
+    Raises:
+        SpecbeamError: a size was given.
+    """
+    for name in MOST_DRAFTED:
+        if options.draft_size(name) is not None:
+            raise SpecbeamError(
+                f"{name}={options.draft_size(name)} has no effect without a draft: give one, or leave it out"
+            )
+
+
+def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
+    """Refuse a draft that cannot draft for a model, and options that have no effect with it.
+
+    Raises:
+        SpecbeamError: says what does not fit, and what to give instead.
+    """
+    for name in ("draft_temperature", "draft_top_k"):
+        if getattr(options, name) is not None and not isinstance(draft, LanguageModel):
+            raise SpecbeamError(f"{name}={getattr(options, name)} has no effect without a draft model: leave it out")
+    if draft is None:
+        check_draft_sizes(options)
+    elif isinstance(draft, LanguageModel):
+        _check_draft_model(lm, draft)
+    elif not (isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in ("ngram", "suffix"))):
+        raise SpecbeamError(
+            f'draft={draft!r} is not allowed: give a loaded model (specbeam.load), "ngram", "suffix" or what '
+            "specbeam.suffix_automaton returned"
+        )
+
+
+def _check_draft_model(lm: LanguageModel, draft: LanguageModel) -> None:
+    ours, theirs = lm.backend.device, draft.backend.device
+    if ours != theirs:
+        raise SpecbeamError(
+            f"the draft {draft.source} is on {theirs}, but the model on {ours}: load both on the same device"
+        )
+    if (begins := lm.backend.start_token_ids) != (other := draft.backend.start_token_ids):
+        raise SpecbeamError(
+            f"the draft {draft.source} begins its texts with the token ids {other}, but the model with {begins} "
+            "(None: with the prompt): give a draft of the same kind"
+        )
+    if begins is not None and not draft.shares_tokenizer(lm):
+        raise SpecbeamError(
+            f"the draft {draft.source} has another tokenizer than {lm.source}, and for models with an encoder "
+            "they cannot be bridged: give a draft with the same tokenizer"
+        )

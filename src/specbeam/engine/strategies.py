@@ -1,0 +1,83 @@
+"""The decoding strategy that a request's options ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from specbeam.decoding import Strategy
+from specbeam.decoding.beam import BeamSearch, DiverseBeamSearch, Search, beam_search, draw_without_replacement
+from specbeam.decoding.drafter import Drafter
+from specbeam.decoding.greedy import greedy
+from specbeam.decoding.processors import Processors, Warpers
+from specbeam.decoding.record import Record
+from specbeam.decoding.sampling import sample
+from specbeam.decoding.speculative import reject_or_accept, speculative
+from specbeam.decoding.speculative_beam import speculative_beam_search
+from specbeam.decoding.stopping import Stopping
+from specbeam.options import Options
+from specbeam.tree import Tree
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What the strategy and the drafter of one request work with.
+
+    Attributes:
+        options: with the checkpoint's defaults filled in.
+        tree: the prompt, or what the texts of an encoder-decoder model begin with.
+        process: the request's processors.
+        stop: decides where texts end.
+        record: counts guesses, and remembers rounds for the trace.
+        warp: shapes the distribution that is sampled from.
+        generator: the request's own source of randomness, on the CPU.
+    """
+
+    options: Options
+    tree: Tree
+    process: Processors
+    stop: Stopping
+    record: Record
+    warp: Warpers
+    generator: torch.Generator
+
+
+MakeStrategy = Callable[[Setup, Drafter | None], Strategy]
+
+
+def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
+    """The strategy that the options ask for: greedy search, sampling or beam search, speculative with a drafter."""
+    options, tree, process, stop, record = setup.options, setup.tree, setup.process, setup.stop, setup.record
+    if options.num_beams > 1:
+        if drafter is not None:
+            return speculative_beam_search(tree, _make_search(setup), record, drafter)
+        return beam_search(tree, _make_search(setup), record)
+    if drafter is not None:
+        choose = reject_or_accept(tree, setup.warp, setup.generator) if options.samples else None
+        return speculative(tree, process, stop, record, drafter, choose)
+    if options.samples:
+        return sample(tree, process, stop, record, setup.warp, setup.generator)
+    return greedy(tree, process, stop, record)
+
+
+def _make_search(setup: Setup) -> Search:
+    options, process, warp = setup.options, setup.process, setup.warp
+    search = partial(
+        BeamSearch,
+        setup.tree,
+        (lambda *at: warp(process(*at))) if options.samples else process,
+        setup.stop,
+        num_return_sequences=options.num_return_sequences,
+        length_penalty=options.length_penalty,
+        early_stopping=options.early_stopping,
+        select=draw_without_replacement(setup.generator) if options.samples else None,
+        constrained=options.constraint is not None,
+    )
+    groups = options.num_beam_groups
+    if groups == 1:
+        return search(options.num_beams, bounded=options.bound_rule and not options.samples and not process.raises)
+    size = options.num_beams // groups
+    return DiverseBeamSearch([search(size, bounded=False) for _ in range(groups)], options.diversity_penalty)
