@@ -1,11 +1,12 @@
 """Constraints: the trie against sets of texts, and constrained decoding against transformers and brute force."""
 
 import itertools
+import pickle
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import specbeam
@@ -36,8 +37,7 @@ def test_a_trie_of_a_million_outputs_is_compact():
     table = np.random.default_rng(0).integers(0, 256, (1_000_000, 5))
     trie = TokenTrie(table)
     assert 1_000_000 < len(trie) < 4_000_000
-    held = sum(a.nbytes for a in vars(trie).values() if isinstance(a, np.ndarray))
-    assert held < 10 * len(trie)
+    assert len(pickle.dumps(trie)) < 10 * len(trie)  # bytes per node
     states = np.full(1000, trie.start)
     for column in table[:1000].T:
         states = trie.advance(states, column)
@@ -67,7 +67,6 @@ def test_what_is_no_set_of_outputs_is_refused(outputs):
         TokenTrie(outputs)
 
 
-@settings(max_examples=100, deadline=None)
 @example([[0], [0, 0, 0], [0, 3, 0], [0, 3], [3, 0], [2]], 6, None, 1.0, True, 8)
 @example([[0], [0, 0, 0], [1, 0, 0], [2], [0, 0]], 4, None, 1.0, True, 8)
 @given(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 
@@ -13,7 +13,6 @@ from specbeam.decoding.beam import draw_without_replacement
 from tests.conftest import EOS, beams_of_transformers
 
 
-@settings(max_examples=300, deadline=None)
 @given(
     family=st.sampled_from(["llama", "qwen2", "qwen3"]),
     vocab_size=st.sampled_from([8, 20, 200]),

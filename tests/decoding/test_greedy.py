@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import specbeam
@@ -19,7 +19,6 @@ def theirs(model, prompt, **options):
     return out[0, len(prompt) :].tolist()
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     family=st.sampled_from(["llama", "qwen2", "qwen3"]),
     prompt=st.lists(st.integers(0, 255), min_size=1, max_size=30),

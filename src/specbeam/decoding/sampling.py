@@ -30,6 +30,11 @@ def seeded(seed: int | None) -> torch.Generator:
     return generator
 
 
+def flip(probability: float, generator: torch.Generator) -> bool:
+    """True with this probability."""
+    return float(torch.rand((), dtype=torch.float64, generator=generator)) < probability
+
+
 def gumbel(n: int, generator: torch.Generator) -> Tensor:
     """n draws from the standard Gumbel distribution, float64 [n] on the CPU."""
     return -torch.empty(n, dtype=torch.float64).exponential_(generator=generator).log()

@@ -15,7 +15,7 @@ from specbeam.decoding.greedy import greedy
 from specbeam.decoding.processors import Processors, Warpers
 from specbeam.decoding.record import Record
 from specbeam.decoding.sampling import sample
-from specbeam.decoding.speculative import reject_or_accept, speculative
+from specbeam.decoding.speculative import speculative, speculative_sampling
 from specbeam.decoding.speculative_beam import speculative_beam_search
 from specbeam.decoding.stopping import Stopping
 from specbeam.options import Options
@@ -56,8 +56,9 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
             return speculative_beam_search(tree, _make_search(setup), record, drafter)
         return beam_search(tree, _make_search(setup), record)
     if drafter is not None:
-        choose = reject_or_accept(tree, setup.warp, setup.generator) if options.samples else None
-        return speculative(tree, process, stop, record, drafter, choose)
+        if options.samples:
+            return speculative_sampling(tree, process, stop, record, drafter, setup.warp, setup.generator)
+        return speculative(tree, process, stop, record, drafter)
     if options.samples:
         return sample(tree, process, stop, record, setup.warp, setup.generator)
     return greedy(tree, process, stop, record)
