@@ -3,13 +3,13 @@ BIN := .venv/bin
 
 .PHONY: demo test test-thorough lint
 
-# The main job: text from a real model (fetched on first use, 98 MB), and what looking ahead in the text so far saves.
+# The main job: text from a real model (98 MB, fetched on first use), and the passes that lookup in the text saves.
 demo: .venv/specbeam
 	$(BIN)/specbeam generate "Why is the sky blue?" --max-new-tokens 96
 	$(BIN)/specbeam compare "Repeat this: \"Speculative decoding checks many guesses in one pass of the model, and keeps \
 	those that the model would have chosen itself. The text stays the same, it only comes sooner.\""
 
-# What every change must pass. One worker a processor, with one thread each.
+# Every change must pass this. There is one worker per processor, with one thread each.
 test: .venv/installed
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
