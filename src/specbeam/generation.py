@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Unpack, overload
 
 from specbeam.engine import Engine, Request
 from specbeam.engine.drafters import Draft
 from specbeam.errors import SpecbeamError
+from specbeam.keywords import OptionKeywords
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.prompts import is_batch
-from specbeam.results import Piece, Sequence
+from specbeam.prompts import Prompt, is_batch
+from specbeam.results import Piece, Result
+from specbeam.results import Sequence as FoundSequence
 
 
+# A text is a sequence of texts, too. Type checkers take the first overload that fits, as is_batch does.
+@overload
+def generate(  # type: ignore[overload-overlap]
+    lm: LanguageModel,
+    prompt: Prompt,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    draft: Draft | None = None,
+    **options: Unpack[OptionKeywords],
+) -> Result: ...
+@overload
+def generate(
+    lm: LanguageModel,
+    prompt: Sequence[Prompt],
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    draft: Draft | None = None,
+    **options: Unpack[OptionKeywords],
+) -> list[Result]: ...
 def generate(
     lm: LanguageModel,
     prompt: Any,
@@ -22,17 +45,17 @@ def generate(
     raw: bool = False,
     draft: Draft | None = None,
     **options: Any,
-) -> Any:
+) -> Result | list[Result]:
     """Generate from one prompt, or from several at once.
 
     Args:
-        lm: what :func:`specbeam.load` returned.
+        lm: a model that :func:`specbeam.load` returned.
         prompt: text, a list of chat messages (dictionaries with "role" and "content"), a list of token ids, or a list
             of any of these.
         system: a system message to put before text or messages.
         raw: do not apply the model's chat template.
-        draft: what guesses how the text goes on, so that it comes sooner: a loaded model, "ngram", "suffix", or what
-            :func:`specbeam.suffix_automaton` returned.
+        draft: guesses how the text goes on, so that it comes sooner: a loaded model, "ngram", "suffix", or an automaton
+            that :func:`specbeam.suffix_automaton` returned.
         options: the fields of :class:`specbeam.Options`, such as ``max_new_tokens=64``.
 
     Returns:
@@ -59,17 +82,18 @@ def generate(
 
 def stream(
     lm: LanguageModel,
-    prompt: Any,
+    prompt: Prompt,
     *,
     system: str | None = None,
     raw: bool = False,
     draft: Draft | None = None,
-    **options: Any,
+    **options: Unpack[OptionKeywords],
 ) -> Iterator[Piece]:
-    """Generate from one prompt, yielding pieces of text as soon as they are certain.
+    """Generate from one prompt, and yield pieces of text as soon as they are certain.
 
-    A piece never ends inside a character and never shows part of a stop string; all of them together are
-    ``generate(...).text``. Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
+    A piece never ends inside a character and never shows part of a stop string. All pieces together are
+    ``generate(...).text``. Arguments and errors are those of :func:`generate`, except that a list of prompts is
+    refused.
     """
     if is_batch(prompt):
         raise SpecbeamError("stream takes one prompt: use Engine to stream several at once")
@@ -80,39 +104,39 @@ def stream(
 
 def nbest(
     lm: LanguageModel,
-    prompt: Any,
+    prompt: Prompt,
     *,
     system: str | None = None,
     raw: bool = False,
     draft: Draft | None = None,
-    num_beams: int = 4,
-    **options: Any,
-) -> Iterator[Sequence]:
-    """The texts beam search finishes, best first, each as soon as no other can come before it.
+    **options: Unpack[OptionKeywords],
+) -> Iterator[FoundSequence]:
+    """The texts that beam search finishes, best first, each as soon as no other can come before it.
 
-    They are ``generate(..., num_beams=num_beams, num_return_sequences=num_beams).sequences``; whoever stops taking them
-    stops the search. With ``length_penalty=0`` scores only fall as texts grow, and texts are certain soonest; with a
-    penalty over 0 a text is certain once even the longest continuation of the best beam could not pass it.
+    They are ``generate(..., num_return_sequences=num_beams).sequences``, with 4 beams if ``num_beams`` is not given.
+    To stop taking them stops the search. With ``length_penalty=0`` scores only fall as texts grow, so texts are certain
+    soonest. With a higher penalty, a text is certain once even the longest continuation of the best beam could not
+    pass it.
 
-    Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
+    Arguments and errors are those of :func:`generate`, except that a list of prompts is refused.
     """
     if is_batch(prompt):
         raise SpecbeamError("nbest takes one prompt: call it once for each")
+    num_beams = options.setdefault("num_beams", 4)
     options.setdefault("num_return_sequences", num_beams)
     engine = Engine(lm)
-    chosen = Options.of({**options, "num_beams": num_beams})
-    request = engine.submit(prompt, chosen, system=system, raw=raw, draft=draft)
+    request = engine.submit(prompt, Options.of(options), system=system, raw=raw, draft=draft)
     return _found(engine, request)
 
 
-def _found(engine: Engine, request: Request) -> Iterator[Sequence]:
-    more, told = True, 0
+def _found(engine: Engine, request: Request) -> Iterator[FoundSequence]:
+    more, yielded = True, 0
     while more:
         more = engine.step()
         while request.found:
-            told += 1
+            yielded += 1
             yield request.found.popleft()
-    yield from request.result().sequences[told:]
+    yield from request.result().sequences[yielded:]
 
 
 def _pieces(engine: Engine, request: Request) -> Iterator[Piece]:
@@ -121,4 +145,4 @@ def _pieces(engine: Engine, request: Request) -> Iterator[Piece]:
         more = engine.step()
         while request.pieces:
             yield request.pieces.popleft()
-    request.result()  # raises what went wrong, if anything did
+    request.result()  # raises the error that ended the request, if any

@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from numbers import Integral
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 
 Message = dict[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
+"""A chat message: a dictionary with the texts "role" and "content"."""
+
+Prompt = str | Sequence[int] | Sequence[Message] | NDArray[np.integer[Any]] | Tensor
+"""Text, token ids (a list, or a vector of NumPy or PyTorch), or chat messages."""
 
 
 def is_batch(prompt: Any) -> bool:

@@ -1,0 +1,75 @@
+"""Calls of the public interface as type checkers should see them. A line that must be refused ends with `# error`."""
+
+from collections.abc import Iterator
+from typing import assert_type
+
+import numpy as np
+import torch
+
+import specbeam
+from specbeam import LanguageModel, Options, Piece, Result, Sequence, TokenTrie
+
+lm: LanguageModel = specbeam.load("smollm2-135m-instruct")
+messages = [{"role": "user", "content": "Hi"}]
+
+# One prompt gives one result.
+assert_type(specbeam.generate(lm, "Hi"), Result)
+assert_type(specbeam.generate(lm, messages), Result)
+assert_type(specbeam.generate(lm, [1, 2, 3]), Result)
+assert_type(specbeam.generate(lm, (1, 2, 3)), Result)
+assert_type(specbeam.generate(lm, np.array([1, 2, 3])), Result)
+assert_type(specbeam.generate(lm, torch.tensor([1, 2, 3])), Result)
+assert_type(specbeam.generate(lm, "Hi").text, str)
+
+# Several prompts give a list.
+assert_type(specbeam.generate(lm, ["Hi", "Ho"]), list[Result])
+assert_type(specbeam.generate(lm, ("Hi", "Ho")), list[Result])
+assert_type(specbeam.generate(lm, [messages, messages]), list[Result])
+assert_type(specbeam.generate(lm, [[1, 2], [3]]), list[Result])
+assert_type(specbeam.generate(lm, ["Hi", [1, 2], messages]), list[Result])
+assert_type(specbeam.generate(lm, [torch.tensor([1]), torch.tensor([2])]), list[Result])
+
+# Options have names and types.
+specbeam.generate(
+    lm,
+    "Hi",
+    system="Be brief.",
+    raw=True,
+    draft="ngram",
+    max_new_tokens=8,
+    temperature=1,
+    top_p=0.9,
+    eos_token_id=[1, 2],
+    stop_strings="\n",
+    num_draft_tokens="auto",
+    early_stopping="never",
+)
+specbeam.generate(lm, "Hi", constraint=TokenTrie([[1, 2]]), stop_strings=["\n", "."], eos_token_id=2)
+specbeam.generate(
+    lm, "Hi", prefix_allowed_tokens_fn=lambda batch, ids: [1, 2], logits_processor=lambda ids, scores: scores
+)
+specbeam.generate(lm, "Hi", draft=specbeam.load("smollm2-135m-instruct"), num_draft_tokens=4)
+specbeam.generate(lm, "Hi", draft=specbeam.suffix_automaton(lm, ["Hi"]))
+specbeam.generate(lm, "Hi", max_tokens=8)  # error
+specbeam.generate(lm, "Hi", max_new_tokens="8")  # error
+specbeam.generate(lm, "Hi", num_beams=2.5)  # error
+specbeam.generate(lm, "Hi", draft=5)  # error
+specbeam.generate(lm, 3.5)  # error
+specbeam.generate("Hi")  # error
+
+# Streams and the n best texts take one prompt.
+assert_type(specbeam.stream(lm, "Hi", max_new_tokens=8), Iterator[Piece])
+assert_type(specbeam.nbest(lm, messages, num_beams=8, length_penalty=0.0), Iterator[Sequence])
+assert_type([piece.text for piece in specbeam.stream(lm, [1, 2])], list[str])
+specbeam.stream(lm, "Hi", max_tokens=8)  # error
+specbeam.nbest(lm, "Hi", num_beams="4")  # error
+specbeam.stream(lm, [messages])  # error
+
+# The engine.
+engine = specbeam.Engine(lm, max_requests=4)
+request = engine.submit("Hi", Options(max_new_tokens=8))
+assert_type(request.result(), Result)
+assert_type(request.result().sequences[0].score, float)
+assert_type([(key, done.result().text) for key, done in engine.as_completed([("a", request)])], list[tuple[str, str]])
+engine.submit(3.5)  # error
+Options(max_tokens=8)  # error
