@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-thorough lint
+.PHONY: demo test test-thorough lint docs
 
 # The main job: text from a real model (98 MB, fetched on first use), and the passes that lookup in the text saves.
 demo: .venv/specbeam
@@ -23,6 +23,10 @@ lint: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/python .ci/language
 
+# The site, in site/. It loads nothing from other hosts, and a broken link is an error.
+docs: .venv/docs
+	$(BIN)/mkdocs build --strict
+
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 NATIVE := $(wildcard src/specbeam/backends/cpu/native/*.cpp src/specbeam/backends/cpu/native/*.h)
 
@@ -33,4 +37,8 @@ NATIVE := $(wildcard src/specbeam/backends/cpu/native/*.cpp src/specbeam/backend
 
 .venv/installed: .venv/specbeam
 	$(PIP) -e '.[dev]'
+	touch $@
+
+.venv/docs: .venv/specbeam
+	$(PIP) -e '.[docs]'
 	touch $@
