@@ -111,7 +111,7 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors"),
         (truncate, "damaged or not a safetensors file"),
         (damage, "damaged or not a safetensors file"),
-        (lambda f: rewrite(f, "config.json", model_type="mamba"), "'mamba' is not supported: supported are llama"),
+        (lambda f: rewrite(f, "config.json", model_type="mamba"), "'mamba' is not supported: supported are gemma2"),
         (lambda f: rewrite(f, "config.json", hidden_size=...), "no 'hidden_size'"),
         (lambda f: rewrite(f, "config.json", hidden_size="big"), "hidden_size"),
         (lambda f: rewrite(f, "config.json", num_hidden_layers=0), "num_layers = 0"),

@@ -355,6 +355,6 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(SpecbeamError, match="'mamba' is not supported: supported are llama, mistral, qwen2"):
+    with pytest.raises(SpecbeamError, match="'mamba' is not supported: supported are gemma2, gemma3_text, gpt2"):
         specbeam.load(tmp_path / "m.gguf", backend="torch")
     assert open_checkpoint(tmp_path / "m.gguf").facts.architecture == "mamba"

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from specbeam.checkpoints.architectures import sources
+from specbeam.checkpoints.architecture import Architecture, tensor_names
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.errors import SpecbeamError
 
 Piece = tuple[int, Callable[[], object]]
@@ -86,9 +87,14 @@ class Checkpoint(ABC):
         """The tokens that end a text."""
 
     @property
+    def architecture(self) -> Architecture:
+        """What is particular about the model's architecture. Raises SpecbeamError if it cannot be run."""
+        return ARCHITECTURES[self.config.architecture]
+
+    @property
     @abstractmethod
-    def column(self) -> int:
-        """The column of architectures.TENSORS that has its tensors' names."""
+    def modules(self) -> Mapping[str, str]:
+        """The names of our modules in its files, by our names: see :class:`Architecture`."""
 
     @property
     @abstractmethod
@@ -132,7 +138,7 @@ class Checkpoint(ABC):
 
     def sources(self, name: str) -> list[str]:
         """The tensors that make up one of our parameters, stacked along their rows."""
-        return sources(name, self.column, self.config.architecture)
+        return tensor_names(name, self.modules)
 
     def check_tokenizer(self, vocab_size: int) -> None:
         """Raises SpecbeamError if the tokenizer makes tokens of a text that a model with so many does not have.

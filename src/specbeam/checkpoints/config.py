@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,33 @@ class Rope:
 def rope_frequencies(theta: float, dim: int) -> list[float]:
     """Rotary frequencies without scaling (Su et al. 2021, 3.2.2)."""
     return [theta ** (-i / dim) for i in range(0, dim, 2)]
+
+
+def llama3_divisors(
+    theta: float, dim: int, factor: float, low: float, high: float, trained: float
+) -> tuple[float, ...]:
+    """Llama 3.1's rotary scaling: it stretches long wavelengths by factor, keeps short ones, and blends between.
+
+    Args:
+        low, high: wavelengths over trained / low are stretched. Those under trained / high are kept.
+        trained: context length before the stretch.
+    """
+    divisors = []
+    for frequency in rope_frequencies(theta, dim):
+        turns = trained * frequency / (2 * math.pi)
+        kept = min(max((turns - low) / (high - low), 0.0), 1.0)
+        divisors.append(1 / ((1 - kept) / factor + kept))
+    return tuple(divisors)
+
+
+def longrope_scale(factor: float, trained: float) -> float:
+    """LongRoPE's attention factor (Ding et al. 2024, 3.2).
+
+    Args:
+        factor: the context length now, as a multiple of the trained one.
+        trained: context length in the first training.
+    """
+    return math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
 
 
 @dataclass(frozen=True)
@@ -138,7 +166,17 @@ class Config:
         return len(self.layers)
 
 
+def make_layers(number: Any, tensors: Sized, layer: Callable[[int], Layer]) -> tuple[Layer, ...]:
+    """The layers of a model. Refuses a number above the number of tensors, before any layer is made."""
+    if size("num_layers", number) > len(tensors):
+        raise SpecbeamError(
+            f"the model's configuration says {number} layers, but there are only {len(tensors)} tensors"
+        )
+    return tuple(layer(i) for i in range(number))
+
+
 def size(name: str, value: Any) -> int:
+    """The value, if it is a size. Raises SpecbeamError if it is not."""
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
         raise SpecbeamError(f"the model's configuration says {name} = {value!r}, which is no size")
     return value

@@ -14,9 +14,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specbeam.checkpoints.architectures import ARCHITECTURES, GPT2, GPT_NEOX, LLAMA, config_from_hugging_face
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.folder_config import config_from_hugging_face
 from specbeam.errors import SpecbeamError, Unsupported
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -144,8 +144,8 @@ class FolderCheckpoint(Checkpoint):
         return DTYPES.get(most, most)
 
     @property
-    def column(self) -> int:
-        return ARCHITECTURES[self.config.architecture].get("names", LLAMA)
+    def modules(self) -> Mapping[str, str]:
+        return self.architecture.folder_tensors
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -159,31 +159,24 @@ class FolderCheckpoint(Checkpoint):
 
     def shape(self, source: str) -> tuple[int, ...]:
         shape = self.shapes[source]
-        return shape[::-1] if self._transposed(source) else shape
+        return shape[::-1] if self.architecture.stores_transposed(source) else shape
 
     def piece_rows(self, source: str, elements: int) -> int:
-        return self.config.head_dim if self._by_head(source) else super().piece_rows(source, elements)
+        if self.architecture.stores_qkv_by_head(source):
+            return self.config.head_dim
+        return super().piece_rows(source, elements)
 
     def read(self, source: str, start: int, stop: int) -> Tensor:
-        if self._by_head(source):  # (heads, 3, head_dim) in the file, (3, heads, head_dim) here
+        architecture = self.architecture
+        if architecture.stores_qkv_by_head(source):  # (heads, 3, head_dim) in the file, (3, heads, head_dim) here
             config = self.config
             part, head = divmod(start // config.head_dim, config.num_heads)
             start, stop = (first := (3 * head + part) * config.head_dim), first + stop - start
-        # Opened anew each time: the pages a mapping has touched count as ours for as long as it is open.
+        # Open the file for each piece: pages that a mapping has touched count as ours until it is closed.
         with safe_open(self._files[source], "pt") as tensors:
             whole = tensors.get_slice(source)
-            piece: Tensor = whole[:, start:stop].t() if self._transposed(source) else whole[start:stop]
-        # Gemma's norms scale by 1 more than their weights.
-        return piece.float() + 1 if source.endswith("norm.weight") and self._is_gemma else piece
-
-    @property
-    def _is_gemma(self) -> bool:
-        return self.config.architecture.startswith("gemma")
-
-    def _transposed(self, source: str) -> bool:
-        """GPT-2's matrices are [in, out], but for the embeddings."""
-        return self.column == GPT2 and ".c_" in source and source.endswith(".weight")
-
-    def _by_head(self, source: str) -> bool:
-        """GPT-NeoX keeps query, key and value of a head together."""
-        return self.column == GPT_NEOX and ".query_key_value." in source
+            transposed = architecture.stores_transposed(source)
+            piece: Tensor = whole[:, start:stop].t() if transposed else whole[start:stop]
+        if architecture.folder_norm_offset and source.endswith("norm.weight"):
+            return piece.float() + architecture.folder_norm_offset
+        return piece

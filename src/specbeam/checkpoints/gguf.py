@@ -18,9 +18,9 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.checkpoints.architectures import GGUF, GGUF_INTERLEAVES_ROPE, config_from_gguf
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.gguf_config import DIVISORS, config_from_gguf
 from specbeam.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
 from specbeam.errors import SpecbeamError
 
@@ -48,8 +48,7 @@ class GGUFCheckpoint(Checkpoint):
         SpecbeamError: the file is truncated, damaged, or not a GGUF file.
     """
 
-    column = GGUF
-    ignored = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+    ignored = DIVISORS
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -102,7 +101,7 @@ class GGUFCheckpoint(Checkpoint):
     def config(self) -> Config:
         divisors = {
             name: tuple(self._read(name, 0, self.shapes[name][0]).flatten().tolist())
-            for name in self.ignored
+            for name in DIVISORS
             if name in self._tensors
         }
         return config_from_gguf(self.metadata, self.shapes, divisors)
@@ -127,6 +126,10 @@ class GGUFCheckpoint(Checkpoint):
             if kind == CONTROL and token in END_OF_TEXT
         }
         return frozenset({i for i in named if i is not None} | known)
+
+    @property
+    def modules(self) -> Mapping[str, str]:
+        return self.architecture.gguf_tensors
 
     @property
     def dtype(self) -> str:
@@ -172,7 +175,7 @@ class GGUFCheckpoint(Checkpoint):
         return rows
 
     def _interleaved(self, source: str) -> bool:
-        return self.config.architecture in GGUF_INTERLEAVES_ROPE and (".attn_q." in source or ".attn_k." in source)
+        return self.architecture.gguf_interleaves_rope and (".attn_q." in source or ".attn_k." in source)
 
     def _read(self, source: str, start: int, stop: int) -> Tensor:
         tensor = self._tensors[source]

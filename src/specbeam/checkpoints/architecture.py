@@ -1,0 +1,101 @@
+"""The base of the architectures in :mod:`specbeam.checkpoints.families`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from specbeam.checkpoints.config import Config
+
+
+class Architecture:
+    """A decoder-only transformer as checkpoints name and describe it. A subclass states how it differs from Llama.
+
+    Attributes:
+        name: ``model_type`` in config.json.
+        gguf_name: ``general.architecture`` in GGUF files; None if its files carry the name of another architecture.
+        features: fields of :class:`Config` that all models of the architecture share.
+        folder_tensors: for each module of ours, the name of the module in a folder's files. N stands for the layer.
+            ``{q,k,v}`` stands for several modules, whose rows are stacked in this order.
+        gguf_tensors: the same for GGUF files.
+        folder_norm_offset: added to the norm weights of a folder. In GGUF files it is added already.
+        gguf_interleaves_rope: GGUF files interleave the two halves of each query and key head.
+    """
+
+    name: ClassVar[str]
+    gguf_name: ClassVar[str | None]
+    features: ClassVar[dict[str, Any]] = {}
+    folder_tensors: ClassVar[dict[str, str]] = {
+        "embedding": "model.embed_tokens",
+        "blocks.N.attention_norm": "model.layers.N.input_layernorm",
+        "blocks.N.attention.qkv": "model.layers.N.self_attn.{q,k,v}_proj",
+        "blocks.N.attention.q_norm": "model.layers.N.self_attn.q_norm",
+        "blocks.N.attention.k_norm": "model.layers.N.self_attn.k_norm",
+        "blocks.N.attention.output": "model.layers.N.self_attn.o_proj",
+        "blocks.N.mlp_norm": "model.layers.N.post_attention_layernorm",
+        "blocks.N.mlp.gate_up": "model.layers.N.mlp.{gate,up}_proj",
+        "blocks.N.mlp.down": "model.layers.N.mlp.down_proj",
+        "norm": "model.norm",
+        "head": "lm_head",
+    }
+    gguf_tensors: ClassVar[dict[str, str]] = {
+        "embedding": "token_embd",
+        "positions": "position_embd",
+        "blocks.N.attention_norm": "blk.N.attn_norm",
+        "blocks.N.attention.qkv": "blk.N.attn_{q,k,v}",
+        "blocks.N.attention.q_norm": "blk.N.attn_q_norm",
+        "blocks.N.attention.k_norm": "blk.N.attn_k_norm",
+        "blocks.N.attention.output": "blk.N.attn_output",
+        "blocks.N.post_attention_norm": "blk.N.post_attention_norm",
+        "blocks.N.mlp_norm": "blk.N.ffn_norm",
+        "blocks.N.mlp.gate_up": "blk.N.ffn_{gate,up}",
+        "blocks.N.mlp.up": "blk.N.ffn_up",
+        "blocks.N.mlp.down": "blk.N.ffn_down",
+        "blocks.N.post_mlp_norm": "blk.N.post_ffw_norm",
+        "norm": "output_norm",
+        "head": "output",
+    }
+    folder_norm_offset: ClassVar[float] = 0.0
+    gguf_interleaves_rope: ClassVar[bool] = False
+
+    def refine_folder_config(self, config: Config, given: Any) -> Config:
+        """Add to a configuration the options of config.json that only this architecture has.
+
+        Args:
+            config: read by the rules that all architectures share.
+            given: the configuration object of transformers.
+        """
+        return config
+
+    def refine_gguf_config(self, config: Config, metadata: Mapping[str, Any]) -> Config:
+        """Add to a configuration the facts that only this architecture has, or that its GGUF files leave out.
+
+        Args:
+            config: read by the rules that all architectures share.
+            metadata: the file's keys for this architecture, without ``gguf_name`` and the dot.
+        """
+        return config
+
+    def stores_transposed(self, source: str) -> bool:
+        """Whether a folder stores this tensor as [in, out]."""
+        return False
+
+    def stores_qkv_by_head(self, source: str) -> bool:
+        """Whether the rows of this tensor in a folder are (heads, 3, head_dim). Ours are (3, heads, head_dim)."""
+        return False
+
+
+def tensor_names(parameter: str, modules: Mapping[str, str]) -> list[str]:
+    """The tensors of a file whose rows are stacked to one parameter of ours.
+
+    Args:
+        parameter: such as ``blocks.3.mlp.down.weight``.
+        modules: ``folder_tensors`` or ``gguf_tensors`` of an architecture.
+    """
+    module, _, kind = parameter.rpartition(".")
+    block = re.fullmatch(r"blocks\.(\d+)\.(.*)", module)
+    theirs = re.sub(r"\bN\b", block[1], modules[f"blocks.N.{block[2]}"]) if block else modules[module]
+    several = re.fullmatch(r"(.*)\{(.*)\}(.*)", theirs)
+    stacked = [several[1] + part + several[3] for part in several[2].split(",")] if several else [theirs]
+    return [f"{name}.{kind}" for name in stacked]

@@ -1,0 +1,89 @@
+"""Gemma 2 and 3. They add norms after attention and MLP, scaled embeddings, and a few layers that see the whole text.
+
+A folder stores norm weights less 1. GGUF files leave out which layers see the whole text, and the attention scale of
+the largest model. Both follow llama.cpp here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.config import Config, Layer, Rope
+
+
+class Gemma(Architecture):
+    """The features that Gemma 2 and Gemma 3 share.
+
+    Attributes:
+        global_layer_period: the last layer of each group of this size sees the whole text. The other layers slide.
+        largest_depth: the number of layers of the largest model. Its attention is scaled by hidden_size / num_heads.
+    """
+
+    features: ClassVar = {"activation": "gelu_tanh", "post_norms": True}
+    folder_tensors: ClassVar = Architecture.folder_tensors | {
+        "blocks.N.post_attention_norm": "model.layers.N.post_attention_layernorm",
+        "blocks.N.mlp_norm": "model.layers.N.pre_feedforward_layernorm",
+        "blocks.N.post_mlp_norm": "model.layers.N.post_feedforward_layernorm",
+    }
+    folder_norm_offset = 1.0
+    global_layer_period: int
+    largest_depth: int
+
+    def refine_folder_config(self, config: Config, given: Any) -> Config:
+        scaled_by = config.head_dim if given.query_pre_attn_scalar is None else given.query_pre_attn_scalar
+        return replace(
+            config,
+            embedding_scale=config.hidden_size**0.5,
+            attention_scale=float(scaled_by) ** -0.5,
+            attention_softcap=given.attn_logit_softcapping,
+            logits_softcap=given.final_logit_softcapping,
+        )
+
+    def refine_gguf_config(self, config: Config, metadata: Mapping[str, Any]) -> Config:
+        if config.num_layers == self.largest_depth:
+            config = replace(config, attention_scale=(config.hidden_size // config.num_heads) ** -0.5)
+        return replace(
+            config,
+            embedding_scale=config.hidden_size**0.5,
+            attention_softcap=metadata.get("attn_logit_softcapping"),
+            logits_softcap=metadata.get("final_logit_softcapping"),
+            layers=tuple(
+                replace(layer, window=None)
+                if i % self.global_layer_period == self.global_layer_period - 1
+                else self.sliding_layer(layer, metadata)
+                for i, layer in enumerate(config.layers)
+            ),
+        )
+
+    def sliding_layer(self, layer: Layer, metadata: Mapping[str, Any]) -> Layer:
+        """A sliding layer of a GGUF file, by the layer that its metadata describe."""
+        return layer
+
+
+class Gemma2(Gemma):
+    """Gemma 2 (Gemma Team 2024). It caps the logits of the attention and of the tokens."""
+
+    name = "gemma2"
+    gguf_name = "gemma2"
+    global_layer_period = 2
+    largest_depth = 46
+
+
+class Gemma3(Gemma):
+    """The text model of Gemma 3 (Gemma Team 2025). Its sliding layers rotate with frequencies of their own."""
+
+    name = "gemma3_text"
+    gguf_name = "gemma3"
+    features: ClassVar = Gemma.features | {"qk_norm": True}
+    global_layer_period = 6
+    largest_depth = 62
+
+    def sliding_layer(self, layer: Layer, metadata: Mapping[str, Any]) -> Layer:
+        theta = float(metadata.get("rope.freq_base_swa", 10000.0))
+        return layer if layer.rope is None else replace(layer, rope=Rope(theta, layer.rope.dim))
+
+
+ARCHITECTURES = (Gemma2(), Gemma3())

@@ -1,0 +1,54 @@
+"""GPT-2. Positions are learned embeddings, and norms and products have biases.
+
+A folder stores most matrices as [in, out], the layout of transformers' ``Conv1D``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.config import Config
+
+
+class GPT2(Architecture):
+    """GPT-2 (Radford et al. 2019)."""
+
+    name = "gpt2"
+    gguf_name = "gpt2"
+    features: ClassVar = {
+        "norm": "layer",
+        "gated_mlp": False,
+        "learned_positions": True,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+    }
+    folder_tensors: ClassVar = {
+        "embedding": "transformer.wte",
+        "positions": "transformer.wpe",
+        "blocks.N.attention_norm": "transformer.h.N.ln_1",
+        "blocks.N.attention.qkv": "transformer.h.N.attn.c_attn",
+        "blocks.N.attention.output": "transformer.h.N.attn.c_proj",
+        "blocks.N.mlp_norm": "transformer.h.N.ln_2",
+        "blocks.N.mlp.up": "transformer.h.N.mlp.c_fc",
+        "blocks.N.mlp.down": "transformer.h.N.mlp.c_proj",
+        "norm": "transformer.ln_f",
+        "head": "lm_head",
+    }
+    gguf_tensors: ClassVar = Architecture.gguf_tensors | {"blocks.N.attention.qkv": "blk.N.attn_qkv"}
+
+    def refine_folder_config(self, config: Config, given: Any) -> Config:
+        width = 4 * config.hidden_size if given.n_inner is None else given.n_inner
+        return replace(config, intermediate_size=width, num_kv_heads=config.num_heads)
+
+    def refine_gguf_config(self, config: Config, metadata: Mapping[str, Any]) -> Config:
+        return replace(config, activation="gelu_tanh")
+
+    def stores_transposed(self, source: str) -> bool:
+        return ".c_" in source and source.endswith(".weight")
+
+
+ARCHITECTURES = (GPT2(),)

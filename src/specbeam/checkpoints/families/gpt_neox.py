@@ -1,0 +1,45 @@
+"""GPT-NeoX and Pythia. Attention and MLP run in parallel, each with its own LayerNorm.
+
+A folder keeps query, key and value of a head together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.config import Config
+
+
+class GPTNeoX(Architecture):
+    """GPT-NeoX (Black et al. 2022) and Pythia (Biderman et al. 2023)."""
+
+    name = "gpt_neox"
+    gguf_name = "gptneox"
+    features: ClassVar = {"norm": "layer", "gated_mlp": False, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
+    folder_tensors: ClassVar = {
+        "embedding": "gpt_neox.embed_in",
+        "blocks.N.attention_norm": "gpt_neox.layers.N.input_layernorm",
+        "blocks.N.attention.qkv": "gpt_neox.layers.N.attention.query_key_value",
+        "blocks.N.attention.output": "gpt_neox.layers.N.attention.dense",
+        "blocks.N.mlp_norm": "gpt_neox.layers.N.post_attention_layernorm",
+        "blocks.N.mlp.up": "gpt_neox.layers.N.mlp.dense_h_to_4h",
+        "blocks.N.mlp.down": "gpt_neox.layers.N.mlp.dense_4h_to_h",
+        "norm": "gpt_neox.final_layer_norm",
+        "head": "embed_out",
+    }
+    gguf_tensors: ClassVar = Architecture.gguf_tensors | {"blocks.N.attention.qkv": "blk.N.attn_qkv"}
+
+    def refine_folder_config(self, config: Config, given: Any) -> Config:
+        return replace(config, parallel=bool(given.use_parallel_residual), num_kv_heads=config.num_heads)
+
+    def refine_gguf_config(self, config: Config, metadata: Mapping[str, Any]) -> Config:
+        return replace(config, activation="gelu")
+
+    def stores_qkv_by_head(self, source: str) -> bool:
+        return ".query_key_value." in source
+
+
+ARCHITECTURES = (GPTNeoX(),)

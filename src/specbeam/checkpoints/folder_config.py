@@ -1,0 +1,152 @@
+"""A config.json of transformers as a :class:`Config`, by the rules that all architectures share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.config import (
+    Config,
+    Layer,
+    Rope,
+    llama3_divisors,
+    longrope_scale,
+    make_layers,
+)
+from specbeam.checkpoints.families import ARCHITECTURES, require_supported
+from specbeam.errors import SpecbeamError, Unsupported
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+"""Our names of the activations, by the names in transformers."""
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+"""The keys without which a config.json is refused. transformers would take defaults for them."""
+UNSUPPORTED_FLAGS = ("qk_layernorm", "scale_attn_by_inverse_layer_idx", "use_bidirectional_attention")
+
+
+def config_from_hugging_face(given: Mapping[str, Any], tensors: Collection[str]) -> Config:
+    """The configuration in a ``config.json`` of transformers 4 or 5.
+
+    Args:
+        given: the content of the file.
+        tensors: the names of the tensors beside it.
+
+    Raises:
+        Unsupported: an architecture or a feature that specbeam lacks.
+        SpecbeamError: a key is missing, or its value is wrong.
+    """
+    name = str(given.get("model_type"))
+    require_supported(name)
+
+    from transformers import CONFIG_MAPPING
+
+    try:
+        kind = CONFIG_MAPPING[name]
+        for key in SIZES:
+            if key not in given and kind.attribute_map.get(key) not in given:
+                raise SpecbeamError(f"config.json has no {key!r}: it is not that of a {name} model")
+        # transformers knows the keys of its older versions, and the default of each key.
+        return _read(ARCHITECTURES[name], kind.from_dict(dict(given)), tensors)
+    except SpecbeamError:
+        raise
+    except Exception as error:  # transformers checks the values, and lets any exception pass
+        reason = " ".join(str(error).split())
+        raise SpecbeamError(f"config.json cannot be read as that of a {name} model: {reason}") from None
+
+
+def _read(architecture: Architecture, given: Any, tensors: Collection[str]) -> Config:
+    def get(*names: str, otherwise: Any = None) -> Any:
+        return next((v for name in names if (v := getattr(given, name, None)) is not None), otherwise)
+
+    for flag in UNSUPPORTED_FLAGS:
+        if get(flag):
+            raise Unsupported(f"{flag} is not supported for {architecture.name}")
+    if not get("scale_attn_weights", otherwise=True):
+        raise Unsupported(f"scale_attn_weights=False is not supported for {architecture.name}")
+    activation = get("hidden_activation", "hidden_act", "activation_function")
+    if activation not in ACTIVATIONS:
+        raise Unsupported(f"activation {activation!r} is not supported: supported are {', '.join(ACTIVATIONS)}")
+    features: dict[str, Any] = {
+        "activation": ACTIVATIONS[activation],
+        "mlp_bias": bool(get("mlp_bias")),
+    } | architecture.features
+    if (bias := get("attention_bias")) is not None:
+        features |= {"qkv_bias": bool(bias), "output_bias": bool(bias)}
+
+    hidden, heads = given.hidden_size, given.num_attention_heads
+    head_dim = get("head_dim", otherwise=hidden // heads)
+    context = given.max_position_embeddings
+    window, kinds = get("sliding_window"), get("layer_types")
+    ropes = get("rope_parameters", otherwise={})
+
+    def layer(i: int) -> Layer:
+        kind = kinds[i] if kinds else "sliding_attention" if window else "full_attention"
+        if kind not in ("sliding_attention", "full_attention"):
+            raise Unsupported(f"layers of kind {kind!r} are not supported")
+        rope = None
+        if not features.get("learned_positions"):
+            parameters = ropes.get(kind, ropes)
+            rotated = parameters.get("partial_rotary_factor") or get("partial_rotary_factor", otherwise=1.0)
+            rope = rope_from_transformers(parameters, int(head_dim * rotated), context)
+        return Layer(rope, window if kind == "sliding_attention" else None)
+
+    layers = make_layers(given.num_hidden_layers, tensors, layer)
+    if ropes.get("rope_type") == "longrope":  # a longer text would change the rotation of all of its tokens
+        context = min(context, int(ropes["original_max_position_embeddings"]))
+    head = architecture.folder_tensors["head"] + ".weight"
+    config = Config(
+        architecture=architecture.name,
+        vocab_size=given.vocab_size,
+        hidden_size=hidden,
+        intermediate_size=get("intermediate_size", otherwise=4 * hidden),
+        layers=layers,
+        num_heads=heads,
+        num_kv_heads=get("num_key_value_heads", otherwise=heads),
+        head_dim=head_dim,
+        context_length=context,
+        norm_eps=float(get("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", otherwise=1e-6)),
+        attention_scale=float(head_dim) ** -0.5,
+        tied_head=bool(get("tie_word_embeddings", otherwise=head not in tensors)),
+        **features,
+    )
+    return architecture.refine_folder_config(config, given)
+
+
+def rope_from_transformers(given: Mapping[str, Any], dim: int, context: int) -> Rope:
+    """A dictionary ``rope_parameters`` of transformers 5 as a :class:`Rope`.
+
+    Args:
+        dim: how many features of a head are rotated.
+        context: ``max_position_embeddings``.
+
+    Raises:
+        Unsupported: a kind of rope scaling that specbeam lacks.
+    """
+    theta = float(given.get("rope_theta", 10000.0))
+    kind = given.get("rope_type") or given.get("type") or "default"
+    if kind == "default":
+        return Rope(theta, dim)
+    if kind == "linear":
+        return Rope(theta, dim, (float(given["factor"]),) * (dim // 2))
+    if kind == "llama3":
+        divisors = llama3_divisors(
+            theta,
+            dim,
+            factor=float(given["factor"]),
+            low=float(given["low_freq_factor"]),
+            high=float(given["high_freq_factor"]),
+            trained=float(given["original_max_position_embeddings"]),
+        )
+        return Rope(theta, dim, divisors)
+    if kind == "longrope":
+        trained = float(given["original_max_position_embeddings"])
+        factor = float(given.get("factor") or context / trained)
+        scale = given.get("attention_factor") or longrope_scale(factor, trained)
+        return Rope(theta, dim, tuple(map(float, given["short_factor"])), float(scale))
+    raise Unsupported(f"rope scaling {kind!r} is not supported: supported are default, linear, llama3, longrope")

@@ -1,0 +1,33 @@
+"""The families of architectures: found by their files, and each checked against transformers."""
+
+import pytest
+from gguf.constants import MODEL_ARCH_NAMES
+from transformers import CONFIG_MAPPING
+
+from specbeam.checkpoints import families
+from specbeam.checkpoints.architecture import tensor_names
+from tests.backends.test_conformance import FAMILIES
+from tests.conftest import random_model
+
+
+def test_every_architecture_is_compared_with_transformers():
+    compared = {random_model(architecture, **changes).config.model_type for architecture, changes in FAMILIES.values()}
+    assert compared == set(families.ARCHITECTURES)
+
+
+def test_names_are_names_of_transformers_and_of_llama_cpp():
+    assert set(families.ARCHITECTURES) <= set(CONFIG_MAPPING)
+    assert set(families.GGUF_ARCHITECTURES) <= set(MODEL_ARCH_NAMES.values())
+
+
+@pytest.mark.parametrize(
+    ("parameter", "names"),
+    [
+        ("embedding.weight", ["embed.weight"]),
+        ("blocks.12.mlp.down.bias", ["h.12.N_down.bias"]),
+        ("blocks.3.attention.qkv.weight", ["h.3.q_x.weight", "h.3.k_x.weight", "h.3.v_x.weight"]),
+    ],
+)
+def test_names_of_tensors(parameter, names):
+    modules = {"embedding": "embed", "blocks.N.mlp.down": "h.N.N_down", "blocks.N.attention.qkv": "h.N.{q,k,v}_x"}
+    assert tensor_names(parameter, modules) == names
