@@ -109,7 +109,7 @@ class NoCache(TreeCache):
         return k.transpose(0, 1), v.transpose(0, 1)
 
 
-def static_cache(backend: Backend, length: int) -> Any:
+def static_cache(backend: Backend[Any], length: int) -> Any:
     """A cache with room for the whole text from the start, so that neither its shape nor its place ever changes."""
     cache = backend.new_cache(length)
     cache.reserve(length)
@@ -118,7 +118,7 @@ def static_cache(backend: Backend, length: int) -> Any:
     return cache
 
 
-def through(backend: Backend) -> Forward:
+def through(backend: Backend[Any]) -> Forward:
     """The pass of a backend that is not torch, called as a Transformer's: one text, in slots that are in use."""
 
     def forward(tokens: Tensor, positions: Tensor, segments: list[TreeSegment], wanted: Tensor) -> Tensor:

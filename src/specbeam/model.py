@@ -34,7 +34,7 @@ class LanguageModel:
     """
 
     source: str
-    backend: Backend
+    backend: Backend[Any]
     tokenizer: Any
     eos_token_ids: frozenset[int]
     generation_defaults: Mapping[str, Any]
@@ -138,7 +138,7 @@ def load(
     if backend != "cpu" and (quantize != "auto" or threads is not None):
         given = f"quantize={quantize!r}" if quantize != "auto" else f"threads={threads}"
         raise SpecbeamError(f"{given} is for the cpu backend, and this is the {backend} backend: leave it out")
-    loaded: Backend
+    loaded: Backend[Any]
     if backend == "transformers":
         from specbeam.backends.encoder_decoder import backend_of
         from specbeam.backends.transformers import load_model

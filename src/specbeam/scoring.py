@@ -6,6 +6,7 @@ The continuations of one context are a tree: the context is evaluated once, and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -116,7 +117,7 @@ class Continuations:
         self._slots = Slots(tree, lm.backend, len(tree))
         self.pending = self._slots.missing(self._after) if scored else self._after
 
-    def segment(self, nodes: Nodes) -> Segment:
+    def segment(self, nodes: Nodes) -> Segment[Any]:
         """The tree's part of a pass over some of its pending nodes."""
         return self._slots.segment(nodes, wanted=np.flatnonzero(np.isin(nodes, self._after)))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -12,31 +12,35 @@ from torch import Tensor
 
 
 class Cache(Protocol):
-    """Keys and values of one token tree on one backend, in slots numbered from 0. Where they lie is its own affair."""
+    """Keys and values of one token tree on one backend, in slots numbered from 0. The backend chooses the layout."""
 
     capacity: int
 
     def reserve(self, slots: int) -> None:
-        """Make room for at least so many slots; what is stored stays. May be tried again after it failed."""
+        """Make room for at least this many slots, and keep the stored ones. After a failure it may be tried again."""
+
+
+C = TypeVar("C", bound=Cache)
+C_co = TypeVar("C_co", bound=Cache, covariant=True)
 
 
 @dataclass(frozen=True)
-class Segment:
+class Segment(Generic[C_co]):
     """The nodes of one token tree that one pass evaluates.
 
     Attributes:
-        cache: the tree's cache; it has room for ``length`` slots.
+        cache: the tree's cache, with room for ``length`` slots.
         tokens: token ids, int64 [n].
         positions: positions in the text, int64 [n].
         slots: where the nodes' keys and values go, int64 [n].
-        length: the slots in use, those of this pass included, are below this.
-        visible: bool [n, length], true where a node attends: its ancestors' slots and its own. None when all slots
-            are visible to all of the nodes.
-        wanted: which of the n nodes' logits are to be returned, int64 [w].
-        vocab: those of so many first tokens are enough; None for all.
+        length: all slots in use are below it, the slots of this pass included.
+        visible: bool [n, length], true where a node attends: the slots of its ancestors and its own. None if every
+            node sees every slot.
+        wanted: the nodes whose logits are returned, as indices into the n nodes, int64 [w].
+        vocab: only the logits of the first ``vocab`` tokens are needed; None for all tokens.
     """
 
-    cache: Cache
+    cache: C_co
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
     slots: NDArray[np.int64]
@@ -46,34 +50,36 @@ class Segment:
     vocab: int | None = None
 
 
-def logits_wanted(segments: list[Segment], vocab_size: int) -> int:
-    """Of how many first tokens logits are enough for all segments."""
+def logits_wanted(segments: list[Segment[C]], vocab_size: int) -> int:
+    """The number of first tokens whose logits a pass has to compute."""
     return max(vocab_size if s.vocab is None else min(s.vocab, vocab_size) for s in segments)
 
 
-class Backend(Protocol):
-    """One loaded model on one device. It knows nothing of strategies, requests or trees."""
+class Backend(Protocol[C]):
+    """One loaded model on one device, with caches of one kind. It knows nothing of strategies, requests or trees."""
 
     name: str
     device: torch.device
     vocab_size: int
     context_length: int
     slot_bytes: int
-    """Bytes of keys and values a slot takes."""
+    """Bytes of keys and values per slot."""
     has_threads: bool
-    """Whether its passes run on threads of its own, not on PyTorch's."""
+    """Whether its passes run on its own threads, not on PyTorch's."""
     start_token_ids: list[int] | None
-    """What the texts of a model with an encoder begin with; None for others, whose texts begin with the prompt."""
+    """The first tokens of every text of a model with an encoder. None for others: their texts begin with the prompt."""
 
-    def new_cache(self, most: int) -> Cache:
-        """An empty cache that will never need more than so many slots."""
+    def new_cache(self, most: int) -> C:
+        """An empty cache that will never need more than ``most`` slots."""
 
-    def forward(self, segments: list[Segment]) -> Tensor:
-        """One pass over all nodes of all segments.
+    def forward(self, segments: list[Segment[C]]) -> Tensor:
+        """One pass over all nodes of all segments. It stores the nodes' keys and values.
 
-        Stores the nodes' keys and values, and returns the logits at the wanted nodes, float32 [sum of w, vocab_size]
-        on the backend's device, in the order of the segments. Of tokens that no segment wants the last may be
-        left out. Doing the same pass twice changes nothing.
+        Repeating a pass changes nothing.
+
+        Returns:
+            Logits at the wanted nodes, float32 [sum of w, v] on the backend's device, in the order of the segments. v
+            is at least the largest ``vocab`` of the segments, and at most vocab_size.
         """
 
     def memory_for_caches(self) -> int:
@@ -83,8 +89,12 @@ class Backend(Protocol):
         """Most bytes held so far: device memory on a GPU, the process's memory on a CPU; None if unknown."""
 
 
-class EncodingBackend(Backend, Protocol):
-    """One whose model has an encoder."""
+class EncodingBackend(Backend[C], Protocol[C]):
+    """A backend whose model has an encoder."""
 
-    def encode(self, cache: Any, source: list[int]) -> None:
-        """Let a tree's cache hold what the model makes of the prompt, token ids; before its first pass."""
+    def encode(self, cache: C, source: list[int]) -> None:
+        """Run the encoder over the prompt and keep its output in a tree's cache, before the first pass.
+
+        Args:
+            source: the prompt's token ids.
+        """

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,15 +11,16 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specbeam.backends.contract import Segment
-from specbeam.backends.transformers import CacheOfPass, SlotCache, TransformersBackend
+from specbeam.backends.transformers import CausalBackend, PassCache, SlotCache, TransformersBackend
+from specbeam.compat import positions_can_be_given, positions_given
 
 
 class SourceCache(SlotCache):
-    """A tree's cache, and what its nodes need of the text the encoder has read.
+    """A tree's cache, with the encoder's output for the text that it has read.
 
     Attributes:
-        states: what the encoder made of it, [1, tokens, features].
-        keys, values: what each layer's cross attention makes of that, [1, heads, tokens, head_dim] each.
+        states: the encoder's output, [1, tokens, features].
+        keys, values: the keys and values of each layer's cross-attention, [1, heads, tokens, head_dim] each.
     """
 
     states: Tensor
@@ -31,42 +28,29 @@ class SourceCache(SlotCache):
     values: list[Tensor]
 
 
-class EncoderDecoderBackend(TransformersBackend):
-    """A loaded ``AutoModelForSeq2SeqLM``. The model is not changed, and may be used otherwise between passes.
+class EncoderDecoderBackend(TransformersBackend[SourceCache]):
+    """A loaded ``AutoModelForSeq2SeqLM``.
 
-    Such models take no positions: they count them. During a pass ours take their place, in the modules that turn them
-    into embeddings (BART and its kin) or into biases of the attention (T5).
-
-    Raises:
-        SpecbeamError: a model that cannot be evaluated at the nodes of a tree.
+    The decoders of such models count positions. :func:`specbeam.compat.positions_given` replaces them during a pass.
     """
 
     def __init__(self, model: Any) -> None:
-        decoder = model.get_decoder()
-        self._embeds = getattr(decoder, "embed_positions", None)
-        self._biases = [m for m in decoder.modules() if getattr(m, "has_relative_attention_bias", False)]
-        config = model.generation_config
-        start = config.decoder_start_token_id
+        self._decoder = model.get_decoder()
+        start = model.generation_config.decoder_start_token_id
         start = model.config.bos_token_id if start is None else start
         self.start_token_ids: list[int] | None = [start] if isinstance(start, int) else start
         super().__init__(model)
 
-    def _check(self, config: Any, types: set[str]) -> None:
-        reason = None
+    def _cannot(self, config: Any, types: set[str]) -> str | None:
         if self.model.main_input_name != "input_ids":
-            reason = f"its encoder reads {self.model.main_input_name}, not text"
-        elif not self.model._supports_attention_backend and not self.model._supports_sdpa:
-            reason = "its attention does not follow the mask it is given"
-        elif not self._biases and not self._counts():
-            reason = "its decoder's positions cannot be those of a tree"
-        elif not self.start_token_ids:
-            reason = "it has no decoder_start_token_id"
-        self._refuse(reason)
-
-    def _counts(self) -> bool:
-        """Whether the decoder turns positions into embeddings in one of the ways known here."""
-        parameters = [] if self._embeds is None else [*inspect.signature(self._embeds.forward).parameters]
-        return "position_ids" in parameters or parameters[:2] == ["input_ids", "inputs_embeds"]
+            return f"its encoder reads {self.model.main_input_name}, not text"
+        if not self.model._supports_attention_backend and not self.model._supports_sdpa:
+            return "its attention does not follow the mask it is given"
+        if not positions_can_be_given(self._decoder):
+            return "its decoder's positions cannot be those of a tree"
+        if not self.start_token_ids:
+            return "it has no decoder_start_token_id"
+        return None
 
     def new_cache(self, most: int) -> SourceCache:
         return SourceCache(most)
@@ -80,7 +64,7 @@ class EncoderDecoderBackend(TransformersBackend):
     def encode(self, cache: SourceCache, source: list[int]) -> None:
         ids = torch.tensor([source], device=self.device)
         cache.states = self.model.get_encoder()(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
-        # A pass over a token of no account makes the layers fill a cache of transformers' own.
+        # Run one dummy token to fill transformers' cross-attention cache.
         filled = EncoderDecoderCache(DynamicCache(), DynamicCache())
         self.model(
             decoder_input_ids=torch.zeros_like(ids[:, :1]),
@@ -91,71 +75,39 @@ class EncoderDecoderBackend(TransformersBackend):
         layers = filled.cross_attention_cache.layers
         cache.keys, cache.values = [layer.keys for layer in layers], [layer.values for layer in layers]
 
-    def _run(self, segments: list[Segment], keep: Tensor) -> Tensor:
-        caches: list[Any] = [s.cache for s in segments]
+    def _run(self, segments: list[Segment[SourceCache]], keep: Tensor) -> Tensor:
+        caches = [s.cache for s in segments]
         crossed = DynamicCache()
         for layer in range(len(caches[0].keys)):
             keys, values = [cache.keys[layer] for cache in caches], [cache.values[layer] for cache in caches]
             crossed.update(torch.cat(keys, dim=2), torch.cat(values, dim=2), layer)
-        with self._at(segments):
+        of_nodes = torch.from_numpy(np.concatenate([s.positions for s in segments])).to(self.device)
+        of_slots = torch.from_numpy(np.concatenate([s.cache.note_positions(s) for s in segments])).to(self.device)
+        with positions_given(self._decoder, of_nodes, of_slots):
             out = self.model(
                 decoder_input_ids=self._row([s.tokens for s in segments]),
                 decoder_attention_mask=self._masks(segments),
                 encoder_outputs=BaseModelOutput(torch.cat([cache.states for cache in caches], dim=1)),
-                attention_mask=self._sources(segments),
-                past_key_values=EncoderDecoderCache(CacheOfPass(segments), crossed),
+                attention_mask=self._source_mask(segments),
+                past_key_values=EncoderDecoderCache(PassCache(segments), crossed),
                 use_cache=True,
             )
         return out.logits[0][keep]
 
-    def _sources(self, segments: list[Segment]) -> Tensor | None:
-        """What the nodes see of the texts that the encoder has read: their own."""
+    def _source_mask(self, segments: list[Segment[SourceCache]]) -> Tensor | None:
+        """Each node sees the source text of its own tree. None if there is only one tree."""
         if len(segments) == 1:
             return None
         nodes = [len(s.tokens) for s in segments]
-        tokens = [s.cache.states.shape[1] for s in segments]  # type: ignore[attr-defined]
-        own = np.arange(len(segments))
-        return self._mask(np.repeat(own, nodes)[:, None] == np.repeat(own, tokens))
-
-    @contextmanager
-    def _at(self, segments: list[Segment]) -> Iterator[None]:
-        """Put the nodes' positions in the place of those the model counts."""
-        of_nodes = torch.from_numpy(np.concatenate([s.positions for s in segments])).to(self.device)
-        known = [s.cache.note_positions(s) for s in segments]  # type: ignore[attr-defined]
-        of_slots = torch.from_numpy(np.concatenate(known)).to(self.device)
-        with ExitStack() as stack:
-            if self._embeds is not None:
-                hook = self._embeds.register_forward_hook(partial(_embed, of_nodes), with_kwargs=True)
-                stack.callback(hook.remove)
-            for attention in self._biases:
-                distances = of_nodes[:, None] - of_slots
-                attention.compute_bias = partial(_bias, attention.compute_bias, distances)
-                stack.callback(delattr, attention, "compute_bias")
-            yield
+        tokens = [s.cache.states.shape[1] for s in segments]
+        trees = np.arange(len(segments))
+        return self._mask(np.repeat(trees, nodes)[:, None] == np.repeat(trees, tokens))
 
 
-def _embed(positions: Tensor, module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-    """The embeddings at positions, int64 [n], of a module that would count them: a text that long has them all."""
-    length = int(positions.max()) + 1
-    parameters = inspect.signature(module.forward).parameters
-    if "position_ids" in parameters:
-        embeddings = module.forward(*args, **(kwargs | {"position_ids": positions}))
-        return embeddings.view(1, len(positions), -1)
-    token = 0 if module.padding_idx else 1  # any but padding, which is not counted
-    text = torch.full((1, length), token, device=positions.device)
-    return module.forward(text)[:, positions]
+def backend_of(model: Any) -> CausalBackend | EncoderDecoderBackend:
+    """The backend for a loaded model of transformers.
 
-
-def _bias(compute: Any, distances: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """T5's bias [1, heads, n, slots] at distances, int64 [n, slots], from what it has for the last token of a text."""
-    length = int(distances.max()) + 1
-    if "past_seen_tokens" in inspect.signature(compute).parameters:
-        last = compute(1, length, past_seen_tokens=length - 1)[0, :, -1]
-    else:
-        last = compute(length, length)[0, :, -1]
-    return last.flip(-1)[:, distances.clamp(0, length - 1)][None]
-
-
-def backend_of(model: Any) -> TransformersBackend:
-    """The backend for a loaded model of transformers."""
-    return EncoderDecoderBackend(model) if model.config.is_encoder_decoder else TransformersBackend(model)
+    Raises:
+        SpecbeamError: a model that cannot be evaluated at the nodes of a tree.
+    """
+    return EncoderDecoderBackend(model) if model.config.is_encoder_decoder else CausalBackend(model)

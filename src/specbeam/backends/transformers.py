@@ -1,14 +1,16 @@
-"""The ``transformers`` backend: any causal language model of transformers, as it was loaded.
+"""The ``transformers`` backend: a model of transformers, as it was loaded.
 
-The nodes of all trees go through the model as one row of tokens with explicit positions. A 4-D attention mask says
-which slots a node sees, one block a tree, and a cache of ours puts keys and values into the slots.
+The nodes of all trees go through the model as one row of tokens with explicit positions. A 4-D attention mask with one
+block per tree states which slots a node sees. A cache of ours puts keys and values into the slots.
 """
 
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,12 +27,35 @@ from specbeam.errors import SpecbeamError
 FULL, SLIDING = "full_attention", "sliding_attention"
 OWN_ATTENTION = ("codegen", "falcon", "gptj", "stablelm")
 """Models that do not attend through transformers' common interface, but do follow mask and positions."""
+UNLIMITED_CONTEXT = 1 << 20
+"""Tokens. For models without a longest text, such as models with relative positions."""
 
 _slot_elements: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
-class TransformersBackend:
-    """A loaded ``AutoModelForCausalLM``. The model is not changed, and may be used otherwise between passes.
+class SlotCache(TreeCache):
+    """A tree's cache that learns the shape of each layer in the first pass. Layers may lie on several devices."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(0, 0, 0, most, torch.float32, torch.device("cpu"))
+
+    @property
+    def elements(self) -> int:
+        """The elements of keys and values per slot."""
+        return sum(t.shape[0] * t.shape[2] for t in (*self._keys, *self._values))
+
+    def store(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        while len(self._keys) <= layer:
+            self._keys.append(k.new_empty(k.shape[1], self.capacity, k.shape[2]))
+            self._values.append(v.new_empty(v.shape[1], self.capacity, v.shape[2]))
+        return super().store(layer, slots, k, v, length)
+
+
+S = TypeVar("S", bound=SlotCache)
+
+
+class TransformersBackend(ABC, Generic[S]):
+    """A loaded model of transformers. It is not changed, and may be used otherwise between passes.
 
     Args:
         model: in evaluation mode, with attention of the kind "sdpa" or "eager".
@@ -58,26 +83,25 @@ class TransformersBackend:
         self.context_length = _context_length(config)
         self.slot_bytes = self._measure_slot() * self.dtype.itemsize
 
+    @abstractmethod
+    def new_cache(self, most: int) -> S:
+        """An empty cache that will never need more than ``most`` slots."""
+
+    @abstractmethod
+    def _cannot(self, config: Any, types: set[str]) -> str | None:
+        """The reason why the model cannot be evaluated at the nodes of a tree, if there is one.
+
+        Args:
+            types: the kinds of its layers.
+        """
+
+    @abstractmethod
+    def _run(self, segments: list[Segment[S]], keep: Tensor) -> Tensor:
+        """Logits [w, vocab] at the nodes to keep, int64 [w]."""
+
     def _check(self, config: Any, types: set[str]) -> None:
         model = self.model
-        lacking = {"attention_mask", "position_ids", "past_key_values"} - set(self._parameters)
-        foreign = types - {FULL, SLIDING}
-        reason = None
-        if model._is_stateful:
-            reason = "it keeps a running state instead of keys and values of each token"
-        elif foreign:
-            reason = f"it has layers of kind {min(foreign)}"
-        elif lacking:
-            reason = f"it takes no {min(lacking)}"
-        elif getattr(config, "alibi", False) or not (
-            model._supports_attention_backend or config.model_type in OWN_ATTENTION
-        ):
-            reason = "its attention does not follow the mask and the positions it is given"
-        self._refuse(reason)
-
-    def _refuse(self, reason: str | None) -> None:
-        model = self.model
-        if reason:
+        if reason := self._cannot(config, types):
             raise SpecbeamError(f"{type(model).__name__} cannot be evaluated at the nodes of a tree: {reason}")
         attention = model.config._attn_implementation
         if attention not in ("sdpa", "eager"):
@@ -85,35 +109,17 @@ class TransformersBackend:
         if model.training:
             raise SpecbeamError("the model is in training mode, where dropout makes it random: call model.eval() first")
 
-    def new_cache(self, most: int) -> SlotCache:
-        return SlotCache(most)
-
     @torch.no_grad()  # inference_mode would leave tensors in the user's model that cannot be trained with
-    def forward(self, segments: list[Segment]) -> Tensor:
+    def forward(self, segments: list[Segment[S]]) -> Tensor:
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
         return self._run(segments, torch.from_numpy(wanted).to(self.device)).float()
 
-    def _run(self, segments: list[Segment], keep: Tensor) -> Tensor:
-        """Logits [w, vocab] at the nodes to keep, int64 [w]."""
-        inputs: dict[str, Any] = {
-            "input_ids": self._row([s.tokens for s in segments]),
-            "position_ids": self._row([s.positions for s in segments]),
-            "attention_mask": self._masks(segments),
-            "past_key_values": CacheOfPass(segments),
-            "use_cache": True,
-        }
-        if "cache_position" in self._parameters:
-            inputs["cache_position"] = inputs["position_ids"][0]
-        if "logits_to_keep" in self._parameters:
-            return self.model(**inputs, logits_to_keep=keep).logits[0]
-        return self.model(**inputs).logits[0][keep]
-
     def _row(self, parts: list[NDArray[np.int64]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts))[None].to(self.device)
 
-    def _masks(self, segments: list[Segment]) -> Tensor | dict[str, Tensor]:
-        """What the nodes see: one mask, or one for each kind of layer if there are several."""
+    def _masks(self, segments: list[Segment[S]]) -> Tensor | dict[str, Tensor]:
+        """The slots that the nodes see: one mask, or one per kind of layer if there are several kinds."""
         shape = sum(len(s.tokens) for s in segments), sum(s.length for s in segments)
         full, near = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
         row = column = 0
@@ -121,7 +127,7 @@ class TransformersBackend:
             block = slice(row, row + len(s.tokens)), slice(column, column + s.length)
             full[block] = True if s.visible is None else s.visible
             if self._window is not None:
-                where = s.cache.note_positions(s)  # type: ignore[attr-defined]  # as new_cache made it
+                where = s.cache.note_positions(s)
                 near[block] = full[block] & (s.positions[:, None] - where < self._window)
             row, column = block[0].stop, block[1].stop
         if self._mixed:
@@ -135,7 +141,7 @@ class TransformersBackend:
         return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
 
     def _measure_slot(self) -> int:
-        """The numbers a slot holds. One token is evaluated to see, once a model: its configuration tells too little."""
+        """The elements per slot, measured by a pass over one token: configurations do not give them. Once per model."""
         if self.model not in _slot_elements:
             cache, zero = self._cache_to_measure(), np.zeros(1, dtype=np.int64)
             cache.reserve(1)
@@ -145,7 +151,7 @@ class TransformersBackend:
             _slot_elements[self.model] = cache.elements
         return _slot_elements[self.model]
 
-    def _cache_to_measure(self) -> SlotCache:
+    def _cache_to_measure(self) -> S:
         return self.new_cache(1)
 
     def memory_for_caches(self) -> int:
@@ -155,28 +161,44 @@ class TransformersBackend:
         return peak_memory(self.device)
 
 
-class SlotCache(TreeCache):
-    """A tree's cache that takes each layer as it comes: layers may differ in shape, and lie on several devices."""
+class CausalBackend(TransformersBackend[SlotCache]):
+    """A loaded ``AutoModelForCausalLM``."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(0, 0, 0, most, torch.float32, torch.device("cpu"))
+    def new_cache(self, most: int) -> SlotCache:
+        return SlotCache(most)
 
-    @property
-    def elements(self) -> int:
-        """The numbers a slot holds."""
-        return sum(t.shape[0] * t.shape[2] for t in (*self._keys, *self._values))
+    def _cannot(self, config: Any, types: set[str]) -> str | None:
+        model = self.model
+        if model._is_stateful:
+            return "it keeps a running state instead of keys and values of each token"
+        if foreign := types - {FULL, SLIDING}:
+            return f"it has layers of kind {min(foreign)}"
+        if lacking := {"attention_mask", "position_ids", "past_key_values"} - set(self._parameters):
+            return f"it takes no {min(lacking)}"
+        follows = model._supports_attention_backend or config.model_type in OWN_ATTENTION
+        if getattr(config, "alibi", False) or not follows:
+            return "its attention does not follow the mask and the positions it is given"
+        return None
 
-    def store(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        while len(self._keys) <= layer:
-            self._keys.append(k.new_empty(k.shape[1], self.capacity, k.shape[2]))
-            self._values.append(v.new_empty(v.shape[1], self.capacity, v.shape[2]))
-        return super().store(layer, slots, k, v, length)
+    def _run(self, segments: list[Segment[SlotCache]], keep: Tensor) -> Tensor:
+        inputs: dict[str, Any] = {
+            "input_ids": self._row([s.tokens for s in segments]),
+            "position_ids": self._row([s.positions for s in segments]),
+            "attention_mask": self._masks(segments),
+            "past_key_values": PassCache(segments),
+            "use_cache": True,
+        }
+        if "cache_position" in self._parameters:
+            inputs["cache_position"] = inputs["position_ids"][0]
+        if "logits_to_keep" in self._parameters:
+            return self.model(**inputs, logits_to_keep=keep).logits[0]
+        return self.model(**inputs).logits[0][keep]
 
 
-class CacheOfPass(Cache):  # type: ignore[misc]  # transformers is untyped
-    """The caches of a pass's trees as transformers sees one: their slots below length, one tree after the other."""
+class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped
+    """The caches of a pass's trees as one cache of transformers: their slots below length, tree after tree."""
 
-    def __init__(self, segments: list[Segment]) -> None:
+    def __init__(self, segments: Sequence[Segment[SlotCache]]) -> None:
         super().__init__(layers=[])
         self._segments = segments
         self._slots = [torch.from_numpy(s.slots) for s in segments]
@@ -184,12 +206,12 @@ class CacheOfPass(Cache):  # type: ignore[misc]  # transformers is untyped
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store keys and values [1, kv_heads, nodes, head_dim]; return those of all slots."""
+        """Store keys and values [1, kv_heads, nodes, head_dim], and return the keys and values of all slots."""
         parts, row = [], 0
         for s, slots in zip(self._segments, self._slots, strict=True):
             rows = slice(row, row := row + len(slots))
             k, v = (states[0, :, rows].transpose(0, 1) for states in (key_states, value_states))
-            parts.append(s.cache.store(layer_idx, slots.to(k.device), k, v, s.length))  # type: ignore[attr-defined]
+            parts.append(s.cache.store(layer_idx, slots.to(k.device), k, v, s.length))
         if len(parts) == 1:
             return parts[0][0][None], parts[0][1][None]
         keys, values = zip(*parts, strict=True)
@@ -201,7 +223,10 @@ class CacheOfPass(Cache):  # type: ignore[misc]  # transformers is untyped
 
 
 def load_model(path: Path, device: str, dtype: str, own: str) -> Any:
-    """A checkpoint as transformers loads it, folder or GGUF file; ``own`` is the dtype of its weights.
+    """A checkpoint as transformers loads it, folder or GGUF file.
+
+    Args:
+        own: the dtype of its weights.
 
     Raises:
         SpecbeamError: no such device or dtype, or transformers cannot load it.
@@ -213,15 +238,15 @@ def load_model(path: Path, device: str, dtype: str, own: str) -> Any:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, **file)
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         return kind.from_pretrained(folder, **how).to(chosen).eval()
-    except Exception as error:  # it raises whatever its parts raise
+    except Exception as error:  # transformers lets any exception pass
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise SpecbeamError(f"transformers cannot load {path}: {reason}") from error
 
 
 def _context_length(config: Any) -> int:
-    """The longest text the model is for."""
+    """Tokens of the longest text for which the model was made."""
     rope = getattr(config, "rope_parameters", None) or {}
-    # Longer texts would change the rotation of all tokens, those in the cache and those of the other trees included.
+    # A longer text would change the rotation of all tokens, also of cached tokens and of the other trees.
     original = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
     length = original or getattr(config, "max_position_embeddings", None)
-    return length or 1 << 20  # where nothing is said, as with relative positions, nothing is exceeded
+    return length or UNLIMITED_CONTEXT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -74,9 +75,9 @@ class PassTimes:
         return float(min([seconds[0] * growth, *seconds[1:]]))
 
 
-_pass_times: WeakKeyDictionary[Backend, PassTimes] = WeakKeyDictionary()
+_pass_times: WeakKeyDictionary[Backend[Any], PassTimes] = WeakKeyDictionary()
 
 
-def pass_times(backend: Backend) -> PassTimes:
+def pass_times(backend: Backend[Any]) -> PassTimes:
     """The times of a backend's passes. They outlive an engine."""
     return _pass_times.setdefault(backend, PassTimes())

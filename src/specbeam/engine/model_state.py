@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 from specbeam.backends.contract import Backend, EncodingBackend
 from specbeam.engine.slots import Slots
@@ -22,7 +22,7 @@ class ModelState:
         nodes: nodes evaluated for the request.
     """
 
-    def __init__(self, backend: Backend, tree: Tree, most_slots: int) -> None:
+    def __init__(self, backend: Backend[Any], tree: Tree, most_slots: int) -> None:
         self.backend = backend
         self.tree = tree
         self.most_slots = most_slots
@@ -34,7 +34,7 @@ class ModelState:
         """Take a cache. A model with an encoder reads the prompt now."""
         self._slots = Slots(self.tree, self.backend, self.most_slots)
         if self.backend.start_token_ids is not None:
-            cast(EncodingBackend, self.backend).encode(self._slots.cache, prompt_ids)
+            cast(EncodingBackend[Any], self.backend).encode(self._slots.cache, prompt_ids)
 
     def close(self) -> None:
         """Give up the cache."""

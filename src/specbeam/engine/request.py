@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -117,7 +118,7 @@ class Request:
     # The rest is between the engine and the request.
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> Backend[Any]:
         """The backend that is to evaluate the pending nodes."""
         return self._state.backend
 
@@ -143,7 +144,7 @@ class Request:
             with self._failing_alone():
                 self._finish([Hypothesis(tree.tip, float(tree.scores(tree.tip)), "cancelled")])
 
-    def segment(self, nodes: Nodes) -> Segment:
+    def segment(self, nodes: Nodes) -> Segment[Any]:
         """The request's part of a pass over some of its pending nodes."""
         wanted = np.flatnonzero(np.isin(nodes, self._wanted))
         return self._state.slots.segment(nodes, wanted, self._vocab)

@@ -25,7 +25,7 @@ class Slots:
         peak: the most slots that were in use at once.
     """
 
-    def __init__(self, tree: Tree, backend: Backend, most: int) -> None:
+    def __init__(self, tree: Tree, backend: Backend[Any], most: int) -> None:
         self.tree = tree
         self.vocab_size = backend.vocab_size
         self.cache = backend.new_cache(most)
@@ -49,7 +49,7 @@ class Slots:
         found.append(trunk[: deepest + 1][self._slot[trunk[: deepest + 1]] == NOWHERE])
         return np.unique(np.concatenate(found))
 
-    def segment(self, nodes: Nodes, wanted: NDArray[np.int64], vocab: int | None = None) -> Segment:
+    def segment(self, nodes: Nodes, wanted: NDArray[np.int64], vocab: int | None = None) -> Segment[Any]:
         """The part of a pass that evaluates these nodes; their ancestors lie in the cache or are among them."""
         self._place(nodes)
         depths = self.tree.depths(nodes)

@@ -6,17 +6,17 @@ model.generate(**inputs, num_beams=4, assistant_model=small, custom_generate=spe
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, GenerationMixin, MaxLengthCriteria
+from transformers import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, logits_process
 
 from specbeam.backends.encoder_decoder import backend_of
+from specbeam.compat import argument_of_generate
 from specbeam.decoding.beam import NEVER
 from specbeam.engine import Engine
 from specbeam.errors import SpecbeamError
@@ -86,8 +86,8 @@ def generate(
         SpecbeamError: something is asked for that specbeam does not have, or a model or a prompt it cannot decode.
     """
     _refuse(model.config.is_encoder_decoder, "models with an encoder, which specbeam.generate does after hf.wrap")
-    assistant_model = assistant_model or _given_to_generate("assistant_model")
-    _refuse((streamer or _given_to_generate("streamer")) is not None, "a streamer")
+    assistant_model = assistant_model or argument_of_generate("assistant_model")
+    _refuse((streamer or argument_of_generate("streamer")) is not None, "a streamer")
     beams = generation_config.num_beams or 1
     returned = generation_config.num_return_sequences or 1
     _check_output(generation_config, beams)
@@ -138,7 +138,7 @@ def generate(
 
 
 def _seed() -> int:
-    """A request's seed, drawn from the source that ``torch.manual_seed`` sets."""
+    """A seed for one request, drawn from the generator that ``torch.manual_seed`` sets."""
     return int(torch.randint(2**63 - 1, ()))
 
 
@@ -216,15 +216,6 @@ def _refuse(asked: bool, what: str) -> None:
 
 
 def _filled(sequences: list[Sequence], beams: int, returned: int) -> list[Sequence]:
-    """As many texts as transformers returns: where fewer beams finish, it fills up with texts of no account."""
+    """As many texts as transformers returns. If fewer beams finish, it fills up with empty texts of the worst score."""
     missing = returned - len(sequences) if beams > 1 else 0
     return sequences + [Sequence("", [], NEVER, "length")] * missing
-
-
-def _given_to_generate(name: str) -> Any:
-    """An argument of ``model.generate`` that it does not pass on: whatever our signature names, it drops its own."""
-    frame = inspect.currentframe()
-    caller = frame.f_back.f_back if frame and frame.f_back else None
-    if caller is None or caller.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
-        return None
-    return caller.f_locals.get(name)

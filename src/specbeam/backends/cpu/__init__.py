@@ -75,7 +75,7 @@ class CpuBackend:
     def new_cache(self, most: int) -> CpuCache:
         return CpuCache(self._model, most, owner=self)
 
-    def forward(self, segments: list[Segment]) -> Tensor:
+    def forward(self, segments: list[Segment[CpuCache]]) -> Tensor:
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)], dtype=np.int64)
         vocab = logits_wanted(segments, self.vocab_size)
@@ -206,14 +206,14 @@ def _new_model(config: Config, threads: int, half: bool, isa: str) -> int:
     return int(model)
 
 
-def _structs(segments: Sequence[Segment]) -> tuple[Any, list[Any]]:
+def _structs(segments: Sequence[Segment[CpuCache]]) -> tuple[Any, list[Any]]:
     """The segments as native code has them, and the arrays they point into."""
     structs, kept = (SegmentStruct * len(segments))(), []
     for struct, s in zip(structs, segments, strict=True):
         arrays: list[NDArray[Any]] = [np.ascontiguousarray(a, np.int64) for a in (s.tokens, s.positions, s.slots)]
         visible = None if s.visible is None else np.ascontiguousarray(s.visible).view(np.uint8)
         kept += [*arrays, visible]
-        struct.cache = s.cache.handle  # type: ignore[attr-defined]  # as new_cache made it
+        struct.cache = s.cache.handle
         struct.nodes, struct.length = len(s.tokens), s.length
         struct.tokens, struct.positions, struct.slots = (a.ctypes.data for a in arrays)
         struct.visible = None if visible is None else visible.ctypes.data

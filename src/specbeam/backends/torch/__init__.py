@@ -47,14 +47,14 @@ class TorchBackend:
         return TreeCache(*self._cache_shape, most=most, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
-    def forward(self, segments: list[Segment]) -> Tensor:
+    def forward(self, segments: list[Segment[TreeCache]]) -> Tensor:
         tokens = np.concatenate([s.tokens for s in segments])
         positions = np.concatenate([s.positions for s in segments])
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
         parts = [
             TreeSegment(
-                cache=s.cache,  # type: ignore[arg-type]  # caches come back as new_cache made them
+                cache=s.cache,
                 rows=slice(start, start + len(s.tokens)),
                 slots=self._index(s.slots),
                 length=s.length,
@@ -66,11 +66,11 @@ class TorchBackend:
         vocab = logits_wanted(segments, self.vocab_size)
         return self.model(to_device[0], to_device[1], parts, to_device[2], vocab).float()
 
-    def _visible(self, segment: Segment) -> dict[int | None, Tensor | None]:
+    def _visible(self, segment: Segment[TreeCache]) -> dict[int | None, Tensor | None]:
         """What the nodes see in layers of each window."""
         masks = dict.fromkeys(self._windows, segment.visible)
         if any(self._windows):
-            positions = segment.cache.note_positions(segment)  # type: ignore[attr-defined]
+            positions = segment.cache.note_positions(segment)
             distance = segment.positions[:, None] - positions
             for window in filter(None, self._windows):
                 if (distance >= window).any():

@@ -43,7 +43,7 @@ class TreeCache:
         for tensor in (*self._keys, *self._values):
             torch._dynamo.mark_static_address(tensor)
 
-    def note_positions(self, segment: Segment) -> NDArray[np.int64]:
+    def note_positions(self, segment: Segment[TreeCache]) -> NDArray[np.int64]:
         """Note where in the text a segment's nodes are; return it for all slots below its length, int64 [length]."""
         self._positions[segment.slots] = segment.positions
         return self._positions[: segment.length]

@@ -1,0 +1,95 @@
+"""Work on transformers from the outside, where it has no interface for what specbeam needs. Two places, no more.
+
+- ``model.generate`` keeps some of its arguments from a ``custom_generate`` function. :func:`argument_of_generate` reads
+  them.
+- Decoders with an encoder count their positions, and take none. :func:`positions_given` replaces the positions for the
+  time of a pass.
+
+Both are tested against transformers' own results, so a release that changes the inside fails a test.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+
+def argument_of_generate(name: str) -> Any:
+    """An argument that the caller gave to ``model.generate``, for the function given to it as ``custom_generate``.
+
+    ``generate`` takes each argument of its own signature for itself, and passes on only the arguments that it does not
+    know. A draft model or a streamer would be lost without a word. So this reads the frame of ``generate``.
+
+    Returns:
+        None if the calling function was not called by ``generate``.
+    """
+    frame = inspect.currentframe()
+    generate = frame.f_back.f_back if frame and frame.f_back else None
+    if generate is None or generate.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
+        return None
+    return generate.f_locals.get(name)
+
+
+def positions_can_be_given(decoder: Any) -> bool:
+    """Whether :func:`positions_given` knows how this decoder turns positions into embeddings or biases."""
+    if _relative(decoder):
+        return True
+    embed = getattr(decoder, "embed_positions", None)
+    parameters = [] if embed is None else [*inspect.signature(embed.forward).parameters]
+    return "position_ids" in parameters or parameters[:2] == ["input_ids", "inputs_embeds"]
+
+
+@contextmanager
+def positions_given(decoder: Any, nodes: Tensor, slots: Tensor) -> Iterator[None]:
+    """Let a decoder use these positions instead of the positions that it counts.
+
+    T5, BART and their relatives take the position of a token to be the number of tokens before it. In a tree, tokens of
+    several branches lie side by side, so the positions differ. While the context lasts, the module for learned
+    positions (BART) has a forward hook, and the attention with relative positions (T5) has another ``compute_bias``.
+
+    Args:
+        nodes: positions of the evaluated nodes, int64 [n].
+        slots: positions of all slots of the cache, int64 [length].
+    """
+    with ExitStack() as stack:
+        if (embed := getattr(decoder, "embed_positions", None)) is not None:
+            hook = embed.register_forward_hook(partial(_embed, nodes), with_kwargs=True)
+            stack.callback(hook.remove)
+        for attention in _relative(decoder):
+            attention.compute_bias = partial(_bias, attention.compute_bias, nodes[:, None] - slots)
+            stack.callback(delattr, attention, "compute_bias")
+        yield
+
+
+def _relative(decoder: Any) -> list[Any]:
+    """The attention modules that have biases for relative positions."""
+    return [module for module in decoder.modules() if getattr(module, "has_relative_attention_bias", False)]
+
+
+def _embed(positions: Tensor, module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+    """The embeddings at positions, int64 [n], from a module that counts them: it embeds a text that has them all."""
+    length = int(positions.max()) + 1
+    parameters = inspect.signature(module.forward).parameters
+    if "position_ids" in parameters:
+        embeddings = module.forward(*args, **(kwargs | {"position_ids": positions}))
+        return embeddings.view(1, len(positions), -1)
+    token = 0 if module.padding_idx else 1  # any token but padding, which is not counted
+    text = torch.full((1, length), token, device=positions.device)
+    return module.forward(text)[:, positions]
+
+
+def _bias(compute: Any, distances: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """T5's bias [1, heads, n, slots] at distances, int64 [n, slots], from the biases of the last token of a text."""
+    length = int(distances.max()) + 1
+    if "past_seen_tokens" in inspect.signature(compute).parameters:
+        last = compute(1, length, past_seen_tokens=length - 1)[0, :, -1]
+    else:
+        last = compute(length, length)[0, :, -1]
+    return last.flip(-1)[:, distances.clamp(0, length - 1)][None]
