@@ -1,10 +1,40 @@
-"""A terminal in memory, with an encoding, and with a user who may press Ctrl-C."""
+"""Commands in this process, on a tiny model with a chat template, and terminals in memory."""
 
 import io
 import signal
 import sys
 
 import pytest
+
+import specbeam
+from specbeam.cli import main
+from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
+
+
+@pytest.fixture(scope="session")
+def folder(save):
+    """The folder of a tiny model with a chat template."""
+    return str(save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE)))
+
+
+@pytest.fixture(scope="session")
+def model(folder):
+    return specbeam.load(folder)
+
+
+@pytest.fixture
+def specbeam_command(capsys):
+    """Runs a command. Returns its exit status, output and errors."""
+
+    def run(*arguments):
+        try:
+            status = main(arguments)
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
 
 
 class Terminal(io.TextIOWrapper):

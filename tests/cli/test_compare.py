@@ -6,33 +6,14 @@ import pytest
 
 import specbeam
 from specbeam.backends.cpu import CpuBackend
-from specbeam.cli import compare, main
-from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
+from specbeam.cli import compare
 
 DEFAULT = ["greedy", "speculative", "beam", "speculative-beam"]
 
 
-@pytest.fixture(scope="module")
-def folder(save):
-    return str(save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE)))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return specbeam.load(folder)
-
-
 @pytest.fixture
-def run(folder, capsys):
-    def run(*arguments, model=folder):
-        try:
-            status = main(["compare", *arguments, "--model", model])
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+def run(folder, specbeam_command):
+    return lambda *arguments, model=folder: specbeam_command("compare", *arguments, "--model", model)
 
 
 def tables(out):

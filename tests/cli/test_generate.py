@@ -12,35 +12,16 @@ import pytest
 import specbeam
 from specbeam.backends.cpu import CpuBackend
 from specbeam.cli import main
-from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, random_model
-
-
-@pytest.fixture(scope="module")
-def folder(save):
-    return str(save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE)))
-
-
-@pytest.fixture(scope="module")
-def model(folder):
-    return specbeam.load(folder)
+from tests.conftest import EOS, random_model
 
 
 @pytest.fixture
-def run(folder, capsys):
-    def run(*arguments, model=folder):
-        where = ("--model", model) if arguments[0] == "generate" else ()
-        try:
-            status = main([*arguments, *where])
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+def run(folder, specbeam_command):
+    return lambda *arguments, model=folder: specbeam_command("generate", *arguments, "--model", model)
 
 
 def test_json_is_the_result_and_nothing_else(run, model):
-    status, out, err = run("generate", "hi", "--json", "--max-new-tokens", "9", "--show-prompt")
+    status, out, err = run("hi", "--json", "--max-new-tokens", "9", "--show-prompt")
     assert status == 0
     assert len(out.splitlines()) == 1
     got, expected = json.loads(out), specbeam.generate(model, "hi", max_new_tokens=9)
@@ -55,7 +36,7 @@ def test_json_is_the_result_and_nothing_else(run, model):
 
 @pytest.mark.parametrize("stream", ["--stream", "--no-stream"])
 def test_text_goes_to_standard_output_and_statistics_to_standard_error(run, model, stream):
-    status, out, err = run("generate", "hi", "--max_new_tokens", "9", stream)
+    status, out, err = run("hi", "--max_new_tokens", "9", stream)
     assert (status, out) == (0, specbeam.generate(model, "hi", max_new_tokens=9).text + "\n")
     assert "9 tokens" in err
 
@@ -77,20 +58,20 @@ def test_every_option_reaches_the_engine(run, model):
     for name, value in options.items():
         for one in value if isinstance(value, list) else [value]:
             arguments += [f"--{name.replace('_', '-')}", str(one)]
-    _, out, _ = run("generate", "hi", *arguments)
+    _, out, _ = run("hi", *arguments)
     expected = specbeam.generate(model, "hi", system="Be brief.", raw=True, do_sample=True, **options)
     assert json.loads(out)["token_ids"] == expected.token_ids
 
 
 def test_the_prompt_can_be_shown(run):
-    _, out, _ = run("generate", "hi", "--show-prompt", "--system", "S", "--max-new-tokens", "1")
+    _, out, _ = run("hi", "--show-prompt", "--system", "S", "--max-new-tokens", "1")
     assert out.startswith("<bos>system: S\n<bos>user: hi\nassistant: \n")
 
 
 def test_a_dash_reads_standard_input(run, monkeypatch):
-    _, expected, _ = run("generate", "two\nlines", "--json", "--max-new-tokens", "5")
+    _, expected, _ = run("two\nlines", "--json", "--max-new-tokens", "5")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"two\nlines\n")))
-    _, out, _ = run("generate", "-", "--json", "--max-new-tokens", "5")
+    _, out, _ = run("-", "--json", "--max-new-tokens", "5")
     assert json.loads(out)["token_ids"] == json.loads(expected)["token_ids"]
 
 
@@ -106,17 +87,17 @@ def test_a_dash_reads_standard_input(run, monkeypatch):
 )
 def test_a_file_of_prompts_gives_one_line_per_prompt(run, model, tmp_path, name, content):
     (tmp_path / name).write_text(content)
-    status, out, _ = run("generate", "--prompts", str(tmp_path / name), "--json", "--max-new-tokens", "6")
+    status, out, _ = run("--prompts", str(tmp_path / name), "--json", "--max-new-tokens", "6")
     assert status == 0
     expected = specbeam.generate(model, ["one", "two", "three"], max_new_tokens=6)
     assert [json.loads(line)["token_ids"] for line in out.splitlines()] == [r.token_ids for r in expected]
-    _, out, _ = run("generate", "--prompts", str(tmp_path / name), "--max-new-tokens", "6")
+    _, out, _ = run("--prompts", str(tmp_path / name), "--max-new-tokens", "6")
     assert out == "".join(r.text + "\n" for r in expected)
 
 
 def test_beams_are_printed_best_first(run, model):
     beams = ["--num-beams", "3", "--num-return-sequences", "2", "--length-penalty", "0.5", "--early-stopping", "never"]
-    _, out, _ = run("generate", "hi", "--json", "--max-new-tokens", "8", *beams)
+    _, out, _ = run("hi", "--json", "--max-new-tokens", "8", *beams)
     options = {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.5, "early_stopping": "never"}
     expected = specbeam.generate(model, "hi", max_new_tokens=8, **options)
     got = json.loads(out)["sequences"]
@@ -145,7 +126,7 @@ def test_beams_are_printed_best_first(run, model):
     ],
 )
 def test_bad_input_is_one_line_and_status_2(run, arguments, says):
-    status, out, err = run("generate", *arguments)
+    status, out, err = run(*arguments)
     assert (status, out) == (2, "")
     assert says in err
     assert len(err.splitlines()) == 1
@@ -166,7 +147,7 @@ def test_bad_input_is_one_line_and_status_2(run, arguments, says):
 )
 def test_a_bad_file_of_prompts_names_the_line(run, tmp_path, name, content, says):
     (tmp_path / name).write_bytes(content)
-    status, out, err = run("generate", "--prompts", str(tmp_path / name))
+    status, out, err = run("--prompts", str(tmp_path / name))
     assert (status, out) == (2, "")
     assert says in err
     assert len(err.splitlines()) == 1
@@ -174,7 +155,7 @@ def test_a_bad_file_of_prompts_names_the_line(run, tmp_path, name, content, says
 
 def test_only_newlines_end_a_line_and_a_byte_order_mark_is_no_text(run, tmp_path):
     (tmp_path / "p.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a\xe2\x80\xa8b"}\r\n')
-    status, out, _ = run("generate", "--prompts", str(tmp_path / "p.jsonl"), "--json", "--max-new-tokens", "4", "--raw")
+    status, out, _ = run("--prompts", str(tmp_path / "p.jsonl"), "--json", "--max-new-tokens", "4", "--raw")
     assert status == 0
     assert json.loads(out)["stats"]["prompt_tokens"] == 5
 
@@ -189,7 +170,7 @@ def test_a_prompt_that_fails_does_not_take_the_others_along(run, tmp_path, monke
         return forward(self, segments)
 
     monkeypatch.setattr(CpuBackend, "forward", failing)
-    status, out, err = run("generate", "--prompts", str(tmp_path / "p.txt"), "--json", "--max-new-tokens", "4")
+    status, out, err = run("--prompts", str(tmp_path / "p.txt"), "--json", "--max-new-tokens", "4")
     assert status == 1
     assert len(out.splitlines()) == 2
     assert err.splitlines() == [f"specbeam: {tmp_path}/p.txt line 2 failed: RuntimeError: it broke"]
@@ -201,7 +182,7 @@ def test_a_terminal_that_lacks_characters_is_no_crash(run, model, terminal, as_j
     assert not expected.isascii()
     screen = terminal(encoding="ascii")
     form = ["--json"] if as_json else []
-    status, _, _ = run("generate", "é", "--max-new-tokens", "40", "--temperature", "1.5", "--seed", "1", *form)
+    status, _, _ = run("é", "--max-new-tokens", "40", "--temperature", "1.5", "--seed", "1", *form)
     assert status == 0
     if as_json:
         assert json.loads(screen.text())["text"] == expected
@@ -211,19 +192,15 @@ def test_a_terminal_that_lacks_characters_is_no_crash(run, model, terminal, as_j
 
 @pytest.mark.parametrize("model", ["nothing-like-it", "/not/there", "not-there.gguf", "~no-such-user/x"])
 def test_a_bad_model_is_one_line_and_status_2(run, model):
-    status, out, err = run("generate", "hi", model=model)
+    status, out, err = run("hi", model=model)
     assert (status, out) == (2, "")
     assert model in err
     assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("arguments", [(), ("nonsense",), ("models",), ("models", "show")])
-def test_wrong_commands(run, arguments):
-    try:
-        status = main(arguments)
-    except SystemExit as stop:
-        status = stop.code
-    assert status == 2
+def test_wrong_commands(specbeam_command, arguments):
+    assert specbeam_command(*arguments)[0] == 2
 
 
 def test_version(capsys):
@@ -283,8 +260,8 @@ def test_a_reader_that_goes_away_is_no_crash(folder):
 @pytest.mark.parametrize("beams", ["1", "3"])
 def test_a_draft_changes_the_numbers_only(run, folder, draft, beams):
     drafting = ("--draft", folder if draft == "model" else draft, "--num-draft-tokens", "4", "--draft-width", "auto")
-    plain = run("generate", "hi hi hi", "--num-beams", beams, "--max-new-tokens", "20")
-    status, out, err = run("generate", "hi hi hi", "--num-beams", beams, "--max-new-tokens", "20", *drafting)
+    plain = run("hi hi hi", "--num-beams", beams, "--max-new-tokens", "20")
+    status, out, err = run("hi hi hi", "--num-beams", beams, "--max-new-tokens", "20", *drafting)
     assert (status, out) == plain[:2]
     assert "steps per target pass" in err or draft != "model"
 
@@ -294,17 +271,17 @@ def test_a_corpus_is_a_source_of_drafts(run, model, tmp_path):
     corpus = tmp_path / "earlier.jsonl"
     corpus.write_text(json.dumps(text) + "\n")
     drafting = ("--draft", "suffix", "--draft-corpus", str(corpus), "--num-draft-tokens", "8")
-    status, out, _ = run("generate", "hi", "--max-new-tokens", "20", "--json", *drafting)
+    status, out, _ = run("hi", "--max-new-tokens", "20", "--json", *drafting)
     assert status == 0
     assert json.loads(out)["token_ids"] == text
     assert json.loads(out)["stats"]["target_passes"] < 15
 
 
 def test_the_trace_has_every_round(run):
-    status, out, _ = run("generate", "hi hi", "--max-new-tokens", "12", "--draft", "ngram", "--trace", "--no-stream")
+    status, out, _ = run("hi hi", "--max-new-tokens", "12", "--draft", "ngram", "--trace", "--no-stream")
     assert status == 0
     assert "round   1  " in out
-    status, out, _ = run("generate", "hi hi", "--max-new-tokens", "12", "--num-beams", "2", "--trace", "--json")
+    status, out, _ = run("hi hi", "--max-new-tokens", "12", "--num-beams", "2", "--trace", "--json")
     assert len(json.loads(out)["trace"]) == 12
 
 
@@ -319,7 +296,7 @@ def test_the_trace_has_every_round(run):
     ],
 )
 def test_wrong_drafts_are_refused_in_one_line(run, arguments, says):
-    status, out, err = run("generate", "hi", *arguments)
+    status, out, err = run("hi", *arguments)
     assert (status, out) == (2, "")
     assert says in err
     assert len(err.splitlines()) == 1

@@ -10,30 +10,15 @@ import specbeam
 from specbeam import ladder
 from specbeam.cli import ladder as command
 from specbeam.cli import main
-from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
-
-
-@pytest.fixture(scope="module")
-def folder(save):
-    return str(save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE)))
 
 
 @pytest.fixture
-def run(folder, capsys, monkeypatch):
+def run(folder, specbeam_command, monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", refuse)
-
-    def run(*arguments, model=folder):
-        try:
-            status = main(["ladder", *arguments, "--device", "cpu", "--model", model])
-        except SystemExit as stop:
-            status = stop.code
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
+    return lambda *words, model=folder: specbeam_command("ladder", *words, "--device", "cpu", "--model", model)
 
 
 def rows(out):

@@ -17,7 +17,7 @@ from specbeam.cli import main
 from specbeam.cli.tokens import BYTES, tokens_of
 from specbeam.prompts import encode
 from tests.checkpoints.test_gguf import write_gguf
-from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
+from tests.conftest import byte_tokenizer, random_model
 
 TEXT = "Hi  wörld, 日本\n\t🙂<bos>!"
 
@@ -31,9 +31,9 @@ def word_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>")
 
 
-@pytest.fixture(scope="module")
-def bytewise(save):
-    return str(save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE)))
+@pytest.fixture
+def bytewise(folder):
+    return folder
 
 
 @pytest.fixture(scope="module")

@@ -14,16 +14,21 @@ if TYPE_CHECKING:  # it imports PyTorch, which takes a second
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
-def add_model_to(parser: argparse.ArgumentParser) -> None:
-    """The options for a model: its source, backend, device and number types."""
-    model = parser.add_argument_group("model")
-    model.add_argument(
+def add_source_to(parser: Any) -> None:
+    """The options for a checkpoint: its source and its revision."""
+    parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
         metavar="SOURCE",
         help="an alias, a folder, a .gguf file or a hub id (default %(default)s)",
     )
-    model.add_argument("--revision", help="a branch, tag or commit of a hub id")
+    parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
+
+
+def add_model_to(parser: argparse.ArgumentParser) -> None:
+    """The options for a model: its source, backend, device and number types."""
+    model = parser.add_argument_group("model")
+    add_source_to(model)
     model.add_argument("--backend", default="auto", help="auto, cpu, torch or transformers (default %(default)s)")
     model.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default %(default)s)")
     model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default %(default)s)")

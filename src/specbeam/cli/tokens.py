@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from specbeam.cli.arguments import DEFAULT_MODEL
+from specbeam.cli.arguments import add_source_to
 from specbeam.cli.printing import json_line
 from specbeam.cli.prompts import read_prompts
 from specbeam.errors import SpecbeamError
@@ -30,13 +30,7 @@ def add_to(commands: Any) -> None:
         "character. Weights are not read.",
     )
     parser.add_argument("text", metavar="TEXT", help="the text; - reads it from standard input")
-    parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        metavar="SOURCE",
-        help="an alias, a folder, a .gguf file or a hub id (default %(default)s)",
-    )
-    parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
+    add_source_to(parser)
     parser.add_argument(
         "--chat",
         action="store_true",
