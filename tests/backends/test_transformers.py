@@ -1,4 +1,4 @@
-"""What is particular to the transformers backend: loading, and the models it refuses."""
+"""The transformers backend's own matters: loading, and the models that it refuses."""
 
 import pytest
 import torch

@@ -6,7 +6,11 @@ import subprocess
 import sys
 
 import pytest
+from huggingface_hub import constants
 
+import specbeam
+from specbeam import SpecbeamError
+from specbeam.checkpoints import locate
 from tests.conftest import random_model
 
 
@@ -22,35 +26,47 @@ def hub(save, tmp_path_factory):
     return home
 
 
-def run(hub, *arguments):
-    environment = os.environ | {"HF_HOME": str(hub), "HF_HUB_OFFLINE": "1"}
-    environment.pop("HF_HUB_CACHE", None)
-    command = [sys.executable, "-m", "specbeam", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
-
-
-def test_a_hub_id_is_found_in_the_cache(hub):
-    generate = ("generate", "abc", "--model", "some/model", "--max-new-tokens", "8")
-    main = run(hub, *generate)
-    assert main.returncode == 0, main.stderr
-    old = run(hub, *generate, "--revision", "old")
-    assert old.returncode == 0, old.stderr
-    assert main.stdout != old.stdout
-    show = run(hub, "models", "show", "some/model", "--revision", "b" * 40)
-    assert "b" * 40 in show.stdout
-    assert "llama" in show.stdout
+@pytest.fixture
+def offline(hub, monkeypatch):
+    """huggingface_hub without network in this process, where it has read its environment long ago."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(hub / "hub"))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("revision", "commit"), [(None, "a" * 40), ("main", "a" * 40), ("old", "b" * 40), ("b" * 40, "b" * 40)]
+)
+def test_a_hub_id_is_found_in_the_cache(hub, offline, revision, commit):
+    assert locate("some/model", revision) == hub / "hub" / "models--some--model" / "snapshots" / commit
+
+
+def test_a_hub_id_is_loaded(offline):
+    texts = [
+        specbeam.generate(specbeam.load("some/model", revision=r), "abc", max_new_tokens=8) for r in ("main", "old")
+    ]
+    assert texts[0].token_ids != texts[1].token_ids
+
+
+def test_the_environment_of_huggingface_hub_holds_on_the_command_line(hub):
+    environment = os.environ | {"HF_HOME": str(hub), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-m", "specbeam", "models", "show", "some/model", "--revision", "b" * 40]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "b" * 40 in done.stdout
+    assert "llama" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "revision", "says"),
     [
-        (("models", "pull", "other/model"), "other/model is not in the local cache"),
-        (("models", "pull", "some/model", "--revision", "never"), "at revision 'never' is not in the local cache"),
+        ("other/model", None, "other/model is not in the local cache"),
+        ("some/model", "never", "at revision 'never' is not in the local cache"),
     ],
 )
-def test_what_is_not_in_the_cache_is_said_in_one_line(hub, arguments, says):
-    done = run(hub, *arguments)
-    assert done.returncode == 2
-    assert says in done.stderr
-    assert "HF_HUB_OFFLINE is set" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_a_model_that_is_not_in_the_cache_is_named_in_one_line(offline, name, revision, says):
+    with pytest.raises(SpecbeamError, match=says) as raised:
+        locate(name, revision)
+    assert "HF_HUB_OFFLINE is set" in str(raised.value)
+    assert "\n" not in str(raised.value)

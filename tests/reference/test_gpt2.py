@@ -82,7 +82,7 @@ def test_the_toy_has_the_shapes_it_says():
         }
         assert block["attn"]["c_attn"]["w"].shape == (8, 24)
         assert block["mlp"]["c_fc"]["b"].shape == (32,)
-    assert len(gen_text("hello").split()) == 41  # 40 new tokens unless told otherwise
+    assert len(gen_text("hello").split()) == 41  # 40 new tokens by default
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,54 @@
+"""The places where specbeam reaches into transformers."""
+
+import pytest
+import torch
+
+from specbeam.compat import argument_of_generate, positions_can_be_given, positions_given
+from tests.backends.test_encoder_decoder import make
+from tests.conftest import random_model
+
+
+def test_arguments_that_generate_keeps_are_found():
+    model, draft, found = random_model("llama"), random_model("llama", num_hidden_layers=1), []
+
+    def decode(model, input_ids, **others):
+        assert "assistant_model" not in others  # else there is no need to look for it
+        found.extend(argument_of_generate(name) for name in ("assistant_model", "streamer"))
+        return input_ids
+
+    model.generate(torch.tensor([[1, 2]]), custom_generate=decode, assistant_model=draft)
+    assert found[0] is draft
+    assert found[1] is None
+
+
+def test_outside_generate_there_are_none():
+    def decode(assistant_model):
+        return argument_of_generate("assistant_model")
+
+    assert decode("a model") is None
+
+
+@pytest.mark.parametrize("kind", ["t5", "umt5", "bart", "pegasus", "m2m100"])
+def test_a_text_in_another_order_has_the_same_states(kind):
+    """With their positions given, and a mask by position, the order of tokens does not matter."""
+    model = make(kind)
+    decoder = model.get_decoder()
+    assert positions_can_be_given(decoder)
+    tokens, order = torch.tensor([5, 6, 7, 8]), torch.tensor([2, 0, 3, 1])
+    read = {"encoder_hidden_states": torch.ones(1, 3, 32), "use_cache": False}
+    with torch.no_grad():
+        plain = decoder(input_ids=tokens[None], **read).last_hidden_state[0]
+        with positions_given(decoder, order, order):
+            seen = (order <= order[:, None])[None, None]
+            states = decoder(input_ids=tokens[order][None], attention_mask=seen, **read).last_hidden_state[0]
+        torch.testing.assert_close(states, plain[order], atol=1e-4, rtol=0)
+        torch.testing.assert_close(decoder(input_ids=tokens[None], **read).last_hidden_state[0], plain)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_a_failed_pass_leaves_the_model_as_it_was(kind):
+    decoder = make(kind).get_decoder()
+    before = [(sorted(vars(m)), len(m._forward_hooks)) for m in decoder.modules()]
+    with pytest.raises(RuntimeError, match="no room"), positions_given(decoder, torch.arange(2), torch.arange(2)):
+        raise RuntimeError("no room")
+    assert [(sorted(vars(m)), len(m._forward_hooks)) for m in decoder.modules()] == before
