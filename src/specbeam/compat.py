@@ -1,4 +1,4 @@
-"""Work on transformers from the outside, where it has no interface for what specbeam needs. Two places, no more.
+"""Changes to transformers from the outside, in the two places where it has no interface for them.
 
 - ``model.generate`` keeps some of its arguments from a ``custom_generate`` function. :func:`argument_of_generate` reads
   them.

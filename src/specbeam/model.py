@@ -23,12 +23,12 @@ BACKENDS = ("cpu", "torch", "transformers")
 
 @dataclass(frozen=True, eq=False)
 class LanguageModel:
-    """What :func:`load` returns.
+    """A loaded model with its tokenizer, made by :func:`load`.
 
     Attributes:
-        source: what it was loaded from, as it was named.
-        tokenizer: a tokenizer of transformers, with the model's chat template if it has one. None if there is none:
-            prompts are then token ids, and texts are empty.
+        source: the name of the model, as the caller gave it.
+        tokenizer: a tokenizer of transformers, with the model's chat template if it has one. If this is None, prompts
+            are token ids and texts are empty.
         eos_token_ids: the tokens that end its texts.
         generation_defaults: generation options its checkpoint recommends.
     """
@@ -40,9 +40,9 @@ class LanguageModel:
     generation_defaults: Mapping[str, Any]
 
     def shares_tokenizer(self, other: LanguageModel) -> bool:
-        """Whether token ids mean the same to both models, but for a few: siblings often differ in special tokens.
+        """Whether token ids mean the same to both models, apart from 1%: siblings often differ in special tokens.
 
-        Without a tokenizer they are taken to, if there are as many.
+        If a model has no tokenizer, the sizes of the vocabularies decide.
         """
         if self.tokenizer is None or other.tokenizer is None:
             return self.backend.vocab_size == other.backend.vocab_size
@@ -68,7 +68,7 @@ class LanguageModel:
 
 
 def _choose_backend(checkpoint: Checkpoint, source: str, device: str, dtype: str, quantize: str) -> str:
-    """The backend that is for a checkpoint here."""
+    """The backend for a checkpoint on this machine."""
     try:
         _ = checkpoint.config
     except Unsupported as error:
@@ -90,7 +90,7 @@ def _choose_backend(checkpoint: Checkpoint, source: str, device: str, dtype: str
 
 
 def _precision(device: str, dtype: str, quantize: str) -> str:
-    """How the cpu backend is to keep weights, if that is what was asked for."""
+    """The cpu backend's format of weights for these options."""
     from specbeam.backends.devices import choose_device
 
     if device != "auto" and choose_device(device).type != "cpu":
@@ -114,16 +114,16 @@ def load(
 
     Args:
         source: an alias (``specbeam models list``), a folder as transformers saves models, a .gguf file, or a hub id.
-        backend: "cpu", native kernels with quantized weights (docs/cpu.md); "torch", specbeam's own transformer on any
-            device; "transformers", any architecture that transformers can load; or "auto": "cpu" on a CPU if no
-            dtype is given, "torch" elsewhere, "transformers" where those lack the architecture. What is not as one
-            would expect is said in a warning of the logger ``specbeam``.
+        backend: "cpu": native kernels with quantized weights (docs/cpu.md). "torch": specbeam's own transformer on any
+            device. "transformers": any architecture that transformers can load. "auto": "cpu" on a CPU if no dtype is
+            given, else "torch"; "transformers" if those two lack the architecture. A warning of the logger
+            ``specbeam`` explains an unexpected choice.
         device: "auto" (a CUDA device if there is one, else the CPU), or a PyTorch device such as "cpu" or "cuda:1".
-        dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, else the checkpoint's own half precision
-            (bfloat16 if it has none). For the cpu backend see quantize.
-        quantize: of the cpu backend: "keep", a quantized GGUF file's own values; "int8" or "int4", in groups of 32;
-            "float32"; or "auto": keep for a quantized GGUF file, else int8.
-        threads: of the cpu backend [$SPECBEAM_THREADS, else the processors this process may use].
+        dtype: "float32", "bfloat16", "float16", or "auto". That is float32 on a CPU, elsewhere the checkpoint's own
+            half precision, or bfloat16. For the cpu backend see quantize.
+        quantize: the cpu backend's format of weights. "keep": a quantized GGUF file's own values. "int8" or "int4": in
+            groups of 32. "float32". "auto": keep for a quantized GGUF file, else int8.
+        threads: how many threads the cpu backend uses [$SPECBEAM_THREADS, else all processors of this process].
         revision: a branch, tag or commit of a hub id.
 
     Raises:

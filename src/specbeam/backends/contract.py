@@ -1,4 +1,4 @@
-"""What a backend promises the engine, and the batch the two exchange."""
+"""The contract between a backend and the engine, and the batch they exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What backends on PyTorch devices share: the choice of device and dtype, and how much memory there is."""
+"""Devices of PyTorch, for all backends: the choice of device and dtype, and the memory there is."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def devices() -> list[str]:
 
 
 def choose_device(device: str) -> torch.device:
-    """The device a name stands for, tried out, so that a missing one is refused before anything is loaded."""
+    """The device of a name. It is tried out, so that a missing device is refused before anything is loaded."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -36,7 +36,7 @@ def choose_device(device: str) -> torch.device:
 
 
 def choose_dtype(dtype: str, device: torch.device, own: str) -> torch.dtype:
-    """The dtype a name stands for; for "auto" the one that suits the device and the checkpoint's own."""
+    """The dtype of a name. "auto" gives the dtype that suits the device and the checkpoint."""
     if dtype == "auto":
         half = own if own in ("bfloat16", "float16") else "bfloat16"
         dtype = "float32" if device.type == "cpu" else half
@@ -46,7 +46,7 @@ def choose_dtype(dtype: str, device: torch.device, own: str) -> torch.dtype:
 
 
 def memory_for_caches(device: torch.device) -> int:
-    """Bytes the engine may fill with caches: four fifths of a GPU's free memory, a quarter of the machine's."""
+    """Bytes that the engine may fill with caches: four fifths of a GPU's free memory, else a quarter of all memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,7 +1,7 @@
 """The ``transformers`` backend: a model of transformers, as it was loaded.
 
-The nodes of all trees go through the model as one row of tokens with explicit positions. A 4-D attention mask with one
-block per tree states which slots a node sees. A cache of ours puts keys and values into the slots.
+The nodes of all trees go through the model as one row of tokens with explicit positions. A 4-D attention mask, one
+block per tree, states which slots each of the nodes sees. A cache of ours puts keys and values into the slots.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def locate(source: str | os.PathLike[str], revision: str | None = None) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # too long, or no such user
         raise SpecbeamError(f"{name[:80]!r} cannot be a source: {error}") from error
     if revision is not None and (exists or name in registry.ALIASES):
-        raise SpecbeamError(f"revision={revision!r} goes with a hub id, and {name} is none")
+        raise SpecbeamError(f"revision={revision!r} goes with a hub id, and {name} is not a hub id")
     if name in registry.ALIASES:
         return registry.fetch(name)
     if exists:

@@ -1,4 +1,4 @@
-"""What every kind of checkpoint offers: facts, a configuration, a tokenizer, and tensors read a piece at a time."""
+"""The common base of all kinds of checkpoints: facts, a configuration, a tokenizer, and tensors read in pieces."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.errors import SpecbeamError
 
 Piece = tuple[int, Callable[[], object]]
-"""What reads some of a checkpoint's weights, and how many."""
+"""How many weights to read, and the function that reads them."""
 
 
 def read_all(pieces: list[Piece], what: str) -> None:
-    """Read pieces on all cores, with a progress bar that says what is done."""
+    """Read pieces on all cores, with a progress bar.
+
+    Args:
+        what: the label of the bar.
+    """
     with (
         ThreadPoolExecutor(os.cpu_count()) as threads,
         tqdm(total=sum(n for n, _ in pieces), desc=what, unit="", unit_scale=True, leave=False, disable=None) as bar,
@@ -45,13 +49,19 @@ def read_all(pieces: list[Piece], what: str) -> None:
 
 @dataclass(frozen=True)
 class Facts:
-    """What ``specbeam models show`` tells of a checkpoint; None where it does not say."""
+    """The facts that ``specbeam models show`` prints; None for a fact that the checkpoint does not state.
+
+    Attributes:
+        parameters: number of weights.
+        context: tokens of the longest text.
+        size: bytes on disk.
+    """
 
     architecture: str
     parameters: int
     context: int | None
     quantization: str
-    size: int  # bytes on disk
+    size: int
     license: str | None
 
 
@@ -69,7 +79,7 @@ class Checkpoint(ABC):
     @property
     @abstractmethod
     def facts(self) -> Facts:
-        """What the headers tell, for architectures that are not supported too."""
+        """The facts in the headers, also for architectures that are not supported."""
 
     @cached_property
     @abstractmethod
@@ -88,7 +98,7 @@ class Checkpoint(ABC):
 
     @property
     def architecture(self) -> Architecture:
-        """What is particular about the model's architecture. Raises SpecbeamError if it cannot be run."""
+        """The model's architecture. Raises SpecbeamError if specbeam lacks it."""
         return ARCHITECTURES[self.config.architecture]
 
     @property
@@ -108,7 +118,7 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def read(self, source: str, start: int, stop: int) -> Tensor:
-        """Rows start to stop of a tensor as we have it: dequantized, and in our order. Several threads may call it."""
+        """Rows start to stop of a tensor, dequantized and in our order. Several threads may call it."""
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]:
@@ -121,15 +131,19 @@ class Checkpoint(ABC):
         return False
 
     def blocks(self, source: str) -> int | None:
-        """The kind of blocks a tensor is stored in, by llama.cpp's numbers; None if it is no such tensor."""
+        """The kind of blocks in which a tensor is stored, by llama.cpp's numbers; None for a tensor without blocks."""
         return None
 
     def raw(self, source: str) -> tuple[int, NDArray[np.uint8], NDArray[np.int64] | None]:
-        """A tensor in blocks: their kind, their bytes, and which of its rows each of ours is (None: the same)."""
+        """A tensor in blocks.
+
+        Returns:
+            The kind of the blocks, their bytes, and for each row of ours the row in the file (None: the same order).
+        """
         raise NotImplementedError
 
     def piece_rows(self, source: str, elements: int) -> int:
-        """How many rows of a tensor to read at once for about so many elements."""
+        """How many rows of a tensor have about this many elements, to read them at once."""
         return max(1, elements // max(1, prod(self.shape(source)[1:])))
 
     def shape(self, source: str) -> tuple[int, ...]:
@@ -141,10 +155,10 @@ class Checkpoint(ABC):
         return tensor_names(name, self.modules)
 
     def check_tokenizer(self, vocab_size: int) -> None:
-        """Raises SpecbeamError if the tokenizer makes tokens of a text that a model with so many does not have.
+        """Raises SpecbeamError if a text may give the tokenizer tokens that the model lacks.
 
-        More in the model are fine: embeddings are padded. So are special tokens that nothing writes of itself, not
-        even the chat template: Gemma 3 has one for images, which its text models lack, and transformers adds some. A
+        A larger vocabulary of the model is fine: embeddings are padded. Special tokens beyond it are fine too, unless
+        the chat template or every text has them. Gemma 3 has such a token for images, and transformers adds some. A
         prompt that spells one out is refused when it comes.
         """
         tokenizer = self.tokenizer
@@ -161,7 +175,7 @@ class Checkpoint(ABC):
                 )
 
     def check_tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
-        """Raises SpecbeamError unless the checkpoint has exactly the tensors these parameters are made of."""
+        """Raises SpecbeamError unless the checkpoint has exactly the tensors of these parameters."""
         used = set()
         for name, expected in parameters.items():
             rows = 0

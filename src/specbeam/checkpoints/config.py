@@ -1,4 +1,4 @@
-"""What a decoder-only transformer may be: one configuration for all architectures."""
+"""The configuration of a decoder-only transformer, one class for all architectures."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Rope:
     Attributes:
         theta: the base of the frequencies.
         dim: how many features of a head are rotated.
-        divisors: what each of the dim / 2 frequencies is divided by; None for 1.
-        scale: of the rotated features (LongRoPE's attention factor; Ding et al. 2024).
+        divisors: one for each of the dim / 2 frequencies; None to divide by 1.
+        scale: factor of the rotated features (LongRoPE's attention factor; Ding et al. 2024).
     """
 
     theta: float
@@ -40,7 +40,7 @@ class Rope:
             )
 
     def frequencies(self) -> list[float]:
-        """The dim / 2 frequencies in radians a position."""
+        """The dim / 2 frequencies in radians per position."""
         plain = rope_frequencies(self.theta, self.dim)
         return [f / d for f, d in zip(plain, self.divisors or [1.0] * len(plain), strict=True)]
 
@@ -79,11 +79,11 @@ def longrope_scale(factor: float, trained: float) -> float:
 
 @dataclass(frozen=True)
 class Layer:
-    """What may differ from layer to layer.
+    """The settings that may differ from layer to layer.
 
     Attributes:
         rope: None where keys and queries are not rotated.
-        window: a node attends to the last so many positions, its own included; None for all.
+        window: a node attends to this many last positions, its own included; None for all positions.
     """
 
     rope: Rope | None = None
@@ -102,12 +102,12 @@ class Config:
         gated_mlp: the activation of one product gates another (Shazeer 2020).
         learned_positions: each position has an embedding, which is added to the token's.
         parallel: attention and MLP read the same input, instead of one after the other.
-        mlp_norm: the MLP has a norm of its own; without one, parallel, it shares that of the attention.
-        post_norms: what attention and MLP put out is normed too.
+        mlp_norm: the MLP has its own norm. Without one, in a parallel block, it shares the norm of the attention.
+        post_norms: the outputs of attention and MLP are normed too.
         qkv_bias, output_bias, mlp_bias: which products have a bias.
         qk_norm: RMSNorm over each query and key head before rotation.
-        embedding_scale: what embeddings are multiplied by.
-        attention_scale: what products of queries and keys are multiplied by.
+        embedding_scale: factor of the embeddings.
+        attention_scale: factor of the products of queries and keys.
         attention_softcap, logits_softcap: values x become cap * tanh(x / cap); None for no cap.
         tied_head: the output matrix is the embedding.
     """

@@ -50,14 +50,14 @@ def config_from_hugging_face(given: Mapping[str, Any], tensors: Collection[str])
         kind = CONFIG_MAPPING[name]
         for key in SIZES:
             if key not in given and kind.attribute_map.get(key) not in given:
-                raise SpecbeamError(f"config.json has no {key!r}: it is not that of a {name} model")
+                raise SpecbeamError(f"config.json has no {key!r}: it does not describe a {name} model")
         # transformers knows the keys of its older versions, and the default of each key.
         return _read(ARCHITECTURES[name], kind.from_dict(dict(given)), tensors)
     except SpecbeamError:
         raise
     except Exception as error:  # transformers checks the values, and lets any exception pass
         reason = " ".join(str(error).split())
-        raise SpecbeamError(f"config.json cannot be read as that of a {name} model: {reason}") from None
+        raise SpecbeamError(f"config.json cannot be read as the configuration of a {name} model: {reason}") from None
 
 
 def _read(architecture: Architecture, given: Any, tensors: Collection[str]) -> Config:

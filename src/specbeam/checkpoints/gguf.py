@@ -24,12 +24,19 @@ from specbeam.checkpoints.gguf_config import DIVISORS, config_from_gguf
 from specbeam.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
 from specbeam.errors import SpecbeamError
 
-SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+SCALAR_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+"""How struct reads a value, by the number of its type in the file."""
 STRING, ARRAY = 8, 9
-END_OF_TEXT = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|end_of_text|>")
-"""Control tokens that end a text in the models that have them, whatever else the file names (as llama.cpp holds)."""
-
-
+END_TOKENS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "</s>",
+    "<|end_of_text|>",
+)
+"""Control tokens that end a text, besides the tokens that the file names (the same in llama.cpp)."""
 PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
 BLOCKS = set(GGMLQuantizationType) - PLAIN
 
@@ -91,7 +98,7 @@ class GGUFCheckpoint(Checkpoint):
         )
 
     def _file_type(self) -> str | None:
-        """The mixture of types llama.cpp made the file with, such as "Q4_K_M"."""
+        """The mixture of types with which llama.cpp made the file, such as "Q4_K_M"."""
         try:
             return LlamaFileType(self.metadata["general.file_type"]).name.removeprefix("MOSTLY_")
         except (KeyError, ValueError):
@@ -123,7 +130,7 @@ class GGUFCheckpoint(Checkpoint):
         known = {
             i
             for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
-            if kind == CONTROL and token in END_OF_TEXT
+            if kind == CONTROL and token in END_TOKENS
         }
         return frozenset({i for i in named if i is not None} | known)
 
@@ -196,8 +203,8 @@ class GGUFCheckpoint(Checkpoint):
 def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
     """The metadata and the tensors of a GGUF file.
 
-    gguf's own reader makes NumPy arrays of every string, which takes 8 s for a vocabulary of 150,000 tokens; this
-    takes a fraction of a second. Errors of struct and of decoding pass through to the caller.
+    gguf's own reader makes a NumPy array of every string: 8 s for a vocabulary of 150,000 tokens. This takes a
+    fraction of a second. Errors of struct and of decoding pass through to the caller.
     """
     with path.open("rb") as file:
         if file.read(4) != b"GGUF":
@@ -228,13 +235,13 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
         if kind == STRING:
             return string()
         if kind != ARRAY:
-            return scalar(SCALARS[kind])
+            return scalar(SCALAR_FORMATS[kind])
         inner, length = scalar("<I"), scalar("<Q")
         if length > len(data):
             raise ValueError("an array has more entries than the file has bytes")
-        if inner in SCALARS:
-            values = struct.unpack_from(f"<{length}{SCALARS[inner][1]}", data, position)
-            position += length * struct.calcsize(SCALARS[inner])
+        if inner in SCALAR_FORMATS:
+            values = struct.unpack_from(f"<{length}{SCALAR_FORMATS[inner][1]}", data, position)
+            position += length * struct.calcsize(SCALAR_FORMATS[inner])
             return list(values)
         return [value(inner) for _ in range(length)]
 

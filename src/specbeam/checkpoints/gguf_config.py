@@ -41,7 +41,7 @@ def config_from_gguf(
     except SpecbeamError:
         raise
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise SpecbeamError(f"the GGUF file's metadata is not that of a {name} model: {error}") from None
+        raise SpecbeamError(f"the GGUF file's metadata do not describe a {name} model: {error}") from None
 
 
 def _read(

@@ -16,7 +16,7 @@ CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 PUNCTUATION_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 SPLITS = {
-    # how text is cut before merging, by the length of the runs of digits kept together
+    # how text is cut before merging; they differ in how many digits stay together
     "llama-bpe": rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{{1,3}}|{PUNCTUATION_AND_SPACE}",
     "qwen2": rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}|{PUNCTUATION_AND_SPACE}",
 }
@@ -112,7 +112,7 @@ def _byte_level(tokens: list[str], merges: list[str], split: str, path: Path) ->
 
 
 def _split(name: Any) -> str:
-    """The name of a way to split text, by which those that are the same go."""
+    """The name in SPLITS or in the sets below it of a way to split text."""
     return SAME_SPLIT.get(str(name), str(name)) if name is not None else "default"
 
 

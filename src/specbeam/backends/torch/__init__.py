@@ -19,8 +19,8 @@ class TorchBackend:
 
     Args:
         device: "auto" (the first CUDA device if there is one, else the CPU) or a PyTorch device.
-        dtype: "float32", "bfloat16", "float16", or "auto": float32 on a CPU, else the checkpoint's own half
-            precision, bfloat16 if it has none.
+        dtype: "float32", "bfloat16", "float16", or "auto". That is float32 on a CPU, elsewhere the checkpoint's own
+            half precision, or bfloat16.
 
     Raises:
         SpecbeamError: no such device or dtype, or a checkpoint that cannot be loaded.
@@ -67,7 +67,7 @@ class TorchBackend:
         return self.model(to_device[0], to_device[1], parts, to_device[2], vocab).float()
 
     def _visible(self, segment: Segment[TreeCache]) -> dict[int | None, Tensor | None]:
-        """What the nodes see in layers of each window."""
+        """The slots that the nodes see, by the window of a layer."""
         masks = dict.fromkeys(self._windows, segment.visible)
         if any(self._windows):
             positions = segment.cache.note_positions(segment)

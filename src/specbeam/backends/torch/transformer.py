@@ -16,20 +16,21 @@ from torch import Tensor, nn
 from specbeam.backends.torch.cache import TreeCache
 from specbeam.checkpoints.config import Config, Rope
 
-FEW_ROWS = 64
+MAX_ROWS_TRANSPOSED = 64
+"""Up to this many rows, a product of float32 on a CPU is formed transposed: see :func:`linear`."""
 Rotations = dict[Rope, tuple[Tensor, Tensor]]
-"""Cosines and sines of a batch's positions, by the embedding they are for."""
+"""Cosines and sines of a batch's positions, for each rotary embedding."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x [n, in] times weight [out, in] transposed, plus bias [out].
 
-    For a few rows of float32 on a CPU the product is formed as weight times x transposed, with at least two columns:
-    BLAS libraries then stream the weight at the speed of memory, which their matrix-vector product and their products
-    with a short left side do not (measured with MKL on AMD EPYC: 35 GB/s against 11 GB/s for one row).
+    For a few rows of float32 on a CPU this forms weight times x transposed, with at least two columns. BLAS libraries
+    then stream the weight at the speed of memory. Their matrix-vector product and their products with a short left side
+    do not (MKL on AMD EPYC: 35 GB/s against 11 GB/s for one row).
     """
     n = len(x)
-    if n > FEW_ROWS or x.dtype != torch.float32 or x.device.type != "cpu":
+    if n > MAX_ROWS_TRANSPOSED or x.dtype != torch.float32 or x.device.type != "cpu":
         return F.linear(x, weight, bias)
     rows = x if n > 1 else x.expand(2, -1).contiguous()
     product = torch.mm(weight, rows.t()).t()[:n]
@@ -57,14 +58,14 @@ def cap(x: Tensor, softcap: float | None) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float, softcap: float | None) -> Tensor:
     """Attention of the nodes of one tree to its slots.
 
-    The query heads that share a key head (grouped-query attention) become further queries of it, so that keys and
+    The query heads that share a key head (grouped-query attention) become further queries of this head. So keys and
     values are read once and never repeated.
 
     Args:
         q: [n, heads, head_dim].
         k, v: [kv_heads, slots, head_dim].
         visible: bool [n, slots], true where a node attends; None if everywhere.
-        scale: what products of queries and keys are multiplied by.
+        scale: factor of the products of queries and keys.
 
     Returns: [n, heads * head_dim].
     """
@@ -84,12 +85,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
 
 
 class TreeSegment:
-    """What attention needs to know of one segment, on the device.
+    """One segment as attention needs it, on the device.
 
     Attributes:
         rows: where the segment's nodes lie in the batch.
         slots: where their keys and values go: a slice where they lie in a row, else an index.
-        visible: what they see in layers of each window, bool [n, length]; None where they see all.
+        visible: by the window of a layer, the slots that each node sees, bool [n, length]; None where nodes see all.
     """
 
     def __init__(
@@ -210,7 +211,7 @@ class Transformer(nn.Module):
         """Logits [w, vocab] at the wanted nodes, int64 [w], of a batch with tokens and positions int64 [n].
 
         Args:
-            vocab: of so many first tokens; None for all.
+            vocab: how many first tokens get logits; None for all.
         """
         x = F.embedding(tokens, self.embedding.weight)
         if self.positions is not None:

@@ -10,15 +10,15 @@ from torch import nn
 from specbeam.backends.torch.transformer import Transformer
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
 
-PIECE = 1 << 20
-"""Elements read at once: small enough to stay in a processor's cache while it is dequantized."""
+PIECE_ELEMENTS = 1 << 20
+"""Elements read at once: they stay in a processor's cache while they are dequantized."""
 
 
 def load_weights(model: Transformer, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
     """Fill a model that lies on the meta device.
 
-    The parameters are made in their dtype on their device and filled piece by piece, so that beside them never more
-    than a few pieces are held.
+    The parameters are made in their dtype on their device and filled piece by piece. So memory holds them and a few
+    pieces, never a second copy.
 
     Raises:
         SpecbeamError: a tensor is missing, unknown or has another shape than the configuration asks for.
@@ -38,7 +38,7 @@ def _pieces(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> Itera
     row = 0
     for source in checkpoint.sources(name):
         rows = checkpoint.shape(source)[0]
-        step = checkpoint.piece_rows(source, PIECE)
+        step = checkpoint.piece_rows(source, PIECE_ELEMENTS)
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             target = parameter[row + start : row + stop]
