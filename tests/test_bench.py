@@ -1,0 +1,60 @@
+"""The figures of benches: the files that are kept can be read, and two runs can be compared."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parent.parent / "bench"
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import compare
+    import figures
+
+    return compare, figures
+
+
+def test_kept_files_are_named_after_their_run(bench):
+    _, figures = bench
+    for path in BENCH.glob("results/*.json"):
+        run = figures.Figures.read(path)
+        assert path.stem.endswith(f"-{run.date}-{run.commit}")
+        assert all(figure.min <= figure.value <= figure.max for figure in run.figures)
+
+
+@pytest.mark.parametrize(
+    ("unit", "now", "verdict", "status"),
+    [
+        ("tokens/s", [80.0, 81.0], "worse", 1),
+        ("tokens/s", [120.0, 121.0], "better", 0),
+        ("tokens/s", [97.0, 98.0], "noise", 0),
+        ("tokens/s", [60.0, 99.5], "noise", 0),  # the ranges overlap
+        ("ms", [120.0, 121.0], "worse", 1),
+        ("ms", [80.0, 81.0], "better", 0),
+    ],
+)
+def test_a_run_is_worse_if_it_lost_more_than_noise(bench, tmp_path, monkeypatch, capsys, unit, now, verdict, status):
+    compare, figures = bench
+    old = figures.Figures("2026-01-01", "abc", "a machine", "python bench/x.py")
+    new = replace(old, commit="def", figures=[])
+    old.add("model", "greedy", unit=unit, samples=[99.0, 100.0, 101.0])
+    new.add("model", "greedy", unit=unit, samples=now)
+    paths = [tmp_path / "old.json", tmp_path / "new.json"]
+    old.write(paths[0])
+    new.write(paths[1])
+    monkeypatch.setattr(sys, "argv", ["compare", *map(str, paths)])
+    assert compare.main() == status
+    assert capsys.readouterr().out.splitlines()[-1].endswith(f"| {verdict} |")
+
+
+def test_a_file_without_figures_is_refused(bench, tmp_path, monkeypatch, capsys):
+    compare, _ = bench
+    path = tmp_path / "x.json"
+    path.write_text("[]")
+    monkeypatch.setattr(sys, "argv", ["compare", str(path), str(path)])
+    assert compare.main() == 2
+    assert "holds no figures" in capsys.readouterr().err
