@@ -28,15 +28,19 @@ docs: .venv/docs
 	$(BIN)/mkdocs build --strict
 
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
-NATIVE := $(wildcard src/specbeam/backends/cpu/native/*.cpp src/specbeam/backends/cpu/native/*.h)
+NATIVE := cmake/CMakeLists.txt $(wildcard src/specbeam/backends/cpu/native/*)
 
-.venv/specbeam: pyproject.toml constraints.txt $(NATIVE)
+$(BIN)/python:
 	$(PYTHON) -m venv .venv
+
+# Compiles only what changed: the build folder is kept.
+.venv/specbeam: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
 	$(PIP) -e .
 	touch $@
 
-.venv/installed: .venv/specbeam
-	$(PIP) -e '.[dev]'
+# Only the packages of the extra: specbeam itself is installed, so nothing is built again.
+.venv/installed: pyproject.toml constraints.txt | .venv/specbeam
+	$(PIP) 'specbeam[dev]'
 	touch $@
 
 .venv/docs: .venv/specbeam

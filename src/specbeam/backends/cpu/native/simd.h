@@ -20,6 +20,8 @@ constexpr int LANES = 16;
 typedef float F32 __attribute__((vector_size(64)));
 typedef int32_t I32 __attribute__((vector_size(64)));
 typedef uint32_t U32 __attribute__((vector_size(64)));
+typedef int16_t I16 __attribute__((vector_size(64)));
+typedef uint16_t U16 __attribute__((vector_size(64)));
 typedef uint8_t U8 __attribute__((vector_size(64)));
 
 // Into the second-level cache, which has more requests to memory under way at a time than the first.
@@ -47,6 +49,8 @@ inline void store_some(float *p, F32 v, int64_t n) {
 inline F32 all(float x) { return F32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 inline I32 all(int32_t x) { return I32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 inline F32 to_float(I32 x) { return __builtin_convertvector(x, F32); }
+
+inline F32 select(I32 mask, F32 a, F32 b) { return (F32)((mask & (I32)a) | (~mask & (I32)b)); }
 
 inline F32 multiply_add(F32 a, F32 b, F32 c) {
 #if defined(__AVX512F__)
@@ -107,11 +111,10 @@ inline I32 dot4(I32 acc, U8 w, int32_t x) {
   }
   return acc;
 #else
-  int8_t xs[4];
-  std::memcpy(xs, &x, 4);
-  for (int lane = 0; lane < LANES; lane++)
-    for (int i = 0; i < 4; i++) acc[lane] += int32_t(w[4 * lane + i]) * xs[i];
-  return acc;
+  // A product of a byte and a signed byte fits in 16 bits. The even and the odd bytes go apart, two products in each lane.
+  const I16 xs = (I16)all(x), even = (I16)((U16)w & 0xff) * ((I16)((U16)xs << 8) >> 8), odd = (I16)((U16)w >> 8) * (xs >> 8);
+  const auto low = [](I16 two) { return (I32)((U32)two << 16) >> 16; };
+  return acc + low(even) + ((I32)even >> 16) + low(odd) + ((I32)odd >> 16);
 #endif
 }
 
@@ -162,9 +165,12 @@ inline F32 load_half(const uint16_t *p) {
   for (int i = 0; i < LANES; i += 4) vst1q_f32((float *)&out + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + i))));
   return out;
 #else
-  F32 out;
-  for (int i = 0; i < LANES; i++) out[i] = half_to_float(p[i]);
-  return out;
+  typedef uint16_t Halves __attribute__((vector_size(32)));
+  const U32 h = __builtin_convertvector(load<Halves>(p), U32), bits = (h & 0x7fff) << 13;
+  const U32 normal = bits + (112u << 23), infinite = bits | 0x7f800000;
+  const F32 subnormal = __builtin_convertvector(h & 1023, F32) * 0x1p-24f;
+  const F32 magnitude = select((h & 0x7c00) == 0, subnormal, select((h & 0x7c00) == 0x7c00, (F32)infinite, (F32)normal));
+  return (F32)((U32)magnitude | (h & 0x8000) << 16);
 #endif
 }
 
@@ -182,9 +188,8 @@ inline F32 load_bytes(const uint8_t *p) {
 #if defined(__AVX512F__)
   return to_float((I32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #else
-  F32 out;
-  for (int i = 0; i < LANES; i++) out[i] = p[i];
-  return out;
+  typedef uint8_t Bytes __attribute__((vector_size(16)));
+  return __builtin_convertvector(load<Bytes>(p), F32);
 #endif
 }
 
@@ -192,9 +197,8 @@ inline F32 load_bytes(const int8_t *p) {
 #if defined(__AVX512F__)
   return to_float((I32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
 #else
-  F32 out;
-  for (int i = 0; i < LANES; i++) out[i] = p[i];
-  return out;
+  typedef int8_t Bytes __attribute__((vector_size(16)));
+  return __builtin_convertvector(load<Bytes>(p), F32);
 #endif
 }
 
@@ -225,8 +229,6 @@ inline float max(F32 v) {
   const float left = y[0] > y[2] ? y[0] : y[2], right = y[1] > y[3] ? y[1] : y[3];
   return left > right ? left : right;
 }
-
-inline F32 select(I32 mask, F32 a, F32 b) { return (F32)((mask & (I32)a) | (~mask & (I32)b)); }
 
 // e^x, within 2 units in the last place; 0 below -87. The polynomial is Cephes' (Moshier).
 inline F32 exp(F32 x) {
