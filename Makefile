@@ -44,5 +44,5 @@ $(BIN)/python:
 	touch $@
 
 .venv/docs: .venv/specbeam
-	$(PIP) -e '.[docs]'
+	$(PIP) 'specbeam[docs]'
 	touch $@
