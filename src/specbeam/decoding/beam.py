@@ -1,8 +1,9 @@
-"""Beam search, beam sampling and diverse beam search, with transformers' rules for what is finished."""
+"""Beam search, beam sampling and diverse beam search. Texts are finished by transformers' rules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,43 +18,48 @@ from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.top import top
 from specbeam.tree import NO_NODES, Nodes, Tree
 
-NEVER = -1e9
-"""The score of what must not be chosen: finite, and in float32 as in transformers, so that ties fall as there."""
+FORBIDDEN_SCORE = -1e9
+"""Marks the scores of candidates that must not be chosen. Finite as in transformers, so that ties fall as there."""
 
 Process = Callable[[Tree, Nodes, Tensor], Tensor]
 Select = Callable[[Tensor, int], Tensor]
 
 
 class Search(Protocol):
-    """What a search by beams is between two steps."""
+    """The state of a search by beams between two steps."""
 
     @property
     def beams(self) -> Nodes:
-        """The unfinished texts, int64 [b]."""
+        """The ends of the unfinished texts, int64 [b]."""
 
     @property
     def scores(self) -> Tensor:
-        """Their log-probabilities, float32 [b] on the CPU."""
+        """The log-probabilities of the beams, float32 [b] on the CPU."""
 
     @property
     def done(self) -> bool:
         """No step can change the outcome any more."""
 
     def step(self, logits: Tensor, known: NDArray[np.bool_] | None = None) -> bool:
-        """Replace every beam by continuations of beams, given the logits at those known, float32 [k, vocab].
+        """Replace the beams by continuations of beams.
 
-        Returns False, and leaves the search as it was, if the outcome depends on a beam that is not known.
+        Args:
+            logits: at the known beams, float32 [k, vocab].
+            known: which beams have logits, bool [b]; None means all.
+
+        Returns:
+            False if the outcome depends on a beam that is not known. The search is then as it was.
         """
 
     @property
     def finished_nodes(self) -> Nodes:
-        """Where the finished texts end."""
+        """The ends of the finished texts, int64 [n]."""
 
     def certain(self) -> Iterator[Hypothesis]:
-        """The finished texts that became certain to be the next best since the last call."""
+        """The next best finished texts that became certain since the last call."""
 
     def hypotheses(self) -> list[Hypothesis]:
-        """The finished texts that are the outcome, best first."""
+        """The finished texts to return, best first."""
 
 
 def beam_search(tree: Tree, search: Search, record: Record) -> Strategy:
@@ -70,21 +76,23 @@ def beam_search(tree: Tree, search: Search, record: Record) -> Strategy:
 class BeamSearch:
     """Keep the num_beams likeliest unfinished texts; return the best finished ones.
 
-    A step takes the likeliest candidates, enough of them that num_beams are unfinished whatever the others are. Those
-    among the first num_beams that are finished compete, by log-probability / length ** length_penalty, for the
-    num_beams places of finished texts.
+    A step takes the best candidates: enough that num_beams of them are unfinished, however many end. The best
+    unfinished candidates survive as the new beams. The ended candidates among the first num_beams compete for the
+    num_beams places of finished texts, by log-probability / length ** length_penalty.
 
     Args:
-        process: makes processed log-probabilities of log-probabilities [n, vocab] at nodes.
-        early_stopping: True stops when num_beams texts are finished; False when the best beam, if it ended now, could
-            not beat the worst of them; "never" when no length it can still reach would make it beat that.
-        select: indices of k candidates, best first, from their scores [num_beams * vocab]; the k highest if not given.
-        bounded: what follows a beam never scores above it: candidates are taken by score, and ``process`` raises no
-            log-probability above 0. Then a step can do without beams that score too low to matter, and the search is
-            over once the num_return_sequences best finished texts score above what any beam may reach (the monotonicity
-            of best-first beam search, Meister et al. 2020, 3).
-        constrained: there may be fewer texts than beams. Then only texts that may be take a place; by transformers'
-            rules others take one too where candidates are few, and end the search under ``early_stopping``.
+        process: processes log-probabilities [n, vocab] at nodes.
+        num_return_sequences: the number of finished texts to return.
+        early_stopping: True stops when num_beams texts are finished. False stops when the best beam, if it ended now,
+            would not beat the worst of them. "never" stops when the best beam cannot beat it at any length.
+        select: indices of k candidates, best first, from all scores [num_beams * vocab]. The default is the k highest.
+        bounded: no continuation of a beam scores above the beam: candidates are taken by score, and ``process`` raises
+            no log-probability above 0. Then a step can do without beams whose scores are too low to matter. And the
+            search is over once the num_return_sequences best finished texts score above the bound of every beam (the
+            monotonicity of best-first beam search, Meister et al. 2020, 3).
+        constrained: there may be fewer texts than beams, so only possible texts take a place of finished texts. Without
+            this, transformers' rules hold: where candidates are few, forbidden ones take places too, and end the search
+            under ``early_stopping``.
     """
 
     def __init__(
@@ -104,62 +112,90 @@ class BeamSearch:
         self.process = process
         self.stop = stop
         self.num_beams = num_beams
+        self.num_return_sequences = num_return_sequences
         self.select = select or (lambda scores, k: top(scores, k)[1])
         self.bounded = bounded
         self.constrained = constrained
         self.beams: Nodes = np.full(num_beams, tree.tip)
-        self.scores = torch.full((num_beams,), NEVER)  # at first all beams are the prompt, and only one counts
+        self.scores = torch.full((num_beams,), FORBIDDEN_SCORE)  # at first all beams are the prompt: only one counts
         self.scores[0] = 0.0
-        self.candidates = max(2, 1 + len(stop.eos_token_ids)) * num_beams
+        self.num_candidates = max(2, 1 + len(stop.eos_token_ids)) * num_beams
         self.length = 0  # of the beams, in new tokens
-        self.longest = stop.max_length - tree.prompt_length
+        self.max_new_tokens = stop.max_length - tree.prompt_length
         self.finished = Finished(num_beams, length_penalty, early_stopping)
-        self.returned = num_return_sequences
-        self.told = 0
+        self.num_reported = 0
         self.done = False
 
-    def step(self, logits: Tensor, known: NDArray[np.bool_] | None = None) -> bool:
+    def step(
+        self, logits: Tensor, known: NDArray[np.bool_] | None = None, token_penalties: Tensor | None = None
+    ) -> bool:
+        """Replace the beams, as :meth:`Search.step` says.
+
+        Args:
+            token_penalties: lower the score of every token in this step, float [vocab].
+        """
         rows = np.arange(self.num_beams) if known is None else np.flatnonzero(known)
         missing = len(rows) < self.num_beams
         if missing and not (self.bounded and len(rows)):
             return False
-        beams = self.beams[rows]
-        vocab = logits.shape[-1]
-        scores = self.scores[torch.from_numpy(rows)].to(logits.device)
-        log_probs = (self.process(self.tree, beams, logits.log_softmax(-1)) + scores[:, None]).flatten()
-        if len(log_probs) < self.num_beams:
+        candidates = self._candidates(logits, rows, token_penalties)
+        if candidates is None:
             return False
-        chosen = self.select(log_probs, min(self.candidates, len(log_probs)))
-        top, index = log_probs[chosen].cpu(), chosen.cpu().numpy()
-        nodes = self.tree.add(beams[index // vocab], index % vocab)
-        ended = torch.from_numpy(self.stop.ended(self.tree, nodes))
-        # At the greatest length all have ended; the likeliest are then the beams that groups and traces want to see.
-        scores, running = (top if ended.all() else top + ended * NEVER).topk(self.num_beams)
-        if missing:
-            # The bound rule: a continuation of a missing beam scores at most what the beam does, so it comes after all
-            # that matter here: the candidates down to the last of the new beams.
-            if ended.all() and not (self.tree.depths(nodes) + 1 >= self.stop.max_length).all():
-                return False  # it is not known to be the end: the missing beams' candidates may go on
-            others = np.delete(np.arange(self.num_beams), rows)
-            if not bool(scores[-1] > self.scores[torch.from_numpy(others)].max()):
-                return False
+        survivors, scores = self._survivors(candidates)
+        if missing and not self._outrank_all_but(rows, candidates, scores[-1]):
+            return False
         self.length += 1
-        self.beams, self.scores = nodes[running.numpy()], scores
-        self.finished.compete(nodes, top, ended & (top > NEVER / 2) if self.constrained else ended, self.length)
-        self.done = bool(ended.all()) or self._settled()
+        self.beams, self.scores = candidates.nodes[survivors], scores
+        ended = candidates.ended & candidates.possible if self.constrained else candidates.ended
+        self.finished.compete(candidates, ended, self.length)
+        self.done = bool(candidates.ended.all()) or self._settled()
         return True
 
-    def _settled(self) -> bool:
-        if self.finished.settled(self.scores[0], self.length, self.longest):
-            return True
-        if self.constrained and self.scores[0] <= NEVER / 2:
-            return True  # every text there may be is finished
-        return self.bounded and bool(self.finished.scores[self.returned - 1] > self._reachable())
+    def _candidates(self, logits: Tensor, rows: NDArray[np.int64], token_penalties: Tensor | None) -> Candidates | None:
+        """The best continuations of some of the beams; None if these have fewer continuations than there are beams."""
+        beams = self.beams[rows]
+        log_probs = self.process(self.tree, beams, logits.log_softmax(-1))
+        if token_penalties is not None:
+            log_probs = log_probs - token_penalties
+        scores = (log_probs + self.scores[torch.from_numpy(rows)].to(logits.device)[:, None]).flatten()
+        if len(scores) < self.num_beams:
+            return None
+        chosen = self.select(scores, min(self.num_candidates, len(scores)))
+        beam, token = np.divmod(chosen.cpu().numpy(), logits.shape[-1])
+        nodes = self.tree.add(beams[beam], token)
+        return Candidates(nodes, scores[chosen].cpu(), torch.from_numpy(self.stop.ended(self.tree, nodes)))
 
-    def _reachable(self) -> float:
+    def _survivors(self, candidates: Candidates) -> tuple[NDArray[np.int64], Tensor]:
+        """Indices of the candidates that become the beams, and their scores.
+
+        At the greatest length all candidates have ended. Groups and traces then show the best of them as beams.
+        """
+        scores, ended = candidates.scores, candidates.ended
+        scores, survivors = (scores if ended.all() else forbid(scores, ended)).topk(self.num_beams)
+        return survivors.numpy(), scores
+
+    def _outrank_all_but(self, rows: NDArray[np.int64], candidates: Candidates, lowest: Tensor) -> bool:
+        """The bound rule: the candidates down to the last survivor outrank the beams that are not among the rows.
+
+        A continuation of such a beam scores at most what the beam scores. So it comes after all candidates that matter
+        if the lowest score of the survivors is above the scores of all these beams.
+        """
+        if candidates.ended.all() and not (self.tree.depths(candidates.nodes) + 1 >= self.stop.max_length).all():
+            return False  # the search may not be over: candidates of the other beams may go on
+        others = np.delete(np.arange(self.num_beams), rows)
+        return bool(lowest > self.scores[torch.from_numpy(others)].max())
+
+    def _settled(self) -> bool:
+        if self.finished.settled(self.scores[0], self.length, self.max_new_tokens):
+            return True
+        if self.constrained and not possible(self.scores[0]):
+            return True  # every possible text is finished
+        return self.bounded and bool(self.finished.scores[self.num_return_sequences - 1] > self._bound())
+
+    def _bound(self) -> float:
         """No text that is unfinished now will score above this."""
         penalty = self.finished.length_penalty
-        length = self.longest if penalty > 0 else self.length + 1
+        length = self.max_new_tokens if penalty > 0 else self.length + 1
         return float(self.scores[0] / length**penalty)
 
     @property
@@ -167,32 +203,66 @@ class BeamSearch:
         return self.finished.nodes[self.finished.nodes >= 0]
 
     def certain(self) -> Iterator[Hypothesis]:
-        reachable = float("-inf") if self.done else self._reachable() if self.bounded else float("inf")
-        for hypothesis in self.hypotheses()[self.told :]:
-            if hypothesis.score <= reachable:
+        bound = float("-inf") if self.done else self._bound() if self.bounded else float("inf")
+        for hypothesis in self.hypotheses()[self.num_reported :]:
+            if hypothesis.score <= bound:
                 break
-            self.told += 1
+            self.num_reported += 1
             yield hypothesis
 
     def hypotheses(self) -> list[Hypothesis]:
-        real = np.flatnonzero(self.finished.real)[: self.returned]
-        ends = zip(self.finished.nodes[real].tolist(), self.finished.scores[real].tolist(), strict=True)
+        places = np.flatnonzero(self.finished.possible)[: self.num_return_sequences]
+        ends = zip(self.finished.nodes[places].tolist(), self.finished.scores[places].tolist(), strict=True)
         return [Hypothesis(node, score, self.stop(self.tree, node) or "length") for node, score in ends]
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Continuations of beams, best first.
+
+    Attributes:
+        nodes: int64 [k].
+        scores: sums of processed log-probabilities, float32 [k] on the CPU.
+        ended: bool [k] on the CPU.
+    """
+
+    nodes: Nodes
+    scores: Tensor
+    ended: Tensor
+
+    @property
+    def possible(self) -> Tensor:
+        """Which candidates are texts in their own right, bool [k]; see :func:`possible`."""
+        return possible(self.scores)
+
+
+def forbid(scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores [n] with FORBIDDEN_SCORE added where the mask, bool [n], is true."""
+    return scores + mask * FORBIDDEN_SCORE
+
+
+def possible(scores: Tensor) -> Tensor:
+    """Which scores, float32 [...], FORBIDDEN_SCORE is no part of. No sum of log-probabilities is nearly as low.
+
+    Forbidden are tokens that a processor masks, beams that only fill up places, and the continuations of both.
+    """
+    return scores > FORBIDDEN_SCORE / 2
 
 
 class Finished:
     """The places for finished texts, best first.
 
     Attributes:
-        nodes: where they end, -1 where a place is empty.
-        real: false for empty places, and for texts that took one only because there were fewer candidates than places:
-            forbidden ones, and those of the copies of the prompt that fill the beams at first.
+        nodes: the ends of the texts, int64 [places]; -1 where a place is empty.
+        possible: bool [places]. False for empty places, and for forbidden texts that took a place because there were
+            fewer candidates than places.
+        scores: log-probability / length ** length_penalty, float32 [places].
     """
 
     def __init__(self, places: int, length_penalty: float, early_stopping: bool | str) -> None:
         self.nodes: Nodes = np.full(places, -1)
-        self.real = np.zeros(places, dtype=bool)
-        self.scores = torch.full((places,), NEVER)
+        self.possible = np.zeros(places, dtype=bool)
+        self.scores = torch.full((places,), FORBIDDEN_SCORE)
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
 
@@ -200,42 +270,46 @@ class Finished:
     def full(self) -> bool:
         return bool((self.nodes >= 0).all())
 
-    def compete(self, nodes: Nodes, log_probs: Tensor, ended: Tensor, length: int) -> None:
-        """Let the candidates that have ended compete for a place, if they are among the first of all candidates."""
+    def compete(self, candidates: Candidates, ended: Tensor, length: int) -> None:
+        """Let the candidates that have ended, bool [k], compete for the places.
+
+        Only the first candidates take part, as many as there are places. The others fill up the beams.
+        """
         if self.early_stopping is True and self.full:
             return
         places = len(self.nodes)
-        may = ended.clone()
-        may[places:] = False  # the others are there only so that enough beams remain
-        scores = log_probs / length**self.length_penalty + ~may * NEVER
+        competing = ended.clone()
+        competing[places:] = False
+        scores = forbid(candidates.scores / length**self.length_penalty, ~competing)
         self.scores, best = torch.cat([self.scores, scores]).topk(places)
-        self.nodes = np.concatenate([self.nodes, np.where(may.numpy(), nodes, -1)])[best.numpy()]
-        self.real = np.concatenate([self.real, (may & (log_probs > NEVER / 2)).numpy()])[best.numpy()]
+        nodes = np.where(competing.numpy(), candidates.nodes, -1)
+        self.nodes = np.concatenate([self.nodes, nodes])[best.numpy()]
+        self.possible = np.concatenate([self.possible, (competing & candidates.possible).numpy()])[best.numpy()]
 
-    def settled(self, best_running: Tensor, length: int, longest: int) -> bool:
-        """Whether the best beam, with this log-probability at this length, ends the search by transformers' rules."""
+    def settled(self, best_running: Tensor, length: int, max_new_tokens: int) -> bool:
+        """Whether transformers' rules end the search, given the best beam's log-probability and its length."""
         if self.early_stopping is True and self.full:
             return True
-        hopeful = longest if self.early_stopping == "never" and self.length_penalty > 0 else length
-        worst = float(self.scores[-1]) if self.full else NEVER
+        hopeful = max_new_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
+        worst = float(self.scores[-1]) if self.full else FORBIDDEN_SCORE
         return float(best_running / hopeful**self.length_penalty) <= worst
 
 
 class DiverseBeamSearch:
-    """Groups of beams that take their steps one after the other, each kept off the tokens of those before it.
+    """Groups of beams that take their steps one after the other, each kept off the tokens of the groups before it.
 
-    What a group chose at a step is worth diversity_penalty less, a choice, to the groups after it (Vijayakumar et al.
+    A token loses diversity_penalty for each beam of an earlier group that chose it in the same step (Vijayakumar et al.
     2018, "Diverse Beam Search", 3, with Hamming diversity). The finished texts of all groups are ranked together.
 
     Args:
-        groups: the groups' searches over one tree, with as many beams each.
+        groups: the groups' searches over one tree, all with the same number of beams.
     """
 
     def __init__(self, groups: list[BeamSearch], diversity_penalty: float) -> None:
         self.groups = groups
-        self.penalty = diversity_penalty
+        self.diversity_penalty = diversity_penalty
         self.stepped = groups  # by the last step
-        self.told = False
+        self.reported = False
 
     @property
     def beams(self) -> Nodes:
@@ -247,7 +321,7 @@ class DiverseBeamSearch:
 
     @property
     def live(self) -> list[BeamSearch]:
-        """The groups that go on; when none does, those that took the last step."""
+        """The groups that go on. When all are done: the groups that took the last step."""
         return [group for group in self.groups if not group.done] or self.stepped
 
     @property
@@ -260,15 +334,8 @@ class DiverseBeamSearch:
         chosen: Nodes = NO_NODES
         self.stepped = self.live
         for group, rows in zip(self.stepped, logits.chunk(len(self.stepped)), strict=True):
-            plain = group.process
-            taken = torch.from_numpy(chosen).to(logits.device)
-            # As a process of the group's own: the penalty shows in its scores, as in the paper and in transformers.
-            malus = self.penalty * torch.bincount(taken, minlength=logits.shape[-1])
-            group.process = lambda *at, plain=plain, malus=malus: plain(*at) - malus
-            try:
-                group.step(rows)
-            finally:
-                group.process = plain
+            times_chosen = torch.bincount(torch.from_numpy(chosen).to(logits.device), minlength=logits.shape[-1])
+            group.step(rows, token_penalties=self.diversity_penalty * times_chosen)
             chosen = np.concatenate([chosen, group.tree.tokens(group.beams)])
         return True
 
@@ -277,20 +344,20 @@ class DiverseBeamSearch:
         return np.concatenate([group.finished_nodes for group in self.groups])
 
     def certain(self) -> Iterator[Hypothesis]:
-        if self.done and not self.told:
-            self.told = True
+        if self.done and not self.reported:
+            self.reported = True
             yield from self.hypotheses()
 
     def hypotheses(self) -> list[Hypothesis]:
         found = [hypothesis for group in self.groups for hypothesis in group.hypotheses()]
-        return sorted(found, key=lambda h: -h.score)[: self.groups[0].returned]
+        return sorted(found, key=lambda h: -h.score)[: self.groups[0].num_return_sequences]
 
 
 def draw_without_replacement(generator: torch.Generator) -> Select:
-    """Beam sampling's selection: candidates are drawn, not taken by score, as from the softmax of all scores.
+    """Beam sampling's selection: the candidates are drawn from the softmax of all scores, without replacement.
 
-    The k highest of scores with Gumbel noise are such a draw, in its order (Kool et al. 2019, "Stochastic Beams and
-    Where to Find Them", 2.3).
+    The k highest scores with Gumbel noise are such a draw, in its order (Kool et al. 2019, "Stochastic Beams and Where
+    to Find Them", 2.3).
     """
 
     def select(scores: Tensor, k: int) -> Tensor:

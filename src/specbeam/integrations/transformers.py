@@ -17,7 +17,7 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecod
 
 from specbeam.backends.encoder_decoder import backend_of
 from specbeam.compat import argument_of_generate
-from specbeam.decoding.beam import NEVER
+from specbeam.decoding.beam import FORBIDDEN_SCORE
 from specbeam.engine import Engine
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -218,4 +218,4 @@ def _refuse(asked: bool, what: str) -> None:
 def _filled(sequences: list[Sequence], beams: int, returned: int) -> list[Sequence]:
     """As many texts as transformers returns. If fewer beams finish, it fills up with empty texts of the worst score."""
     missing = returned - len(sequences) if beams > 1 else 0
-    return sequences + [Sequence("", [], NEVER, "length")] * missing
+    return sequences + [Sequence("", [], FORBIDDEN_SCORE, "length")] * missing
