@@ -1,4 +1,4 @@
-"""What the site shows of the program itself: the help of each command, and the tutorial notebook."""
+"""Parts of the site that come from the program itself: the help of each command, and the tutorial notebook."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def on_page_content(html, **_):
 
 
 def help_of(words):
-    """What ``specbeam WORDS --help`` prints, 100 characters wide."""
+    """The output of ``specbeam WORDS --help``, 100 characters wide."""
     import contextlib
     import io
     import os
