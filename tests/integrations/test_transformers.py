@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers import (
@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from specbeam import Engine, SpecbeamError, hf
-from tests.conftest import byte_tokenizer, in_thorough_mode, random_model
+from tests.conftest import byte_tokenizer, examples, in_thorough_mode, random_model
 
 VOCAB, PAD = 20, 0
 PREFERRED = torch.arange(VOCAB) % 3 == 0
@@ -81,6 +81,7 @@ def test_greedy_text_equals_the_text_of_transformers(models, architecture, promp
     assert got.tolist() == expected.tolist()
 
 
+@settings(max_examples=examples(2))
 @given(
     architecture=st.sampled_from(["llama", "gpt2", "mistral"]),
     prompts=PROMPTS,
