@@ -1,4 +1,4 @@
-"""The five rungs give one text, transformers', and what fails is said."""
+"""The five rungs give the text of transformers, and a rung that fails says why."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """What would be compiled runs as it is; returns how each was to be compiled."""
+    """Replaces the compiler: passes run uncompiled. Returns the arguments of each call."""
     calls = []
     monkeypatch.setattr(torch, "compile", lambda forward, **how: (calls.append(how), forward)[1])
     return calls
@@ -173,10 +173,28 @@ def test_reasons_are_short(lm, monkeypatch, error, says):
     assert rung.failure.startswith(says)
 
 
+def test_compiled_rungs_are_one_program_each(lm, monkeypatch):
+    """Dynamo traces a pass as one graph without breaks, once: the shapes never change. The graph runs uncompiled."""
+    compile_, graphs = torch.compile, []
+
+    def trace_only(forward, fullgraph, dynamic, mode):
+        def keep(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        return compile_(forward, fullgraph=fullgraph, dynamic=dynamic, backend=keep)
+
+    monkeypatch.setattr(torch, "compile", trace_only)
+    for rung in ladder.climb(lm, PROMPT, max_new_tokens=6, rungs=[1, 2, 4], runs=2):
+        assert rung.failure is None
+        assert rung.identical in (None, True)
+        assert len(graphs) == {1: 0, 2: 1, 4: 2}[rung.number]
+
+
+@pytest.mark.thorough
 @pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler for torch.compile")
 def test_compiled_rungs_are_compiled(lm):
     for rung in ladder.climb(lm, PROMPT, max_new_tokens=6, rungs=[1, 2, 4], runs=1):
         assert rung.failure is None
         assert rung.identical in (None, True)
-        if rung.number in ladder.COMPILED:
-            assert rung.compile_seconds > rung.median
+        assert (rung.compile_seconds is not None) == (rung.number in ladder.COMPILED)

@@ -92,8 +92,7 @@ def stream(
     """Generate from one prompt, and yield pieces of text as soon as they are certain.
 
     A piece never ends inside a character and never shows part of a stop string. All pieces together are
-    ``generate(...).text``. Arguments and errors are those of :func:`generate`, except that a list of prompts is
-    refused.
+    ``generate(...).text``. Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
     """
     if is_batch(prompt):
         raise SpecbeamError("stream takes one prompt: use Engine to stream several at once")
@@ -118,7 +117,7 @@ def nbest(
     soonest. With a higher penalty, a text is certain once even the longest continuation of the best beam could not
     pass it.
 
-    Arguments and errors are those of :func:`generate`, except that a list of prompts is refused.
+    Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
     """
     if is_batch(prompt):
         raise SpecbeamError("nbest takes one prompt: call it once for each")

@@ -1,13 +1,15 @@
-"""The ladder: one greedy text made in five ways, each of which does less for a token than the one before.
+"""The ladder: one greedy text made in five ways. Each way does less work per token than the one before.
 
-    1  no cache               the whole text goes through the model for every token
-    2  no cache, compiled     the same, as one compiled program whose shapes never change
-    3  KV cache               keys and values are kept, and only the last token goes through the model
-    4  KV cache, compiled     the same, as one compiled program; on a GPU it is replayed as a CUDA graph
-    5  engine                 specbeam.generate
+| rung | per token |
+| --- | --- |
+| 1 no cache | The whole text goes through the model. |
+| 2 no cache, compiled | The same, as one compiled program with fixed shapes. |
+| 3 KV cache | Keys and values are kept, and only the last token goes through the model. |
+| 4 KV cache, compiled | The same, as one compiled program. On a GPU it is replayed as a CUDA graph. |
+| 5 engine | The steps of ``specbeam.generate``. |
 
-To be read from top to bottom: how the rungs see the model, the rungs, and what they take. The model is the one that all
-of specbeam runs on, ``backends/torch/transformer.py``.
+Read it from top to bottom: the model as the rungs see it, the rungs, and their measurement. The model is the one that
+all of specbeam runs on, ``backends/torch/transformer.py``.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ RUNGS = {1: "no cache", 2: "no cache, compiled", 3: "KV cache", 4: "KV cache, co
 COMPILED = (2, 4)
 
 Forward = Callable[[Tensor, Tensor, list[TreeSegment], Tensor], Tensor]
-"""``Transformer.forward``: tokens and positions int64 [n], segments, and which nodes' logits are wanted."""
+"""``Transformer.forward``: tokens and positions int64 [n], segments, and the nodes whose logits are wanted."""
 
 
 class Model:
@@ -48,10 +50,10 @@ class Model:
     For specbeam's transformer a text is a tree without branches. The token at position i lies in slot i.
 
     Args:
-        compiled: every pass has the shapes of the first, so one program can be made of it.
+        compiled: compile the pass. Every pass must then have the shapes of the first.
 
     Raises:
-        SpecbeamError: the rungs are not for such a model.
+        SpecbeamError: no rung can run such a model.
     """
 
     def __init__(self, lm: LanguageModel, compiled: bool = False) -> None:
@@ -69,7 +71,7 @@ class Model:
         else:
             self.forward = through(backend)
         if compiled:
-            # A CUDA graph launches all kernels of a pass at once; one by one that takes longer than small ones run.
+            # A CUDA graph launches all kernels of a pass at once: one launch takes longer than a small kernel.
             mode = "reduce-overhead" if self.device.type == "cuda" else None
             self.forward = torch.compile(self.forward, fullgraph=True, dynamic=False, mode=mode)
 
@@ -78,10 +80,10 @@ class Model:
         """One pass: the logits [1, vocab] after one of the tokens, on the model's device.
 
         Args:
-            tokens: token ids that stand in the text from position ``start`` on.
-            cache: where their keys and values go, and where those of the tokens before them lie.
-            length: attention reads so many slots, whether they hold something yet or not.
-            last: which of the tokens the logits follow.
+            tokens: token ids of the text from position ``start`` on.
+            cache: holds the keys and values of the tokens before ``start``, and takes the new ones.
+            length: attention reads this many slots, also slots that are empty.
+            last: the index of the token that the logits follow.
         """
         device = self.device
         positions = torch.arange(start, start + len(tokens), device=device)
@@ -100,7 +102,7 @@ class Model:
 
 
 class NoCache(TreeCache):
-    """Stands where a cache would, and keeps nothing: attention gets the keys and values of this very pass."""
+    """Takes the place of a cache and keeps nothing: attention gets the keys and values of the pass itself."""
 
     def __init__(self) -> None:
         super().__init__(0, 0, 0, most=0, dtype=torch.float32, device=torch.device("cpu"))
@@ -119,14 +121,14 @@ def static_cache(backend: Backend[Any], length: int) -> Any:
 
 
 def through(backend: Backend[Any]) -> Forward:
-    """The pass of a backend that is not torch, called as a Transformer's: one text, in slots that are in use."""
+    """The pass of a backend other than torch, with the signature of ``Transformer.forward``, for one text."""
 
     def forward(tokens: Tensor, positions: Tensor, segments: list[TreeSegment], wanted: Tensor) -> Tensor:
         cache: Any = segments[0].cache
         nodes, slots, last = (t.cpu().numpy() for t in (tokens, positions, wanted))
         length = len(nodes) + int(slots[0])
         if isinstance(cache, NoCache):
-            cache = static_cache(backend, length)  # it must have one, which nobody will read again
+            cache = static_cache(backend, length)  # the backend needs one. It is thrown away after the pass
         visible = np.arange(length) <= slots[:, None]
         return backend.forward([Segment(cache, nodes, slots, slots, length, visible, last)])
 
@@ -142,9 +144,9 @@ def no_cache(model: Model, prompt: list[int], length: int) -> Iterator[int]:
 
 
 def no_cache_static(model: Model, prompt: list[int], length: int) -> Iterator[int]:
-    """Rung 2: the same, in shapes that never change, for the text is padded to its final length.
+    """Rung 2: the same with fixed shapes, because the text is padded to its final length.
 
-    The padding changes nothing, because no token sees what stands after it.
+    The padding changes nothing, because no token sees a later one.
     """
     text = [*prompt]
     while len(text) < length:
@@ -154,12 +156,12 @@ def no_cache_static(model: Model, prompt: list[int], length: int) -> Iterator[in
 
 
 def kv_cache(reader: Model, writer: Model, cache: TreeCache, prompt: list[int], length: int) -> Iterator[int]:
-    """Rungs 3 and 4: keys and values are kept, and after the prompt a pass has one token.
+    """Rungs 3 and 4: keys and values are kept, and every pass after the prompt has one token.
 
     Args:
         reader: reads the prompt, in one pass.
-        writer: the same model; on rung 4 it is compiled, since all its passes have the same shapes.
-        cache: has room for the whole text. What an earlier text left in it is out of sight until it is overwritten.
+        writer: the same model. On rung 4 it is compiled, since all its passes have the same shapes.
+        cache: has room for the whole text. Slots left by an earlier text are masked until they are overwritten.
     """
     token = reader.next_token(prompt, 0, cache, length)
     yield token
@@ -170,17 +172,17 @@ def kv_cache(reader: Model, writer: Model, cache: TreeCache, prompt: list[int], 
 
 def engine(lm: LanguageModel, prompt: list[int], max_new_tokens: int) -> tuple[list[int], int]:
     """Rung 5: specbeam's own loop. Its cache grows, and it is ready for beams, drafts and other requests beside it."""
-    plain = replace(lm, generation_defaults={})  # some checkpoints ask for penalties, which no other rung has
+    plain = replace(lm, generation_defaults={})  # some checkpoints ask for penalties, which the other rungs lack
     result = generate(plain, prompt, max_new_tokens=max_new_tokens)
     return result.token_ids, result.stats.target_passes
 
 
 Run = Callable[[], tuple[list[int], int]]
-"""Makes the text, from the prompt on, and returns its new tokens and how many passes of the model they took."""
+"""Makes the text, and returns its new tokens and the number of passes."""
 
 
 def prepare(lm: LanguageModel, number: int, prompt: list[int], max_new_tokens: int) -> Run:
-    """A rung that can be run any number of times. Errors as of :class:`Model`."""
+    """A rung that can be run any number of times. Errors as for :class:`Model`."""
     if number == 5:
         return partial(engine, lm, prompt, max_new_tokens)
     length = min(len(prompt) + max_new_tokens, lm.backend.context_length)
@@ -199,20 +201,20 @@ def prepare(lm: LanguageModel, number: int, prompt: list[int], max_new_tokens: i
             tokens.append(token)
             if token in lm.eos_token_ids:
                 break
-        return tokens, len(tokens)  # each is a pass
+        return tokens, len(tokens)  # one pass per token
 
     return run
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a text parts from the one it should be.
+    """Where a text differs from the expected one.
 
     Attributes:
-        token: the number of the first new token that differs, from 0.
-        gap: by how much the logit of the token that should be there is the higher one, in a pass over the whole text;
-            None if one of the texts ends there, or logits are no numbers.
-        near_tie: the gap is so small that rounding can turn it round.
+        token: the index of the first new token that differs, from 0.
+        gap: the logit of the expected token minus the logit of the other one, in a pass over the whole text. None if
+            one of the texts ends there, or if a logit is not finite.
+        near_tie: the gap is so small that rounding can change its sign.
     """
 
     token: int
@@ -222,24 +224,24 @@ class Difference:
 
 @dataclass(frozen=True)
 class Rung:
-    """What a rung took.
+    """The measurement of one rung.
 
     Attributes:
         number: its key in :data:`RUNGS`.
-        device: where it ran, named as in PyTorch.
-        backend: what ran it: "torch", "transformers" or "cpu".
-        weights: their dtype; for the cpu backend how it keeps them.
+        device: named as in PyTorch.
+        backend: "torch", "transformers" or "cpu".
+        weights: their dtype; for the cpu backend its quantization.
         prompt_tokens: tokens of the prompt.
         token_ids: the new tokens.
-        text: the same, without special tokens.
-        seconds: of each run, from the prompt to the last token; none if it failed.
-        passes: of the model, in a run.
-        compile_seconds: by how much a first run, which is not among those, took longer; None if nothing is compiled.
-        peak_memory: the most bytes held in these runs, weights included: of device memory on a GPU, by the process on
-            a CPU. Where counting cannot begin anew (on macOS and Windows) the most so far, and None where unknown.
-        identical: whether all runs gave the tokens of the first rung; None for the first one itself.
-        difference: where one did not.
-        failure: why there is none of all this; None if there is.
+        text: their text, without special tokens.
+        seconds: of each timed run, from the prompt to the last token. Empty if the rung failed.
+        passes: of the model, per run.
+        compile_seconds: how much longer the untimed first run took; None if the rung is not compiled.
+        peak_memory: the most bytes held in these runs, with the weights: device memory on a GPU, memory of the process
+            on a CPU. On macOS and Windows it is the most bytes held so far. None if unknown.
+        identical: whether all runs gave the tokens of the first rung; None for the first rung itself.
+        difference: the first difference, if the tokens are not identical.
+        failure: why the rung has no measurement; None if it has one.
     """
 
     number: int
@@ -268,7 +270,7 @@ class Rung:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """New tokens a second, in the median run."""
+        """New tokens per second, in the median run."""
         return len(self.token_ids) / self.median if self.median else None
 
 
@@ -281,17 +283,17 @@ def climb(
     runs: int = 3,
     tell: Callable[[int, str], object] = lambda number, what: None,
 ) -> Iterator[Rung]:
-    """Run one rung after the other, and say what each took as soon as it is known.
+    """Run one rung after the other, and yield each measurement as soon as it is known.
 
-    A rung that fails, of whatever, is one with a ``failure``; the others go on. What else the process has compiled
-    with ``torch.compile`` is forgotten.
+    A rung that fails, for any reason, is yielded with a ``failure``, and the others go on. Programs that the process
+    has compiled with ``torch.compile`` are forgotten.
 
     Args:
         prompt: token ids (:func:`specbeam.prompts.encode`), fewer than the model's context.
-        max_new_tokens: at most so many; a text may end before, at one of the model's end-of-sequence tokens.
-        rungs: keys of :data:`RUNGS`. Texts are compared with that of the first that does not fail.
-        runs: so many are timed, after one that is not.
-        tell: called before each run, with the rung's number and what is about to happen.
+        max_new_tokens: the most new tokens. A text may end before, at one of the model's end-of-sequence tokens.
+        rungs: keys of :data:`RUNGS`. Texts are compared with the text of the first rung that does not fail.
+        runs: the number of timed runs, after one untimed run.
+        tell: called before each run, with the rung's number and a description of the run.
     """
     expected: tuple[int, ...] | None = None
     for number in rungs:
@@ -315,7 +317,7 @@ def measure(
     expected: tuple[int, ...] | None,
     tell: Callable[[int, str], object],
 ) -> Rung:
-    """What a rung takes. Arguments as for :func:`climb`, and the tokens it is expected to find, if that is known."""
+    """Measure one rung. Arguments as for :func:`climb`, and the expected tokens, if they are known."""
     compiled = number in COMPILED
     run = prepare(lm, number, prompt, max_new_tokens)
     tell(number, "compiling" if compiled else "warming up")
@@ -344,18 +346,18 @@ def measure(
 
 
 def timed(run: Run) -> tuple[float, list[int], int]:
-    """Seconds, tokens and passes of a run. Tokens are Python's numbers, so the device has done its work."""
+    """Seconds, tokens and passes of a run. Tokens are numbers of Python, so the device has finished its work."""
     start = time.perf_counter()
     tokens, passes = run()
     return time.perf_counter() - start, tokens, passes
 
 
 NEAR_TIE = {"float32": 1e-4, "float16": 0.1, "bfloat16": 0.5}
-"""Two logits that lie closer may change places when sums are formed in another order."""
+"""Two logits that differ by less may change places when sums are formed in another order."""
 
 
 def part(lm: LanguageModel, prompt: list[int], expected: Sequence[int], got: Sequence[int]) -> Difference:
-    """Where two texts that are not the same part."""
+    """The first difference of two texts that are not the same."""
     at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got)))
     if at == min(len(expected), len(got)):
         return Difference(at, gap=None, near_tie=False)
@@ -368,14 +370,14 @@ def part(lm: LanguageModel, prompt: list[int], expected: Sequence[int], got: Seq
 
 
 def ground(lm: LanguageModel) -> tuple[str, str, str]:
-    """What a model runs on: the device, the backend, and what its weights are."""
+    """The device, the backend and the weights that a model runs on."""
     backend: Any = lm.backend
     weights = backend.quantize if backend.name == "cpu" else str(backend.dtype).removeprefix("torch.")
     return str(backend.device), backend.name, weights
 
 
 def reason(error: Exception) -> str:
-    """What an error says in its first line. PyTorch's compiler says much more."""
+    """The first line of an error. PyTorch's compiler writes many more."""
     if is_out_of_memory(error):
         return "out of memory"
     line = next(iter(str(error).strip().splitlines()), "")

@@ -1,4 +1,4 @@
-"""Prompts: text, chat messages or token ids, to the token ids the model sees."""
+"""Prompts: from text, chat messages or token ids to the token ids that the model reads."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
     """Token ids of one prompt.
 
     Args:
-        prompt: text, which is put to a chat model as a user's message and to other models as it is; a list of chat
-            messages, dictionaries with "role" and "content"; or token ids, which are taken as they are.
+        prompt: text, a list of chat messages (dictionaries with "role" and "content"), or token ids. A chat model gets
+            text as a user's message, other models get it unchanged. Token ids are used unchanged.
         system: a system message to put first.
-        raw: no chat template: the text as it is, messages and the system message joined by blank lines.
+        raw: use no chat template. Messages and the system message are joined by blank lines.
 
     Raises:
         SpecbeamError: an empty prompt, one of another kind, or messages the chat template refuses.
@@ -75,25 +75,25 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
 
 
 def show_prompt(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False) -> str:
-    """What the model sees of a prompt, special tokens written out. Arguments and errors as in :func:`encode`."""
+    """A prompt as the model reads it, with special tokens written out. Arguments and errors as for :func:`encode`."""
     return lm.decode(encode(lm, prompt, system=system, raw=raw), skip_special_tokens=False)
 
 
 def render(tokenizer: Any, messages: list[Message]) -> str:
-    """The text a tokenizer's chat template makes of messages, up to where the model is to answer.
+    """Messages as text by the tokenizer's chat template, up to the place where the model should answer.
 
     Raises:
         SpecbeamError: the template refuses them.
     """
     try:
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program of the checkpoint's, and may raise anything
+    except Exception as error:  # a template is a program from the checkpoint, and may raise anything
         raise SpecbeamError(f"the model's chat template refuses these messages: {error}") from error
     return text
 
 
 def tokenize(tokenizer: Any, text: str, add_special_tokens: bool, **details: bool) -> Any:
-    """What a tokenizer of transformers says of a text: its ``input_ids``, and the details that are asked for.
+    """The tokenizer's encoding of a text: its ``input_ids``, and the details that are asked for.
 
     Raises:
         SpecbeamError: the text is not valid Unicode.

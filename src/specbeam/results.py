@@ -1,4 +1,4 @@
-"""What generation returns."""
+"""Results of generation."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Sequence:
 
     Attributes:
         text: the new text, without special tokens and without the stop string that ended it.
-        token_ids: the new tokens, the one that ended the text included.
+        token_ids: the new tokens, including the one that ended the text.
         score: the sum of the tokens' log-probabilities under the model (natural logarithm, temperature 1, before
             penalties and truncation), so that methods can be compared. For beam search it is transformers'
-            ``sequences_scores``: processed log-probabilities over length ** length_penalty.
+            ``sequences_scores``: the sum of processed log-probabilities, divided by length ** length_penalty.
         finish_reason: "stop" (an end-of-sequence token or a stop string), "length" (max_new_tokens, or the context
             is full), or "cancelled".
     """
@@ -28,28 +28,28 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Stats:
-    """What one request took.
+    """The cost of one request.
 
     Attributes:
         prompt_tokens: tokens of the prompt.
         new_tokens: tokens of the best sequence.
         seconds: from submission to the last token, waiting and prefill included.
         tokens_per_second: new_tokens / seconds.
-        time_to_first_token: seconds from submission to the first new token; None if there was none.
-        forward_passes: passes of the target and the draft model this request took part in, prefill included.
-        target_passes: those of the target.
-        draft_passes: those of the draft model.
-        target_seconds: what the target's passes took; of a pass that requests share, a request's part by its nodes.
-        draft_seconds: the same of the draft model's.
-        nodes_evaluated: nodes of the tree the target evaluated, those of the prompt included.
-        peak_slots: the most cache slots on the target in use at once: the keys and values of so many tokens.
-        drafted: guesses the target was asked about.
-        accepted: guesses that became part of the text, or a beam.
-        acceptance_rate: accepted / drafted; None without drafts. A tree of guesses cannot all be accepted.
-        steps_per_target_pass: new tokens, or steps of beam search, a pass of the target, chunks of a long prompt not
-            counted. 1 without drafts.
-        peak_memory: bytes. On a GPU the most device memory allocated so far, on a CPU the most memory the process
-            has held so far; None where the system does not tell.
+        time_to_first_token: seconds from submission to the first new token; None without new tokens.
+        forward_passes: passes of the target and of the draft model that this request took part in, with the prefill.
+        target_passes: passes of the target alone.
+        draft_passes: passes of the draft model alone.
+        target_seconds: time of the target's passes. Requests that share a pass divide its time by their nodes.
+        draft_seconds: time of the draft model's passes, divided likewise.
+        nodes_evaluated: nodes of the tree that the target evaluated, including the prompt's.
+        peak_slots: the most cache slots in use at once on the target. A slot holds the keys and values of one token.
+        drafted: guesses that the target checked.
+        accepted: guesses that became part of the text, or of a beam.
+        acceptance_rate: accepted / drafted; None without drafts. The guesses of a tree cannot all be accepted.
+        steps_per_target_pass: new tokens, or steps of beam search, per pass of the target. Chunks of a long prompt do
+            not count. 1 without drafts.
+        peak_memory: bytes. On a GPU it is the most device memory allocated so far, on a CPU the most memory that the
+            process has held so far. None if the system does not report it.
     """
 
     prompt_tokens: int
@@ -73,15 +73,20 @@ class Stats:
 
 @dataclass(frozen=True)
 class Result:
-    """What one prompt gave: its sequences, best first, and what they took.
+    """The result of one prompt.
 
     Attributes:
-        trace: with ``trace=True``, a dictionary a round (a pass of the target). "drafted" lists the guesses put to it:
-            "token_id", "text", "accepted", and where they hang: "parent", the number of another guess of the round, or
-            "beam", the number of the beam (0 for a single text), or neither when it hangs below a guess of an earlier
-            round. "steps" lists what was then decided: after each step the beams, best first (a single text is one
-            beam), each with its last token ("token_id", "text"), the number of the "beam" of the step before that it
-            continues, whether the token was "drafted", and its "score".
+        sequences: best first.
+        stats: the cost.
+        trace: with ``trace=True``, one dictionary per round (a pass of the target), with two lists.
+
+            "drafted" lists the guesses that were checked, each with "token_id", "text" and "accepted". A guess also has
+            its place: "parent" is the number of another guess of the round. "beam" is the number of the beam (0 for a
+            single text). A guess below a guess of an earlier round has neither.
+
+            "steps" lists the beams after each step, best first; a single text is one beam. A beam has its last token
+            ("token_id", "text") and its "score". "beam" is the number of the beam it continues, in the step before.
+            "drafted" is whether its last token was drafted.
     """
 
     sequences: list[Sequence]

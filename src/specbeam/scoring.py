@@ -1,6 +1,6 @@
-"""What a model makes of given texts: log-probabilities of continuations.
+"""Log-probabilities of given continuations.
 
-The continuations of one context are a tree: the context is evaluated once, and so are beginnings they share.
+The continuations of one context form a tree: the context is evaluated once, and so is every shared beginning.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def score(
     """Log-probabilities of continuations given their contexts.
 
     Args:
-        texts: contexts and continuations. A context has at least one token, and both together at most one more than
-            the model's context holds: the last one is not evaluated.
-        max_contexts: at most so many contexts share a pass.
-        max_batch_tokens: a pass evaluates at most so many nodes, and logits of no more are ever held. Longer texts
-            are read in chunks.
+        texts: contexts and continuations. A context has at least one token. Both together may have one token more than
+            the model's context, because the last token is not evaluated.
+        max_contexts: the most contexts that share a pass.
+        max_batch_tokens: the most nodes per pass. Logits of more nodes are never held. Longer texts are read in chunks.
 
     Yields:
-        For each text, as soon as it is known: its number, the sum of the log-probabilities of the continuation's
-        tokens (natural logarithm; 0 without tokens), and whether each of them was the likeliest at its place.
+        A tuple for each text, as soon as its score is known: (number, score, greedy). The number is its index in
+        ``texts``. The score is the sum of the log-probabilities of the continuation's tokens (natural logarithm), 0
+        without tokens. Greedy is whether each token was the likeliest at its place.
 
     Raises:
         SpecbeamError: a text has no context, or a token that is not in the model's vocabulary.
     """
-    # Taken from the end: if there is no memory for the longest, it is soon known.
+    # Taken from the end, the longest first: a lack of memory shows at once.
     waiting = sorted(_shared(texts, max_batch_tokens), key=lambda some: sum(map(len, texts[some[0]])))
     live: list[Continuations] = []
     while waiting or live:
@@ -67,10 +67,10 @@ def score(
 
 
 def _shared(texts: Sequence[Text], most: int) -> list[list[int]]:
-    """The numbers of texts that have a context in common and, below it, at most so many tokens together.
+    """Groups of texts, by number, that share a context and have at most ``most`` tokens below it together.
 
-    A node's attention runs over the slots of its whole tree, those it does not see included: with more below it,
-    sharing a short context would cost more than reading it again.
+    A node's attention runs over the slots of its whole tree, also over masked ones. In larger groups, sharing a short
+    context would cost more than reading it again.
     """
     together: list[list[int]] = []
     open_for: dict[tuple[int, ...], tuple[list[int], int]] = {}
@@ -85,13 +85,13 @@ def _shared(texts: Sequence[Text], most: int) -> list[list[int]]:
 
 
 class Continuations:
-    """The tree of a context and some continuations of it, as far as it has been evaluated.
+    """The tree of a context and some of its continuations, and the scores so far.
 
     Attributes:
         numbers: the texts' numbers.
         pending: nodes still to be evaluated, ancestors first.
-        log_probs: of the tokens seen so far, summed, float64 [texts].
-        greedy: whether they were the likeliest, bool [texts].
+        log_probs: sums over the tokens evaluated so far, float64 [texts].
+        greedy: whether all these tokens were the likeliest, bool [texts].
     """
 
     def __init__(self, lm: LanguageModel, numbers: list[int], texts: list[Text]) -> None:
@@ -103,7 +103,7 @@ class Continuations:
         wholes = [encode(lm, context + continuation) for context, continuation in texts]
         trunk = wholes[0] if len(wholes) == 1 else texts[0][0]
         tree = Tree(trunk)
-        # A token to be scored: the node it follows, its id, and the text it is in.
+        # For each token to be scored: the node that it follows, its id, and the number of its text.
         scored: list[tuple[int, int, int]] = []
         for text, ((context, _), whole) in enumerate(zip(texts, wholes, strict=True)):
             node = len(context) - 1

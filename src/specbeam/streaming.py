@@ -1,44 +1,44 @@
-"""Token ids to text as they come, in pieces that never have to be taken back."""
+"""Decodes token ids to text as they come, in pieces that never have to be taken back."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"
-"""What decoders put where the bytes of a character have not all come yet."""
+"""Decoders put this character where some bytes of a character are still missing."""
 
 
 class TextStream:
     """Decodes tokens as they arrive.
 
-    A character whose bytes are not all there is held back, and so is text that may yet turn out to begin a stop
-    string. All pieces together are the final text, which ends before the first stop string.
+    An incomplete character is held back. So is text that may be the beginning of a stop string. All pieces together
+    are the final text, which ends before the first stop string.
 
     Attributes:
-        text: the text so far, what is held back included.
-        stopped: a stop string has come; what follows is ignored.
+        text: the text so far, including the part that is held back.
+        stopped: a stop string has come. Later tokens are ignored.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop_strings: Sequence[str] = ()) -> None:
         self._decode = decode
         self._stop_strings = stop_strings
         self._ids: list[int] = []
-        # The tokens from start on are decoded together, for a token's text can depend on the one before it; the text
-        # of those before read has been added.
+        # Tokens from start on are decoded together, because a token's text can depend on the token before it. The text
+        # of the tokens before read has been added.
         self._start = self._read = 0
         self._sent = 0
         self.text = ""
         self.stopped = False
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take in tokens; return the text that is now certain, which may be empty."""
+        """Take in tokens. Return the text that is now certain, which may be empty."""
         for token in token_ids:
             self._ids.append(token)
             self._take(complete=False)
         return self._send(len(self.text) - self._held_back())
 
     def finish(self) -> str:
-        """No more tokens come: return what was held back."""
+        """No more tokens come: return the text that was held back."""
         self._take(complete=True)
         return self._send(len(self.text))
 

@@ -28,7 +28,7 @@ def rest(pace):
 
 
 def rounds(pace, accepted, n=60):
-    """Rounds with six levels of guesses, of which this many were accepted, and then one more token."""
+    """Rounds with six levels of guesses: this many levels are accepted, and one more token is chosen."""
     for _ in range(n):
         pace.begin_round()
         tree = Tree([1])
@@ -75,7 +75,7 @@ def test_a_tree_below_one_text_takes_the_guesses_that_pay():
 def test_a_draft_goes_deeper_while_that_pays():
     pace = Pace(*AUTO, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=lambda n: 2.0 * n, chains=False)
     assert pace.expanded(np.array([1.0]), 0, np.empty(0), 0.0) == 1
-    # Two seconds bring what the guess is worth, as many tokens a second as there are without it, or fewer.
+    # Two seconds bring what the guess is worth, as many tokens per second as without it, or fewer.
     assert pace.expanded(np.array([0.9]), 1, np.array([0.9]), 2.0) == 1
     assert pace.expanded(np.array([0.2]), 1, np.array([0.9, 0.2]), 2.0) == 0
     # The second of a level costs as much as the first here, and brings less.
@@ -100,7 +100,7 @@ def test_guesses_are_as_wide_as_the_steps_needed():
 
 
 def test_nothing_is_given_up_for_good():
-    """What failed is tried ever more rarely, and at once again where it does not."""
+    """Drafting that fails is retried ever more rarely, and drafting that succeeds goes on at once."""
     pace = Pace(*AUTO, num_beams=1, target=lambda n: 1 + 0.5 * n, draft=None, chains=True)
     rounds(pace, 0)
 
@@ -135,7 +135,7 @@ def test_the_dearer_a_try_and_the_less_it_could_gain_the_longer_it_waits():
         return 10 + 0.1 * nodes
 
     assert wait(60, cheap, lambda n: 1.0) == 8 < wait(60, cheap, lambda n: 7.5) < 1000
-    # Costs of which it is clear at first sight that only guesses better than most would pay.
+    # With these costs it is clear from the start that only unusually good guesses would pay.
     waits = [wait(0, lambda n: 1 + 0.4 * n, lambda n: 0.15 + 0.01 * n, unread) for unread in (0, 100, 10_000)]
     assert 8 < waits[0] < waits[1] < waits[2] < 1000
 

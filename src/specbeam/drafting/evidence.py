@@ -1,4 +1,4 @@
-"""What was accepted lately: the evidence that sizes of drafts are chosen by."""
+"""How often guesses were accepted lately: the evidence by which sizes of drafts are chosen."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ class ModelDrafter:
         process: the request's processors. They hold for the draft as for the target.
         vocab_size: of the target.
         context: the most tokens that the draft can read.
-        special: token ids that are not text, such as those of chat templates.
+        special: token ids that are not text, such as the separators of chat templates.
         draws: for sampling, the warpers of the draft's distribution and the generator of its draws. Guesses are then
             drawn. How many are drawn below a node never depends on a later draw.
     """
@@ -88,7 +88,7 @@ class ModelDrafter:
             chances = np.exp(totals - scores[0])
             depth += 1
         likeliest = np.argsort(-totals, kind="stable")[: self.pace.worthwhile(chances, spent)]
-        likeliest.sort()  # parents first again: none is missing, because a child is never likelier than its parent
+        likeliest.sort()  # parents first again: no parent is missing, because a child is never likelier than it
         return Guesses(nodes[likeliest], chances[likeliest])
 
     def _beams(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
@@ -147,7 +147,7 @@ class ModelDrafter:
                 break
             level, at = np.concatenate(below), np.concatenate(chances_below)
             nodes, chances = np.concatenate([nodes, level]), np.concatenate([chances, at])
-        most = self.pace.most_guesses  # the cut, too, depends on counts alone, not on what was drawn
+        most = self.pace.most_guesses  # the cut, too, depends on counts alone, not on the draws
         return Guesses(nodes[:most], chances[:most], drawn_from, width=width)
 
     def _vocab(self) -> int:

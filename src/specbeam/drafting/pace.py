@@ -92,7 +92,7 @@ class Pace:
         return self.sizes.worthwhile(chances, spent, self.evidence.trust)
 
     def learn(self, guesses: Guesses, tree: Tree, steps: list[Nodes]) -> None:
-        """Take in what became of guesses: the tips, or the beams, after each step of the round."""
+        """Learn which guesses were accepted, from the tips or the beams after each step of the round."""
         if guesses.declined:
             self.retry.rest()
             self.evidence.fade()

@@ -22,7 +22,7 @@ class RetokenizingDrafter:
     a poor guess, but never leads to a wrong text, because guesses are checked.
 
     Args:
-        tree, chains: those of the request.
+        tree, chains: of the request.
 
     Raises:
         SpecbeamError: a tokenizer does not reproduce the prompt from its tokens, so the draft would continue another

@@ -13,7 +13,7 @@ MAX_RETRY_COST_SHARE = 0.25
 
 
 class Phase(Enum):
-    """What a request does with its drafter in a round."""
+    """How a request uses its drafter in a round."""
 
     DRAFTING = auto()
     """Sizes follow the evidence. A round for which the best size is no draft begins a rest."""
@@ -46,7 +46,7 @@ class RetryPolicy:
         Args:
             plain_cost: of a token, or of a step of beam search, without drafts.
             best_cost: the same with drafts of the best size, if every guess is accepted.
-            probe_cost: what a probe adds to the cost of a round.
+            probe_cost: added to the cost of a round by a probe.
         """
         if best_cost * MIN_GAIN_IF_ALL_ACCEPTED > plain_cost:
             self.resume()

@@ -24,12 +24,12 @@ Shape = tuple[int, int]
 
 
 class Sizes:
-    """The sizes of one request's drafts: those that were asked for are fixed, the others are chosen by cost.
+    """The sizes of one request's drafts. A size that was asked for is fixed, the others are chosen by cost.
 
-    A round costs the passes of the draft and one pass of the target. It yields one token (or one step of beam search)
-    and those that accepted guesses add. The best sizes yield the most tokens per second.
+    A round costs the passes of the draft and one pass of the target. It yields one token (or one step of beam search),
+    and one more per accepted guess. The best sizes yield the most tokens per second.
 
-    Arguments are those of :class:`specbeam.drafting.pace.Pace`.
+    Arguments as for :class:`specbeam.drafting.pace.Pace`.
 
     Attributes:
         widths: those to choose among, ascending.
@@ -119,7 +119,7 @@ class Sizes:
         drafting = self.draft_cost(self.num_beams) + (depth - 1) * self.draft_cost(width) if depth else 0.0
         return steps / (drafting + self.target_cost(self.num_beams + self._guesses(width, depth)))
 
-    # What a retry could gain, and what it costs.
+    # The possible gain of a retry, and its cost.
 
     def plain_cost(self) -> float:
         """Seconds per step without drafts."""
@@ -148,7 +148,7 @@ class Sizes:
     def expanded(
         self, level: NDArray[np.float64], depth: int, chances: NDArray[np.float64], spent: float, trust: float
     ) -> int:
-        """How many nodes of a level to guess below. Arguments are those of ``Pace.expanded``."""
+        """How many nodes of a level to guess below. Arguments as for ``Pace.expanded``."""
         if depth >= self.depths[-1]:
             return 0
         if self.num_draft_tokens is not None and self.draft_width is not None:
@@ -165,7 +165,7 @@ class Sizes:
         return max(nodes, int(self.num_draft_tokens is not None))
 
     def worthwhile(self, chances: NDArray[np.float64], spent: float, trust: float) -> int:
-        """How many of the likeliest guesses to check. Arguments are those of ``Pace.worthwhile``."""
+        """How many of the likeliest guesses to check. Arguments as for ``Pace.worthwhile``."""
         return self._best_count(chances, spent, trust)[0]
 
     def _best_count(self, chances: NDArray[np.float64], spent: float, trust: float) -> tuple[int, float]:

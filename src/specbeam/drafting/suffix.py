@@ -1,6 +1,6 @@
 """Guesses from a suffix automaton over the text so far, and over earlier texts if given.
 
-The automaton always knows the longest suffix of the text that occurred before, and how often each token followed it
+The automaton always knows the longest suffix of the text that occurred before. It also counts the tokens that followed
 (SAM decoding, Hu et al. 2024).
 """
 

@@ -13,11 +13,11 @@ class ModelState:
     """The slots of a request's tree in the model's cache, and counts of the passes the request took part in.
 
     Args:
-        most_slots: the most cache slots that the request may come to need.
+        most_slots: the most cache slots that the request may need.
 
     Attributes:
         passes: forward passes that the request took part in.
-        answered: those that completed the logits that the strategy had asked for. The others read parts of a prompt.
+        answered: passes that completed the logits of a wish of the strategy. Other passes read parts of a prompt.
         seconds: the request's share of the time of its passes, by its share of their nodes.
         nodes: nodes evaluated for the request.
     """

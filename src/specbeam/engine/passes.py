@@ -1,4 +1,4 @@
-"""Forward passes over the nodes of several requests. What fails in a pass ends the request it belongs to, alone."""
+"""Forward passes over the nodes of several requests. A failure ends only the request that causes it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def run_pass(batch: Batch) -> None:
 
 
 def _evaluate(batch: Batch) -> Iterator[tuple[Request, Nodes, Tensor]]:
-    """One pass over the batch. If it fails, each request is tried alone, and those that fail alone are ended."""
+    """One pass over the batch. If it fails, each request is tried alone. One that fails alone is ended."""
     backend, start = batch[0][0].backend, time.perf_counter()
     try:
         rows = _forward(batch)

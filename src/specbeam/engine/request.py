@@ -80,14 +80,14 @@ class Request:
         self._first_token: float | None = None  # seconds after submission
 
     def _most_nodes(self, guesses: int) -> int:
-        """The most nodes that may come to be in a cache at once, with this many guesses per round."""
+        """The most nodes that may be in a cache at once, with this many guesses per round."""
         new = self.max_length - self._setup.tree.prompt_length
         # Beams may share only the prompt. Guesses may last for two rounds. An encoder's output lies in the cache too.
         return len(self.prompt_ids) + new * self._setup.options.num_beams + 2 * guesses
 
     @property
     def most_slots(self) -> int:
-        """The most cache slots it may come to need, in slots of the target. A draft's count by their bytes."""
+        """The most cache slots it may need, in slots of the target. A draft's slots count by their bytes."""
         if self._draft is None:
             return self._target.most_slots
         share = self._draft.backend.slot_bytes / self._target.backend.slot_bytes
@@ -154,7 +154,7 @@ class Request:
         self._state.seconds += seconds
 
     def receive(self, nodes: Nodes, logits: Tensor) -> None:
-        """Take the logits at the wanted ones among some pending nodes. When none is pending, let the strategy go on."""
+        """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on."""
         state = self._state
         state.passes += 1
         state.nodes += len(nodes)
@@ -291,7 +291,7 @@ def _make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> S
     if foreign := [token for token in eos if token >= backend.vocab_size]:
         raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {backend.vocab_size}")
     if options.constraint is not None and not eos:
-        raise SpecbeamError("a constraint needs a token that ends the text, and the model has none: give eos_token_id")
+        raise SpecbeamError("a constraint needs a token that ends the text, and the model lacks one: give eos_token_id")
     # With an encoder, the text does not follow the prompt.
     begin = prompt_ids if backend.start_token_ids is None else backend.start_token_ids
     max_length = min(len(begin) + options.max_new_tokens, backend.context_length)

@@ -47,7 +47,7 @@ class Scheduler:
     def admit(self) -> None:
         """Start waiting requests while there is room.
 
-        Every request counts with the most slots it may come to need, so a live request never runs out of room.
+        Every request counts with the most slots it may need, so a live request never runs out of room.
         """
         self.drop_done()
         room = self.max_cache_tokens - sum(request.most_slots for request in self._live)

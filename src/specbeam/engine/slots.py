@@ -15,13 +15,13 @@ NOWHERE = -1
 
 
 class Slots:
-    """The slots of one tree's nodes: given on evaluation, taken back when nodes are dropped, lowest first.
+    """The slots of one tree's nodes. A node gets the lowest free slot when it is evaluated, and loses it when dropped.
 
     Args:
-        most: the most slots there will ever be.
+        most: the most slots that will ever be needed.
 
     Attributes:
-        length: all slots in use are below it.
+        length: all slots in use are below this number.
         peak: the most slots that were in use at once.
     """
 
@@ -35,7 +35,7 @@ class Slots:
         self._free: list[int] = []  # a heap of slots below length
 
     def missing(self, nodes: Any) -> Nodes:
-        """These nodes and those of their ancestors that were never evaluated, ancestors first."""
+        """These nodes, and their ancestors that were never evaluated, ancestors first."""
         self._follow_tree()
         found = [climbing := np.unique(np.asarray(nodes, dtype=np.int64))]
         trunk = self.tree.trunk
@@ -50,13 +50,13 @@ class Slots:
         return np.unique(np.concatenate(found))
 
     def segment(self, nodes: Nodes, wanted: NDArray[np.int64], vocab: int | None = None) -> Segment[Any]:
-        """The part of a pass that evaluates these nodes; their ancestors lie in the cache or are among them."""
+        """The part of a pass that evaluates these nodes. Their ancestors lie in the cache or are among them."""
         self._place(nodes)
         depths = self.tree.depths(nodes)
         tokens = self.tree.tokens(nodes)
-        # A draft model may lack some of the target's tokens. Whatever it takes them for, its guesses are checked.
+        # A draft model may lack some of the target's tokens. Any other token will do, because its guesses are checked.
         tokens = np.where(tokens < self.vocab_size, tokens, 0)
-        # A node has depth + 1 ancestors, itself included: if that is all there is, it sees all there is.
+        # With itself, a node has depth + 1 ancestors. If no other slot is in use, all slots are visible to it.
         alone = len(nodes) == 1 and depths[0] + 1 == self.length
         return Segment(
             cache=self.cache,
@@ -107,7 +107,7 @@ class Slots:
             climbing = self.tree.parents(climbing)
 
     def _follow_tree(self) -> None:
-        """Know the nodes added to the tree since the last look."""
+        """Make room for the nodes added to the tree since the last call."""
         if len(self._slot) < len(self.tree):
             room = max(2 * len(self._slot), len(self.tree))
             self._slot = np.concatenate([self._slot, np.full(room - len(self._slot), NOWHERE, dtype=np.int64)])

@@ -24,7 +24,7 @@ from specbeam.tree import Tree
 
 @dataclass(frozen=True)
 class Setup:
-    """What the strategy and the drafter of one request work with.
+    """The objects that the strategy and the drafter of one request share.
 
     Attributes:
         options: with the checkpoint's defaults filled in.
