@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from specbeam import SpecbeamError, hf
@@ -27,7 +27,6 @@ def expected(model, context, continuation):
     return float(log_probs.sum()), logits.argmax(-1).tolist() == continuation
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     groups=st.lists(st.tuples(TOKENS, CONTINUATIONS), min_size=1, max_size=4),
     max_contexts=st.integers(1, 3),
