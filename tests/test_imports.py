@@ -28,7 +28,7 @@ def layer_of(name):
 
 
 def layers():
-    """What each layer imports, by the layers' names."""
+    """The layers that each layer imports, by name."""
     graph = {}
     for path in ROOT.rglob("*.py"):
         importer = layer_of(".".join(["specbeam", *path.relative_to(ROOT).with_suffix("").parts]))

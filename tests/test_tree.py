@@ -68,7 +68,7 @@ def test_a_dropped_node_cannot_be_kept():
 
 @given(st.data())
 def test_finished_nodes_stay_but_their_memory_goes(data):
-    """Growing and finished nodes live with all above them; what is not needed to grow is dropped, once."""
+    """Growing and finished nodes live with all their ancestors. Nodes not needed to grow are dropped once."""
     prompt = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
     tree, paths = Tree(prompt), Paths(prompt)
     finished, dropped = [], []

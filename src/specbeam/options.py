@@ -1,4 +1,4 @@
-"""What to generate: one dataclass with transformers' names, validated once."""
+"""The options of a request: one dataclass with transformers' names, validated once."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
+from specbeam.constraints import Constraint
 from specbeam.errors import SpecbeamError
 
-MOST_DRAFTED = {"num_draft_tokens": 64, "draft_width": 1024, "draft_budget": 4096}
+MAX_DRAFT_SIZES = {"num_draft_tokens": 64, "draft_width": 1024, "draft_budget": 4096}
+"""The largest allowed values of the draft sizes: tokens ahead, guesses per level, guesses per pass."""
 SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
 
 
 def check_names(given: Iterable[str], names: Sequence[str], kind: str) -> None:
-    """Refuse a name that is none of these, with the nearest one that is."""
+    """Refuse a given name that is not among the names, and suggest the nearest of them."""
     for name in given:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1)
@@ -27,46 +29,49 @@ def check_names(given: Iterable[str], names: Sequence[str], kind: str) -> None:
 class Options:
     """Generation options of one request, named as in transformers' ``GenerationConfig``.
 
-    ``None`` means "not said": the checkpoint's ``generation_config.json`` decides, and where that is silent too, the
-    value in brackets does. Whether to sample is never taken from the checkpoint: generation is greedy unless asked.
+    ``None`` means that the option is not given. Then the checkpoint's ``generation_config.json`` decides, and without a
+    value there, the value in brackets. Whether to sample is never taken from the checkpoint: the default is greedy.
 
     Attributes:
-        max_new_tokens: at most so many tokens are generated; fewer where the model's context ends.
-        min_new_tokens: the end-of-sequence tokens cannot be chosen before so many tokens.
-        do_sample: draw tokens instead of taking the likeliest. Not said: sample when one of temperature (other than
-            0), top_k, top_p or min_p was given, else greedy.
+        max_new_tokens: the largest number of tokens to generate. The model's context may end a text earlier.
+        min_new_tokens: the number of tokens before which no end-of-sequence token can be chosen.
+        do_sample: draw tokens instead of taking the likeliest. If not given: sample when temperature (other than 0),
+            top_k, top_p or min_p is given.
         temperature: logits are divided by it [1.0]; 0 is greedy.
-        top_k: draw among the k likeliest tokens [0, which is all of them; transformers' own default is 50].
+        top_k: draw among the k likeliest tokens [0: all of them; transformers' own default is 50].
         top_p: draw among the likeliest tokens whose probabilities first sum to this [1.0].
         min_p: draw among tokens at least this fraction as likely as the likeliest one [0.0].
-        repetition_penalty: over 1 makes tokens of the prompt and of the text so far less likely [1.0].
-        num_beams: beam search with so many beams; 1 is greedy search or sampling. With sampling asked for, beams are
-            drawn (beam sampling).
-        num_return_sequences: so many of the best finished beams are returned.
-        length_penalty: beams compete by log-probability / length ** length_penalty; over 0 favours long texts.
-        early_stopping: True stops beam search when num_beams texts are finished; False when the best beam, ended now,
-            would not beat the worst of them; "never" when no length it may still reach would make it beat that.
-        num_beam_groups: diverse beam search: so many groups of beams, each kept off the tokens of the groups before it.
-        diversity_penalty: what a token chosen by another group at the same step loses in score.
-        num_draft_tokens: how far drafts guess ahead; "auto" adapts to what is accepted and to what passes cost.
-        draft_width: guesses a level below the text (or below all beams) for a draft model, guesses a text or beam and
-            level for lookups; "auto" adapts.
-        draft_budget: at most so many guesses a pass of the target; "auto" adapts.
-        draft_temperature, draft_top_k: what shapes the distribution a draft model draws its guesses from, when texts
-            are drawn [those of the text]. They change how many guesses are accepted, not how often a text is drawn.
+        repetition_penalty: a value over 1 makes tokens of the prompt and of the text less likely to come again [1.0].
+        num_beams: the number of beams of beam search. 1 is greedy search or sampling. More than 1 with sampling is beam
+            sampling.
+        num_return_sequences: the number of best finished beams to return.
+        length_penalty: beams compete by log-probability / length ** length_penalty. A value over 0 favours long texts.
+        early_stopping: True stops beam search when num_beams texts are finished. False stops it when the best beam, if
+            it ended now, would not beat the worst of them. "never" stops it when no length would make the best beam
+            beat that.
+        num_beam_groups: the number of groups in diverse beam search. Each group is kept off the tokens of the groups
+            before it.
+        diversity_penalty: the score a token loses for each beam of an earlier group that chose it in the same step.
+        num_draft_tokens: how many tokens ahead drafts guess. "auto" adapts to acceptance and to the cost of passes.
+        draft_width: for a draft model, guesses per level below the text, or below all beams. For lookups, guesses per
+            level below each text or beam. "auto" adapts.
+        draft_budget: the largest number of guesses per pass of the target; "auto" adapts.
+        draft_temperature, draft_top_k: shape the distribution that a draft model draws its guesses from, when texts are
+            drawn [the text's own temperature and top_k]. They change how many guesses are accepted, and no probability
+            of a text.
         bound_rule: a speculative step of beam search may do without beams that provably cannot matter
-            (docs/exactness.md); False waits for all of them. The beams are the same.
-        seed: the random draws of this request; the same seed gives the same text whatever else runs in the batch.
-        eos_token_id: one id or several (kept as a tuple) that end the text [those of the checkpoint].
-        stop_strings: one string or several (kept as a tuple); the text ends before the first that appears.
-        trace: the result tells what was drafted, accepted and chosen, round by round.
-        constraint: what may be generated at all: a :class:`specbeam.TokenTrie` or another
+            (docs/exactness.md). False waits for all of them. The resulting beams are the same.
+        seed: the seed of this request's random draws. It gives the same text whatever else runs in the batch.
+        eos_token_id: one id or several (kept as a tuple) that end the text [the checkpoint's].
+        stop_strings: one string or several (kept as a tuple). The text ends before the first that appears.
+        trace: record in the result the drafted, accepted and chosen tokens of each round.
+        constraint: the texts that may be generated: a :class:`specbeam.TokenTrie` or another
             :class:`specbeam.constraints.Constraint`.
-        prefix_allowed_tokens_fn: as in transformers: called with 0 and the token ids so far, prompt included (int64
-            tensor [length]), it returns the ids of the tokens that may follow.
-        logits_processor: one function or several (kept as a tuple) as in transformers: called with token ids (int64
-            [n, length], prompts included) and scores (float32 [n, vocab]), they return scores. They see
-            log-probabilities in beam search, logits otherwise, after all other processors.
+        prefix_allowed_tokens_fn: as in transformers, called with 0 and the token ids so far, prompt included (int64
+            tensor [length]). It returns the ids of the tokens that may follow.
+        logits_processor: one function or several (kept as a tuple) as in transformers. Each is called with token ids
+            (int64 [n, length], prompts included) and scores (float32 [n, vocab]), and returns scores. The scores are
+            log-probabilities in beam search, else logits, after all other processors.
 
     Raises:
         SpecbeamError: a value is out of its range, or two options contradict each other.
@@ -112,7 +117,7 @@ class Options:
         ):
             self._make_number(name, Integral, int)
         self._make_number("num_beam_groups", Integral, int)
-        for name, largest in MOST_DRAFTED.items():
+        for name, largest in MAX_DRAFT_SIZES.items():
             size = getattr(self, name)
             if not (isinstance(size, str) and size == "auto"):
                 whole = isinstance(size, Integral) and not isinstance(size, bool)
@@ -130,10 +135,15 @@ class Options:
         self._check("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
         self._check("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
         self._check("do_sample", any(self.do_sample is value for value in (None, True, False)), "true or false")
-        warmth = self.temperature
-        self._check("temperature", warmth is None or warmth == 0 or 1e-5 <= warmth <= 1e5, "0, or 0.00001 to 100000")
-        warmth = self.draft_temperature
-        self._check("draft_temperature", warmth is None or 1e-5 <= warmth <= 1e5, "0.00001 to 100000")
+        temperature = self.temperature
+        self._check(
+            "temperature",
+            temperature is None or temperature == 0 or 1e-5 <= temperature <= 1e5,
+            "0, or 0.00001 to 100000",
+        )
+        temperature = self.draft_temperature
+        in_range = temperature is None or 1e-5 <= temperature <= 1e5
+        self._check("draft_temperature", in_range, "0.00001 to 100000")
         self._check("draft_top_k", self.draft_top_k is None or self.draft_top_k >= 0, "0 (all tokens) or more")
         for name in ("draft_temperature", "draft_top_k"):
             if getattr(self, name) is not None and not self.samples:
@@ -147,8 +157,8 @@ class Options:
         penalty = self.repetition_penalty
         self._check("repetition_penalty", penalty is None or 0 < penalty < float("inf"), "over 0")
         self._check("num_beams", self.num_beams >= 1, "at least 1")
-        most = "1 to num_beams"
-        self._check("num_return_sequences", 1 <= self.num_return_sequences <= self.num_beams, most)
+        returned = self.num_return_sequences
+        self._check("num_return_sequences", 1 <= returned <= self.num_beams, "1 to num_beams")
         self._check("length_penalty", abs(self.length_penalty) <= 10, "-10 to 10")
         early = self.early_stopping
         never = isinstance(early, str) and early == "never"
@@ -179,7 +189,7 @@ class Options:
             raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out")
 
     def draft_size(self, name: str) -> int | None:
-        """One of num_draft_tokens, draft_width and draft_budget; None if it adapts."""
+        """The value of num_draft_tokens, draft_width or draft_budget; None if it adapts."""
         size = getattr(self, name)
         return None if isinstance(size, str) else int(size)
 
@@ -197,10 +207,10 @@ class Options:
         return self._asks_to_sample() if self.do_sample is None else self.do_sample
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Options:
-        """These options with what was not said filled in from a checkpoint's ``generation_config.json``."""
+        """These options, with missing values filled in from a checkpoint's ``generation_config.json``."""
         names = ("repetition_penalty", *(SAMPLING_OPTIONS if self.samples else ()))
         fill = {name: defaults[name] for name in names if getattr(self, name) is None and name in defaults}
-        if fill.get("temperature") == 0:  # a checkpoint that means greedy; the caller asked to sample
+        if fill.get("temperature") == 0:  # the checkpoint asks for greedy, but the caller asked to sample
             del fill["temperature"]
         try:
             return replace(self, **fill)
@@ -217,8 +227,6 @@ class Options:
         return bool(given)
 
     def _check_constraints(self) -> None:
-        from specbeam.constraints import Constraint
-
         self._check(
             "constraint",
             self.constraint is None
@@ -237,7 +245,7 @@ class Options:
             raise SpecbeamError(f"{name}={getattr(self, name)!r} is not allowed: give {allowed}")
 
     def _make_number(self, name: str, kind: type, make: type) -> None:
-        """Check the kind of an option, and make it a plain number (it may be NumPy's)."""
+        """Check the kind of an option and make it a Python number. It may be a NumPy number."""
         value = getattr(self, name)
         if value is None and _DEFAULTS[name] is None:
             return
@@ -246,7 +254,7 @@ class Options:
         object.__setattr__(self, name, make(value))
 
     def _make_tuple(self, name: str, value: Any, kind: type) -> tuple[Any, ...]:
-        """Make one value or several a tuple of checked ones."""
+        """Check one value or several and make them a tuple."""
         values = (value,) if isinstance(value, kind) else value
         several = isinstance(values, Iterable) and not isinstance(values, str | bytes)
         values = tuple(values) if several else (None,)

@@ -14,14 +14,14 @@ NO_NODES: Nodes = np.empty(0, dtype=np.int64)
 
 
 class Tree:
-    """Tokens with parents. A node is a number; a parent's number is smaller than its children's.
+    """Tokens with parents. A node is an integer, smaller than each of its children.
 
-    The nodes that are still of use are *live*: those kept last, their ancestors, and whatever was added since. The
-    live nodes begin with the *trunk*, the path from the root that all of them share: at first the prompt, then also
-    what every surviving hypothesis agrees on. Text on the trunk can no longer change, so it can be streamed.
+    *Live* nodes are the nodes of the last ``keep``, their ancestors, and all nodes added since. The paths to all live
+    nodes begin alike. This shared path from the root is the *trunk*: first the prompt, then also the tokens that all
+    surviving hypotheses share. Text on the trunk can no longer change, so it can be streamed.
 
-    A *guess* is a node that a drafter added: if a strategy adds the same token below the same parent, it gets that
-    node, and with it whatever was already evaluated there.
+    A *guess* is a node that a drafter added. If a strategy then adds the same token below the same parent, it gets the
+    guessed node, which may have been evaluated already.
 
     Attributes:
         prompt_length: number of prompt tokens; they are nodes 0 to prompt_length - 1.
@@ -34,19 +34,19 @@ class Tree:
         self._parents = np.arange(-1, n - 1, dtype=np.int64)
         self._depths = np.arange(n, dtype=np.int64)
         self._scores = np.zeros(n)
-        # A node lives while something holds it: a child that lives, or the strategy itself. It is held for growth, too,
-        # while anything below it may still grow.
+        # A node lives while a live child or the strategy itself holds it. It is held for growth, too, while any text
+        # through it may still grow.
         self._holders = np.ones(n, dtype=np.int64)
         self._growth_holders = np.ones(n, dtype=np.int64)
         self._trunk = np.arange(n, dtype=np.int64)  # the trunk's node at each depth
         self._trunk_length = n
         self._branches = NO_NODES  # live nodes beyond the trunk, ascending
-        self._kept = self._growing = np.array([n - 1])  # what the strategy itself holds, ascending
+        self._kept = self._growing = np.array([n - 1])  # held by the strategy itself, ascending
         self._guesses: dict[tuple[int, int], int] = {}  # by parent and token
         self._dropped = NO_NODES
 
     def __len__(self) -> int:
-        """How many nodes there have ever been."""
+        """The number of nodes ever added, dropped nodes included."""
         return self._size
 
     @property
@@ -61,7 +61,7 @@ class Tree:
 
     @property
     def live(self) -> int:
-        """How many nodes are live."""
+        """The number of live nodes."""
         return self._trunk_length + len(self._branches)
 
     def tokens(self, nodes: Any) -> Nodes:
@@ -81,7 +81,7 @@ class Tree:
         return self._scores[nodes]
 
     def add(self, parents: Any, tokens: Any, log_probs: Any = 0.0) -> Nodes:
-        """Add one child a parent and return the new nodes; a child that was guessed is not added again.
+        """Add one child per parent and return the children, int64 [n]. A child that was guessed is not added again.
 
         Args:
             parents: nodes, int [n]. Each is the trunk's tip or beyond it, and live.
@@ -100,7 +100,7 @@ class Tree:
         return nodes
 
     def guess(self, parents: Any, tokens: Any) -> Nodes:
-        """Add guesses, one a parent, int [n] each; a guess made before is returned, not made again."""
+        """Add one guess per parent, int [n] each, and return them. A guess made before is not added again."""
         parents = np.atleast_1d(np.asarray(parents, dtype=np.int64))
         tokens = np.broadcast_to(np.asarray(tokens, dtype=np.int64), parents.shape)
         pairs = list(zip(parents.tolist(), tokens.tolist(), strict=True))
@@ -111,7 +111,7 @@ class Tree:
         return np.array([self._guesses[pair] for pair in pairs], dtype=np.int64)
 
     def guessed(self, parents: Nodes, tokens: Nodes) -> Nodes:
-        """The guesses of these tokens below these parents, int [n] each, -1 where there is none."""
+        """The guesses of these tokens below these parents, int [n] each; -1 where no such guess exists."""
         pairs = zip(parents.tolist(), tokens.tolist(), strict=True)
         return np.array([self._guesses.get(pair, -1) for pair in pairs], dtype=np.int64)
 
@@ -161,7 +161,7 @@ class Tree:
         return dropped
 
     def _hold(self, holders: NDArray[np.int64], before: Nodes, now: Nodes) -> Nodes:
-        """Hold other nodes than before; return those that nothing holds any more. Takes time for these alone."""
+        """Hold other nodes than before, and return the nodes that nothing holds any more. Costs time for these only."""
         holders[np.setdiff1d(now, before, assume_unique=True)] += 1
         let_go = np.setdiff1d(before, now, assume_unique=True)
         holders[let_go] -= 1
@@ -173,7 +173,7 @@ class Tree:
         return np.concatenate(gone) if gone else NO_NODES
 
     def _advance(self) -> None:
-        """Move onto the trunk what all live nodes share: below a tip that is not itself kept, an only child."""
+        """Extend the trunk by each node that all live nodes share: the only child of a tip that is not itself kept."""
         held_itself = set(self._kept[self._depths[self._kept] >= self._trunk_length - 1].tolist())
         while self._holders[tip := self.tip] == 1 and tip not in held_itself:
             at = int((self._parents[self._branches] == tip).argmax())

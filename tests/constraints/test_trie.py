@@ -62,7 +62,7 @@ def test_a_trie_of_a_million_outputs_is_compact():
         np.zeros((0, 3), int),
     ],
 )
-def test_what_is_no_set_of_outputs_is_refused(outputs):
+def test_values_that_are_not_outputs_are_refused(outputs):
     with pytest.raises(SpecbeamError, match="TokenTrie"):
         TokenTrie(outputs)
 
@@ -75,7 +75,7 @@ def test_what_is_no_set_of_outputs_is_refused(outputs):
     draft=st.sampled_from(DRAFTS),
     length_penalty=st.sampled_from([0.0, 1.0]),
     early_stopping=st.sampled_from([False, True, "never"]),
-    vocab_size=st.sampled_from([8, 20_000]),  # with so many, the highest are looked for in blocks
+    vocab_size=st.sampled_from([8, 20_000]),  # a vocabulary of 20,000 is searched in blocks
 )
 def test_beams_in_a_trie_are_those_of_transformers(
     tiny, outputs, num_beams, draft, length_penalty, early_stopping, vocab_size
@@ -108,7 +108,7 @@ def test_beams_in_a_trie_are_those_of_transformers(
         if early_stopping is not True or num_beams == 1 or "constraint" not in how:
             assert got == expected
         elif len({*map(tuple, outputs)}) <= num_beams:
-            # transformers may have stopped for texts of no account, which are not in the trie: here are all that are
+            # transformers may have stopped early for texts outside the trie; we return all texts of the trie
             assert sorted(got) == sorted([*text, 7] for text in {*map(tuple, outputs)})
             assert [s.score for s in result.sequences] == sorted((s.score for s in result.sequences), reverse=True)
         elif len(expected) == num_beams:
@@ -172,7 +172,7 @@ def test_a_constraint_that_leaves_nothing_says_so(tiny):
         ({"length_penalty": 150.0, "num_beams": 2}, "length_penalty"),
     ],
 )
-def test_what_the_callers_functions_must_not_return_is_told_in_one_line(lm, options, says):
+def test_wrong_results_of_the_callers_functions_are_refused_in_one_line(lm, options, says):
     with pytest.raises(SpecbeamError, match=says) as raised:
         specbeam.generate(lm, [1, 2], max_new_tokens=3, **options)
     assert "\n" not in str(raised.value)

@@ -41,7 +41,7 @@ def test_beam_search_is_that_of_transformers(
     }
     expected, scores = beams_of_transformers(model, prompt, **options)
     result = specbeam.generate(lm, prompt, **options)
-    real = [score > -1e6 for score in scores]  # transformers fills places that no text took with rubbish
+    real = [score > -1e6 for score in scores]  # transformers fills empty places with texts of this score
     assert len(result.sequences) == sum(real)
     for got, tokens, score in zip(result.sequences, expected, scores, strict=False):
         assert got.token_ids == tokens[: len(got.token_ids)]
@@ -106,7 +106,7 @@ def test_beams_share_the_memory_of_what_they_share(lm):
     while engine.step():
         peak = max(peak, engine.cache_tokens)
     assert len(request.result().token_ids) == 100
-    assert peak < 50 + 16 * 100 / 2  # nothing near a cache a beam
+    assert peak < 50 + 16 * 100 / 2  # far less than a cache for each beam
 
 
 def test_beam_sampling_draws_without_replacement():
@@ -134,14 +134,14 @@ def test_beam_sampling_has_a_seed(lm):
 
 @pytest.mark.parametrize("draft", [None, "model"])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, -0.5])
-def test_nbest_tells_each_text_as_soon_as_it_is_certain(tiny, draft, length_penalty):
+def test_nbest_yields_each_text_as_soon_as_it_is_certain(tiny, draft, length_penalty):
     _, lm = tiny("llama", vocab_size=20, eos_token_id=1, bos_token_id=0, initializer_range=0.2)
     options = {"num_beams": 5, "max_new_tokens": 30, "eos_token_id": [1, 2, 3, 4], "length_penalty": length_penalty}
     draft = lm if draft else None
     whole = specbeam.generate(lm, [5, 6], num_return_sequences=5, **options)
-    told = list(specbeam.nbest(lm, [5, 6], draft=draft, **options))
-    assert [s.token_ids for s in told] == [s.token_ids for s in whole.sequences]
-    assert [s.score for s in told] == pytest.approx([s.score for s in whole.sequences], abs=1e-4)
+    yielded = list(specbeam.nbest(lm, [5, 6], draft=draft, **options))
+    assert [s.token_ids for s in yielded] == [s.token_ids for s in whole.sequences]
+    assert [s.score for s in yielded] == pytest.approx([s.score for s in whole.sequences], abs=1e-4)
     engine = Engine(lm)
     request = engine.submit([5, 6], Options(num_return_sequences=5, **options))
     first = rounds = 0
@@ -153,7 +153,7 @@ def test_nbest_tells_each_text_as_soon_as_it_is_certain(tiny, draft, length_pena
 
 
 def test_the_search_ends_once_what_is_returned_is_certain(tiny):
-    """With scores that only fall, one text takes no more passes than it needs, and is still that of transformers."""
+    """With scores that only fall, one text takes fewer passes than five, and equals the text of transformers."""
     model, lm = tiny("llama", vocab_size=20, eos_token_id=1, bos_token_id=0, initializer_range=0.2)
     options = {"num_beams": 5, "max_new_tokens": 40, "eos_token_id": [1, 2, 3, 4], "length_penalty": 0.0}
     passes = []
@@ -166,7 +166,7 @@ def test_the_search_ends_once_what_is_returned_is_certain(tiny):
 
 
 def diverse_by_hand(model, prompt, groups, size, penalty, steps):
-    """Diverse beam search written out over whole texts, without ends of text."""
+    """Diverse beam search written out over whole texts, without end-of-sequence tokens."""
     texts = [[((), 0.0)] for _ in range(groups)]
     for _ in range(steps):
         taken = torch.zeros(model.config.vocab_size)

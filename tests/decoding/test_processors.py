@@ -60,8 +60,8 @@ def only(keep, logits):
     return softmax_by_hand([x if i in keep else -np.inf for i, x in enumerate(logits)])
 
 
-# By hand: the probabilities of LOGITS, likeliest first, are tokens 0 (0.385), 7 (0.233), 1 (0.142), 2 (0.086),
-# 3 (0.052), 4 (0.032), 5 (0.019), 6 (0.003).
+# Computed by hand. The tokens by probability under LOGITS:
+# 0 (0.385), 7 (0.233), 1 (0.142), 2 (0.086), 3 (0.052), 4 (0.032), 5 (0.019), 6 (0.003).
 EXPECTED = {
     "plain": (Options(do_sample=True), softmax_by_hand(LOGITS)),
     "temperature": (Options(temperature=0.5), softmax_by_hand(LOGITS * 2)),
@@ -86,9 +86,9 @@ def test_draws_follow_the_softmax(name):
 
 
 def test_rounding_differences_hardly_ever_change_a_draw():
-    """Over a large vocabulary, noise like that of another batch size must not add up."""
+    """Over a large vocabulary, the rounding differences between batch sizes must not add up."""
     scores = torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 3
     other = scores + 2e-5 * torch.randn(50_000, generator=torch.Generator().manual_seed(1))
     first, second = torch.Generator().manual_seed(2), torch.Generator().manual_seed(2)
-    parted = sum(draw(scores, first) != draw(other, second) for _ in range(1000))
-    assert parted <= 1
+    different = sum(draw(scores, first) != draw(other, second) for _ in range(1000))
+    assert different <= 1

@@ -1,4 +1,4 @@
-"""Traces: what is told round by round is what happened."""
+"""A trace records each round as it happened."""
 
 import json
 
@@ -28,18 +28,18 @@ def result(request, tiny):
 
 def test_the_steps_lead_to_the_text(result):
     beams = [[]]
-    for told in result.trace:
-        for step in told["steps"]:
+    for entry in result.trace:
+        for step in entry["steps"]:
             beams = [[*beams[b["beam"]], b["token_id"]] for b in step]
             scores = [b["score"] for b in step]
     assert beams[0] == result.token_ids
     assert scores[0] == pytest.approx(result.sequences[0].score, abs=1e-4)
-    assert sum(len(told["steps"]) for told in result.trace) == 30
+    assert sum(len(entry["steps"]) for entry in result.trace) == 30
 
 
 def test_rounds_add_up_to_the_statistics(result):
     stats = result.stats
-    guesses = [g for told in result.trace for g in told["drafted"]]
+    guesses = [g for entry in result.trace for g in entry["drafted"]]
     assert len(result.trace) == stats.target_passes
     assert len(guesses) == stats.drafted
     assert sum(g["accepted"] for g in guesses) == stats.accepted
@@ -47,8 +47,8 @@ def test_rounds_add_up_to_the_statistics(result):
     if stats.drafted:
         assert stats.acceptance_rate == stats.accepted / stats.drafted
         assert stats.accepted
-    for told in result.trace:
-        for i, guess in enumerate(told["drafted"]):
+    for entry in result.trace:
+        for i, guess in enumerate(entry["drafted"]):
             assert guess["parent"] is None or guess["parent"] < i
 
 
@@ -56,8 +56,8 @@ def test_it_is_plain_data_and_can_be_read(result):
     assert json.loads(json.dumps(result.to_dict()))["trace"] == result.trace
     lines = list(show_trace(result.trace, colour=False))
     assert sum(line.startswith("round") for line in lines) == len(result.trace)
-    if all(len(step) == 1 for told in result.trace for step in told["steps"]) and result.stats.accepted:
-        accepted = next(g for told in result.trace for g in told["drafted"] if g["accepted"])
+    if all(len(step) == 1 for entry in result.trace for step in entry["steps"]) and result.stats.accepted:
+        accepted = next(g for entry in result.trace for g in entry["drafted"] if g["accepted"])
         assert f"+{accepted['text']}+".replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t") in "".join(lines)
 
 

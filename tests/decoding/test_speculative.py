@@ -44,11 +44,11 @@ DRAFTERS = ["ngram", "suffix", "perfect", "good", "other", "adversarial", "earli
 
 @pytest.fixture(scope="session")
 def drafter(tiny, save):
-    """What drafts for tiny("llama" and the like, **sizes), by how good it is."""
+    """Drafters for the models of ``tiny``, by how good their guesses are."""
     made = {}
 
     def drafter(kind, family, as_model=False, **changes):
-        """A drafter, or the model of transformers it was made of."""
+        """A drafter, or the transformers model that it was made of."""
         lm = tiny(family, **changes)[1]
         if kind in ("ngram", "suffix"):
             return kind
@@ -78,7 +78,7 @@ def drafter(tiny, save):
 
 
 def generate_where_bridged(lm, prompt, draft, kind, **options):
-    """A result, or None where the prompt is no text, so that another vocabulary cannot be used."""
+    """A result. None if the prompt is not valid text, since then a draft with another vocabulary cannot be used."""
     text = lm.decode(prompt, skip_special_tokens=False)
     both = (lm, draft) if kind == "another vocabulary" else ()
     if any(m.tokenizer.decode(m.tokenizer(text, add_special_tokens=False).input_ids) != text for m in both):
@@ -89,7 +89,7 @@ def generate_where_bridged(lm, prompt, draft, kind, **options):
 
 
 def sizes(data):
-    """Options for how much is drafted; most of the time something fixed, since that reaches the odd corners."""
+    """Options for how much is drafted. Most are fixed sizes, since these reach rare cases."""
     size = {
         "num_draft_tokens": st.sampled_from(["auto", 1, 2, 3, 6, 20]),
         "draft_width": st.sampled_from(["auto", 1, 2, 5, 13]),
@@ -168,7 +168,7 @@ def test_speculative_beam_search_is_beam_search_of_transformers(
     result = generate_where_bridged(lm, prompt, draft, kind, **options, **sizes(data))
     if result is None:
         return
-    real = [score > -1e6 for score in scores]  # transformers fills places that no text took with rubbish
+    real = [score > -1e6 for score in scores]  # transformers fills empty places with texts of this score
     assert len(result.sequences) == sum(real)
     for got, tokens, score in zip(result.sequences, expected, scores, strict=False):
         assert got.token_ids == tokens[: len(got.token_ids)]
@@ -194,9 +194,9 @@ LOW_TOKENS = [*range(10, 40), 12, 15, *range(10, 20)]
     ("prompt", "options", "vocab"),
     [
         (LOW_TOKENS, {}, 4096),
-        ([*LOW_TOKENS, 8000], {}, 4096),  # a special token is no text
+        ([*LOW_TOKENS, 8000], {}, 4096),  # a special token does not count as text
         ([*LOW_TOKENS, 5000, 5001, 5002], {}, 8192),
-        (LOW_TOKENS[:20], {}, 9000),  # too short to tell
+        (LOW_TOKENS[:20], {}, 9000),  # too few tokens to judge by
         (LOW_TOKENS, {"logits_processor": lambda ids, scores: scores}, 9000),  # may raise any token
     ],
 )
@@ -224,7 +224,7 @@ def test_guesses_among_the_first_tokens_change_nothing(tiny, options):
 
 
 def test_the_bound_rule_saves_passes(tiny, drafter):
-    """With a draft as wide as the beams only, some beam is often missing that turns out not to matter."""
+    """If a draft is only as wide as the beams, a beam that does not matter is often missing."""
     lm, good = tiny("llama")[1], drafter("good", "llama")
 
     def run(**changes):
@@ -264,7 +264,7 @@ def top_k(logits, k):
 
 
 def logits_by_text(model, prompt, length, vocab):
-    """What a model says after every text of up to a length, so that drawing many takes no passes."""
+    """The logits after every text up to a length. With this table, drawing many texts takes no passes."""
     texts = [()]
     table = {}
     for _ in range(length + 1):
@@ -275,7 +275,7 @@ def logits_by_text(model, prompt, length, vocab):
 
 
 def exact_outcomes(run):
-    """The exact distribution of what ``run(choose)`` returns, by running it once for each outcome of its draws.
+    """The exact distribution of the results of ``run(choose)``: it runs once for each sequence of its draws.
 
     ``run`` calls ``choose(probabilities)`` for each random draw, and depends on nothing else that is random.
     """
@@ -303,7 +303,7 @@ def exact_outcomes(run):
 
 
 def draw_without_replacement(q, count, choose):
-    """Draw tokens one after the other; each time from what is left of q, normalized."""
+    """Draw tokens one after the other, each time from the rest of q, normalized."""
     weights, tokens = q.tolist(), []
     for _ in range(min(count, sum(w > 0 for w in weights))):
         token = choose([w / sum(weights) for w in weights])
@@ -408,7 +408,7 @@ def test_speculative_sampling_over_a_tree_follows_the_targets_distribution_exact
 
 
 def draw_two(prompt, length, vocab, target, draft, shape, options, seed):
-    """The first two tokens of a text by the strategy itself, its models answered from tables."""
+    """The first two tokens of a text, from the strategy itself with tables of logits for models."""
     tree = Tree(prompt)
     process, warp, generator = Processors(options, frozenset()), Warpers(options), seeded(seed)
     stop = Stopping(frozenset(), len(prompt) + length, (), None)
@@ -488,11 +488,11 @@ def test_speculative_sampling_in_the_engine_has_the_exact_distribution(tiny, dra
     counts = Counter(tuple(request.result().token_ids[:length]) for request in requests)
     check_fit(counts, texts_and_chances(model, prompt, length, 8, warp), draws)
     again = specbeam.generate(lm, prompt, draft=draft, **options, seed=5)
-    assert again.token_ids == requests[5].result().token_ids  # a seed is a seed, whatever else there was in the batch
+    assert again.token_ids == requests[5].result().token_ids  # the seed alone decides, not the batch
 
 
 def check_fit(counts, chances, draws):
-    """Chi-square, with rare texts put together."""
+    """A chi-square test, with rare texts counted together."""
     assert set(counts) <= set(chances)
     common = [text for text, chance in chances.items() if chance * draws >= 5]
     seen = np.array([counts[text] for text in common], dtype=float)
@@ -514,7 +514,7 @@ def check_fit(counts, chances, draws):
 def test_drafts_change_nothing_where_texts_end_by_strings_or_in_groups(
     tiny, drafter, kind, num_beams, groups, length_penalty, early_stopping, data
 ):
-    """What transformers has no reference for is compared with the plain search."""
+    """Transformers has no reference for these options, so the plain search is the reference."""
     changes = {"vocab_size": 20, "eos_token_id": 1, "bos_token_id": 0, "initializer_range": 0.25}
     lm = tiny("llama", **changes)[1]
     prompt = data.draw(st.lists(st.integers(0, 19), min_size=1, max_size=6))
@@ -566,4 +566,4 @@ def test_no_pass_has_more_guesses_than_the_budget(tiny, options):
     _, lm = tiny("llama")
     sizes = {"num_draft_tokens": 20, "draft_width": 5, "draft_budget": 4}
     result = specbeam.generate(lm, [1, 2], draft=lm, trace=True, max_new_tokens=40, **sizes, **options)
-    assert 0 < max(len(told["drafted"]) for told in result.trace) <= 4
+    assert 0 < max(len(entry["drafted"]) for entry in result.trace) <= 4

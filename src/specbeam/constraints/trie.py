@@ -14,17 +14,17 @@ from specbeam.errors import SpecbeamError
 
 
 class TokenTrie:
-    """The allowed outputs written out, such as the identifiers of a catalogue for generative retrieval.
+    """Allows a list of outputs, such as the identifiers of a catalogue in generative retrieval.
 
-    Built once, in compact arrays: a node is a state; the tokens below it are a sorted run, found by bisection. A text
-    is cut where max_new_tokens ends, and where an entry has an end-of-sequence token inside.
+    It is built once, in compact arrays. A node is a state; the tokens below it are a sorted run, found by bisection.
+    A text is cut where max_new_tokens ends, and where an output has an end-of-sequence token inside.
 
     Args:
-        outputs: token ids of each allowed output, without an end-of-sequence token; or an int array [n, length], in
-            which negative numbers fill up shorter outputs.
+        outputs: the token ids of each allowed output, without an end-of-sequence token. Or an int array [n, length], in
+            which negative numbers fill up the rows of shorter outputs.
 
     Raises:
-        SpecbeamError: no outputs, or an empty one, or something that is not token ids.
+        SpecbeamError: there are no outputs, an output is empty, or a value is not a token id.
     """
 
     start = 0
@@ -36,11 +36,11 @@ class TokenTrie:
         if not table.size:
             raise SpecbeamError("a TokenTrie needs at least one output")
         if not np.issubdtype(table.dtype, np.integer) or (table[:, 0] < 0).any() or table.max() >= 2**31:
-            raise SpecbeamError("a TokenTrie is made of token ids, at least one an output")
+            raise SpecbeamError("a TokenTrie is made of token ids: give 0 to 2**31 - 1, at least one per output")
         table = table.astype(np.int32, copy=False)
-        table = table[np.lexsort(table.T[::-1])]  # so that what shares a beginning lies together
+        table = table[np.lexsort(table.T[::-1])]  # outputs with the same first tokens lie together
         rows = len(table)
-        node = np.zeros(rows, dtype=np.int32)  # that the row has reached
+        node = np.zeros(rows, dtype=np.int32)  # reached by each row
         tokens, parents = [np.array([-1], dtype=np.int32)], [np.array([-1], dtype=np.int32)]
         lengths = (table >= 0).cumprod(axis=1).sum(axis=1)
         size = 1
@@ -65,7 +65,7 @@ class TokenTrie:
         self._complete[np.concatenate(ends)] = True
 
     def __len__(self) -> int:
-        """How many nodes there are."""
+        """The number of nodes, the root included."""
         return len(self._tokens)
 
     def __repr__(self) -> str:
@@ -98,12 +98,12 @@ def _padded(outputs: Iterable[Sequence[int]]) -> NDArray[np.int32]:
         lengths = np.array([len(output) for output in outputs], dtype=np.int64)
         tokens = list(chain.from_iterable(outputs))
         if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in tokens):
-            raise ValueError("something else is among them")
+            raise ValueError("some values are not integers")
         flat = np.array(tokens, dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
         raise SpecbeamError(f"a TokenTrie is made of lists of token ids: {error}") from error
     if not len(lengths) or not lengths.all() or (flat < 0).any() or (flat >= 2**31).any():
-        raise SpecbeamError("a TokenTrie needs at least one output, and at least one token id in each, 0 or more")
+        raise SpecbeamError("a TokenTrie needs at least one output, and in each at least one token id, 0 to 2**31 - 1")
     table = np.full((len(lengths), int(lengths.max())), -1, dtype=np.int32)
     table[np.arange(table.shape[1]) < lengths[:, None]] = flat
     return table

@@ -1,8 +1,8 @@
 """Strategies: decoding methods as generators over a token tree.
 
-A strategy yields :class:`Evaluate`, is sent the logits at those nodes (float32 [nodes, vocab]), decides which nodes
-live on (``tree.keep``), and returns its hypotheses, best first. It may yield a :class:`Hypothesis` as soon as it is
-certain to be the next best, and is sent None then. It knows nothing of caches, devices or other requests.
+A strategy yields :class:`Evaluate` and is sent the logits at the nodes, float32 [nodes, vocab]. It decides which nodes
+live on (``tree.keep``), and returns its hypotheses, best first. It may yield a :class:`Hypothesis` as soon as that is
+certain to be the next best; it is then sent None. It knows nothing of caches, devices or other requests.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Evaluate:
-    """A request for the next-token logits at nodes, int [n]. Ancestors not evaluated yet are the engine's concern.
+    """A request for the next-token logits at nodes. The engine also evaluates ancestors that it has not evaluated yet.
 
     Attributes:
-        drafting: ask the draft model, about nodes of the drafter's tree, instead of the target.
-        vocab: the logits of so many first tokens are enough; None for all.
+        nodes: int [n].
+        drafting: ask the draft model about nodes of the drafter's tree, instead of the target.
+        vocab: the number of first tokens whose logits are enough; None for all tokens.
     """
 
     nodes: Any

@@ -88,8 +88,8 @@ class BeamSearch:
         select: indices of k candidates, best first, from all scores [num_beams * vocab]. The default is the k highest.
         bounded: no continuation of a beam scores above the beam: candidates are taken by score, and ``process`` raises
             no log-probability above 0. Then a step can do without beams whose scores are too low to matter. And the
-            search is over once the num_return_sequences best finished texts score above the bound of every beam (the
-            monotonicity of best-first beam search, Meister et al. 2020, 3).
+            search is over once the num_return_sequences best finished texts score above the bound of every beam. This
+            is the monotonicity of best-first beam search (Meister et al. 2020, 3).
         constrained: there may be fewer texts than beams, so only possible texts take a place of finished texts. Without
             this, transformers' rules hold: where candidates are few, forbidden ones take places too, and end the search
             under ``early_stopping``.
@@ -298,8 +298,8 @@ class Finished:
 class DiverseBeamSearch:
     """Groups of beams that take their steps one after the other, each kept off the tokens of the groups before it.
 
-    A token loses diversity_penalty for each beam of an earlier group that chose it in the same step (Vijayakumar et al.
-    2018, "Diverse Beam Search", 3, with Hamming diversity). The finished texts of all groups are ranked together.
+    A token loses diversity_penalty for each beam of an earlier group that chose it in the same step. The finished texts
+    of all groups are ranked together (Vijayakumar et al. 2018, "Diverse Beam Search", 3, with Hamming diversity).
 
     Args:
         groups: the groups' searches over one tree, all with the same number of beams.
@@ -356,8 +356,8 @@ class DiverseBeamSearch:
 def draw_without_replacement(generator: torch.Generator) -> Select:
     """Beam sampling's selection: the candidates are drawn from the softmax of all scores, without replacement.
 
-    The k highest scores with Gumbel noise are such a draw, in its order (Kool et al. 2019, "Stochastic Beams and Where
-    to Find Them", 2.3).
+    The k highest scores with Gumbel noise are such a draw, in order. See Kool et al. 2019, "Stochastic Beams and Where
+    to Find Them", 2.3.
     """
 
     def select(scores: Tensor, k: int) -> Tensor:

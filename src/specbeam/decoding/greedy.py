@@ -1,4 +1,4 @@
-"""Greedy search, and the walk that sampling shares with it: one token after the other."""
+"""Greedy search. Sampling shares its loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def greedy(
     """Extend the tree's tip by the likeliest token until something stops it.
 
     Args:
-        pick: chooses a token from processed scores [vocab]; the likeliest one if not given.
+        pick: chooses a token from processed scores [vocab]. The default is the likeliest token.
     """
     tip = tree.tip
     while True:
@@ -36,7 +36,7 @@ def greedy(
 
 
 def log_prob(logits: Tensor, token: int, scores: Tensor) -> float:
-    """The log-probability of a token under logits [vocab], chosen by processed scores [vocab].
+    """The log-probability of a token under logits [vocab]. The token was chosen by processed scores [vocab].
 
     Raises:
         SpecbeamError: no token was allowed.

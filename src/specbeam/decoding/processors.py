@@ -1,6 +1,6 @@
-"""What changes the model's scores before a token is chosen, with transformers' semantics.
+"""Processors and warpers change the model's scores before a token is chosen, with transformers' semantics.
 
-*Processors* hold for every method (penalties, forbidden tokens); *warpers* shape the distribution that is sampled from.
+*Processors* (penalties, forbidden tokens) hold for every method. *Warpers* shape the distribution that is sampled.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ FORCES_AND_FORBIDS = (
     "suppress_tokens",
     "begin_suppress_tokens",
 )
-"""What a checkpoint's generation_config.json may ask for, in the order transformers applies it."""
+"""Options that a checkpoint's generation_config.json may set, in the order in which transformers applies them."""
 
 
 class Processors:
-    """The processors of one request, applied to the scores at some nodes: penalties, then what may not be chosen.
+    """The processors of one request, applied to the scores at some nodes: penalties, then masks, then functions.
 
     Args:
         of_checkpoint: processors of transformers that the checkpoint asks for (:func:`processors_of_checkpoint`).
 
     Attributes:
-        forbids: some tokens may be forbidden before the model is asked.
-        raises: there are functions of the caller's, which may do anything to scores, and raise them too.
+        forbids: some tokens may be forbidden whatever their scores, so a drafter can avoid them.
+        raises: the caller gave functions. These may raise scores too.
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Processors:
         """Scores [n, vocab] at n nodes in, processed scores [n, vocab] out; the input is not changed.
 
         Args:
-            drafting: the nodes may be texts the target would never lead to, for which there may be no token at all.
+            drafting: the nodes are guesses. The target may never choose such a text, and no token may be allowed there.
 
         Raises:
-            SpecbeamError: a function of the caller's returned something else than it must.
+            SpecbeamError: a function of the caller returned scores of another shape, NaN, or no tokens.
         """
         nodes = np.asarray(nodes, dtype=np.int64)
         if self.repetition_penalty != 1.0:
@@ -83,7 +83,7 @@ class Processors:
         return scores
 
     def _call(self, tree: Tree, nodes: Nodes, scores: Tensor) -> Tensor:
-        """The caller's functions, on all nodes of a depth at once: their texts are equally long."""
+        """Call the functions on all nodes of one depth at once, since their texts are equally long."""
         scores = scores.clone()
         depths = tree.depths(nodes)
         for depth in np.unique(depths):
@@ -109,15 +109,15 @@ def processors_of_checkpoint(
     max_length: int,
     device: torch.device,
 ) -> list[Callable[..., Tensor]]:
-    """What a checkpoint's generation_config.json forces and forbids, by transformers' own processors.
+    """Transformers' own processors for the tokens that a checkpoint's generation_config.json forces and forbids.
 
-    None of them raises a log-probability above 0.
+    No processor among these raises a log-probability above 0.
 
     Args:
-        prompt_length: of the text the model goes on with; with an encoder, what its texts begin with.
+        prompt_length: the number of tokens that the text begins with. With an encoder these are its start tokens.
 
     Raises:
-        SpecbeamError: something is asked for that makes no sense.
+        SpecbeamError: the file has a value that transformers refuses.
     """
     given = {name: defaults[name] for name in FORCES_AND_FORBIDS if defaults.get(name) is not None}
     if not given:
@@ -157,7 +157,7 @@ class Warpers:
                 self.steps.append(lambda scores, step=step, value=value: step(scores, value))  # type: ignore[misc]
 
     def __call__(self, scores: Tensor) -> Tensor:
-        """Scores [..., vocab] in, scores of the distribution to draw from out, with -inf where it is 0."""
+        """Scores [..., vocab] in, scores of the distribution to draw from out: -inf where a probability is 0."""
         for step in self.steps:
             scores = step(scores)
         return scores
@@ -170,13 +170,14 @@ def repetition_penalty(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
 
 
 def only(scores: Tensor, allowed: Sequence[Any], some: bool = True) -> Tensor:
-    """Scores [n, vocab] with all but these tokens, ids a row, forbidden.
+    """Scores [n, vocab] with -inf for all tokens but the allowed ones.
 
     Args:
-        some: there must be a token in each row.
+        allowed: token ids for each of the n rows.
+        some: each row must allow at least one token.
 
     Raises:
-        SpecbeamError: a row has no tokens, or something that is no token.
+        SpecbeamError: a row has no tokens, or values that are not token ids.
     """
     masked = torch.full_like(scores, MASKED)
     for row, tokens in enumerate(allowed):

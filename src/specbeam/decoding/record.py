@@ -1,4 +1,4 @@
-"""What a strategy did, round by round: the numbers of the statistics, and the trace for those who want to see it."""
+"""The record of a strategy's rounds: counts for the statistics, and the trace."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 class Record:
-    """Counts always; remembers rounds only if asked to.
+    """Always counts. Remembers the rounds only for a trace.
 
     Attributes:
         steps: tokens added to a text, or steps of beam search.
-        drafted: guesses that the target was asked about.
+        drafted: guesses that the target checked.
         accepted: guesses that became part of the text, or a beam.
     """
 
     def __init__(self, tree: Tree, trace: bool = False) -> None:
         self.steps = self.drafted = self.accepted = 0
         self._tree = tree
-        self._guesses: set[int] = set()  # those that may still be accepted
+        self._guesses: set[int] = set()  # guesses that may still be accepted
         self._rounds: list[tuple[Nodes, list[list[tuple[int, float]]]]] | None = [] if trace else None
 
     def round(self, guesses: Nodes = NO_NODES) -> None:
-        """A round begins: these guesses are put to the target."""
+        """Begin a round, in which the target checks these guesses."""
         self.drafted += len(guesses)
         self._guesses.update(guesses.tolist())
         if self._rounds is not None:
             self._rounds.append((guesses, []))
 
     def step(self, nodes: Any, scores: Any) -> None:
-        """The texts now end at these nodes and have these scores; one text is a beam alone."""
+        """Record one step: the texts now end at these nodes, with these scores. A single text is one beam."""
         self.steps += 1
         ends = [int(node) for node in nodes]
         accepted = self._guesses.intersection(ends)
@@ -41,7 +41,7 @@ class Record:
             self._rounds[-1][1].append([*zip(ends, map(float, scores), strict=True)])
 
     def trace(self, decode: Callable[[list[int]], str]) -> list[dict[str, Any]] | None:
-        """The rounds as plain data, described at :class:`specbeam.Result`; None if they were not remembered."""
+        """The rounds as plain data (see :class:`specbeam.Result`); None if they were not remembered."""
         if self._rounds is None:
             return None
         tree = self._tree
@@ -56,17 +56,17 @@ class Record:
         rounds = []
         for drafted, steps in self._rounds:
             number = {node: i for i, node in enumerate(drafted.tolist())}
-            told: dict[str, Any] = {"drafted": [], "steps": []}
+            entry: dict[str, Any] = {"drafted": [], "steps": []}
             for node in number:
                 parent = int(tree.parents(node))
                 place = {"parent": number.get(parent), "beam": ends.get(parent)}
-                told["drafted"].append({**token(node), **place, "accepted": node in accepted})
+                entry["drafted"].append({**token(node), **place, "accepted": node in accepted})
             for step in steps:
                 beams = []
                 for node, score in step:
                     beam = ends.get(int(tree.parents(node)))
                     beams.append({**token(node), "beam": beam, "drafted": node in guesses, "score": score})
-                told["steps"].append(beams)
+                entry["steps"].append(beams)
                 ends = {node: i for i, (node, _) in reversed([*enumerate(step)])}
-            rounds.append(told)
+            rounds.append(entry)
         return rounds

@@ -1,4 +1,4 @@
-"""Ancestral sampling: each token is drawn from the distribution the warpers leave."""
+"""Ancestral sampling: each token is drawn from the distribution that the warpers leave."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from specbeam.tree import Tree
 def sample(
     tree: Tree, process: Processors, stop: Stopping, record: Record, warp: Warpers, generator: torch.Generator
 ) -> Strategy:
-    """Greedy's walk, with each token drawn."""
+    """The loop of greedy search, with each token drawn."""
     return greedy(tree, process, stop, record, pick=lambda scores: draw(warp(scores), generator))
 
 
 def seeded(seed: int | None) -> torch.Generator:
-    """A request's own source of randomness, on the CPU: draws depend on the seed alone, not on device or batch."""
+    """A request's own generator, on the CPU: its draws depend on the seed alone, not on device or batch."""
     generator = torch.Generator()
     if seed is None:
         generator.seed()
@@ -43,8 +43,8 @@ def gumbel(n: int, generator: torch.Generator) -> Tensor:
 def draw(scores: Tensor, generator: torch.Generator) -> int:
     """Draw an index from the softmax of scores [vocab]: the highest after adding Gumbel noise (the Gumbel-max trick).
 
-    Each token has noise of its own, so rounding differences of the scores change the draw only where two tokens nearly
-    tie. Inverting the cumulative probabilities would add the differences up over the whole vocabulary.
+    Each token has its own noise. So rounding differences of the scores change the draw only where two tokens nearly
+    tie. Inverting the cumulative probabilities would add up the differences over the whole vocabulary.
     """
     noise = gumbel(scores.shape[-1], generator)
     return int((scores.double() + noise.to(scores.device)).argmax())

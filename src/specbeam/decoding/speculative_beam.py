@@ -15,11 +15,11 @@ from specbeam.tree import Nodes, Tree
 
 
 def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter: Drafter) -> Strategy:
-    """Evaluate the beams and guesses below them in one pass, then take all steps whose logits are there.
+    """Evaluate the beams and the guesses below them in one pass, then take every step whose logits are known.
 
-    Every round takes at least one step, since all beams are evaluated, and no step is ever approximated: it is the
-    plain search's own, which goes on without a beam only where that cannot matter (the bound rule, at
-    ``BeamSearch.step``). Guesses that may still become beams keep their logits for the next round.
+    All beams are evaluated, so every round takes at least one step. No step is approximated: each is a step of the
+    plain search. A step does without a beam only where the beam cannot matter (the bound rule of ``BeamSearch``).
+    Guesses that may still become beams keep their logits for the next round.
     """
     known = Known()
     while not search.done:
@@ -40,7 +40,7 @@ def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter:
 
 
 class Known:
-    """Logits by node."""
+    """Known logits, by node."""
 
     def __init__(self) -> None:
         self._rows: dict[int, Tensor] = {}  # each float32 [vocab]
@@ -50,19 +50,19 @@ class Known:
         return np.array(sorted(self._rows), dtype=np.int64)
 
     def missing(self, nodes: Nodes) -> Nodes:
-        """Those of the nodes whose logits are not known, each once."""
+        """The nodes without known logits, each once, ascending."""
         return np.setdiff1d(nodes, self.nodes)
 
     def add(self, nodes: Nodes, logits: Tensor) -> None:
-        """Learn the logits [n, vocab] at nodes."""
+        """Add the logits [n, vocab] at nodes."""
         self._rows.update(zip(nodes.tolist(), logits, strict=True))
 
     def keep(self, nodes: Nodes) -> None:
-        """Forget all but these, which are known."""
+        """Forget all nodes but these. They must be known."""
         self._rows = {node: self._rows[node] for node in nodes.tolist()}
 
     def at(self, nodes: Nodes) -> tuple[Tensor, NDArray[np.bool_]]:
-        """The logits at those of the nodes that are known, and which these are."""
+        """The known logits at the nodes, float32 [k, vocab], and which nodes these are, bool [n]."""
         rows = [self._rows.get(node) for node in nodes.tolist()]
         known = [row for row in rows if row is not None]
         return torch.stack(known) if known else torch.empty(0), np.array([row is not None for row in rows])

@@ -11,13 +11,13 @@ from specbeam.tree import Nodes, Tree
 
 
 class Stopping:
-    """Ends a sequence at an end-of-sequence token, after a stop string, or at its greatest length.
+    """Ends a sequence at an end-of-sequence token, after a stop string, or at the maximum length.
 
     Args:
-        eos_token_ids: tokens that end the text.
-        max_length: tokens of prompt and text together.
-        stop_strings: texts that end the text.
-        decode: token ids to text.
+        eos_token_ids: tokens that end the sequence.
+        max_length: the largest number of tokens, prompt and generated text together.
+        stop_strings: strings that end the sequence when its text contains one.
+        decode: makes text of token ids.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class Stopping:
         return ended
 
     def __call__(self, tree: Tree, node: int) -> str | None:
-        """Why the sequence that ends at this node is finished: "stop", "length", or None if it is not."""
+        """Why the sequence that ends at this node is finished: "stop" or "length". None if it is not finished."""
         if int(tree.tokens(node)) in self.eos_token_ids:
             return "stop"
         if self.stop_strings:
-            text = self.decode(tree.new_tokens(node))  # whole: what a token says can depend on any before it
+            text = self.decode(tree.new_tokens(node))  # all of it: a token's text can depend on any token before it
             if any(s in text for s in self.stop_strings):
                 return "stop"
         return "length" if tree.depths(node) + 1 >= self.max_length else None

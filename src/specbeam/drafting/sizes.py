@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.options import MOST_DRAFTED
+from specbeam.options import MAX_DRAFT_SIZES
 
 MAX_ADAPTIVE_DEPTH = 12
 """Tokens guessed ahead, where ``num_draft_tokens`` adapts."""
@@ -66,7 +66,7 @@ class Sizes:
             return min(most, self.draft_budget)
         fixed = len(self.widths) == len(self.depths) == 1
         adaptive = max(MAX_ADAPTIVE_GUESSES, MAX_ADAPTIVE_GUESSES_PER_BEAM * self.num_beams)
-        return min(most, MOST_DRAFTED["draft_budget"] if fixed else adaptive)
+        return min(most, MAX_DRAFT_SIZES["draft_budget"] if fixed else adaptive)
 
     @property
     def most_drafted(self) -> int:

@@ -18,7 +18,7 @@ from specbeam.engine.costs import nominal_cost, nominal_draft_cost, pass_times
 from specbeam.engine.strategies import Setup
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
-from specbeam.options import MOST_DRAFTED, Options
+from specbeam.options import MAX_DRAFT_SIZES, Options
 
 Draft = LanguageModel | SuffixAutomaton | str
 """A draft model, "ngram", "suffix", or an automaton over earlier texts."""
@@ -94,7 +94,7 @@ def check_draft_sizes(options: Options) -> None:
     Raises:
         SpecbeamError: a size was given.
     """
-    for name in MOST_DRAFTED:
+    for name in MAX_DRAFT_SIZES:
         if options.draft_size(name) is not None:
             raise SpecbeamError(
                 f"{name}={options.draft_size(name)} has no effect without a draft: give one, or leave it out"
