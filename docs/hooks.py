@@ -21,14 +21,14 @@ def on_page_content(html, **_):
 
 
 def help_of(words):
-    """The output of ``specbeam WORDS --help``, 100 characters wide."""
+    """The output of ``specbeam WORDS --help``, 80 characters wide."""
     import contextlib
     import io
     import os
 
     from specbeam.cli import main
 
-    os.environ["COLUMNS"] = "100"
+    os.environ["COLUMNS"] = "80"
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         main([*words, "--help"])
