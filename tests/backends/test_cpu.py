@@ -3,6 +3,7 @@
 What every backend owes the engine is tested in test_conformance.py.
 """
 
+import hashlib
 import importlib
 import os
 import shutil
@@ -11,12 +12,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import platformdirs
 import pytest
 import torch
+from filelock import FileLock
 from gguf import GGMLQuantizationType as Type
 from gguf import quants
 from gguf.constants import GGML_QUANT_SIZES
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import specbeam
@@ -108,7 +111,6 @@ def test_kernels_multiply_as_numpy_does(kind, isa):
     assert np.abs(got - expected).max() < 1e-5 * np.abs(expected).max()
 
 
-@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 100), st.sampled_from([F32, Q8, Q4_MIN]), st.integers(1, 20), st.data())
 def test_kernels_give_a_row_the_same_bits_in_any_company(rows, columns, form, n, data):
     """Whatever rows it is multiplied with, by however many threads; and all shapes, also those that fill no vector."""
@@ -193,8 +195,15 @@ def folder(save):
 PROMPTS = [[1, 2, 3, 1, 2, 3], [7] * 40, [*range(20, 90)]]
 
 
-@pytest.mark.parametrize("quantize", ["int8", "int4"])
-@pytest.mark.parametrize("architecture", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    ("architecture", "quantize"),
+    [
+        ("gemma3", "int8"),
+        ("gpt2", "int4"),
+        *(pytest.param(*case, marks=pytest.mark.thorough) for case in (("gemma3", "int4"), ("gpt2", "int8"))),
+        *(pytest.param("llama", quantize, marks=pytest.mark.thorough) for quantize in ("int8", "int4")),
+    ],
+)
 def test_texts_are_the_same_bits_in_any_company(save, architecture, quantize):
     """Drafts, batches, threads and the pieces a prompt is read in change no token and no bit of a score."""
     folder = save(random_model(architecture, **({"sliding_window": 9} if architecture == "gemma3" else {})))
@@ -375,29 +384,66 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
             backend.forward([segment(**changes)])
 
 
-@pytest.mark.skipif(not (shutil.which("cmake") and shutil.which("g++")), reason="needs cmake and g++")
-def build_native(folder, *settings):
-    """Build the library into folder / build."""
+def test_a_library_of_another_version_is_refused(monkeypatch):
+    module = importlib.import_module("specbeam.backends.cpu.library")
+    module.library.cache_clear()
+    monkeypatch.setattr(module, "ABI_VERSION", 99)
+    try:
+        with pytest.raises(
+            SpecbeamError, match=r"of another version .* than this specbeam \(ABI 99\): reinstall specbeam"
+        ):
+            module.library()
+    finally:
+        module.library.cache_clear()
+
+
+# Other builds of the library
+
+
+def needs(*programs):
+    """Skips a test where a program is missing."""
+    missing = [program for program in programs if not shutil.which(program)]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
+
+
+def build_native(name, *settings):
+    """The folder of the library built with these settings, kept while its sources and the settings are the same."""
     source = Path(weights.__file__).parent / "native"
-    clean = folder / "source"  # building in place leaves a cache there that names other folders
-    shutil.copytree(source, clean, ignore=lambda _, names: [n for n in names if not n.endswith((".cpp", ".h", ".txt"))])
-    for command in (
-        ["cmake", "-S", str(clean), "-B", str(folder / "build"), *settings],
-        ["cmake", "--build", str(folder / "build"), "--parallel", "2"],
-    ):
-        subprocess.run(command, check=True, capture_output=True)
+    files = sorted(path for path in source.iterdir() if path.suffix in (".cpp", ".h", ".txt"))
+    key = hashlib.sha256(repr([settings, *((path.name, path.read_bytes()) for path in files)]).encode()).hexdigest()[
+        :16
+    ]
+    builds = platformdirs.user_cache_path("specbeam-test-builds")
+    folder = builds / f"{name}-{key}"
+    builds.mkdir(parents=True, exist_ok=True)
+    with FileLock(builds / f"{name}.lock"):
+        if not (folder / "whole").exists():
+            for older in builds.glob(f"{name}-*"):
+                shutil.rmtree(older)
+            configure = ["cmake", "-G", "Ninja", "-S", str(source), "-B", str(folder), *settings]
+            for command in (configure, ["cmake", "--build", str(folder)]):
+                subprocess.run(command, check=True, capture_output=True)
+            (folder / "whole").touch()
+    return folder
 
 
-@pytest.mark.skipif(
-    not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64-static")),
-    reason="needs g++-aarch64-linux-gnu and qemu-user-static",
-)
+def run_kernel_tests(folder, **env):
+    """The tests above of kernels and of a model, on the library in another folder."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    command += ["-k", "kernels_ or wrong_indices or near_float32"]
+    env = os.environ | {"SPECBEAM_CPU_LIBRARY": str(folder)} | env
+    result = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert "runtime error" not in result.stdout + result.stderr
+
+
+@pytest.mark.thorough
+@needs("cmake", "ninja", "aarch64-linux-gnu-g++", "qemu-aarch64-static")
 def test_neon_multiplies_as_portable_does(tmp_path):
     compiler = "aarch64-linux-gnu-g++"
     for_arm = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={compiler}"]
-    build_native(tmp_path, *for_arm)
-    library_folder, program = tmp_path / "build", tmp_path / "neon"
-    linked = [f"-L{library_folder}", "-lspecbeam_cpu", f"-Wl,-rpath,{library_folder}"]
+    folder, program = build_native("neon", *for_arm), tmp_path / "neon"
+    linked = [f"-L{folder}", "-lspecbeam_cpu", f"-Wl,-rpath,{folder}"]
     source = Path(__file__).with_name("neon.cpp")
     subprocess.run([compiler, "-std=c++17", "-O1", str(source), "-o", str(program), *linked], check=True)
     run = ["qemu-aarch64-static", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu", str(program)]
@@ -405,21 +451,21 @@ def test_neon_multiplies_as_portable_does(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+@pytest.mark.thorough
+@needs("cmake", "ninja", "clang++")
+def test_clang_builds_the_kernels_too():
+    run_kernel_tests(build_native("clang", "-DCMAKE_CXX_COMPILER=clang++"))
+
+
+@pytest.mark.thorough
+@needs("cmake", "ninja", "g++")
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizers' libraries")
-def test_the_sanitizers_find_nothing(tmp_path):
-    """The tests above of kernels and of a model, on a library that watches addresses and undefined behaviour."""
-    build_native(tmp_path, "-DSPECBEAM_SANITIZE=ON")
-    where = ["g++", "-print-file-name=libasan.so", "-print-file-name=libubsan.so"]
+def test_the_sanitizers_find_nothing():
+    """A library that watches addresses and undefined behaviour."""
     runtimes = [
-        subprocess.run([where[0], name], check=True, capture_output=True, text=True).stdout for name in where[1:]
+        subprocess.run(["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
     ]
-    env = os.environ | {
-        "LD_PRELOAD": ":".join(map(str.strip, runtimes)),
-        "ASAN_OPTIONS": "detect_leaks=0",  # Python's own
-        "SPECBEAM_CPU_LIBRARY": str(tmp_path / "build"),
-    }
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    command += ["-k", "kernels_ or wrong_indices or near_float32"]
-    result = subprocess.run(command, env=env, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    assert "runtime error" not in result.stdout + result.stderr
+    folder = build_native("sanitized", "-DSPECBEAM_SANITIZE=ON", "-DCMAKE_CXX_COMPILER=g++")
+    no_leaks = "detect_leaks=0"  # Python's own
+    run_kernel_tests(folder, LD_PRELOAD=":".join(runtimes), ASAN_OPTIONS=no_leaks)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Segment, logits_wanted
-from specbeam.backends.cpu.library import SegmentStruct, library
+from specbeam.backends.cpu.library import ModelConfigStruct, SegmentStruct, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.backends.devices import memory_for_caches, peak_memory
 from specbeam.checkpoints.checkpoint import Checkpoint
@@ -31,6 +31,7 @@ NORMS = ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm", "
 OUTSIDE = ("embedding", "positions", "head")
 """The places of parameters in native/model.h."""
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+"""In the order of ``Activation`` in native/model.h."""
 
 
 class CpuBackend:
@@ -189,18 +190,27 @@ def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
 
 
 def _new_model(config: Config, threads: int, half: bool, isa: str) -> int:
-    whole = [
-        *(config.vocab_size, config.hidden_size, config.intermediate_size, config.num_layers),
-        *(config.num_heads, config.num_kv_heads, config.head_dim, config.context_length),
-        *(config.norm == "layer", ACTIVATIONS.index(config.activation), config.gated_mlp, config.parallel, half),
-    ]
-    real = [
-        *(config.norm_eps, config.attention_scale, config.embedding_scale),
-        *(config.attention_softcap or 0.0, config.logits_softcap or 0.0),
-    ]
-    model = library().specbeam_model_new(
-        (ctypes.c_int64 * len(whole))(*map(int, whole)), (ctypes.c_double * len(real))(*real), threads, isa.encode()
+    numbers = ModelConfigStruct(
+        vocab=config.vocab_size,
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        layers=config.num_layers,
+        heads=config.num_heads,
+        kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        context=config.context_length,
+        layer_norm=config.norm == "layer",
+        activation=ACTIVATIONS.index(config.activation),
+        gated=config.gated_mlp,
+        parallel=config.parallel,
+        half_cache=half,
+        norm_eps=config.norm_eps,
+        attention_scale=config.attention_scale,
+        embedding_scale=config.embedding_scale,
+        attention_softcap=config.attention_softcap or 0.0,
+        logits_softcap=config.logits_softcap or 0.0,
     )
+    model = library().specbeam_model_new(ctypes.byref(numbers), threads, isa.encode())
     if not model:
         raise MemoryError("no room for the native model")
     return int(model)

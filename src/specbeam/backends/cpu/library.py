@@ -14,28 +14,22 @@ from specbeam.errors import SpecbeamError
 
 NAME = "libspecbeam_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
-FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "isa": (c_char_p, [c_char_p]),
-    "matrix_bytes": (c_int64, [c_int32, c_int64, c_int64]),
-    "format_of": (c_int32, [c_int32]),
-    "pack": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
-    "quantize": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p]),
-    "hash": (c_uint64, [c_void_p, c_int64]),
-    "model_new": (c_void_p, [POINTER(c_int64), POINTER(c_double), c_int32, c_char_p]),
-    "model_delete": (None, [c_void_p]),
-    "model_add": (c_int32, [c_void_p, c_int64, c_int32, c_int32, c_int64, c_int64, c_void_p, c_int64]),
-    "model_bias": (c_int32, [c_void_p, c_int64, c_int32, c_void_p]),
-    "model_norm": (c_int32, [c_void_p, c_int64, c_int32, c_void_p, c_void_p]),
-    "model_rope": (c_int32, [c_void_p, c_void_p, c_int64, c_float]),
-    "model_layer": (c_int32, [c_void_p, c_int64, c_int64, c_int64]),
-    "model_incomplete": (c_char_p, [c_void_p]),
-    "cache_new": (c_void_p, [c_void_p]),
-    "cache_delete": (None, [c_void_p]),
-    "cache_reserve": (c_int32, [c_void_p, c_int64]),
-    "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
-    "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
-    "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),
-}
+ABI_VERSION = 2
+"""Of native/model.h: raise both when a function or a structure changes."""
+
+
+class ModelConfigStruct(ctypes.Structure):
+    """``ModelConfig`` of native/model.h."""
+
+    _fields_ = [
+        *(
+            (name, c_int64)
+            for name in ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "context")
+        ),
+        *((name, c_int64) for name in ("layer_norm", "activation", "gated", "parallel", "half_cache")),
+        *((name, c_double) for name in ("norm_eps", "attention_scale", "embedding_scale")),
+        *((name, c_double) for name in ("attention_softcap", "logits_softcap")),
+    ]
 
 
 class SegmentStruct(ctypes.Structure):
@@ -52,6 +46,31 @@ class SegmentStruct(ctypes.Structure):
     ]
 
 
+FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "abi_version": (c_int32, [c_int64, c_int64]),
+    "isa": (c_char_p, [c_char_p]),
+    "matrix_bytes": (c_int64, [c_int32, c_int64, c_int64]),
+    "format_of": (c_int32, [c_int32]),
+    "pack": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
+    "quantize": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p]),
+    "hash": (c_uint64, [c_void_p, c_int64]),
+    "model_new": (c_void_p, [POINTER(ModelConfigStruct), c_int32, c_char_p]),
+    "model_delete": (None, [c_void_p]),
+    "model_add": (c_int32, [c_void_p, c_int64, c_int32, c_int32, c_int64, c_int64, c_void_p, c_int64]),
+    "model_bias": (c_int32, [c_void_p, c_int64, c_int32, c_void_p]),
+    "model_norm": (c_int32, [c_void_p, c_int64, c_int32, c_void_p, c_void_p]),
+    "model_rope": (c_int32, [c_void_p, c_void_p, c_int64, c_float]),
+    "model_layer": (c_int32, [c_void_p, c_int64, c_int64, c_int64]),
+    "model_incomplete": (c_char_p, [c_void_p]),
+    "cache_new": (c_void_p, [c_void_p]),
+    "cache_delete": (None, [c_void_p]),
+    "cache_reserve": (c_int32, [c_void_p, c_int64]),
+    "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
+    "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
+    "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),
+}
+
+
 def find() -> Path | None:
     """Where the library lies: beside this file, or where an editable install has put it; None if it was not built."""
     from specbeam.backends import cpu
@@ -65,7 +84,7 @@ def library() -> ctypes.CDLL:
     """The library with typed functions, which let other Python threads run while they work.
 
     Raises:
-        SpecbeamError: it was not built, or cannot be loaded here.
+        SpecbeamError: it was not built, cannot be loaded here, or is of another version than this file.
     """
     path = find()
     if path is None:
@@ -75,12 +94,27 @@ def library() -> ctypes.CDLL:
         )
     try:
         loaded = ctypes.CDLL(str(path))
-        for name, (result, arguments) in FUNCTIONS.items():
-            function = getattr(loaded, f"specbeam_{name}")
-            function.restype, function.argtypes = result, arguments
-    except (OSError, AttributeError) as error:
+    except OSError as error:
         raise SpecbeamError(f"the native CPU kernels cannot be loaded ({error}): reinstall specbeam") from error
+    if (version := _abi_version(loaded)) != ABI_VERSION:
+        raise SpecbeamError(
+            f"the native CPU kernels in {path} are of another version (ABI {version}) than this specbeam "
+            f"(ABI {ABI_VERSION}): reinstall specbeam"
+        )
+    for name, (result, arguments) in FUNCTIONS.items():
+        function = getattr(loaded, f"specbeam_{name}")
+        function.restype, function.argtypes = result, arguments
     return loaded
+
+
+def _abi_version(loaded: ctypes.CDLL) -> int:
+    """The version of a library's functions and structures; 0 for a library from before there were versions."""
+    try:
+        version = loaded.specbeam_abi_version
+    except AttributeError:
+        return 0
+    version.restype, version.argtypes = FUNCTIONS["abi_version"]
+    return int(version(ctypes.sizeof(ModelConfigStruct), ctypes.sizeof(SegmentStruct)))
 
 
 def available() -> bool:

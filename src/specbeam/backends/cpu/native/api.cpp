@@ -100,7 +100,7 @@ static Norm *norm_named(Model &model, int64_t layer, int which) {
 
 // What is missing or misshapen in a model that is said to be complete, or null.
 static const char *incomplete(const Model &m) {
-  const Numbers &c = m.numbers;
+  const ModelConfig &c = m.config;
   const auto shaped = [](const Product &p, int64_t rows, int64_t columns) {
     for (const Matrix &part : p.parts)
       if (part.columns != columns) return false;
@@ -122,7 +122,7 @@ static const char *incomplete(const Model &m) {
 }
 
 static const char *wrong(const Model &m, const Segment *s, int64_t count, const int64_t *wanted, int64_t wanted_count) {
-  const Numbers &c = m.numbers;
+  const ModelConfig &c = m.config;
   int64_t nodes = 0;
   for (int64_t i = 0; i < count; i++) {
     if (!s[i].cache || s[i].nodes <= 0) return "a segment is empty";
@@ -148,6 +148,11 @@ static const char *wrong(const Model &m, const Segment *s, int64_t count, const 
 using namespace specbeam;
 
 extern "C" {
+
+// The version of this interface, or -1 if the caller's structures are of other sizes.
+int32_t specbeam_abi_version(int64_t model_config_bytes, int64_t segment_bytes) {
+  return model_config_bytes == sizeof(ModelConfig) && segment_bytes == sizeof(Segment) ? ABI_VERSION : -1;
+}
 
 // The name of the instruction set that would be used, null if `name` cannot be; empty for the best.
 const char *specbeam_isa(const char *name) {
@@ -197,20 +202,16 @@ uint64_t specbeam_hash(const uint8_t *p, int64_t bytes) {
   return hash;
 }
 
-void *specbeam_model_new(const int64_t *whole, const double *real, int32_t threads, const char *isa) {
+void *specbeam_model_new(const ModelConfig *config, int32_t threads, const char *isa) {
   const Table *table = table_named(isa);
   if (!table || threads < 1) return nullptr;
+  const ModelConfig &c = *config;
+  for (int64_t number : {c.vocab, c.hidden, c.inner, c.layers, c.heads, c.kv_heads, c.head_dim, c.context})
+    if (number <= 0 || number >= int64_t(1) << 31) return nullptr;
+  if (c.heads % c.kv_heads || c.activation < SILU || c.activation > GELU_TANH) return nullptr;
   try {
     auto loaded = std::make_unique<Loaded>(table, threads);
-    Numbers &c = loaded->model.numbers;
-    int64_t *to[] = {&c.vocab, &c.hidden, &c.inner, &c.layers, &c.heads, &c.kv_heads, &c.head_dim, &c.context,
-                     &c.layer_norm, &c.activation, &c.gated, &c.parallel, &c.half_cache};
-    for (int64_t *number : to) *number = *whole++;
-    double *fractions[] = {&c.norm_eps, &c.attention_scale, &c.embedding_scale, &c.attention_softcap, &c.logits_softcap};
-    for (double *number : fractions) *number = *real++;
-    for (int64_t *number : {&c.vocab, &c.hidden, &c.inner, &c.layers, &c.heads, &c.kv_heads, &c.head_dim, &c.context})
-      if (*number <= 0 || *number >= int64_t(1) << 31) return nullptr;
-    if (c.heads % c.kv_heads) return nullptr;
+    loaded->model.config = c;
     loaded->model.layers.resize(c.layers);
     loaded->threads.reset(new Threads(threads));
     loaded->workspace = table->new_workspace();
@@ -266,7 +267,7 @@ int32_t specbeam_model_layer(void *model, int64_t layer, int64_t rope, int64_t w
 const char *specbeam_model_incomplete(void *model) { return incomplete(static_cast<Loaded *>(model)->model); }
 
 void *specbeam_cache_new(void *model) {
-  const Numbers &c = static_cast<Loaded *>(model)->model.numbers;
+  const ModelConfig &c = static_cast<Loaded *>(model)->model.config;
   auto *cache = new (std::nothrow) Cache{};
   if (!cache) return nullptr;
   cache->layers = c.layers, cache->kv_heads = c.kv_heads, cache->width = (c.head_dim + 15) / 16 * 16;
@@ -291,7 +292,7 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
   auto &loaded = *static_cast<Loaded *>(model);
   if (const char *reason = incomplete(loaded.model)) return reason;
   if (const char *reason = wrong(loaded.model, segments, count, wanted, wanted_count)) return reason;
-  if (vocab < 1 || vocab > loaded.model.numbers.vocab) return "logits are wanted of more tokens than there are, or of none";
+  if (vocab < 1 || vocab > loaded.model.config.vocab) return "logits are wanted of more tokens than there are, or of none";
   try {
     for (int64_t i = 0; i < count; i++)
       for (int64_t n = 0; n < segments[i].nodes; n++)

@@ -14,11 +14,17 @@
 
 namespace specbeam {
 
-// The numbers of checkpoints/config.py, in the order in which Python writes them.
-struct Numbers {
+// The version of the functions of api.cpp and of the structures they take. Raise it here and in library.py when either changes.
+constexpr int32_t ABI_VERSION = 2;
+
+enum Activation : int64_t { SILU, GELU, GELU_TANH };
+
+// What checkpoints/config.py says of a model. Mirrored field by field by ModelConfigStruct in library.py.
+struct ModelConfig {
   int64_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, context;
-  int64_t layer_norm, activation, gated, parallel, half_cache;  // activation: 0 silu, 1 gelu, 2 gelu with tanh
-  double norm_eps, attention_scale, embedding_scale, attention_softcap, logits_softcap;  // caps: 0 for none
+  int64_t layer_norm, activation, gated, parallel, half_cache;  // activation: an Activation; the others: 0 or 1
+  double norm_eps, attention_scale, embedding_scale;
+  double attention_softcap, logits_softcap;  // 0 for none
 };
 
 constexpr int MOST_PARTS = 8;
@@ -62,7 +68,7 @@ struct Layer {
 };
 
 struct Model {
-  Numbers numbers;
+  ModelConfig config;
   std::vector<Layer> layers;
   std::vector<Rope> ropes;
   Product embedding, positions, head;
@@ -98,7 +104,7 @@ struct Cache {
   }
 };
 
-// The nodes of one tree in a pass, as backends/contract.py has them.
+// The nodes of one tree in a pass, as backends/contract.py has them. Mirrored by SegmentStruct in library.py.
 struct Segment {
   Cache *cache;
   int64_t nodes, length;

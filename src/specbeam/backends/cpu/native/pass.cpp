@@ -51,7 +51,7 @@ void multiply(const Product &p, Threads &threads, const Activations &x, float *o
 
 struct Pass {
   const Model &model;
-  const Numbers &c;
+  const ModelConfig &c;
   Threads &threads;
   Workspace &space;
   const Segment *segments;
@@ -60,7 +60,7 @@ struct Pass {
   int64_t width;
 
   Pass(const Model &m, Threads &t, Workspace &w, const Segment *s, int64_t count)
-      : model(m), c(m.numbers), threads(t), space(w), segments(s), width((c.head_dim + LANES - 1) / LANES * LANES) {
+      : model(m), c(m.config), threads(t), space(w), segments(s), width((c.head_dim + LANES - 1) / LANES * LANES) {
     for (int64_t i = 0; i < count; i++)
       for (int64_t row = 0; row < s[i].nodes; row++) segment_of.push_back(int32_t(i)), row_in.push_back(int32_t(row));
     nodes = int64_t(segment_of.size());
@@ -214,8 +214,8 @@ struct Pass {
   }
 
   F32 activate(F32 x) const {
-    if (c.activation == 0) return x / (1.0f + exp(-x));
-    if (c.activation == 2) return 0.5f * x * (1.0f + tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+    if (c.activation == SILU) return x / (1.0f + exp(-x));
+    if (c.activation == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
     F32 y;
     for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.7071067811865476f));
     return y;
