@@ -1,5 +1,5 @@
-// The NEON kernels against the portable ones, on whole-numbered activations, which no quantization rounds; and each row alone.
-// test_cpu.py builds this for aarch64 and runs it, under emulation where it must.
+// The NEON kernels against the portable ones, on whole-numbered activations, which no quantization rounds; and each row
+// alone. test_cpu.py builds this for aarch64 and runs it, under emulation where it must.
 
 #include <cmath>
 #include <cstdint>
@@ -9,7 +9,8 @@
 #include <vector>
 
 extern "C" {
-int32_t specbeam_multiply(const char *, int32_t, int32_t, int64_t, int64_t, const uint8_t *, const float *, int64_t, float *);
+int32_t specbeam_multiply(const char *, int32_t, int32_t, int64_t, int64_t, const uint8_t *, const float *, int64_t,
+                          float *);
 int64_t specbeam_matrix_bytes(int32_t, int64_t, int64_t);
 const char *specbeam_isa(const char *);
 }
@@ -25,7 +26,8 @@ int main() {
         auto *weights = static_cast<uint8_t *>(std::aligned_alloc(64, (bytes + 63) / 64 * 64));
         for (int64_t i = 0; i < bytes; i++) weights[i] = uint8_t(std::rand() % 60);
         if (format == 0)
-          for (int64_t i = 0; i < bytes / 4; i++) reinterpret_cast<float *>(weights)[i] = float(std::rand() % 2001 - 1000);
+          for (int64_t i = 0; i < bytes / 4; i++)
+            reinterpret_cast<float *>(weights)[i] = float(std::rand() % 2001 - 1000);
         std::vector<float> x(n * columns), fast(n * rows), slow(n * rows), alone(rows);
         for (size_t i = 0; i < x.size(); i++) x[i] = i % 32 ? float(std::rand() % 201 - 100) : 127.0f;
         int status = specbeam_multiply("neon", 2, format, rows, columns, weights, x.data(), n, fast.data());
@@ -36,7 +38,8 @@ int main() {
           most = std::fmax(most, std::fabs(slow[i])), difference = std::fmax(difference, std::fabs(fast[i] - slow[i]));
         const bool differs = std::memcmp(alone.data(), &fast[(n - 1) * rows], rows * sizeof(float));
         if (status || differs || !(difference <= 1e-5f * most)) {
-          std::printf("format %d, %d columns, %d rows: off by %g of %g\n", format, int(columns), int(n), difference, most);
+          std::printf("format %d, %d columns, %d rows: off by %g of %g\n", format, int(columns), int(n), difference,
+                      most);
           wrong++;
         }
         std::free(weights);

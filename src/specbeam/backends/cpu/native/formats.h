@@ -1,15 +1,17 @@
-// How weights lie in memory. Sixteen rows (outputs) make a block, so that a lane of a vector is an output, and a sum over
-// the columns stays in its lane: its order is that of the columns, however many tokens or threads there are.
+// How weights lie in memory. Sixteen rows (outputs) make a block, so that a lane of a vector is an output, and a sum
+// over the columns stays in its lane: its order is that of the columns, however many tokens or threads there are.
 //
 // Columns are in groups of 32, and a block of a quantized matrix is
 //
 //   bytes:   for each group, 8 vectors of 16 lanes x 4 columns (8 bits), or 4 vectors with the second four in the high
-//            nibbles (4 bits), after which 6 bits have 2 vectors with the upper two bits of four vectors each. Weights are
-//            unsigned: what a format holds as signed has a zero point added.
-//   scales:  for each group, as the format says; for formats of llama.cpp's K kind, first 16 (or 2 x 16) half floats for
+//            nibbles (4 bits), after which 6 bits have 2 vectors with the upper two bits of four vectors each. Weights
+//            are unsigned: what a format holds as signed has a zero point added.
+//   scales:  for each group, as the format says; for formats of llama.cpp's K kind, first 16 (or 2 x 16) half floats
+//   for
 //            each 8 groups.
 //
-// A weight is scale * (q - zero) or scale * q + minimum. What a quantized GGUF file holds comes over with the same values.
+// A weight is scale * (q - zero) or scale * q + minimum. What a quantized GGUF file holds comes over with the same
+// values.
 #pragma once
 
 #include <cstddef>
@@ -43,7 +45,8 @@ inline int64_t groups_of(int64_t columns) { return (columns + GROUP - 1) / GROUP
 inline int64_t blocks_of(int64_t rows) { return (rows + BLOCK_ROWS - 1) / BLOCK_ROWS; }
 
 inline int64_t weight_bytes(Format format, int64_t columns) {  // of a block, without its scales
-  return format == F32_ROWS ? columns * BLOCK_ROWS * 4 : groups_of(columns) * GROUP * BLOCK_ROWS * LAYOUTS[format].bits / 8;
+  return format == F32_ROWS ? columns * BLOCK_ROWS * 4
+                            : groups_of(columns) * GROUP * BLOCK_ROWS * LAYOUTS[format].bits / 8;
 }
 
 inline int64_t block_bytes(Format format, int64_t columns) {

@@ -107,7 +107,8 @@ void pack_row(const Lane &to, int32_t type, const uint8_t *p) {
       p += 34;
       continue;
     }
-    const bool five = type == Q5_0_BLOCKS || type == Q5_1_BLOCKS, with_minimum = type == Q4_1_BLOCKS || type == Q5_1_BLOCKS;
+    const bool five = type == Q5_0_BLOCKS || type == Q5_1_BLOCKS,
+               with_minimum = type == Q4_1_BLOCKS || type == Q5_1_BLOCKS;
     p += 2;
     if (with_minimum) to.half(g, 1, half_at(p)), p += 2;
     else if (type == Q4_0_BLOCKS) to.half(g, 1, float_to_half(-8.0f * half_to_float(d)));

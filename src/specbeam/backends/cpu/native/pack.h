@@ -17,8 +17,8 @@ enum Blocks : int32_t {
   Q6_K_BLOCKS = 14,
 };
 
-Format format_of(int32_t type);                     // FORMATS if it has none
-int64_t row_bytes(int32_t type, int64_t columns);   // in the file
+Format format_of(int32_t type);                    // FORMATS if it has none
+int64_t row_bytes(int32_t type, int64_t columns);  // in the file
 
 // One block of 16 rows, into its place in out. order: which row of the source each row is, or null.
 void pack_block(int32_t type, const uint8_t *source, int64_t rows, int64_t columns, const int64_t *order, int64_t block,

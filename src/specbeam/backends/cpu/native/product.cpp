@@ -1,5 +1,5 @@
-// The products of one format (SPECBEAM_FORMAT) with one instruction set (SPECBEAM_ISA). CMakeLists.txt compiles this file for
-// each pair, so that compilers work in parallel.
+// The products of one format (SPECBEAM_FORMAT) with one instruction set (SPECBEAM_ISA). CMakeLists.txt compiles this
+// file for each pair, so that compilers work in parallel.
 #include "product.h"
 
 namespace specbeam::SPECBEAM_ISA {
@@ -28,7 +28,8 @@ template <Format FORMAT> inline Scales scales_at(const uint8_t *group, const uin
 }
 
 template <Format FORMAT> constexpr int ZERO = FORMAT == Q8 ? 128 : FORMAT == Q6_K ? 32 : FORMAT == Q5 ? 16 : 0;
-template <Format FORMAT> constexpr bool HAS_MINIMUM = FORMAT == Q5_MIN || FORMAT == Q5_K || FORMAT == Q4_MIN || FORMAT == Q4_K;
+template <Format FORMAT> constexpr bool HAS_MINIMUM =
+    FORMAT == Q5_MIN || FORMAT == Q5_K || FORMAT == Q4_MIN || FORMAT == Q4_K;
 
 // The first or second half of a group's weights.
 template <int BITS> __attribute__((always_inline)) inline void unpack(const uint8_t *p, int half, U8 *w) {
@@ -49,7 +50,8 @@ template <int BITS> __attribute__((always_inline)) inline void unpack(const uint
 
 constexpr int AHEAD = 20480;  // bytes
 
-// What is asked for from memory while a group is multiplied: the processor does not look ahead as far as arithmetic takes.
+// What is asked for from memory while a group is multiplied: the processor does not look ahead as far as arithmetic
+// takes.
 struct Ahead {
   const uint8_t *from;
   int lines;  // of 64 bytes, a group
@@ -57,7 +59,8 @@ struct Ahead {
 
 // The product of M rows of activations, from `row` on, with a block; sixteen outputs a row.
 template <Format FORMAT, int M>
-inline void block_product(const uint8_t *block, int64_t columns, const Activations &x, int64_t row, Ahead ahead, F32 *out) {
+inline void block_product(const uint8_t *block, int64_t columns, const Activations &x, int64_t row, Ahead ahead,
+                          F32 *out) {
   const int64_t groups = x.groups;
   F32 y[M] = {};
   const uint8_t *weights = block;
@@ -80,7 +83,8 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
         for (int m = 0; m < M; m++) {
           const int32_t *sums = &x.halves[2 * (at + m)];
           for (int part = 0; part < PARTS; part++) dots[m][part] = I32{};
-          if constexpr (ZERO<FORMAT> != 0) dots[m][0] = all(-ZERO<FORMAT> * (FORMAT == Q6_K ? sums[half] : sums[0] + sums[1]));
+          if constexpr (ZERO<FORMAT> != 0)
+            dots[m][0] = all(-ZERO<FORMAT> * (FORMAT == Q6_K ? sums[half] : sums[0] + sums[1]));
         }
       }
       U8 w[4];
@@ -129,7 +133,8 @@ template <int M> inline void block_product_float(const uint8_t *block, const Act
 }
 
 template <Format FORMAT, int M = TILE>
-inline void tile(int m, const Matrix &w, const uint8_t *block, const Activations &x, int64_t row, Ahead ahead, F32 *out) {
+inline void tile(int m, const Matrix &w, const uint8_t *block, const Activations &x, int64_t row, Ahead ahead,
+                 F32 *out) {
   if constexpr (M > 1)
     if (m < M) return tile<FORMAT, M - 1>(m, w, block, x, row, ahead, out);
   if constexpr (FORMAT == F32_ROWS) block_product_float<M>(block, x, row, out);
@@ -139,12 +144,13 @@ inline void tile(int m, const Matrix &w, const uint8_t *block, const Activations
 }  // namespace
 
 template <Format FORMAT>
-void block_rows(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out, int64_t stride,
-                const float *bias) {
+void block_rows(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out,
+                int64_t stride, const float *bias) {
   const uint8_t *data = w.data + block * block_bytes(w.format, w.columns);
   const int64_t first = block * BLOCK_ROWS, lanes = w.rows - first < LANES ? w.rows - first : LANES;
   const F32 b = bias ? load_some(bias + first, lanes) : F32{};
-  // One tile asks for what lies a little ahead, in this block or the next; of several each asks for a share of the next.
+  // One tile asks for what lies a little ahead, in this block or the next; of several each asks for a share of the
+  // next.
   const int64_t size = block_bytes(FORMAT, w.columns), groups = x.groups, tiles = (end - row + TILE - 1) / TILE;
   const int64_t share = (size / 64 + groups * tiles - 1) / (groups * tiles);  // lines a group
   Ahead ahead{data + (tiles > 1 ? size : AHEAD), int(share)};
@@ -159,7 +165,7 @@ void block_rows(const Matrix &w, int64_t block, const Activations &x, int64_t ro
   }
 }
 
-template void block_rows<SPECBEAM_FORMAT>(const Matrix &, int64_t, const Activations &, int64_t, int64_t, float *, int64_t,
-                                          const float *);
+template void block_rows<SPECBEAM_FORMAT>(const Matrix &, int64_t, const Activations &, int64_t, int64_t, float *,
+                                          int64_t, const float *);
 
 }  // namespace specbeam::SPECBEAM_ISA

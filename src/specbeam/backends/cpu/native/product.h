@@ -1,5 +1,5 @@
-// Products of a few rows of activations with a matrix. Activations are quantized to 8 bits, with one scale for each group
-// of 32. The kernels are in product.cpp, which is compiled once for each format and instruction set.
+// Products of a few rows of activations with a matrix. Activations are quantized to 8 bits, with one scale for each
+// group of 32. The kernels are in product.cpp, which is compiled once for each format and instruction set.
 #pragma once
 
 #include <vector>
@@ -9,8 +9,8 @@
 
 namespace specbeam::SPECBEAM_ISA {
 
-// The number of rows that share a weight while it is in a register. Without wide registers, more rows than two gain little
-// and double the time to compile.
+// The number of rows that share a weight while it is in a register. Without wide registers, more rows than two gain
+// little and double the time to compile.
 #if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
 constexpr int TILE = 8;
 #else
@@ -18,8 +18,8 @@ constexpr int TILE = 2;
 #endif
 inline int tile_rows(int64_t first, int64_t rows) { return rows - first < TILE ? int(rows - first) : TILE; }
 
-// Rows of activations, as the matrices they are multiplied with want them: quantized, or as they are. What is known of a
-// tile's rows in one group lies together, for it is needed together.
+// Rows of activations, as the matrices they are multiplied with want them: quantized, or as they are. What is known of
+// a tile's rows in one group lies together, for it is needed together.
 struct Activations {
   int64_t rows = 0, columns = 0, groups = 0;
   bool quantized = false, exact = false;
@@ -52,7 +52,8 @@ struct Activations {
     for (int64_t g = 0; g < groups; g++) {
       const int64_t at = first * groups + g * m + row - first;
       const int64_t left = columns - g * GROUP;
-      const F32 a = load_some(x + g * GROUP, left), b = left > LANES ? load_some(x + g * GROUP + LANES, left - LANES) : F32{};
+      const F32 a = load_some(x + g * GROUP, left),
+                b = left > LANES ? load_some(x + g * GROUP + LANES, left - LANES) : F32{};
       const I32 sign = all(int32_t(0x7fffffff));
       const F32 high = (F32)((I32)a & sign), low = (F32)((I32)b & sign);
       const float most = max(select(high > low, high, low)), scale = most / 127.0f;
@@ -78,11 +79,11 @@ struct Activations {
 
 // One block of outputs for the rows from `row` to `end`: out[row * stride + lane], plus the bias if there is one.
 template <Format FORMAT>
-void block_rows(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out, int64_t stride,
-                const float *bias);
+void block_rows(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out,
+                int64_t stride, const float *bias);
 
-inline void product_block(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out, int64_t stride,
-                          const float *bias) {
+inline void product_block(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out,
+                          int64_t stride, const float *bias) {
   switch (w.format) {
     case F32_ROWS: return block_rows<F32_ROWS>(w, block, x, row, end, out, stride, bias);
     case Q8: return block_rows<Q8>(w, block, x, row, end, out, stride, bias);
@@ -109,8 +110,11 @@ inline float weight_at(const Matrix &w, int64_t row, int64_t column) {
     q |= (block[upper.byte] >> upper.shift & 3) << 4;
   }
   const int64_t group = column / GROUP;
-  const uint8_t *g = block + group_scales(w.format, w.columns, group), *s = block + super_scales(w.format, w.columns, group);
-  const auto half = [lane](const uint8_t *p, int part) { return half_to_float(((const uint16_t *)p)[part * LANES + lane]); };
+  const uint8_t *g = block + group_scales(w.format, w.columns, group),
+                *s = block + super_scales(w.format, w.columns, group);
+  const auto half = [lane](const uint8_t *p, int part) {
+    return half_to_float(((const uint16_t *)p)[part * LANES + lane]);
+  };
   switch (w.format) {
     case Q8: return half(g, 0) * float(q - 128);
     case Q5: return half(g, 0) * float(q - 16);

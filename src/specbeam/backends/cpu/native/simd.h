@@ -111,8 +111,10 @@ inline I32 dot4(I32 acc, U8 w, int32_t x) {
   }
   return acc;
 #else
-  // A product of a byte and a signed byte fits in 16 bits. The even and the odd bytes go apart, two products in each lane.
-  const I16 xs = (I16)all(x), even = (I16)((U16)w & 0xff) * ((I16)((U16)xs << 8) >> 8), odd = (I16)((U16)w >> 8) * (xs >> 8);
+  // A product of a byte and a signed byte fits in 16 bits. The even and the odd bytes go apart, two products in each
+  // lane.
+  const I16 xs = (I16)all(x), even = (I16)((U16)w & 0xff) * ((I16)((U16)xs << 8) >> 8),
+            odd = (I16)((U16)w >> 8) * (xs >> 8);
   const auto low = [](I16 two) { return (I32)((U32)two << 16) >> 16; };
   return acc + low(even) + ((I32)even >> 16) + low(odd) + ((I32)odd >> 16);
 #endif
@@ -169,7 +171,8 @@ inline F32 load_half(const uint16_t *p) {
   const U32 h = __builtin_convertvector(load<Halves>(p), U32), bits = (h & 0x7fff) << 13;
   const U32 normal = bits + (112u << 23), infinite = bits | 0x7f800000;
   const F32 subnormal = __builtin_convertvector(h & 1023, F32) * 0x1p-24f;
-  const F32 magnitude = select((h & 0x7c00) == 0, subnormal, select((h & 0x7c00) == 0x7c00, (F32)infinite, (F32)normal));
+  const F32 magnitude =
+      select((h & 0x7c00) == 0, subnormal, select((h & 0x7c00) == 0x7c00, (F32)infinite, (F32)normal));
   return (F32)((U32)magnitude | (h & 0x8000) << 16);
 #endif
 }
@@ -178,7 +181,8 @@ inline void store_half(uint16_t *p, F32 x) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__ARM_FEATURE_DOTPROD)
-  for (int i = 0; i < LANES; i += 4) vst1_u16(p + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32((const float *)&x + i))));
+  for (int i = 0; i < LANES; i += 4)
+    vst1_u16(p + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32((const float *)&x + i))));
 #else
   for (int i = 0; i < LANES; i++) p[i] = float_to_half(x[i]);
 #endif

@@ -11,8 +11,8 @@ struct Table {
   void *(*new_workspace)();
   void (*delete_workspace)(void *);
   // Returns what is wrong with the segments, or null.
-  const char *(*forward)(const Model &, Threads &, void *workspace, const Segment *, int64_t count, const int64_t *wanted,
-                         int64_t wanted_count, int64_t vocab, float *logits);
+  const char *(*forward)(const Model &, Threads &, void *workspace, const Segment *, int64_t count,
+                         const int64_t *wanted, int64_t wanted_count, int64_t vocab, float *logits);
   void (*multiply)(const Matrix &, Threads &, const float *values, int64_t rows, float *out);
   float (*weight)(const Matrix &, int64_t row, int64_t column);
 };

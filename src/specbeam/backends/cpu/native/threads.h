@@ -1,5 +1,5 @@
-// A pool of threads that share the items of a loop. Within a pass, and for some milliseconds after it, they spin, for the next
-// loop follows at once; then they sleep.
+// A pool of threads that share the items of a loop. Within a pass, and for some milliseconds after it, they spin, for
+// the next loop follows at once; then they sleep.
 #pragma once
 
 #include <algorithm>
@@ -92,7 +92,8 @@ class Threads {
     std::this_thread::yield();  // somebody else needs the core
   }
 
-  // A thread goes through a range of its own, where it has asked for the next weights already, then helps others with theirs.
+  // A thread goes through a range of its own, where it has asked for the next weights already, then helps others with
+  // theirs.
   void share(int own) {
     try {
       for (int i = 0; i < count(); i++) {
