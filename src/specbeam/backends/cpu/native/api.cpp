@@ -107,7 +107,8 @@ static const char *incomplete(const Model &m) {
     return bool(p) && p.rows() == rows;
   };
   if (!shaped(m.embedding, c.vocab, c.hidden) || m.embedding.parts.size() != 1) return "the embedding";
-  if (m.positions && (!shaped(m.positions, c.context, c.hidden) || m.positions.parts.size() != 1)) return "the positions";
+  if (m.positions && (!shaped(m.positions, c.context, c.hidden) || m.positions.parts.size() != 1))
+    return "the positions";
   if (!shaped(m.head, c.vocab, c.hidden)) return "the head";
   if (!m.norm) return "the last norm";
   for (const Layer &l : m.layers) {
@@ -231,7 +232,8 @@ void specbeam_model_delete(void *model) {
 int32_t specbeam_model_add(void *model, int64_t layer, int32_t which, int32_t format, int64_t rows, int64_t columns,
                            const uint8_t *data, int64_t bytes) {
   Product *product = product_named(static_cast<Loaded *>(model)->model, layer, which);
-  if (!product || !data || product->parts.size() >= MOST_PARTS || bytes != specbeam_matrix_bytes(format, rows, columns)) return -1;
+  if (!product || !data || product->parts.size() >= MOST_PARTS || bytes != specbeam_matrix_bytes(format, rows, columns))
+    return -1;
   product->parts.push_back({Format(format), rows, columns, data});
   return 0;
 }
@@ -292,13 +294,14 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
   auto &loaded = *static_cast<Loaded *>(model);
   if (const char *reason = incomplete(loaded.model)) return reason;
   if (const char *reason = wrong(loaded.model, segments, count, wanted, wanted_count)) return reason;
-  if (vocab < 1 || vocab > loaded.model.config.vocab) return "logits are wanted of more tokens than there are, or of none";
+  if (vocab < 1 || vocab > loaded.model.config.vocab)
+    return "logits are wanted of more tokens than there are, or of none";
   try {
     for (int64_t i = 0; i < count; i++)
       for (int64_t n = 0; n < segments[i].nodes; n++)
         segments[i].cache->positions[segments[i].slots[n]] = int32_t(segments[i].positions[n]);
-    return loaded.table->forward(loaded.model, loaded.pool(), loaded.workspace, segments, count, wanted, wanted_count, vocab,
-                                 logits);
+    return loaded.table->forward(loaded.model, loaded.pool(), loaded.workspace, segments, count, wanted, wanted_count,
+                                 vocab, logits);
   } catch (const std::exception &) {
     return "out of memory";
   }

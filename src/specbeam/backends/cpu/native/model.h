@@ -14,7 +14,8 @@
 
 namespace specbeam {
 
-// The version of the functions of api.cpp and of the structures they take. Raise it here and in library.py when either changes.
+// The version of the functions of api.cpp and of the structures they take. Raise it here and in library.py when either
+// changes.
 constexpr int32_t ABI_VERSION = 2;
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH };
@@ -80,7 +81,7 @@ struct Cache {
   int64_t layers, kv_heads, width, item;  // width: head_dim, padded to whole vectors
   int64_t capacity = 0;
   std::vector<std::unique_ptr<uint8_t, decltype(&std::free)>> data;  // a layer's keys, its values, the next layer's
-  std::vector<int32_t> positions;                                     // in the text, of the node of each slot
+  std::vector<int32_t> positions;                                    // in the text, of the node of each slot
 
   bool reserve(int64_t slots) {
     if (slots <= capacity) return true;

@@ -17,8 +17,8 @@ namespace {
 // What a pass needs beside the model, kept from pass to pass.
 struct Workspace {
   std::vector<float> x, normed, wide, attended, out, cos, sin;
-  std::vector<int32_t> paths;          // the ancestors' slots of each node by depth, one node after the other
-  std::vector<int64_t> path_starts;    // of each node
+  std::vector<int32_t> paths;        // the ancestors' slots of each node by depth, one node after the other
+  std::vector<int64_t> path_starts;  // of each node
   Activations activations;
 };
 
@@ -134,9 +134,10 @@ struct Pass {
     else return load<F32>(p);
   }
 
-  // Attention of a node with the query heads that share a key head, whose keys and values are read once for all of them, as
-  // many vectors of features at a time as stay in registers. qkv: the node's row; out: [heads * head_dim].
-  template <class Item, int PARTS> void attend(int64_t node, int64_t kv_head, const Layer &layer, int64_t l, const float *qkv, float *out) {
+  // Attention of a node with the query heads that share a key head, whose keys and values are read once for all of
+  // them, as many vectors of features at a time as stay in registers. qkv: the node's row; out: [heads * head_dim].
+  template <class Item, int PARTS> void attend(int64_t node, int64_t kv_head, const Layer &layer, int64_t l,
+                                               const float *qkv, float *out) {
     static thread_local std::vector<float> queries, scores;
     Cache &cache = *segment(node).cache;
     const Item *keys = (const Item *)cache.at(l, 0, kv_head), *values = (const Item *)cache.at(l, 1, kv_head);
@@ -205,7 +206,8 @@ struct Pass {
     for (int64_t t = 0; t < padded; t += LANES) store(s + t, load<F32>(s + t) * share);
   }
 
-  template <class Item> void attend(int64_t node, int64_t kv_head, const Layer &layer, int64_t l, const float *qkv, float *out) {
+  template <class Item> void attend(int64_t node, int64_t kv_head, const Layer &layer, int64_t l, const float *qkv,
+                                    float *out) {
     const int64_t parts = width / LANES;
     if (parts % 8 == 0) attend<Item, 8>(node, kv_head, layer, l, qkv, out);
     else if (parts % 4 == 0) attend<Item, 4>(node, kv_head, layer, l, qkv, out);
