@@ -5,9 +5,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if "OMP_WAIT_POLICY" not in os.environ:
-    # PyTorch's threads spin while they wait for each other. By default they spin for milliseconds, and one other busy
-    # process on the machine then stretches every product to a time slice of the scheduler (docs/performance.md). With
-    # shorter spins, waking up costs more than the products. PyTorch reads the variable only when it is loaded.
+    # PyTorch's threads spin while they wait for each other, by default for milliseconds. One other busy process on the
+    # machine then stretches every product to a time slice of the scheduler (docs/performance.md). With shorter spins,
+    # waking up costs more than the products. PyTorch reads the variable only when it is loaded.
     os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 if TYPE_CHECKING:
