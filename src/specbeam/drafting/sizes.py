@@ -96,11 +96,11 @@ class Sizes:
         Args:
             survival: by width, the probability that a step chooses among the guesses for it.
         """
-        best_rate, best = 0.0, self.none
+        best_rate, best, most = 0.0, self.none, self.most_guesses
         for width in self.widths:
             surviving = survival(width)
             for depth in self.depths:
-                if self._guesses(width, depth) > self.most_guesses and best_rate:
+                if self._guesses(width, depth) > most and best_rate:
                     break
                 rate = self._steps_per_second(width, depth, surviving)
                 if rate > best_rate:
