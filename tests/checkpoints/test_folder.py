@@ -156,6 +156,20 @@ def test_a_head_stored_beside_a_tied_embedding_is_passed_over(save):
     assert specbeam.generate(specbeam.load(folder), [1], max_new_tokens=5).token_ids == expected
 
 
+@pytest.mark.parametrize(
+    ("architecture", "stored"),
+    [
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
+        ("gpt2", "transformer.h.0.attn.bias"),
+        ("gpt_neox", "gpt_neox.layers.0.attention.masked_bias"),
+    ],
+)
+def test_frequencies_and_masks_of_old_checkpoints_are_passed_over(save, architecture, stored):
+    folder = save(random_model(architecture))
+    tensors(lambda t: t.update({stored: torch.ones(1, 1, 4, 4)}))(folder)
+    assert specbeam.load(folder, backend="torch").backend.vocab_size == 259
+
+
 @pytest.mark.parametrize("backend", ["torch", "transformers"])
 @pytest.mark.parametrize(
     ("special", "template", "begins", "refused"),

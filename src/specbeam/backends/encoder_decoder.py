@@ -41,7 +41,7 @@ class EncoderDecoderBackend(TransformersBackend[SourceCache]):
         self.start_token_ids: list[int] | None = [start] if isinstance(start, int) else start
         super().__init__(model)
 
-    def _cannot(self, config: Any, types: set[str]) -> str | None:
+    def _obstacle(self, config: Any, layer_types: set[str]) -> str | None:
         if self.model.main_input_name != "input_ids":
             return f"its encoder reads {self.model.main_input_name}, not text"
         if not self.model._supports_attention_backend and not self.model._supports_sdpa:

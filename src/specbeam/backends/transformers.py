@@ -73,10 +73,10 @@ class TransformersBackend(ABC, Generic[S]):
         self._parameters = inspect.signature(model.forward).parameters
         config = model.config.get_text_config()
         self._eager = config._attn_implementation == "eager"
-        types = set(getattr(config, "layer_types", None) or ())
-        self._check(config, types)
-        self._window: int | None = None if types == {FULL} else getattr(config, "sliding_window", None)
-        self._mixed = len(types) > 1
+        layer_types = set(getattr(config, "layer_types", None) or ())
+        self._check(config, layer_types)
+        self._window: int | None = None if layer_types == {FULL} else getattr(config, "sliding_window", None)
+        self._mixed = len(layer_types) > 1
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
         self.vocab_size: int = getattr(model.get_output_embeddings(), "out_features", config.vocab_size)
@@ -88,20 +88,20 @@ class TransformersBackend(ABC, Generic[S]):
         """An empty cache that will never need more than ``most`` slots."""
 
     @abstractmethod
-    def _cannot(self, config: Any, types: set[str]) -> str | None:
-        """The reason why the model cannot be evaluated at the nodes of a tree, if there is one.
+    def _obstacle(self, config: Any, layer_types: set[str]) -> str | None:
+        """Why the model cannot be evaluated at the nodes of a tree, if there is one.
 
         Args:
-            types: the kinds of its layers.
+            layer_types: the kinds of its layers.
         """
 
     @abstractmethod
     def _run(self, segments: list[Segment[S]], keep: Tensor) -> Tensor:
         """Logits [w, vocab] at the nodes to keep, int64 [w]."""
 
-    def _check(self, config: Any, types: set[str]) -> None:
+    def _check(self, config: Any, layer_types: set[str]) -> None:
         model = self.model
-        if reason := self._cannot(config, types):
+        if reason := self._obstacle(config, layer_types):
             raise SpecbeamError(f"{type(model).__name__} cannot be evaluated at the nodes of a tree: {reason}")
         attention = model.config._attn_implementation
         if attention not in ("sdpa", "eager"):
@@ -167,11 +167,11 @@ class CausalBackend(TransformersBackend[SlotCache]):
     def new_cache(self, most: int) -> SlotCache:
         return SlotCache(most)
 
-    def _cannot(self, config: Any, types: set[str]) -> str | None:
+    def _obstacle(self, config: Any, layer_types: set[str]) -> str | None:
         model = self.model
         if model._is_stateful:
             return "it keeps a running state instead of keys and values of each token"
-        if foreign := types - {FULL, SLIDING}:
+        if foreign := layer_types - {FULL, SLIDING}:
             return f"it has layers of kind {min(foreign)}"
         if lacking := {"attention_mask", "position_ids", "past_key_values"} - set(self._parameters):
             return f"it takes no {min(lacking)}"

@@ -19,6 +19,7 @@ class Architecture:
         folder_tensors: for each module of ours, the name of the module in a folder's files. N stands for the layer.
             ``{q,k,v}`` stands for several modules, whose rows are stacked in this order.
         gguf_tensors: the same for GGUF files.
+        folder_ignored: ends of the names of tensors in old folders that are no parameters.
         folder_norm_offset: added to the norm weights of a folder. In GGUF files it is added already.
         gguf_interleaves_rope: GGUF files interleave the two halves of each query and key head.
     """
@@ -56,6 +57,7 @@ class Architecture:
         "norm": "output_norm",
         "head": "output",
     }
+    folder_ignored: ClassVar[tuple[str, ...]] = ("rotary_emb.inv_freq",)
     folder_norm_offset: ClassVar[float] = 0.0
     gguf_interleaves_rope: ClassVar[bool] = False
 

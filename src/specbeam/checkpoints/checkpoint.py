@@ -70,11 +70,9 @@ class Checkpoint(ABC):
 
     Attributes:
         path: a folder or a file.
-        ignored: tensors that may be there and are not read.
     """
 
     path: Path
-    ignored: tuple[str, ...] = ()
 
     @property
     @abstractmethod
@@ -119,6 +117,11 @@ class Checkpoint(ABC):
     @abstractmethod
     def read(self, source: str, start: int, stop: int) -> Tensor:
         """Rows start to stop of a tensor, dequantized and in our order. Several threads may call it."""
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Ends of the names of tensors that are no parameters. They are not read."""
+        return ()
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]:

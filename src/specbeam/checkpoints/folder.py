@@ -57,10 +57,6 @@ class FolderCheckpoint(Checkpoint):
             raise SpecbeamError(f"{path}: the index names tensor {lost[0]}, but its file does not have it")
         if not self._shapes:
             raise SpecbeamError(f"{path} holds no tensors")
-        # Old checkpoints store the rotary frequencies and the causal mask, and tied ones sometimes the head once more.
-        tied = ("lm_head.weight", "embed_out.weight") if self._config.get("tie_word_embeddings", True) else ()
-        masks = (f".{x}.{mask}" for x in ("attn", "attention") for mask in ("bias", "masked_bias"))
-        self.ignored = ("rotary_emb.inv_freq", *masks, *tied)
 
     def _json(self, name: str, required: bool = False) -> dict[str, Any]:
         file = self.path / name
@@ -142,6 +138,12 @@ class FolderCheckpoint(Checkpoint):
     def dtype(self) -> str:
         most = self._dtypes.most_common(1)[0][0]
         return DTYPES.get(most, most)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        # A model with a tied head sometimes stores it once more.
+        tied = (self.modules["head"] + ".weight",) if self._config.get("tie_word_embeddings", True) else ()
+        return self.architecture.folder_ignored + tied
 
     @property
     def modules(self) -> Mapping[str, str]:

@@ -38,6 +38,7 @@ class GPT2(Architecture):
         "norm": "transformer.ln_f",
         "head": "lm_head",
     }
+    folder_ignored = (".attn.bias", ".attn.masked_bias")  # the causal mask
     gguf_tensors: ClassVar = Architecture.gguf_tensors | {"blocks.N.attention.qkv": "blk.N.attn_qkv"}
 
     def refine_folder_config(self, config: Config, given: Any) -> Config:

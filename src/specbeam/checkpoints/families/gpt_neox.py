@@ -30,6 +30,7 @@ class GPTNeoX(Architecture):
         "norm": "gpt_neox.final_layer_norm",
         "head": "embed_out",
     }
+    folder_ignored = (".attention.bias", ".attention.masked_bias", *Architecture.folder_ignored)  # the causal mask
     gguf_tensors: ClassVar = Architecture.gguf_tensors | {"blocks.N.attention.qkv": "blk.N.attn_qkv"}
 
     def refine_folder_config(self, config: Config, given: Any) -> Config:
