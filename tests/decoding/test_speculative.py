@@ -183,6 +183,10 @@ def test_a_perfect_draft_saves_passes(tiny):
     assert result.stats.target_passes == 5
     assert result.stats.steps_per_target_pass == 8
     assert result.stats.acceptance_rate == 1
+    sampled = specbeam.generate(
+        lm, [1, 2, 3], draft=lm, num_draft_tokens=7, draft_width=1, temperature=1.0, seed=0, **options
+    )
+    assert (sampled.stats.target_passes, sampled.stats.acceptance_rate) == (5, 1)
     beams = specbeam.generate(lm, [1, 2, 3], draft=lm, num_draft_tokens=7, draft_width=8, num_beams=4, **options)
     assert beams.stats.target_passes <= 6
 
