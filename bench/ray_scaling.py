@@ -18,7 +18,7 @@ from functools import partial
 from figures import Figures, add_json_option
 from machine import describe
 
-from specbeam.study.launchers import on_ray
+from specbeam.jobs.launchers import run_on_ray
 
 OBJECT_STORE_BYTES = 80 * 2**20
 TARGET_SPEEDUPS = {2: 1.8, 4: 3.4}
@@ -79,7 +79,7 @@ def jobs_per_second(workers: int, jobs: int, seconds: float) -> float:
             yield job
             job += 1
 
-    on_ray(enough(), partial(waiting, seconds), done, workers=workers)
+    run_on_ray(enough(), partial(waiting, seconds), done, workers=workers)
     return jobs / (finished[jobs - 1] - begun)
 
 

@@ -6,6 +6,7 @@ import nbclient
 import nbformat
 import pytest
 
+from specbeam import ladder
 from specbeam.cli import main
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model, reference_model
 
@@ -22,23 +23,66 @@ def test_they_are_kept_without_outputs(path):
             assert (cell.outputs, cell.execution_count) == ([], None)
 
 
+def run_here(path):
+    """Run a notebook's code in this process, without a kernel. Returns its variables."""
+    notebook, variables = nbformat.read(path, as_version=4), {}
+    for number, cell in enumerate(notebook.cells):
+        if cell.cell_type == "code":
+            exec(compile(cell.source, f"{path.name}, cell {number}", "exec"), variables)  # cells assert what they claim
+    return variables
+
+
+def run_in_a_kernel(path):
+    """Run a notebook as Jupyter does. Returns it with its outputs."""
+    notebook = nbformat.read(path, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    return notebook
+
+
+@pytest.fixture
+def model(save):
+    return save(random_model("llama", initializer_range=0.1), byte_tokenizer(CHAT_TEMPLATE))
+
+
+def test_the_tutorial_runs_on_a_tiny_model(model, monkeypatch, capsys):
+    monkeypatch.setenv("SPECBEAM_TUTORIAL_MODEL", str(model))
+    climb = ladder.climb  # compiling is the slowest part: tests/test_ladder.py does it
+    monkeypatch.setattr(ladder, "climb", lambda *given, **named: climb(*given, **named | {"rungs": [3], "runs": 1}))
+    run_here(TUTORIAL)
+    assert "hello world world world <UNK> <UNK>" in capsys.readouterr().out
+
+
+@pytest.mark.thorough
 @pytest.mark.models
 def test_the_tutorial_runs(monkeypatch):
     monkeypatch.setenv("SPECBEAM_TUTORIAL_MODEL", str(reference_model("smollm2-135m-instruct")))
-    notebook = nbformat.read(TUTORIAL, as_version=4)
-    # Cells assert what they claim. Compiling is the slowest of them.
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    notebook = run_in_a_kernel(TUTORIAL)
     printed = [output.text for cell in notebook.cells for output in cell.get("outputs", []) if "text" in output]
     assert any("hello world world world <UNK> <UNK>" in text for text in printed)
 
 
-def test_a_run_is_explored(save, tmp_path, monkeypatch):
-    model = save(random_model("llama", initializer_range=0.1), byte_tokenizer(CHAT_TEMPLATE))
+@pytest.fixture
+def run_folder(model, tmp_path, monkeypatch):
+    """A study's folder, where the notebook looks for it."""
     words = [f"target_model={model}", f"output={tmp_path / 'run'}", "decode.max_tokens=12", "prompts=[one,two]"]
-    assert main(["study", *words]) == 0
+    assert main(["study", *words, "decode.mode=[greedy,speculative,hybrid]"]) == 0
     monkeypatch.setenv("SPECBEAM_RUN", str(tmp_path / "run"))
-    notebook = nbformat.read(EXPLORE, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+
+
+def test_a_run_is_explored(run_folder, monkeypatch, capsys):
+    import matplotlib
+
+    matplotlib.use("agg")
+    variables = run_here(EXPLORE)
+    assert [*variables["ratios"].columns] == ["greedy", "speculative", "hybrid"]
+    (axes,) = variables["figure"].axes
+    assert len(axes.lines) == 4  # three methods, and the line at 1
+    assert "hybrid: " in capsys.readouterr().out
+
+
+@pytest.mark.thorough
+def test_a_run_is_explored_in_jupyter(run_folder):
+    notebook = run_in_a_kernel(EXPLORE)
     shown = [str(output) for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output for output in shown)
     assert any("hybrid" in output for output in shown)

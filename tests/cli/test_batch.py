@@ -1,12 +1,12 @@
 """The command for many rows: its files, how it goes on where it was interrupted, and how it says no."""
 
 import csv
+import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,6 +14,7 @@ import specbeam
 from specbeam.backends.cpu import CpuBackend
 from specbeam.cli import batch, main
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
+from tests.jobs.faults import Crash, CrashingDisk, killed_at_sync
 
 pytest.importorskip("pyarrow")
 import pyarrow as pa
@@ -140,32 +141,55 @@ def test_a_pass_that_fails_fails_its_row_alone(run, tmp_path, monkeypatch):
     assert [row["error"] for row in read(tmp_path / "out.jsonl")] == [None, "RuntimeError: it broke", None]
 
 
+@pytest.mark.parametrize("power", [False, True])
+def test_whenever_the_process_ends_the_same_command_goes_on(run, model, tmp_path, monkeypatch, power):
+    """The process ends, or the machine loses power, at each operation on the disk in turn."""
+    monkeypatch.setattr(batch, "load_model", lambda *_, **__: model)
+    write(tmp_path / "in.jsonl", numbered())
+    arguments = ("--max-new-tokens", 3, "--min-new-tokens", 3, "--batch-size", 1)
+    assert run("in.jsonl", "whole.jsonl", *arguments) == (0, "")
+    whole = without_seconds(read(tmp_path / "whole.jsonl"))
+    for crash_at in itertools.count(1):
+        output, part = tmp_path / f"{crash_at}.jsonl", tmp_path / f"{crash_at}.jsonl.partial.jsonl"
+        with pytest.MonkeyPatch.context() as patch:
+            CrashingDisk(patch, crash_at, power)
+            try:
+                assert run("in.jsonl", output.name, *arguments) == (0, "")
+                break
+            except Crash:
+                pass
+        crashed_at = crash_at
+        if not part.exists():  # all of it is there
+            assert without_seconds(read(output)) == whole
+            continue
+        lines = part.read_bytes().split(b"\n")[1:-1]
+        assert run("in.jsonl", output.name, *arguments) == (0, "")
+        assert not part.exists()
+        rows = read(output)
+        kept = {row["row"]: row["seconds"] for row in map(json.loads, lines)}
+        assert {number: rows[number]["seconds"] for number in kept} == kept  # not generated a second time
+        assert without_seconds(rows) == whole
+    assert crashed_at >= 2 + 3 * 2 + 3  # the fingerprint, three jobs, and the output
+
+
+def without_seconds(rows):
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_killed_and_started_again_it_gives_the_same_file(run, folder, tmp_path):
-    write(tmp_path / "in.jsonl", numbered(PROMPTS * 4))
-    arguments = ["in.jsonl", "out.jsonl", "--max-new-tokens", "200", "--min-new-tokens", "200", "--batch-size", "1"]
-    command = [sys.executable, "-m", "specbeam", "batch", *arguments, "--model", folder]
+@pytest.mark.thorough
+def test_killed_for_real_and_started_again_it_gives_the_same_file(run, folder, tmp_path):
+    write(tmp_path / "in.jsonl", numbered())
+    arguments = ["in.jsonl", "out.jsonl", "--max-new-tokens", "3", "--batch-size", "1"]
+    killed = [*killed_at_sync(3), "batch", *arguments, "--model", folder]  # after the fingerprint and a job
+    assert subprocess.run(killed, cwd=tmp_path, stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
     part = tmp_path / "out.jsonl.partial.jsonl"
-    for lines in (5, 13):
-        process = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
-        while not part.exists() or part.read_bytes().count(b"\n") < lines:
-            assert process.poll() is None
-            time.sleep(0.005)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        assert not (tmp_path / "out.jsonl").exists()
-    before = part.read_bytes()
-    part.write_bytes(before + b'{"row": 39, "text": "to')  # a line that was being written
+    assert part.read_bytes().count(b"\n") == 1 + 2 * batch.BATCHES_PER_JOB  # the second job, too, was written
+    assert not (tmp_path / "out.jsonl").exists()
     assert run(*arguments) == (0, "")
-    rows = read(tmp_path / "out.jsonl")
-    assert not part.exists()
-    kept = {row["row"]: row["seconds"] for row in map(json.loads, before.splitlines()[1:])}
-    assert 12 <= len(kept) < 40
-    assert {number: rows[number]["seconds"] for number in kept} == kept  # not generated a second time
     assert run("in.jsonl", "again.jsonl", *arguments[2:]) == (0, "")
-    for row in (again := read(tmp_path / "again.jsonl")) + rows:
-        del row["seconds"]
-    assert rows == again
+    again = without_seconds(read(tmp_path / "again.jsonl"))
+    assert without_seconds(read(tmp_path / "out.jsonl")) == again
 
 
 @pytest.fixture
@@ -193,7 +217,7 @@ def test_another_run_does_not_go_on_where_one_was_interrupted(run, interrupted, 
     interrupted(*arguments, 4)
     part = tmp_path / "out.jsonl.partial.jsonl"
     before = part.read_bytes()
-    assert before.count(b"\n") == 1 + batch.BATCHES
+    assert before.count(b"\n") == 1 + batch.BATCHES_PER_JOB
     for wrong in [(5,), (4, "--tokens"), (4, "--raw"), (4, "--column", "id")]:
         status, err = run(*arguments, *wrong)
         assert status == 2
@@ -214,7 +238,7 @@ def test_a_file_that_was_not_even_begun_is_begun_anew(run, tmp_path, damage):
 
 
 def test_what_is_finished_is_not_loaded_a_model_for(run, interrupted, tmp_path, monkeypatch):
-    write(tmp_path / "in.jsonl", numbered(PROMPTS[: batch.BATCHES]))
+    write(tmp_path / "in.jsonl", numbered(PROMPTS[: batch.BATCHES_PER_JOB]))
     arguments = ("in.jsonl", "out.parquet", "--batch-size", 1, "--max-new-tokens", 2)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full)
@@ -291,6 +315,7 @@ def test_a_model_that_is_not_there_is_one_line(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
+@pytest.mark.thorough
 def test_on_ray_it_is_the_same(run, model, folder, tmp_path):
     """In a process of its own, for Ray changes the one it is used in."""
     pytest.importorskip("ray")

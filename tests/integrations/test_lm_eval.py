@@ -4,8 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import entry_points
 
+import datasets
+import lm_eval.tasks
 import numpy as np
 import pytest
 import torch
@@ -57,7 +60,21 @@ def hflm(source, **arguments):
 def both(folder, request):
     """The checkpoint as lm_eval's own model, and as ours."""
     source = folder(request.param)
-    return hflm(source), SpecbeamLM(pretrained=source, device="cpu", dtype="float32")
+    theirs = hflm(source)
+    theirs.generate_until = remembering(theirs.generate_until)  # several of our variants are held to one text
+    return theirs, SpecbeamLM(pretrained=source, device="cpu", dtype="float32")
+
+
+def remembering(answer):
+    answers = {}
+
+    def remembered(requests):
+        key = repr([request.args for request in requests])
+        if key not in answers:
+            answers[key] = answer(requests)
+        return answers[key]
+
+    return remembered
 
 
 @pytest.fixture(scope="module")
@@ -388,31 +405,50 @@ def tasks(tmp_path):
     return tmp_path
 
 
-def test_the_command_line_evaluates(folder, tasks):
+def arguments_of_the_command_line(source, tasks):
+    model = f"pretrained={source},device=cpu,dtype=float32,num_beams=2,draft=ngram,length_penalty=0.5"
     arguments = ["--model", "specbeam", "--tasks", *TASKS, "--include_path", tasks, "--apply_chat_template"]
-    arguments += [
-        "--model_args",
-        f"pretrained={folder()},device=cpu,dtype=float32,num_beams=2,draft=ngram,length_penalty=0.5",
-    ]
-    arguments += ["--batch_size", "auto", "--output_path", tasks / "results.json", "--log_samples"]
-    done = subprocess.run(
-        [sys.executable, "-m", "specbeam.lm_eval", *arguments],
-        env={**os.environ, "HF_HOME": str(tasks), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    arguments += ["--model_args", model, "--batch_size", "auto"]
+    return [*map(str, arguments), "--output_path", str(tasks / "results.json"), "--log_samples"]
+
+
+def check_what_the_command_line_wrote(source, tasks, printed):
     for name in TASKS:
-        assert name in done.stdout
+        assert name in printed
     (samples,) = tasks.glob("samples_tiny_generate_*.jsonl")
     texts = [json.loads(line)["resps"][0][0] for line in samples.read_text().splitlines()]
-    ours = SpecbeamLM(folder(), device="cpu", dtype="float32", num_beams=2, length_penalty=0.5)
+    ours = SpecbeamLM(source, device="cpu", dtype="float32", num_beams=2, length_penalty=0.5)
     prompts = [ours.apply_chat_template([{"role": "user", "content": d["question"]}]) for d in DOCUMENTS]
     task = TASKS["tiny_generate"]["generation_kwargs"]
     assert texts == ours.generate_until(requests("generate_until", [(prompt, task) for prompt in prompts]))
 
 
-def test_the_command_line_tells_what_is_wrong_in_one_line(folder, tasks, monkeypatch, capsys):
+@pytest.fixture
+def own_tasks_only(monkeypatch):
+    """The harness's command line without its 10,000 tasks, whose files it would read."""
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", partial(TaskManager, include_defaults=False))
+
+
+def test_the_command_line_evaluates(folder, tasks, own_tasks_only, monkeypatch, capsys):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tasks / "cache"))
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments_of_the_command_line(folder(), tasks)])
+    assert main() == 0
+    check_what_the_command_line_wrote(folder(), tasks, capsys.readouterr().out)
+
+
+@pytest.mark.thorough
+def test_the_module_is_a_command_line(folder, tasks):
+    done = subprocess.run(
+        [sys.executable, "-m", "specbeam.lm_eval", *arguments_of_the_command_line(folder(), tasks)],
+        env={**os.environ, "HF_HOME": str(tasks), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    check_what_the_command_line_wrote(folder(), tasks, done.stdout)
+
+
+def test_the_command_line_tells_what_is_wrong_in_one_line(folder, tasks, own_tasks_only, monkeypatch, capsys):
     arguments = ["--model", "specbeam", "--model_args", f"pretrained={folder()},num_beam=2"]
     arguments += ["--include_path", str(tasks), "--tasks", "tiny_choice"]
     monkeypatch.setattr(sys, "argv", ["lm_eval", *arguments])

@@ -123,7 +123,7 @@ def test_an_unreadable_configuration_is_one_line(tmp_path):
     (tmp_path / "config.yaml").write_bytes(b"a: \xff\xfe")
     with pytest.raises(SpecbeamError, match=r"UTF-8|cannot be composed"):
         compose([], tmp_path)
-    with pytest.raises(SpecbeamError, match="is no folder"):
+    with pytest.raises(SpecbeamError, match="is not a folder"):
         compose([], tmp_path / "missing")
 
 

@@ -1,5 +1,7 @@
 """Whole studies on a tiny model: what they find, how they survive, and how they say no."""
 
+import functools
+import itertools
 import json
 import math
 import os
@@ -7,7 +9,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 
 import pandas
 import pytest
@@ -20,7 +21,9 @@ from specbeam.errors import SpecbeamError
 from specbeam.study import results, work
 from specbeam.study.config import check, compose
 from specbeam.study.data import Row
+from specbeam.study.run import run_study
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
+from tests.jobs.faults import Crash, CrashingDisk, killed_at_sync
 
 METHODS = ["greedy", "speculative", "beam", "hybrid"]
 
@@ -46,6 +49,24 @@ def words(folder, tmp_path):
         "load.backend=cpu",  # bit for bit the same whatever is drafted
         "load.quantize=float32",
     ]
+
+
+@pytest.fixture
+def small(folder, tmp_path):
+    """A study of two generations, whose folder has the given name."""
+    data = tmp_path / "small.jsonl"
+    data.write_text('{"question_id": 1, "category": "a", "turns": ["q", "more"], "reference": []}\n')
+
+    def small(name):
+        sizes = ["decode.mode=greedy", "decode.max_tokens=4", "load.backend=cpu", "load.quantize=float32"]
+        return [f"target_model={folder}", f"output={tmp_path / name}", f"data.source={data}", *sizes]
+
+    return small
+
+
+@pytest.fixture
+def models_loaded_once(monkeypatch):
+    monkeypatch.setattr(work, "load", functools.lru_cache(work.load))
 
 
 def study(*words):
@@ -118,52 +139,63 @@ def test_methods_take_turns_to_be_first():
     assert [job["method"] for job in jobs[::3]] == ["greedy", "speculative", "beam"]
 
 
-def test_what_is_finished_is_not_done_again(words, tmp_path, monkeypatch):
-    study(*words)
+def test_what_is_finished_is_not_done_again(small, tmp_path, monkeypatch):
+    study(*small("run"))
     before = (tmp_path / "run" / "generations.jsonl").read_bytes()
-    monkeypatch.setattr(work.Work, "_generate", lambda *given: pytest.fail("it was there"))
-    assert study(*words) == 0
+    monkeypatch.setattr(work, "Engine", lambda *given: pytest.fail("it was there"))
+    assert study(*small("run")) == 0
     assert (tmp_path / "run" / "generations.jsonl").read_bytes() == before
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="kill -9")
-def test_killed_at_any_moment_nothing_is_lost_or_doubled(words, tmp_path):
-    assert study(*words) == 0
-    whole, whole_scores = kept(tmp_path / "run")
-    words = [word.replace("/run", "/killed") for word in words]
-    path, when = tmp_path / "killed" / "generations.jsonl", random.Random(0)
-    command = [sys.executable, "-m", "specbeam", "study", *words]
-    kills = 0
-    for _ in range(20):
-        lines = path.read_bytes().count(b"\n") if path.exists() else 0
-        wanted = lines + when.randint(1, 3)
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        delay = when.random() * 0.03
-        while process.poll() is None:
-            if path.exists() and path.read_bytes().count(b"\n") >= wanted:
-                time.sleep(delay)  # somewhere between two generations, or in the middle of a line
-                break
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
-            kills += 1
-        if process.wait() == 0:
+@pytest.mark.parametrize("power", [False, True])
+def test_whenever_the_process_ends_nothing_is_lost_or_doubled(small, models_loaded_once, tmp_path, power):
+    """The process ends, or the machine loses power, at each kind of operation on the disk; the same study goes on."""
+    whole, whole_scores = kept(run_study(dict(compose(small("whole")))))
+    config, folder = dict(compose(small("crashed"))), tmp_path / "crashed"
+
+    def crash(at):
+        with pytest.MonkeyPatch.context() as patch:
+            CrashingDisk(patch, at, power)
+            with pytest.raises(Crash):
+                run_study(config)
+
+    for operation in range(1, 8):  # write, sync and replace the configuration, then the fingerprint; write a line
+        crash(operation)
+    records, scores = {}, {}
+    # An operation may be the write of a line, its sync, or the removal of a torn line.
+    for operation in itertools.cycle([1, 1, 3, 3]):
+        before, scores_before = records, scores
+        crash(operation)
+        records, scores = kept(folder)
+        assert before.items() <= records.items() <= whole.items()
+        assert scores_before.items() <= scores.items() <= whole_scores.items()
+        if len(scores) == len(whole_scores):
             break
-    assert kills > 3
-    assert subprocess.run(command, stdout=subprocess.DEVNULL).returncode == 0
-    found, scores = kept(tmp_path / "killed")
-    assert found == whole
-    assert scores == whole_scores
-    keys = [json.loads(line)["key"] for line in path.read_text().splitlines()]
+    assert run_study(config) == folder
+    assert kept(folder) == (whole, whole_scores)
+    keys = [json.loads(line)["key"] for line in (folder / "generations.jsonl").read_text().splitlines()]
     assert len(keys) == len({*keys}) == len(whole)
 
 
-def test_a_torn_line_is_dropped(words, tmp_path):
-    study(*words)
+@pytest.mark.skipif(sys.platform == "win32", reason="kill -9")
+def test_killed_for_real_it_goes_on(small, tmp_path):
+    command = [*killed_at_sync(4), "study", *small("killed")]
+    assert subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
+    records, scores = kept(tmp_path / "killed")
+    assert (len(records), scores) == (2, {})  # the configuration, the fingerprint and a line were synced, one written
+    assert study(*small("killed")) == 0
+    whole, whole_scores = kept(run_study(dict(compose(small("whole")))))
+    assert records == whole
+    assert kept(tmp_path / "killed") == (whole, whole_scores)
+
+
+def test_a_torn_line_is_dropped(small, tmp_path):
+    study(*small("run"))
     path = tmp_path / "run" / "generations.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-1]) + lines[-1][:50])
     before = kept(tmp_path / "run")[0]
-    assert study(*words) == 0
+    assert study(*small("run")) == 0
     after = kept(tmp_path / "run")[0]
     assert len(after) == len(before) + 1 == len(lines)
 
@@ -210,22 +242,22 @@ def test_what_is_wrong_is_one_line(words, change, message, capsys):
     assert "\n" not in err
 
 
-def test_a_full_disk_keeps_what_was_finished(words, tmp_path, monkeypatch, capsys):
-    append = results.append
-    calls = []
+def test_a_full_disk_keeps_what_was_finished(small, tmp_path, capsys):
+    sync, calls = os.fsync, itertools.count(1)
 
-    def full(file, line):
-        calls.append(line)
-        if len(calls) == 3:
+    def full(file):
+        if next(calls) == 4:  # after the configuration, the fingerprint and a generation
             raise OSError(28, os.strerror(28))
-        append(file, line)
+        sync(file)
 
-    monkeypatch.setattr(results, "append", full)
-    assert study(*words) == 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        assert study(*small("run")) == 2
     assert "No space left" in capsys.readouterr().err
-    assert len(kept(tmp_path / "run")[0]) == 2
-    monkeypatch.setattr(results, "append", append)
-    assert study(*words) == 0
+    kept_before = kept(tmp_path / "run")[0]
+    assert 1 <= len(kept_before) <= 2
+    assert study(*small("run")) == 0
+    assert kept_before.items() <= kept(tmp_path / "run")[0].items()
 
 
 def test_sweeps_are_runs_of_their_own(words, tmp_path):
@@ -261,17 +293,17 @@ def test_diff_tells_a_slower_method(words, tmp_path, capsys):
     assert study("diff", str(before), str(before)) == 0
 
 
-@pytest.mark.parametrize("mode", ["offline", None])
-def test_wandb_goes_on_without_a_key_or_network(words, tmp_path, monkeypatch, mode):
+@pytest.mark.parametrize("mode", ["offline", pytest.param(None, marks=pytest.mark.thorough)])
+def test_wandb_goes_on_without_a_key_or_network(small, tmp_path, monkeypatch, mode):
     pytest.importorskip("wandb")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.delenv("WANDB_MODE", raising=False) if mode is None else monkeypatch.setenv("WANDB_MODE", mode)
-    assert study(*words, "tracking=wandb", "decode.mode=greedy") == 0
+    assert study(*small("run"), "tracking=wandb") == 0
     assert [*(tmp_path / "run" / "wandb").glob("offline-run-*")]
 
 
-def test_a_tracker_that_fails_is_a_warning(words, monkeypatch, caplog):
+def test_a_tracker_that_fails_is_a_warning(small, monkeypatch, caplog):
     from specbeam.study import tracking
 
     class Broken(tracking.Nowhere):
@@ -279,10 +311,11 @@ def test_a_tracker_that_fails_is_a_warning(words, monkeypatch, caplog):
             raise RuntimeError("no tracker today")
 
     monkeypatch.setattr(tracking, "WandbTracker", lambda *given: Broken())
-    assert study(*words, "tracking=wandb", "decode.mode=greedy") == 0
+    assert study(*small("run"), "tracking=wandb") == 0
     assert "no tracker today" in caplog.text
 
 
+@pytest.mark.thorough
 def test_workers_on_a_cluster_find_the_same(words, tmp_path):
     pytest.importorskip("ray")
     assert study(*words) == 0

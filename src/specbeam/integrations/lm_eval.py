@@ -27,33 +27,33 @@ from specbeam.scoring import score
 
 logger = logging.getLogger("lm_eval.models.specbeam")  # below the logger that the harness sets up
 
-# What may be meant by a name that is not known, along with the options.
+# Names of arguments. An unknown name is refused with the nearest of these, or of the options.
 LOADING = ("pretrained", "backend", "device", "dtype", "quantize", "threads", "revision")
 ARGUMENTS = (*LOADING, "draft", "max_length", "batch_size")
 OPTIONS = tuple(field.name for field in fields(Options))
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-"""What tasks call the most tokens to generate; the first one given counts, as for the harness's own models."""
+"""Names that tasks use for the most tokens to generate. The first one counts, as for the harness's own models."""
 
 
 @register_model("specbeam")
 class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     """Answers the harness's requests with a model of specbeam.
 
-    What a task sees is what it sees of the harness's own model "hf" without padding: the same tokens, cut on the left
-    where they are too many. How a text is searched for (beams, drafts, penalties) makes a difference to tasks that
-    generate, not to those that score given texts.
+    Tasks see the same tokens as with the harness's own model "hf" without padding; a context that is too long is cut
+    on the left. Decoding options (beams, drafts, penalties) affect tasks that generate, not tasks that score given
+    texts.
 
     Args:
-        pretrained: what :func:`specbeam.load` takes; or a loaded model, and what says how to load has no effect.
-        backend, device, dtype, quantize, threads, revision: as for :func:`specbeam.load`, for the draft too, save
-            revision.
-        draft: a model to load as the draft, "ngram" or "suffix", or what :meth:`specbeam.Engine.submit` takes.
-        max_length: the most tokens of prompt and text together, if it is to be less than the model's context.
-        batch_size: so many requests share passes. "auto" is max_batch_size, or 8 if that is not given.
+        pretrained: a source for :func:`specbeam.load`, or a loaded model, for which the arguments below do nothing.
+        backend, device, dtype, quantize, threads, revision: as for :func:`specbeam.load`. All but the revision apply
+            to the draft model too.
+        draft: the source of a draft model, or a draft for :meth:`specbeam.Engine.submit`, such as "ngram".
+        max_length: the most tokens of prompt and text together; None: the model's context.
+        batch_size: requests that share a pass. "auto" is max_batch_size, or 8 if that is not given.
         max_batch_size: see batch_size.
-        trust_remote_code: the harness passes on what it was told about data sets. A checkpoint's code is never run.
-        options: fields of :class:`specbeam.Options`. They win over a task's generation_kwargs, but stop_strings come
-            on top of the task's, and the requests of a task have one seed after the other, from ``seed`` on.
+        trust_remote_code: has no effect. The harness passes it for data sets; a checkpoint's code is never run.
+        options: fields of :class:`specbeam.Options`. They override a task's generation_kwargs, with two exceptions:
+            stop_strings are added to the task's, and the requests of a task get the seeds ``seed``, ``seed + 1``, ...
 
     Raises:
         SpecbeamError: an unknown argument, a value that is not allowed, or a model that cannot be loaded.
@@ -87,7 +87,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
 
         how: dict[str, Any] = {"backend": backend, "device": device, "dtype": dtype}
         how |= {"quantize": quantize, "threads": threads}
-        if not isinstance(pretrained, LanguageModel):  # str: the harness makes numbers of what looks like one
+        if not isinstance(pretrained, LanguageModel):  # str: the harness turns names like 7 into numbers
             pretrained = load(str(pretrained), revision=None if revision is None else str(revision), **how)
         if isinstance(draft, str) and draft not in ("ngram", "suffix"):
             draft = load(draft, **how)
@@ -112,7 +112,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     ) -> SpecbeamLM:
         """The model that model_args describe; they win over the harness's own --device and --batch_size."""
         more = {name: value for name, value in (additional_config or {}).items() if value is not None}
-        if more.get("device") == "cuda:0":  # the harness says so where nobody did; "auto" is that GPU if there is one
+        if more.get("device") == "cuda:0":  # the harness's default; "auto" finds that GPU if there is one
             del more["device"]
         return cls(**{**more, **arg_dict})
 
@@ -127,14 +127,14 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
 
     @property
     def prefix_token_id(self) -> int:
-        """What a text without a context is given as its context: BOS, or EOS where there is none."""
+        """The context of a text that has none: BOS, or EOS where there is no BOS."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, *sorted(self.lm.eos_token_ids)):
             if token is not None:
                 return int(token)
         raise SpecbeamError(f"{self.lm.source} has neither a BOS nor an EOS token to score a text without a context")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Token ids of a text. Unless it is said, special tokens are added if the text does not begin with BOS."""
+        """Token ids of a text. By default, special tokens are added if the text does not begin with BOS."""
         if add_special_tokens is None:  # as HFLM does: chat templates write BOS out
             add_special_tokens = not string.startswith(self.tokenizer.decode([self.prefix_token_id]))
         ids: list[int] = self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids
@@ -142,14 +142,14 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
 
     @property
     def tokenizer_name(self) -> str:
-        """Tells the harness's caches of requests apart."""
+        """The name under which the harness caches requests."""
         return self.lm.source.replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """The text of messages; without a generation prompt the last one is to be continued.
+        """The text of messages. Without a generation prompt, the last message is to be continued.
 
         Raises:
-            SpecbeamError: the model has no chat template, or it refuses the messages, even without those of the system.
+            SpecbeamError: the model has no chat template, or it refuses the messages, even without the system's.
         """
         if not self.tokenizer.chat_template:
             raise SpecbeamError(f"{self.lm.source} has no chat template: leave out --apply_chat_template")
@@ -158,7 +158,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         for messages in (chat_history, [message for message in chat_history if message["role"] != "system"]):
             try:
                 return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **how))
-            except TemplateError as error:  # not all know a system's role: then without, as the harness does
+            except TemplateError as error:  # some know no system role: try without, as the harness does
                 logger.warning("the chat template refuses messages of %s: %s", [m["role"] for m in messages], error)
                 refused = error
         raise SpecbeamError(f"the chat template of {self.lm.source} refuses the messages: {refused}")
@@ -166,11 +166,11 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """What :meth:`loglikelihood` returns, from token ids.
+        """The log-likelihoods of continuations, and whether each is the greedy one, from token ids.
 
         Args:
-            requests: for each its arguments, by which the harness caches the answer (None: it does not), and the
-                token ids of context and continuation.
+            requests: for each, its arguments, which are the harness's key for caching the answer (None: no caching),
+                and the token ids of context and continuation.
         """
         continuations = [continuation for *_, continuation in requests]
         if (longest := max(map(len, continuations), default=0)) > self.max_length:
@@ -189,7 +189,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         return answers
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probabilities of whole texts; longer ones than the model's context in windows of it."""
+        """The log-probabilities of whole texts. A text longer than the model's context is scored in windows."""
         windows: list[tuple[None, list[int], list[int]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -229,7 +229,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         return texts
 
     def _fitted(self, contexts: Sequence[list[int]], rooms: Sequence[int]) -> list[list[int]]:
-        """Contexts of at least one token, cut on the left where there is no room for as many as they have."""
+        """Contexts of at least one token, cut on the left where they are longer than their room."""
         contexts = [context or [self.prefix_token_id] for context in contexts]
         cut = sum(len(context) > room for context, room in zip(contexts, rooms, strict=True))
         if cut:
@@ -237,14 +237,14 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         return [context[-room:] for context, room in zip(contexts, rooms, strict=True)]
 
     def _options_for(self, given: Mapping[str, Any], number: int) -> Options:
-        """The options of a task's request: what its generation_kwargs say, and above that what the model was given."""
+        """The options of a request: the task's generation_kwargs, overridden by the model's own arguments."""
         task = dict(given)
         stops = [stop for name in ("until", "stop_strings") for stop in _strings(task.pop(name, None))]
         lengths = [length for name in LENGTHS if (length := task.pop(name, None)) is not None]
         sampling = {name: task.pop(name) for name in ("do_sample", *SAMPLING_OPTIONS) if name in task}
         check_names(task, OPTIONS, "option in the task's generation_kwargs")
 
-        # Tasks say how they would sample even where they do not, and do_sample along with temperature=0.
+        # Tasks give sampling options even where they do not sample, and do_sample together with temperature=0.
         warmth, samples = sampling.get("temperature"), sampling.get("do_sample")
         if self._greedy or warmth == 0 or not (samples or (samples is None and warmth)):
             sampling = {}
@@ -252,17 +252,17 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         both = {"stop_strings": (*self._options.stop_strings, *stops)}
         options = Options.of({**task, **length, **sampling, **self._given, **both})
 
-        # Texts do not show special tokens, so a stop string that is one has to end them as a token.
+        # Texts do not contain special tokens. A stop string that is a special token must end the text as a token.
         ends = self._eos_token_ids if options.eos_token_id is None else frozenset(options.eos_token_id)
         ends |= {self._special[stop] for stop in stops if stop in self._special}
         seed = options.seed
-        if options.samples:  # the harness repeats requests to have several samples, and seeds torch
+        if options.samples:  # the harness repeats requests for several samples, and seeds torch
             seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed + number
         return replace(options, eos_token_id=sorted(ends), seed=seed)
 
 
 def _strings(given: str | Iterable[str] | None) -> list[str]:
-    """One text or several, without empty ones."""
+    """One or several texts as a list, without empty ones."""
     return [text for text in ([given] if isinstance(given, str) else given or ()) if text]
 
 
@@ -275,7 +275,7 @@ def _batch_size(batch_size: int | str, most: int | None) -> int:
 
 
 def main() -> int:
-    """The harness's command line. A SpecbeamError is told in one line; then the exit status is 2."""
+    """The harness's command line. A SpecbeamError is printed in one line; then the exit status is 2."""
     from lm_eval.__main__ import cli_evaluate
 
     try:

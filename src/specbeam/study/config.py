@@ -1,6 +1,6 @@
-"""What a study is asked to do: composed by Hydra, then checked here, name by name.
+"""The configuration of a study: composed by Hydra, then checked here, name by name.
 
-Hydra puts together the packaged ``conf/``, a ``config.yaml`` and groups of the user's own folder, and ``key=value``
+Hydra puts together the packaged ``conf/``, the ``config.yaml`` and groups of the user's own folder, and ``key=value``
 from the command line.
 """
 
@@ -44,13 +44,13 @@ class Debug:
 
 @dataclass(frozen=True)
 class Decode:
-    """How to decode; names that :class:`specbeam.Options` has too mean the same.
+    """How to decode. A name that :class:`specbeam.Options` has too means the same.
 
     Attributes:
         mode: one of MODES, or a list of them to compare.
-        k: tokens to guess ahead (num_draft_tokens).
-        max_tokens: at most so many new tokens.
-        do_sample: whether speculative draws, too; sample always does, greedy never.
+        k: tokens to draft per round (num_draft_tokens).
+        max_tokens: the most new tokens.
+        do_sample: whether "speculative" samples; "sample" always does, "greedy" never.
     """
 
     mode: str | list[str] = "greedy"
@@ -76,7 +76,7 @@ class Decode:
 
 @dataclass(frozen=True)
 class Draft:
-    """How a draft model's distribution is shaped where texts are drawn: None as the text's own.
+    """The draft model's distribution where texts are sampled. None: as for the target.
 
     Attributes:
         quantize: how the cpu backend keeps the draft model's weights.
@@ -100,7 +100,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a table: of the prompts, and None for what it does not have."""
+    """The names of a table's columns. None: the usual name if there is such a column, else no column."""
 
     prompt: str | None = None
     reference: str | None = None
@@ -113,13 +113,13 @@ class Data:
     """Attributes:
     source: a file (.jsonl, .json, .csv, .parquet, .txt; .gz as well), or the id of a data set on the hub.
     format: auto, table, text, spec_bench or human_eval.
-    split, subset: of a data set on the hub.
-    columns: of a table.
-    template: what becomes the prompt, with {prompt} and the table's other columns in it.
-    per_category: so many of each category, drawn with the seed.
-    limit: so many in all, drawn with the seed.
-    categories: only these.
-    turns: of a conversation at most so many.
+    split, subset: parts of a data set on the hub.
+    columns: the names of a table's columns.
+    template: the prompt's text, with {prompt} and the table's other columns in it.
+    per_category: how many rows to draw from each category, with the seed.
+    limit: how many rows to draw in all, with the seed.
+    categories: the categories to keep; None: all.
+    turns: the most turns of a conversation.
     """
 
     source: str | None = None
@@ -137,9 +137,9 @@ class Data:
 @dataclass(frozen=True)
 class Metrics:
     """Attributes:
-    perplexity: models whose perplexity of the texts is told; "target" is the study's own.
-    confidence: of the intervals.
-    baseline: the method others are compared with; None the first.
+    perplexity: models that measure the perplexity of the texts; "target" is the study's own target model.
+    confidence: the confidence level of the intervals.
+    baseline: the method that the others are compared with; None: the first one.
     pass_at_1: run the answers to HumanEval's problems.
     """
 
@@ -166,8 +166,8 @@ class Launcher:
     """Attributes:
     name: local or ray.
     address: of a Ray cluster; None starts one on this machine.
-    workers: None means as many as there is room for.
-    cpus, gpus: of a worker.
+    workers: the most workers; None: as many as the cluster has room for.
+    cpus, gpus: CPUs and GPUs per worker.
     """
 
     name: str = "local"
@@ -179,10 +179,10 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Study:
-    """A study. ``methods`` names what to compare where modes do not say it.
+    """A study. ``methods`` names the methods to compare where ``decode.mode`` is not enough.
 
-    Each of them is a mapping of keys of ``decode``, ``draft`` (as draft_temperature, ...), ``load`` (as quantize, ...)
-    and ``draft_model``, which replace the study's own.
+    Each method maps keys to values, which replace the study's own. The keys are those of ``decode``, ``draft`` (as
+    draft_temperature, ...) and ``load`` (as quantize, ...), and ``draft_model``.
     """
 
     project_name: str = "specbeam-study"
@@ -212,7 +212,7 @@ class Method:
         options: of :class:`specbeam.Options`.
         draft: a model, "ngram" or "suffix"; None without.
         load, draft_load: how :func:`specbeam.load` loads target and draft model.
-        twin: the name of the method without drafts whose texts this one promises to return; None if there is none.
+        twin: the method without drafts whose texts this one must return, by name; None if there is none.
     """
 
     name: str
@@ -229,7 +229,7 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
 
     Args:
         overrides: ``key=value`` in Hydra's grammar.
-        folder: with a ``config.yaml`` and groups (data/NAME.yaml, ablation/NAME.yaml, ...) of the user's own.
+        folder: the user's own, with a ``config.yaml`` and groups (data/NAME.yaml, ablation/NAME.yaml, ...).
 
     Raises:
         SpecbeamError: it cannot be read, or an override is not understood.
@@ -246,7 +246,7 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
     search, primary = [], "study"
     if folder is not None:
         if not folder.is_dir():
-            raise SpecbeamError(f"--config-dir {folder} is no folder")
+            raise SpecbeamError(f"--config-dir {folder} is not a folder")
         search = [f"hydra.searchpath=[file://{folder.resolve()}]"]
         if (folder / "config.yaml").exists():
             ConfigStore.instance().store("study_and_config", {"defaults": ["study", "config"]})
@@ -254,11 +254,11 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(Path(__file__).parent / "conf"), version_base="1.3"):
-            # Names are checked here, with the nearest that is right; Hydra would refuse what is not in its files.
+            # ``check`` refuses unknown names and suggests the nearest one. Hydra's own message would be less clear.
             composed = hydra_compose(primary, [*map(_may_add, overrides), *search])
             plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise SpecbeamError(f"the configuration cannot be composed: {_told(error)}") from error
+        raise SpecbeamError(f"the configuration cannot be composed: {_one_line(error)}") from error
     except UnicodeDecodeError as error:
         raise SpecbeamError(f"a configuration file is not UTF-8 text (byte {error.start:,}): convert it") from error
     assert isinstance(plain, dict)
@@ -277,7 +277,7 @@ def sweep(overrides: Sequence[str]) -> Iterator[list[str]]:
     try:
         parsed = OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise SpecbeamError(f"an override is not understood: {_told(error)}") from error
+        raise SpecbeamError(f"an override is not understood: {_one_line(error)}") from error
     each = [
         [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
         if o.is_sweep_override()
@@ -289,7 +289,7 @@ def sweep(overrides: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _may_add(override: str) -> str:
-    """Let Hydra take a key that its files do not have: ``check`` knows better which there are."""
+    """Let Hydra accept a key that its files do not have: ``check`` knows all keys."""
     name = override.partition("=")[0]
     groups = ("data", "tracking", "launcher", "ablation", "hydra")
     if name[:1] in "+~" or name in groups or name.startswith("hydra."):
@@ -297,7 +297,7 @@ def _may_add(override: str) -> str:
     return f"++{override}"
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:400]
 
 
@@ -305,8 +305,8 @@ def check(given: Mapping[str, Any]) -> Study:
     """The study that a configuration asks for.
 
     Raises:
-        SpecbeamError: a key that there is not (the nearest valid one is named), a value that is not allowed, or a
-            study of nothing.
+        SpecbeamError: an unknown key (the message names the nearest valid one), a value that is not allowed, or a
+            study without prompts.
     """
     study: Study = _build(Study, given, "")
     one_of("tracking.name", study.tracking.name, ("none", "wandb"))
@@ -333,7 +333,7 @@ def check(given: Mapping[str, Any]) -> Study:
 
 
 def methods(study: Study) -> list[Method]:
-    """What a study compares, in order.
+    """The methods that a study compares, in order.
 
     Raises:
         SpecbeamError: a method's key or value is not allowed.
@@ -406,14 +406,17 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
 
 
 def _promise(method: Method) -> str:
-    """What decides a method's text; drafts do not. Of what is drawn, drafts change which, not how often."""
+    """A key that is equal for methods whose texts must be equal.
+
+    Drafts are part of it only where texts are sampled: there they change the draws, not their distribution.
+    """
     about_drafts = ("num_draft_tokens", "draft_width", "draft_budget", "draft_temperature", "draft_top_k", "bound_rule")
     decides = {key: value for key, value in method.options.items() if key not in about_drafts}
     return repr((sorted(decides.items()), sorted(method.load.items()), method.draft if decides["do_sample"] else None))
 
 
 def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
-    """Refuse a value that is none of these."""
+    """Raise SpecbeamError unless the value is allowed."""
     if value not in allowed:
         near = difflib.get_close_matches(str(value), allowed, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(allowed)}"
@@ -421,7 +424,7 @@ def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
 
 
 def nearest(path: str, key: Any, allowed: Mapping[str, Any]) -> None:
-    """Refuse a key that is none of these."""
+    """Raise SpecbeamError, which suggests the nearest key, unless the key is allowed."""
     if key not in allowed:
         near = difflib.get_close_matches(str(key), [*allowed], n=1, cutoff=0.5)
         hint = f"did you mean {path.removesuffix(str(key))}{near[0]}?" if near else f"there are {', '.join(allowed)}"
@@ -444,7 +447,7 @@ def _build(kind: Any, given: Any, path: str) -> Any:
 
 
 def _value(kind: Any, value: Any, path: str) -> Any:
-    """A value of a type, or a refusal that says which it must be."""
+    """A value of a type. Raises SpecbeamError, which names the type, for another one."""
     if is_dataclass(kind):
         return _build(kind, value if value is not None else {}, f"{path}.")
     options = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)

@@ -1,4 +1,4 @@
-"""Prompts: those of the configuration, and data sets in the formats they come in."""
+"""The rows of a study: prompts of the configuration, and data sets in their usual formats."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TABLES = (".jsonl", ".json", ".csv", ".parquet")
 
 @dataclass(frozen=True)
 class Row:
-    """What is to be answered.
+    """A question, or a conversation of several turns.
 
     Attributes:
-        id: told apart from all other rows by it.
+        id: different for each row.
         turns: messages of a user, each answered before the next is asked.
-        references: answers that are right, to the last turn that is asked.
-        problem: of HumanEval: prompt, test and entry_point.
+        references: right answers to the last turn.
+        problem: a problem of HumanEval: "prompt", "test" and "entry_point".
     """
 
     id: str
@@ -38,10 +38,10 @@ class Row:
 
 
 def read_rows(data: Data, prompts: list[str], seed: int) -> list[Row]:
-    """The rows of a study: its own prompts, then what is drawn of its data set, in the set's order.
+    """The rows of a study: its own prompts, then the rows drawn from its data set, in the set's order.
 
     Raises:
-        SpecbeamError: a file that cannot be read, a column that there is not, a row without text, or no rows.
+        SpecbeamError: a file cannot be read, a column is missing, a row has no text, or there are no rows.
     """
     rows = [Row(f"prompt {i + 1}", [text]) for i, text in enumerate(prompts)]
     for row in rows:
@@ -155,7 +155,7 @@ def _of_hub(data: Data) -> Iterator[Any]:
         raise SpecbeamError("data sets of the hub need the package datasets: pip install datasets") from error
     try:
         yield from load_dataset(data.source, data.subset, split=data.split)
-    except Exception as error:  # the network, the name, the split: its messages tell
+    except Exception as error:  # the network, the name or the split: the message says which
         line = " ".join(str(error).split())[:200]
         raise SpecbeamError(f"the data set {data.source} cannot be loaded ({line}): give a file") from error
 
@@ -176,7 +176,7 @@ def _of_table(data: Data, record: Mapping[str, Any], i: int) -> Row:
 
 
 def _columns(given: Columns, record: Mapping[str, Any]) -> Columns:
-    """The columns to use: as given, or those with the usual names."""
+    """The columns to use: the given names, or the usual ones."""
     for which, name in vars(given).items():
         if name is not None:
             nearest(f"data.columns.{which}={name}", name.split(".")[0], record)
@@ -196,7 +196,7 @@ def _columns(given: Columns, record: Mapping[str, Any]) -> Columns:
 
 
 def _cell(record: Mapping[str, Any], column: str | None) -> Any:
-    """A column, or a field of one: translation.en."""
+    """The value of a column, or of a field in it, such as translation.en."""
     value: Any = record
     for name in (column or "").split(".") if column not in record else [column]:
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -219,10 +219,10 @@ def _of_spec_bench(data: Data, record: Mapping[str, Any], i: int) -> Row:
     if not isinstance(turns, list) or not turns:
         raise SpecbeamError(f"{name} has no turns: it is not Spec-Bench's format")
     asked = [_text(turn, name) for turn in turns[: data.turns]]
-    # MT-Bench's references are one a turn, the others one a question.
+    # MT-Bench has one reference per turn, the other sets have one per question.
     last = references[len(asked) - 1 : len(asked)] if len(turns) > 1 else references
-    told = [str(reference) for reference in last]
-    return Row(str(record.get("question_id", i + 1)), asked, str(record.get("category")), told)
+    references = [str(reference) for reference in last]
+    return Row(str(record.get("question_id", i + 1)), asked, str(record.get("category")), references)
 
 
 def _of_human_eval(data: Data, record: Mapping[str, Any], i: int) -> Row:
@@ -240,7 +240,7 @@ def _text(value: Any, name: str) -> str:
 
 
 def _draw(rows: list[Row], data: Data, seed: int) -> list[Row]:
-    """A sample with the set's order kept: what was drawn with a seed is drawn with it again."""
+    """A sample, in the set's order. The same seed draws the same rows."""
     if data.categories is not None:
         there = {row.category: None for row in rows if row.category}
         for category in data.categories:

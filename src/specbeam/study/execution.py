@@ -1,7 +1,8 @@
 """Programs that models wrote, run against their tests: HumanEval's pass@k (Chen et al. 2021).
 
-A program runs in a child process, which is this file run as a script. What it may use is limited and nothing it starts
-outlives it, but it may read what the user may read: this guards against mistakes of models, not against attacks.
+A program runs in a child process, which is this file run as a script. Its time, memory and files are limited, and
+nothing that it starts outlives it. It can read all files that the user can read: this guards against mistakes of
+models, not against attacks.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from typing import Any
 
 FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 STOP = re.compile(r"\n(?:class|def|#|if|print)")
-"""What begins something else than the function: Chen et al. 2021, 2.1."""
-MOST_TOLD = 200
-NOBODY = 65534
+"""The start of another statement of the module, which ends the function (Chen et al. 2021, 2.1)."""
+MAX_ERROR_CHARACTERS = 200
+NOBODY_USER_ID = 65534
 
 
 def completion_of(text: str, entry_point: str) -> str:
-    """The code in what a model answered.
+    """The code in a model's answer.
 
-    It is the first fenced block that defines the function, if there is one (an answer in a chat); else the text goes on
-    where the prompt ended, up to the first line that begins another statement of the module.
+    In a chat, it is the first fenced block that defines the function. Without such a block, the text continues the
+    prompt, and the code ends before the first line that begins another statement of the module.
     """
     for block in FENCED.findall(text):
         if re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b", block, re.MULTILINE):
@@ -40,17 +41,17 @@ def completion_of(text: str, entry_point: str) -> str:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that one of k samples passes, estimated without bias from n samples of which c passed.
+    """The chance that at least one of k samples passes, estimated without bias from n samples of which c passed.
 
     1 - C(n - c, k) / C(n, k) (Chen et al. 2021, 2.1).
 
     Raises:
-        SpecbeamError: there are not k samples, or c is not among 0 to n.
+        SpecbeamError: k is not from 1 to n, or c is not from 0 to n.
     """
     from specbeam.errors import SpecbeamError
 
     if not 1 <= k <= n:
-        raise SpecbeamError(f"pass@{k} cannot be told from {n} samples: give k from 1 to their number")
+        raise SpecbeamError(f"pass@{k} cannot be computed from {n} samples: give k from 1 to their number")
     if not 0 <= c <= n:
         raise SpecbeamError(f"{c} of {n} samples cannot have passed: give 0 to {n}")
     return 1 - math.comb(n - c, k) / math.comb(n, k)
@@ -61,14 +62,14 @@ def passes(
 ) -> tuple[bool, str]:
     """Whether a completion of a problem's prompt passes its tests, and if not, why, in one line.
 
-    The program has no input and no arguments, its output goes nowhere, its folder is an empty one; it can write no
-    byte to a file and start no process or thread. Where the system allows, it can delete no file either, sees no
-    network and no other process, and if it was started by root it is not.
+    The program has no input and no arguments. Its output goes nowhere, and its folder is empty. It can write no byte to
+    a file and start no process or thread. Where the system allows, it can delete no file, it sees no network and no
+    other process, and it does not run as root.
 
     Args:
         problem: "prompt", "test" (which defines ``check``) and "entry_point", as in HumanEval.
-        seconds: at most so much time, that of the interpreter's start included.
-        megabytes: at most so much address space.
+        seconds: the most time that it may take, including the start of the interpreter.
+        megabytes: the most address space that it may use.
 
     Raises:
         SpecbeamError: this is not a POSIX system.
@@ -78,32 +79,32 @@ def passes(
 
         raise SpecbeamError("programs are run on POSIX systems only: leave out the data sets whose answers are code")
     program = f"{problem['prompt']}{completion}\n{problem['test']}\ncheck({problem['entry_point']})\n"
-    nonce = secrets.token_hex(16)  # what a program cannot know and so cannot say has passed
+    nonce = secrets.token_hex(16)  # the program does not know it, so it cannot claim to have passed
     task = {"program": program, "passed": nonce, "seconds": seconds, "megabytes": megabytes}
     reading, writing = os.pipe()
     with open(reading, "rb", buffering=0) as verdict:
-        with open(writing, "wb") as told:
-            in_time = _run(json.dumps(task).encode(), told.fileno(), seconds)
-        os.set_blocking(reading, False)  # if something escaped, it is not waited for
+        with open(writing, "wb") as answering:
+            in_time = _run(json.dumps(task).encode(), answering.fileno(), seconds)
+        os.set_blocking(reading, False)  # do not wait for a process that escaped
         answer = verdict.read(4096) or b""
     if not in_time:
         return False, f"timed out after {seconds:g} s"
     first = answer.decode(errors="replace").partition("\n")[0]
-    return (True, "") if first == nonce else (False, first or "ended without a word")
+    return (True, "") if first == nonce else (False, first or "ended without a verdict")
 
 
-def _run(task: bytes, told: int, seconds: float) -> bool:
-    """Run this file as a script that does the task and tells the verdict; whether it ended in time."""
+def _run(task: bytes, verdict_pipe: int, seconds: float) -> bool:
+    """Run this file as a script that does the task and writes its verdict. Returns whether it ended in time."""
     with (
         tempfile.TemporaryDirectory(prefix="specbeam-", ignore_cleanup_errors=True) as folder,
         subprocess.Popen(
-            [sys.executable, "-I", os.path.abspath(__file__), str(told)],
+            [sys.executable, "-I", os.path.abspath(__file__), str(verdict_pipe)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd=folder,
             env={},
-            pass_fds=[told],
+            pass_fds=[verdict_pipe],
             start_new_session=True,
         ) as process,
     ):
@@ -118,8 +119,8 @@ def _run(task: bytes, told: int, seconds: float) -> bool:
     return True
 
 
-def _supervise(told: int) -> None:
-    """The child process: have the program run by a process of its own, and end all that is left of it."""
+def _supervise(verdict_pipe: int) -> None:
+    """The child process: run the program in a process of its own, and end all processes that are left of it."""
     import ctypes
 
     libc = ctypes.CDLL(None, use_errno=True)
@@ -127,40 +128,40 @@ def _supervise(told: int) -> None:
     _isolate(libc)
     if not (worker := os.fork()):
         _limit(libc, task["seconds"], task["megabytes"])
-        _tell(told, _verdict(task["program"], task["passed"]))
+        _report(verdict_pipe, _verdict(task["program"], task["passed"]))
         os._exit(0)
     status = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
     ended = f"exited with status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
-    _tell(told, f"{ended} before its tests had passed")  # no one reads it after the program's own verdict
+    _report(verdict_pipe, f"{ended} before its tests had passed")  # no one reads it after the program's own verdict
     os.killpg(0, signal.SIGKILL)
 
 
-def _tell(told: int, line: str) -> None:
-    os.write(told, line.encode(errors="replace") + b"\n")
+def _report(verdict_pipe: int, line: str) -> None:
+    os.write(verdict_pipe, line.encode(errors="replace") + b"\n")
 
 
 def _verdict(program: str, passed: str) -> str:
-    """What to tell of a program after running it."""
+    """The nonce if the program passes its tests, else its error in one line."""
     try:
         exec(compile(program, "program", "exec"), {"__name__": "program"})
         return passed
     except BaseException as error:
         kind = type(error).__name__
-        with suppress(BaseException):  # its message is code of the program's
-            return f"{kind}: {error}".partition("\n")[0][:MOST_TOLD].removesuffix(": ")
+        with suppress(BaseException):  # the program's own code makes the message
+            return f"{kind}: {error}".partition("\n")[0][:MAX_ERROR_CHARACTERS].removesuffix(": ")
         return kind
 
 
 def _isolate(libc: Any) -> None:
-    """Let the next process have no network, and be the first of those it sees: when it ends, they all do."""
+    """Put the next process into namespaces without a network, and with processes that all end when it does."""
     user, pid, net = 0x10000000, 0x20000000, 0x40000000  # CLONE_NEW... of linux/sched.h
     with suppress(AttributeError):  # not Linux
-        # Only root can do without a user namespace, and it should: in one it could not become another user.
+        # Root needs no user namespace, and must not have one: there it could not become another user.
         libc.unshare(pid | net) and libc.unshare(user | pid | net)
 
 
 def _limit(libc: Any, seconds: float, megabytes: int) -> None:
-    """Limit what this process may use, from now on and for good."""
+    """Limit this process for good."""
     import resource
 
     if os.geteuid() == 0:
@@ -177,12 +178,12 @@ def _limit(libc: Any, seconds: float, megabytes: int) -> None:
         "NPROC": 0,
     }
     for name, most in limits.items():
-        with suppress(AttributeError, ValueError, OSError):  # not every system has or can lower each of them
+        with suppress(AttributeError, ValueError, OSError):  # not every system has each limit, or can lower it
             resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
 
 
 def _lock_files(libc: Any) -> None:
-    """From now on open no file for writing, and create, delete or rename none (Landlock, from Linux 5.13 on)."""
+    """Forbid to open files for writing, and to create, delete or rename them (Landlock, since Linux 5.13)."""
     import ctypes
 
     create, restrict, version = 444, 446, libc.syscall(444, None, 0, 1)
@@ -197,15 +198,18 @@ def _lock_files(libc: Any) -> None:
 
 
 def _leave_root(libc: Any) -> None:
-    """Become nobody, who may still read everything: no limit on processes holds root, and Python may be in its home."""
+    """Become "nobody", since root is exempt from the limit on processes.
+
+    The capability to read all files stays: Python may be installed in root's home.
+    """
     read_search = 1 << 2  # CAP_DAC_READ_SEARCH
     header, sets = (0x20080522, 0), (read_search, read_search, 0, 0, 0, 0)
     with suppress(AttributeError, OSError):
         import ctypes
 
         os.setgroups([])
-        os.setresgid(NOBODY, NOBODY, NOBODY)
-        os.setresuid(NOBODY, NOBODY, 0)  # as root is kept in mind, so are the capabilities
+        os.setresgid(NOBODY_USER_ID, NOBODY_USER_ID, NOBODY_USER_ID)
+        os.setresuid(NOBODY_USER_ID, NOBODY_USER_ID, 0)  # the saved user id is root, so the capabilities stay
         refused = libc.capset((ctypes.c_uint32 * 2)(*header), (ctypes.c_uint32 * 6)(*sets))
         if refused and not os.access(os.__file__, os.R_OK):
             os.setresuid(0, 0, 0)

@@ -1,7 +1,8 @@
-"""What is measured of generations: of one, and of many together.
+"""Metrics of one generation, and of many together. A new metric is a name in :func:`of_record`.
 
-A generation is a :data:`specbeam.study.results.Record`. Speed is as the user meets it; diversity is that of a
-generation's beams; quality is against references, by the field's own implementations (sacrebleu, rouge_score).
+A generation is a :data:`specbeam.study.results.Record`. Speed is the speed that a user sees. Diversity compares the
+beams of a generation. Quality compares texts with references, by the field's own implementations (sacrebleu,
+rouge_score).
 """
 
 from __future__ import annotations
@@ -26,10 +27,9 @@ def of_record(record: Record) -> dict[str, float | None]:
     """The metrics of one generation, which did not fail.
 
     Returns:
-        tokens_per_second, time_to_first_token, seconds, target_passes, draft_passes, acceptance_rate,
-        steps_per_target_pass, peak_memory and new_tokens as in :class:`specbeam.results.Stats`; gap_p50 and gap_p95,
-        milliseconds between pieces of streamed text; what :func:`repetition` and :func:`diversity` tell; and, if there
-        are references, what :func:`quality` tells. None where there is nothing to measure.
+        FROM_STATS as in :class:`specbeam.results.Stats`; gap_p50 and gap_p95, percentiles of the milliseconds between
+        pieces of streamed text; repetition, as :func:`repetition` computes it; the metrics of :func:`diversity`; and,
+        if there are references, those of :func:`quality`. None where there is nothing to measure.
     """
     stats = record["stats"]
     metrics = {name: stats[name] for name in FROM_STATS}
@@ -61,7 +61,7 @@ def ngrams(token_ids: Sequence[int], n: int) -> list[tuple[int, ...]]:
 
 
 def repetition(token_ids: Sequence[int]) -> float | None:
-    """The share of 4-grams that the text had before (seq-rep-4 of Welleck et al. 2020, 6.1); None without any."""
+    """The share of 4-grams that occurred before (seq-rep-4, Welleck et al. 2020, 6.1); None without a 4-gram."""
     seen = ngrams(token_ids, 4)
     return 1 - len(set(seen)) / len(seen) if seen else None
 
@@ -70,19 +70,19 @@ def diversity(beams: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """How much the beams of one generation differ.
 
     Returns:
-        distinct_1 and distinct_2: different tokens, and pairs of them, among all those of the beams (Li et al. 2016,
-        5.3); self_bleu: BLEU, 0 to 100, of a beam with the others as references, its mean over the beams (Zhu et al.
-        2018, 3.2.2); edit_distance: of two beams, the tokens to be inserted, deleted or replaced, by the longer one's
-        length, its mean over all pairs (Levenshtein 1966). The last two are None for a single beam.
+        distinct_1 and distinct_2: the share of different tokens, and of different pairs, in all beams (Li et al. 2016,
+        5.3). self_bleu: the mean over beams of a beam's BLEU, 0 to 100, with the others as references (Zhu et al. 2018,
+        3.2.2); None for a single beam. edit_distance: the mean over pairs of beams of the number of tokens to insert,
+        delete or replace (Levenshtein 1966), divided by the length of the longer one; None for a single beam.
     """
-    told: dict[str, float | None] = {}
+    metrics: dict[str, float | None] = {}
     for n in (1, 2):
         every = [gram for beam in beams for gram in ngrams(beam["token_ids"], n)]
-        told[f"distinct_{n}"] = len(set(every)) / len(every) if every else None
+        metrics[f"distinct_{n}"] = len(set(every)) / len(every) if every else None
     texts, ids = [beam["text"] for beam in beams], [beam["token_ids"] for beam in beams]
-    told["self_bleu"] = _self_bleu(texts) if len(texts) > 1 else None
-    told["edit_distance"] = _edit_distance(ids) if len(ids) > 1 else None
-    return told
+    metrics["self_bleu"] = _self_bleu(texts) if len(texts) > 1 else None
+    metrics["edit_distance"] = _edit_distance(ids) if len(ids) > 1 else None
+    return metrics
 
 
 def _self_bleu(texts: list[str]) -> float:
@@ -98,12 +98,12 @@ def _edit_distance(beams: list[list[int]]) -> float:
 
 
 def quality(text: str, references: Sequence[str]) -> dict[str, float | None]:
-    """How near a text is to references.
+    """How close a text is to references.
 
     Returns:
-        rouge1, rouge2 and rougeL: F1, 0 to 1, with the reference where it is best, without stemming (Lin 2004;
-        rouge_score sees only the letters a to z and digits); bleu and chrf of a sentence, 0 to 100, with sacrebleu's
-        defaults (Papineni et al. 2002, Popović 2015).
+        rouge1, rouge2 and rougeL: F1, 0 to 1, the best over the references, without stemming (Lin 2004); rouge_score
+        reads only the letters a to z and digits. bleu and chrf: of the sentence, 0 to 100, with sacrebleu's defaults
+        (Papineni et al. 2002, Popović 2015).
     """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu import sentence_bleu, sentence_chrf
@@ -114,9 +114,9 @@ def quality(text: str, references: Sequence[str]) -> dict[str, float | None]:
 
 
 def of_corpus(records: Iterable[Record]) -> dict[str, float]:
-    """BLEU and chrF, 0 to 100, of all texts that have references as one corpus; empty if none has.
+    """BLEU and chrF, 0 to 100, of all texts with references as one corpus; empty without such texts.
 
-    They are no means over texts: n-grams are counted over the whole corpus (Post 2018).
+    They are not means over texts: n-grams are counted over the whole corpus (Post 2018).
     """
     from sacrebleu import corpus_bleu, corpus_chrf
 
@@ -130,17 +130,17 @@ def of_corpus(records: Iterable[Record]) -> dict[str, float]:
 
 
 def acceptance_by_position(records: Iterable[Record]) -> list[dict[str, int]]:
-    """Of the guesses at each depth below the text, or beam, how many were drafted and how many accepted.
+    """How many guesses were drafted, and how many accepted, at each depth below the text or the beam.
 
-    Position 1 is directly below. Guesses below those of an earlier round are left out: a trace does not tell how deep
-    they are.
+    Position 1 is directly below. Guesses below the guesses of an earlier round are left out: a trace does not say how
+    deep they are.
     """
     drafted: dict[int, int] = defaultdict(int)
     accepted: dict[int, int] = defaultdict(int)
     for record in finished(records):
-        for told in record["trace"] or []:
-            depths: list[int | None] = []  # of the round's guesses; a guess comes after the one it is below
-            for guess in told["drafted"]:
+        for round in record["trace"] or []:
+            depths: list[int | None] = []  # of the round's guesses, parents first
+            for guess in round["drafted"]:
                 above = 0 if guess["beam"] is not None else None
                 if guess["parent"] is not None:
                     above = depths[guess["parent"]]

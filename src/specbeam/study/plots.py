@@ -1,4 +1,4 @@
-"""The study's plots: drawn once with matplotlib, as SVG for the page (in colours that follow its theme) and as PNG."""
+"""The study's plots, drawn with matplotlib: as SVG for the page, whose colours follow its theme, and as PNG."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:  # it takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# After Okabe and Ito's colours, which people with any colour vision can tell apart, darkened where they are too pale
-# for small letters on white. Every colour has a name of its own, which is a CSS variable in the page: SVGs are drawn in
-# LIGHT and say var(--name), so that one SVG serves both themes.
+# Okabe and Ito's colours, which people with any colour vision can distinguish; some are darkened for small letters on
+# white. Each name is a CSS variable of the page. SVGs are drawn in LIGHT and use var(--name), so one SVG serves both
+# themes.
 LIGHT = {
     "ink": "#1d2126",
     "soft": "#5c636b",
@@ -46,14 +46,14 @@ DARK = {
 SERIES = ["blue", "vermillion", "green", "purple", "orange", "teal", "grey"]
 MARKERS = {"greedy": "o", "sample": "^", "beam": "s", "speculative": "D", "hybrid": "P"}
 
-# Qualities that a frontier can be drawn for: the metric, its name on an axis, and whether more of it is better.
-# Of each group the first one that was measured is drawn.
+# The qualities of a frontier: the metric, its name on an axis, and whether more of it is better. Each group is one
+# plot, of the first metric that was measured.
 QUALITIES = [
     [("perplexity", "perplexity", False)],
     [("pass_at_1", "pass@1", True), ("rougeL", "ROUGE-L", True), ("chrf", "chrF", True)],
 ]
 NAMES = ["frontier", "frontier-references", "acceptance", "time", "categories"]
-MOST_CATEGORIES = 16
+MAX_CATEGORIES_SHOWN = 16
 
 
 Grid = Literal["x", "y", "both", ""]
@@ -61,7 +61,7 @@ Grid = Literal["x", "y", "both", ""]
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot in the forms that are needed.
+    """A plot in all its forms.
 
     Attributes:
         wide: SVG for a column of text.
@@ -78,7 +78,7 @@ class Plot:
 
 
 def draw_all(summary: Mapping[str, Any], new_tokens: Mapping[str, int]) -> list[Plot]:
-    """The plots that there is data for.
+    """The plots for which there is data.
 
     Args:
         summary: the study's summary.
@@ -112,7 +112,7 @@ def frontiers(summary: Mapping[str, Any], colours: Mapping[str, str]) -> list[Pl
 
 @dataclass(frozen=True)
 class Point:
-    """A method's speed and quality, each with its interval, which is as wide as nothing where there is none."""
+    """A method's speed and quality, each with its interval; without an interval, its width is 0."""
 
     method: str
     mode: str
@@ -124,8 +124,8 @@ class Point:
     high: float
 
 
-def _ends(told: Mapping[str, Any]) -> tuple[float, float, float]:
-    mean, low, high = told["mean"], told.get("low"), told.get("high")
+def _ends(estimate: Mapping[str, Any]) -> tuple[float, float, float]:
+    mean, low, high = estimate["mean"], estimate.get("low"), estimate.get("high")
     return mean, mean if low is None else low, mean if high is None else high
 
 
@@ -171,7 +171,7 @@ def _frontier(name: str, label: str, more_is_better: bool, points: list[Point], 
 
 
 def pareto(points: list[tuple[float, float]]) -> list[int]:
-    """The numbers of the points that no other point beats, more being better both ways."""
+    """The numbers of the points that no other point beats in both coordinates, where more is better."""
     return [i for i, (x, y) in enumerate(points) if not any(a >= x and b >= y and (a, b) != (x, y) for a, b in points)]
 
 
@@ -179,8 +179,8 @@ def acceptance(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
     """How often the first, second, third guess of a round is accepted."""
     lines = {
         method: places
-        for method, told in summary.get("acceptance_by_position", {}).items()
-        if (places := [(p["position"], p["accepted"] / p["drafted"], p["drafted"]) for p in told if p["drafted"]])
+        for method, counts in summary.get("acceptance_by_position", {}).items()
+        if (places := [(p["position"], p["accepted"] / p["drafted"], p["drafted"]) for p in counts if p["drafted"]])
     }
     if not lines:
         return None
@@ -204,7 +204,7 @@ def acceptance(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
         axes.set_ylabel("accepted")
         _label_ends(figure, axes, ends, narrow)
 
-    def told(method: str, places: list[tuple[int, float, int]]) -> str:
+    def described(method: str, places: list[tuple[int, float, int]]) -> str:
         (first, a, _), (last, b, _) = places[0], places[-1]
         return f"{method}: {a:.0%} at place {first}" + (f", {b:.0%} at place {last}" if last != first else "")
 
@@ -214,13 +214,15 @@ def acceptance(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
         "The share of guesses that became part of the text, by how far ahead they were made. A guess is accepted only "
         "if all those before it were; long drafts are made where they are likely to be right, so a line may rise all "
         "the same. A larger dot stands for more guesses.",
-        "Line plot of the share of guesses accepted by place. " + "; ".join(told(m, p) for m, p in lines.items()) + ".",
+        "Line plot of the share of guesses accepted by place. "
+        + "; ".join(described(m, p) for m, p in lines.items())
+        + ".",
         draw,
     )
 
 
 def time_by_component(summary: Mapping[str, Any], new_tokens: Mapping[str, int]) -> Plot | None:
-    """Where the milliseconds of a new token go."""
+    """The milliseconds per new token, by component."""
     parts = {"target": "blue", "draft": "amber", "rest": "grey"}
     rows = {
         method: {part: 1000 * (seconds.get(part) or 0.0) / tokens for part in parts}
@@ -274,9 +276,11 @@ def time_by_component(summary: Mapping[str, Any], new_tokens: Mapping[str, int])
 
 
 def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot | None:
-    """Tokens a pass of the target, a panel a method that drafts."""
+    """Tokens per pass of the target by category: one panel per method that drafts."""
     steps = {
-        category: {m: v for m, told in methods.items() if (v := mean_of(told.get("steps_per_target_pass"))) is not None}
+        category: {
+            m: v for m, figures in methods.items() if (v := mean_of(figures.get("steps_per_target_pass"))) is not None
+        }
         for category, methods in summary.get("categories", {}).items()
     }
     drafting = [m for m in colours if any(values.get(m, 1.0) > 1.005 for values in steps.values())]
@@ -289,8 +293,8 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
         return sum(values) / len(values)
 
     order = sorted(steps, key=worth, reverse=True)
-    if len(order) > MOST_CATEGORIES:  # both ends are what one learns from
-        order = order[: MOST_CATEGORIES // 2] + order[-MOST_CATEGORIES // 2 :]
+    if len(order) > MAX_CATEGORIES_SHOWN:  # the best and the worst are the most instructive
+        order = order[: MAX_CATEGORIES_SHOWN // 2] + order[-MAX_CATEGORIES_SHOWN // 2 :]
 
     def draw(figure: Figure, narrow: bool) -> None:
         across = min(len(drafting), 2 if narrow else 4)
@@ -324,7 +328,7 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
             axes.set_xlim(0.9 if right < 2 else 0.8, right + (right - 0.8) * (0.5 if narrow else 0.32))
         figure.supxlabel("tokens per pass of the target", fontsize=9, color=LIGHT["soft"])
 
-    def told(method: str) -> str:
+    def described(method: str) -> str:
         return f"{method}: " + ", ".join(f"{c} {steps[c][method]:.2f}" for c in order if method in steps[c])
 
     left_out = len(steps) - len(order)
@@ -334,13 +338,13 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
         "How many tokens each pass of the target gives; 1 is what there is without drafts. "
         "Categories are sorted by their mean over methods."
         + (f" The {left_out} in the middle are left out." if left_out else ""),
-        "Dot plot of tokens per pass of the target by category. " + "; ".join(map(told, drafting)) + ".",
+        "Dot plot of tokens per pass of the target by category. " + "; ".join(map(described, drafting)) + ".",
         draw,
     )
 
 
 def interval(method: Mapping[str, Any], metric: str) -> dict[str, Any] | None:
-    """A method's metric as mean, low, high and n, or None: also for what is no mean of texts, like pass@1."""
+    """A method's metric as mean, low, high and n, or None. pass@1 has only a mean."""
     if metric == "pass_at_1":
         value = method.get("pass_at_1")
         return None if mean_of(value) is None else {"mean": value}
@@ -380,7 +384,7 @@ def _dress(axes: Axes, grid: Grid) -> None:
 
 
 def _label(figure: Figure, axes: Axes, points: list[Point], colours: Mapping[str, str], narrow: bool) -> None:
-    """Names beside points, each at the side where it covers least."""
+    """Write names beside points, each on the side where it covers least."""
     figure.draw_without_rendering()
     scale = figure.dpi / 72
     frame = _box(axes.get_window_extent())
@@ -421,7 +425,7 @@ def _overlap(a: Box, b: Box) -> float:
 
 
 def _label_ends(figure: Figure, axes: Axes, ends: list[tuple[str, float, float, str]], narrow: bool) -> None:
-    """Names of lines: right of where they end, moved apart where they would touch, or above the plot of a phone."""
+    """Write the names of lines to the right of their ends, without overlap; on a phone, above the plot."""
     if narrow:
         for number, (name, _, _, colour) in enumerate(reversed(ends)):
             axes.annotate(
@@ -448,7 +452,7 @@ def _label_ends(figure: Figure, axes: Axes, ends: list[tuple[str, float, float, 
 
 
 def _plot(name: str, title: str, caption: str, alt: str, draw: Callable[[Figure, bool], None]) -> Plot:
-    """Draw for the page, for a phone, and for a file that stands alone."""
+    """Draw a plot for the page, for a phone, and as a file."""
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -461,7 +465,7 @@ def _plot(name: str, title: str, caption: str, alt: str, draw: Callable[[Figure,
         return figure
 
     def svg(figure: Figure, kind: str) -> str:
-        # Salted, so that identifiers of two SVGs in a page differ, and an SVG is the same each time it is drawn.
+        # The salt makes identifiers differ between the SVGs of a page, and equal each time an SVG is drawn.
         with matplotlib.rc_context({"svg.hashsalt": f"{name}-{kind}"}):
             figure.savefig(file := io.BytesIO(), format="svg")
         return inline(file.getvalue())
@@ -477,7 +481,7 @@ def _plot(name: str, title: str, caption: str, alt: str, draw: Callable[[Figure,
 
 
 def inline(svg: bytes) -> str:
-    """An SVG for the inside of a page: no prolog, no metadata, the page's width, colours and fonts."""
+    """An SVG for use inside the page: no prolog or metadata, and the page's width, colours and fonts."""
     text = svg.decode()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)

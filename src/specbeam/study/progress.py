@@ -1,4 +1,4 @@
-"""A live table of a study that runs: how far each method is, how fast, and when it will be over."""
+"""A live table of a running study: how far each method is, how fast it is, and the time left."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from specbeam.study.results import Record
 
 
 class Progress:
-    """Shows on standard error where a study is; on what is no terminal, a line now and then.
+    """Shows the progress of a study on standard error: a table on a terminal, else a line now and then.
 
     Attributes:
-        spent: seconds of generations that were made since it began.
+        spent: seconds that the generations took that were made since the start.
     """
 
-    LINE_EVERY = 30.0  # seconds, without a terminal
+    SECONDS_PER_LINE = 30.0  # without a terminal
 
     def __init__(self, methods: list[str], total: int) -> None:
         from rich.console import Console
@@ -25,7 +25,7 @@ class Progress:
 
         self.total, self.spent = total, 0.0
         self._each: dict[str, list[Record]] = {method: [] for method in methods}
-        self._made, self._began, self._said, self._told = 0, time.monotonic(), "", 0.0
+        self._made, self._began, self._activity, self._last_line_at = 0, time.monotonic(), "", 0.0
         self._console = Console(stderr=True)
         self._live = Live(console=self._console, refresh_per_second=4, transient=True, get_renderable=self._table)
         self._terminal = sys.stderr.isatty()
@@ -40,18 +40,18 @@ class Progress:
             self._live.stop()
 
     def take(self, record: Record, spent: float | None = None) -> None:
-        """A generation is there; spent says how long it took, if it was made just now."""
+        """Count a finished generation. ``spent``: the seconds that it took, if it was made just now."""
         self._each.setdefault(record["method"], []).append(record)
         if spent is not None:
             self.spent += spent
             self._made += 1
-            if not self._terminal and time.monotonic() - self._told > self.LINE_EVERY:
-                self._told = time.monotonic()
+            if not self._terminal and time.monotonic() - self._last_line_at > self.SECONDS_PER_LINE:
+                self._last_line_at = time.monotonic()
                 print(self._line(), file=sys.stderr, flush=True)
 
-    def say(self, what: str) -> None:
-        """What is being done just now."""
-        self._said = what
+    def say(self, activity: str) -> None:
+        """Show the current activity."""
+        self._activity = activity
 
     @property
     def done(self) -> int:
@@ -59,14 +59,14 @@ class Progress:
 
     @property
     def left(self) -> str:
-        """The time left, if the rest takes as long as what was made."""
+        """The time left, if the other generations take as long on average; "" if it is not known."""
         if not self._made or self.done >= self.total:
             return ""
         seconds = (time.monotonic() - self._began) / self._made * (self.total - self.done)
         return f"{timedelta(seconds=round(seconds))} left"
 
     def _line(self) -> str:
-        return ", ".join(filter(None, [f"{self.done} of {self.total} generations", self.left, self._said]))
+        return ", ".join(filter(None, [f"{self.done} of {self.total} generations", self.left, self._activity]))
 
     def _table(self) -> Any:
         from rich.table import Table

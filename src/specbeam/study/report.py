@@ -12,25 +12,25 @@ from typing import Any
 
 from markupsafe import Markup
 
+from specbeam.jobs.atomic import write_whole
 from specbeam.study import plots
-from specbeam.study.results import write_whole
 from specbeam.study.samples import samples
 from specbeam.study.words import between, between_ratios, first_line, number, several, times
 
-MOST_FAILURES = 50
+MAX_FAILURES_LISTED = 50
 
-# What the table shows of each method: a heading, a metric, and what its number is multiplied by to be in that unit.
+# The columns of the main table: a heading, a metric, and the factor from the metric to the heading's unit.
 COLUMNS = [
     ("first token, ms", "time_to_first_token", 1000.0),
     ("target passes", "target_passes", 1.0),
     ("draft passes", "draft_passes", 1.0),
-    ("tokens a pass", "steps_per_target_pass", 1.0),
+    ("tokens per pass", "steps_per_target_pass", 1.0),
     ("accepted, %", "acceptance_rate", 100.0),
     ("perplexity", "perplexity", 1.0),
     ("ROUGE-L", "rougeL", 1.0),
     ("chrF", "chrf", 1.0),
 ]
-# What the table below it shows.
+# The columns of the second table.
 MORE_COLUMNS = [
     ("seconds", "seconds", 1.0),
     ("median gap, ms", "gap_p50", 1.0),
@@ -61,11 +61,11 @@ def write_report(
     """Write ``report.html`` and ``plots/*.png`` into a folder, each whole or not at all.
 
     Args:
-        config: the settings, which are shown as YAML.
-        fingerprint: the machine, versions and models, nested as deep as one likes.
-        summary: the numbers of every method.
-        records: the generations, whose texts and traces are the samples; those that failed are listed.
-        overhead: the share of the time that the study itself took, beside the decoding.
+        config: the settings, shown as YAML.
+        fingerprint: the machine, versions and models, nested to any depth.
+        summary: as :func:`specbeam.study.summary.summarize` returns it.
+        records: the generations. The samples show some of their texts and traces; failed ones are listed.
+        overhead: the share of the time that the study took beside the decoding.
 
     Returns:
         The page's path.
@@ -80,7 +80,7 @@ def write_report(
     images.mkdir(parents=True, exist_ok=True)
     for plot in drawn:
         write_whole(images / f"{plot.name}.png", plot.png)
-    for name in {*plots.NAMES} - {plot.name for plot in drawn}:  # of a report that this one replaces
+    for name in {*plots.NAMES} - {plot.name for plot in drawn}:  # plots of an earlier report
         (images / f"{name}.png").unlink(missing_ok=True)
     write_whole(folder / "report.html", page.encode(errors="replace"))  # a model may write half a surrogate pair
     return folder / "report.html"
@@ -118,8 +118,8 @@ def render(
         config=yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=100),
         fingerprint=[*facts(fingerprint)],
         overhead=overhead,
-        failed=[(record.get("key", "–"), first_line(record["error"])) for record in failed[:MOST_FAILURES]],
-        failed_more=max(0, len(failed) - MOST_FAILURES),
+        failed=[(record.get("key", "–"), first_line(record["error"])) for record in failed[:MAX_FAILURES_LISTED]],
+        failed_more=max(0, len(failed) - MAX_FAILURES_LISTED),
         light=plots.LIGHT,
         dark=plots.DARK,
     )
@@ -129,7 +129,7 @@ def render(
 
 
 def about(methods: list[Any], records: list[dict[str, Any]]) -> str:
-    """How much was done."""
+    """The size of the study, in words."""
     prompts = {(record.get("row"), record.get("turn")) for record in records}
     counted = [several(len(methods), "method"), several(len(prompts), "prompt"), several(len(records), "generation")]
     repeats = len({record.get("repeat") for record in records})
@@ -137,7 +137,7 @@ def about(methods: list[Any], records: list[dict[str, Any]]) -> str:
 
 
 def answer(summary: Mapping[str, Any]) -> list[Markup]:
-    """What was found, in sentences."""
+    """The result of the study, in sentences."""
     methods = {method["method"]: method for method in summary.get("methods", [])}
     speeds = {name: speed for name, method in methods.items() if (speed := plots.interval(method, "tokens_per_second"))}
     failed = sum(method.get("failed") or 0 for method in methods.values())
@@ -149,25 +149,25 @@ def answer(summary: Mapping[str, Any]) -> list[Markup]:
     speed_of_best = f"{number(speeds[best]['mean'])} tokens per second" + (
         f" (95% interval {within})" if within else ""
     )
-    told = [say("{} was the fastest: {}." if len(methods) > 1 else "{} made {}.", strong(best), speed_of_best)]
+    sentences = [say("{} was the fastest: {}." if len(methods) > 1 else "{} made {}.", strong(best), speed_of_best)]
     ratios = {n: m["against"]["tokens_per_second"]["ratio"] for n, m in methods.items() if m.get("against")}
     baseline = methods[best]["against"]["baseline"] if best in ratios else best
     if best in ratios:
-        told += [*compared(methods, best, "It"), *where(summary.get("categories", {}), best, baseline)]
+        sentences += [*compared(methods, best, "It"), *where(summary.get("categories", {}), best, baseline)]
     for other in dict.fromkeys(methods[name]["against"]["baseline"] for name in ratios):
         rivals = [name for name in ratios if methods[name]["against"]["baseline"] == other]
         fastest = max(rivals, key=ratios.__getitem__)
         if ratios[fastest] <= 1:
-            told.append(say("Nothing that was tried made {} faster.", strong(other)))
+            sentences.append(say("Nothing that was tried made {} faster.", strong(other)))
         elif other != baseline:
-            told += compared(methods, fastest, strong(fastest))
+            sentences += compared(methods, fastest, strong(fastest))
     if failed:
-        told.append(say("{} failed and {} listed at the end.", several(failed, "generation"), is_or_are(failed)))
-    return told
+        sentences.append(say("{} failed and {} listed at the end.", several(failed, "generation"), is_or_are(failed)))
+    return sentences
 
 
 def compared(methods: Mapping[str, Any], name: str, subject: str) -> Iterator[Markup]:
-    """A method beside its baseline: speed, whether the text is the same, quality."""
+    """A method compared with its baseline: speed, whether the text is the same, quality."""
     method = methods[name]
     baseline, ratio = method["against"]["baseline"], method["against"]["tokens_per_second"]
     unsettled = ratio.get("low") is not None and ratio["low"] <= 1 <= ratio["high"]
@@ -226,8 +226,8 @@ class Cell:
     """A number of the table.
 
     Attributes:
-        whisker: where its interval begins, its mean and where it ends, in percent of the column's width.
-        best: whether no method has a better one; only said of speed.
+        whisker: the start of its interval, its mean and the end of the interval, in percent of the column's width.
+        best: whether it is the best of its column; for speed only.
     """
 
     text: str = "–"
@@ -275,7 +275,7 @@ def table(methods: list[Mapping[str, Any]]) -> Table:
 
 
 def more_metrics(methods: list[Mapping[str, Any]]) -> Table:
-    """The rest of the metrics, those that have no heading here under their own names."""
+    """The other metrics. A metric that has no heading here is shown under its own name."""
     known = {"tokens_per_second", *(name for _, name, _ in COLUMNS + MORE_COLUMNS)}
     others = [(n, n, 1.0) for n in measured(methods) if n not in known and not n.startswith("perplexity ")]
     columns = metric_columns(methods, MORE_COLUMNS + others)
@@ -298,7 +298,10 @@ def metric_columns(
     for heading, metric, scale in wanted:
         found = [plots.interval(method, metric) for method in methods]
         if any(found):
-            cells = [Cell(number(told["mean"] * scale), between(told, scale)) if told else Cell() for told in found]
+            cells = [
+                Cell(number(estimate["mean"] * scale), between(estimate, scale)) if estimate else Cell()
+                for estimate in found
+            ]
             columns.append((heading, cells))
     return columns
 
@@ -320,22 +323,22 @@ def speed_cell(speed: Mapping[str, Any] | None, widest: float, fastest: float) -
 
 
 def speed_up(method: Mapping[str, Any]) -> Cell:
-    told = method.get("against")
-    if not told:
+    against = method.get("against")
+    if not against:
         return Cell()
-    ratio = told["tokens_per_second"]
+    ratio = against["tokens_per_second"]
     return Cell(f"{ratio['ratio']:.2f}×", between_ratios(ratio))
 
 
-def agreement(told: Mapping[str, Any] | None) -> Cell:
-    return Cell(f"{told['same']:,} of {told['of']:,}") if told and told["of"] else Cell()
+def agreement(counts: Mapping[str, Any] | None) -> Cell:
+    return Cell(f"{counts['same']:,} of {counts['of']:,}") if counts and counts["of"] else Cell()
 
 
-def facts(told: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def facts(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """Nested settings as groups of names and values."""
-    here = [(str(name), str(value)) for name, value in told.items() if not isinstance(value, Mapping)]
+    here = [(str(name), str(value)) for name, value in settings.items() if not isinstance(value, Mapping)]
     if here:
         yield above, here
-    for name, value in told.items():
+    for name, value in settings.items():
         if isinstance(value, Mapping):
             yield from facts(value, f"{above} {name}".strip())

@@ -1,7 +1,7 @@
-"""A run's folder: what it is of, and every finished generation, as soon as it is finished.
+"""A run's folder: its fingerprint, and every generation as soon as it is finished.
 
-A run that is killed goes on where it was when the same command is given again: a line of ``generations.jsonl`` is
-written, and on the disk, before the next generation begins, and one that was torn is dropped.
+``generations.jsonl`` and ``scores.jsonl`` are journals (:mod:`specbeam.jobs.journal`). So a run that was killed goes on
+where it was when the same command is given again.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import platform
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from specbeam.errors import SpecbeamError
+from specbeam.jobs.atomic import replacing, write_whole
+from specbeam.jobs.journal import Journal, entries_in
 
 Record = dict[str, Any]
 GENERATIONS, SCORES, FINGERPRINT, CONFIG, SUMMARY = (
@@ -27,21 +29,21 @@ GENERATIONS, SCORES, FINGERPRINT, CONFIG, SUMMARY = (
     "config.yaml",
     "summary.json",
 )
-SAME = ("config", "models", "data", "versions", "machine")
-"""Parts of a fingerprint that must not change in the middle of a run."""
+FINGERPRINT_PARTS = ("config", "models", "data", "versions", "machine")
+"""They must not change in the middle of a run."""
 
 
 class Run:
     """A run's folder, which one process at a time writes to.
 
     Attributes:
-        folder: where it is.
-        fingerprint: what its results are of: config, models, data, versions, machine.
-        records: the finished generations by their keys, in the order they finished.
-        scores: what was found out about texts after they were generated, by the same keys.
+        folder: its path.
+        fingerprint: all that the results depend on: config, models, data, versions, machine.
+        records: the finished generations by their keys, in the order in which they finished.
+        scores: the scores of texts, measured after their generation, by the same keys.
 
     Raises:
-        SpecbeamError: the folder holds a run of something else, or another process is at it, or it cannot be written.
+        SpecbeamError: the folder holds another run, another process uses it, or it cannot be written.
     """
 
     def __init__(self, folder: Path, fingerprint: Mapping[str, Any], config: str) -> None:
@@ -52,7 +54,7 @@ class Run:
             self._lock = FileLock(folder / ".lock")
             self._lock.acquire(timeout=0)
         except Timeout as error:
-            raise SpecbeamError(f"another process is at {folder}: wait for it, or give output=FOLDER") from error
+            raise SpecbeamError(f"another process uses {folder}: wait for it, or give output=FOLDER") from error
         except OSError as error:
             raise SpecbeamError(f"the run folder {folder} cannot be written: {error.strerror}") from error
         before = read_json(folder / FINGERPRINT)
@@ -60,28 +62,27 @@ class Run:
             raise SpecbeamError(f"{folder} has generations but no {FINGERPRINT}: give output=FOLDER for a new run")
         if before is not None and (difference := _difference(before, self.fingerprint)):
             raise SpecbeamError(
-                f"{folder} holds a run of something else ({difference}): give output=FOLDER for a new one, or delete it"
+                f"{folder} holds another run ({difference}): give output=FOLDER for a new one, or delete it"
             )
-        with full_disk_told(folder):
+        with reporting_full_disk(folder):
             if before is None:
                 write_whole(folder / CONFIG, config)
                 write_whole(folder / FINGERPRINT, json.dumps(self.fingerprint, indent=2, ensure_ascii=False) + "\n")
-            self.records = {record["key"]: record for record in mend(folder / GENERATIONS)}
-            self.scores = {line["key"]: line["scores"] for line in mend(folder / SCORES)}
-            self._generations = (folder / GENERATIONS).open("a", encoding="utf-8")
-            self._scores = (folder / SCORES).open("a", encoding="utf-8")
+            self._generations, self._scores = Journal(folder / GENERATIONS), Journal(folder / SCORES)
+        self.records = {record["key"]: record for record in self._generations.entries}
+        self.scores = {entry["key"]: entry["scores"] for entry in self._scores.entries}
 
     def add(self, record: Record) -> None:
         """Keep a finished generation."""
         self.records[record["key"]] = record
-        with full_disk_told(self.folder):
-            append(self._generations, record)
+        with reporting_full_disk(self.folder):
+            self._generations.append(record)
 
     def add_scores(self, key: str, scores: Mapping[str, Any]) -> None:
-        """Keep what was found out about a generation."""
+        """Keep the scores of a generation."""
         self.scores[key] = dict(scores)
-        with full_disk_told(self.folder):
-            append(self._scores, {"key": key, "scores": scores})
+        with reporting_full_disk(self.folder):
+            self._scores.append({"key": key, "scores": scores})
 
     def close(self) -> None:
         self._generations.close()
@@ -98,79 +99,25 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Record], dict[str, Any]]:
     fingerprint = read_json(folder / FINGERPRINT)
     if fingerprint is None:
         raise SpecbeamError(f"{folder} is no run folder: it has no {FINGERPRINT}")
-    records = {record["key"]: record for record, _ in lines(folder / GENERATIONS)}
-    scores = {line["key"]: line["scores"] for line, _ in lines(folder / SCORES)}
+    records = {record["key"]: record for record, _ in entries_in(folder / GENERATIONS)}
+    scores = {entry["key"]: entry["scores"] for entry, _ in entries_in(folder / SCORES)}
     return fingerprint, [*records.values()], scores
 
 
-def lines(path: Path) -> Iterator[tuple[Any, int]]:
-    """The whole lines of a JSONL file, and where each ends, in bytes."""
-    end = 0
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                end += len(line)
-                if not line.endswith(b"\n"):  # torn when the process was killed
-                    return
-                yield json.loads(line), end
-    except FileNotFoundError:
-        return
-    except ValueError as error:
-        raise SpecbeamError(f"{path} is damaged before byte {end:,} ({error}): restore it, or start anew") from error
-
-
-def mend(path: Path) -> list[Any]:
-    """The whole lines of a JSONL file, which then ends with the last of them."""
-    whole, end = [], 0
-    for line, end in lines(path):  # noqa: B007
-        whole.append(line)
-    if path.exists() and path.stat().st_size > end:
-        os.truncate(path, end)
-    return whole
-
-
-def append(file: Any, line: Any) -> None:
-    """Write a line of JSON, on the disk when this returns."""
-    file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    file.flush()
-    os.fsync(file.fileno())
-
-
 @contextmanager
-def full_disk_told(folder: Path) -> Iterator[None]:
-    """Says in one line that a file could not be written. What was finished before is on the disk."""
+def reporting_full_disk(folder: Path) -> Iterator[None]:
+    """Turn an OSError in writing into a SpecbeamError, which says that finished generations are kept."""
     try:
         yield
     except OSError as error:
         raise SpecbeamError(
-            f"{folder} cannot be written ({error.strerror}): all that was finished is there, so make room and give the "
+            f"{folder} cannot be written ({error.strerror}): finished generations are kept, so make room and give the "
             "same command again"
         ) from error
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file to write, which is there under its name, and on the disk, once it is whole."""
-    new = path.with_name(f".{path.name}.new")
-    try:
-        with new.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
-
-
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file that is either there as a whole or not."""
-    with replacing(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-
-
 def read_json(path: Path) -> Any:
-    """What a JSON file says; None if there is none."""
+    """The content of a JSON file; None if there is no such file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -180,7 +127,7 @@ def read_json(path: Path) -> Any:
 
 
 def write_parquet(path: Path, records: Iterable[Record]) -> None:
-    """The generations as a table for pandas, polars or DuckDB, numbers a column each; what is nested is JSON text."""
+    """The generations as a table for pandas, polars or DuckDB. Each statistic is a column; nested values are JSON."""
     import pandas
 
     rows = []
@@ -198,7 +145,7 @@ def _plain(name: str, value: Any) -> Any:
 
 
 def fingerprint(config: Mapping[str, Any], models: Mapping[str, Path], data: Path | None) -> dict[str, Any]:
-    """What results depend on: config, models, data, versions and the machine."""
+    """All that results depend on: config, models, data, versions and the machine."""
     from importlib.metadata import version
 
     import psutil
@@ -229,7 +176,7 @@ def fingerprint(config: Mapping[str, Any], models: Mapping[str, Path], data: Pat
 
 
 def digest(path: Path) -> str:
-    """SHA-256 of a file, or of a folder's files and their names."""
+    """The SHA-256 of a file, or of a folder's files and their names, as hexadecimal digits."""
     if path.is_file():
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -250,9 +197,9 @@ def _processor() -> str:
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first few things in which two fingerprints differ."""
+    """The first few differences of two fingerprints; "" if there is none."""
     found = []
-    for part in SAME:
+    for part in FINGERPRINT_PARTS:
         was, is_ = _flat(part, before.get(part)), _flat(part, now.get(part))
         for name in [*was, *(n for n in is_ if n not in was)]:
             if was.get(name) != is_.get(name):

@@ -11,7 +11,9 @@ from typing import Any
 
 from specbeam.checkpoints import locate
 from specbeam.errors import SpecbeamError
-from specbeam.study import launchers
+from specbeam.jobs.atomic import write_whole
+from specbeam.jobs.crew import Crew
+from specbeam.jobs.launchers import crew_on_ray, run_here
 from specbeam.study.config import Study, check, methods
 from specbeam.study.data import Row, local_file, read_rows
 from specbeam.study.progress import Progress
@@ -20,37 +22,36 @@ from specbeam.study.results import (
     Record,
     Run,
     fingerprint,
-    full_disk_told,
+    reporting_full_disk,
     write_parquet,
-    write_whole,
 )
 from specbeam.study.tracking import tracker_of
 from specbeam.study.work import Work, begun, jobs_of_turn, make_work
 
-UNTOLD = ("output", "tracking", "launcher")
+KEYS_WITHOUT_EFFECT = ("output", "tracking", "launcher")
 """Keys of the configuration that do not change results."""
 
 
-def run_study(config: Mapping[str, Any], tell: Callable[[str], object] = print) -> Path:
-    """Run a study, or what is left of it, and write its table, plots and report.
+def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print) -> Path:
+    """Run a study, or the rest of an interrupted one, and write its table, plots and report.
 
     Args:
-        config: what :func:`specbeam.study.config.compose` made.
-        tell: gets lines for people.
+        config: as :func:`specbeam.study.config.compose` returns it.
+        show: called with a line for people at the end.
 
     Returns:
         The run's folder.
 
     Raises:
-        SpecbeamError: wrong input, or no room on the disk; what was finished is kept.
+        SpecbeamError: wrong input, or no room on the disk. Finished generations are kept.
     """
     began = time.perf_counter()
     study = check(config)
     rows = read_rows(study.data, study.prompts, study.seed)
     sources = _sources(study)
     folder = Path(study.output)
-    told = {key: value for key, value in config.items() if key not in UNTOLD}
-    run = Run(folder, fingerprint(told, sources, local_file(study.data)), _yaml(config))
+    relevant = {key: value for key, value in config.items() if key not in KEYS_WITHOUT_EFFECT}
+    run = Run(folder, fingerprint(relevant, sources, local_file(study.data)), _yaml(config))
     with ExitStack() as last:
         last.callback(run.close)
         tracker = tracker_of(study, config, folder)
@@ -62,19 +63,19 @@ def run_study(config: Mapping[str, Any], tell: Callable[[str], object] = print) 
             progress.take(record)
         work = _generate(study, config, rows, run, tracker.record, progress)
         generating = sum(record["wall"] for record in run.records.values())
-        progress.say("reading the texts again")
+        progress.say("scoring the texts")
         _score(study, config, run, work)
         records = [*run.records.values()]
         summary = _summarize(study, records, run.scores)
         overhead = max(0.0, time.perf_counter() - began - progress.spent)
-        with full_disk_told(folder):
+        with reporting_full_disk(folder):
             write_whole(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
             write_parquet(folder / "generations.parquet", records)
         progress.say("writing the report")
         from specbeam.study.report import write_report
 
         share = overhead / (overhead + generating) if generating else None
-        with full_disk_told(folder):
+        with reporting_full_disk(folder):
             write_report(
                 folder,
                 title=study.project_name,
@@ -86,7 +87,7 @@ def run_study(config: Mapping[str, Any], tell: Callable[[str], object] = print) 
             )
         tracker.summary(summary, folder)
     failed = sum(record["error"] is not None for record in records)
-    tell(f"{len(records)} generations, {failed} failed: {folder / 'report.html'}")
+    show(f"{len(records)} generations, {failed} failed: {folder / 'report.html'}")
     return folder
 
 
@@ -95,10 +96,14 @@ def _generate(
     config: Mapping[str, Any],
     rows: list[Row],
     run: Run,
-    follow: Callable[[Record], None],
+    track: Callable[[Record], None],
     progress: Progress,
 ) -> Work | None:
-    """All generations that are not there yet. Turns come one after the other, as answers are part of the next one."""
+    """Make all generations that are missing, one turn after the other: answers are part of the next turn's prompt.
+
+    Returns:
+        The work of this process, whose models are loaded; None if it did none.
+    """
     made: list[Work] = []
     modes = {method.name: method.mode for method in methods(study)}
 
@@ -108,17 +113,17 @@ def _generate(
         progress.say("")
         return made[-1]
 
-    def done(job: Any, result: Any) -> None:
-        if isinstance(result, Exception):  # a worker that died, or one that could not load its models
+    def keep(job: Any, result: Any) -> None:
+        if isinstance(result, Exception):  # a worker died, or could not load its models
             if isinstance(result, SpecbeamError):
                 raise result
             result = begun(job, modes[job["method"]]) | {"error": " ".join(str(result).split()), "wall": 0.0}
         run.add(result)
-        follow(result)
+        track(result)
         progress.take(result, spent=result["wall"])
 
     with ExitStack() as last:
-        crew: launchers.Crew | None = None
+        crew: Crew | None = None
         for turn in range(max(len(row.turns) for row in rows)):
             jobs = jobs_of_turn(study, rows, turn, run.records)
             if not jobs:
@@ -126,16 +131,16 @@ def _generate(
             if study.launcher.name == "ray":
                 if crew is None:
                     how = {key: value for key, value in vars(study.launcher).items() if key != "name"}
-                    hired = launchers.crew_on_ray(make_work(config), done, tell=progress.say, **how)
+                    hired = crew_on_ray(make_work(config), keep, warn=progress.say, **how)
                     crew = last.enter_context(hired)
                 crew.do(jobs)
             else:
-                launchers.local(jobs, (lambda: made[0]) if made else make, done)
+                run_here(jobs, (lambda: made[0]) if made else make, keep)
     return made[0] if made else None
 
 
 def _score(study: Study, config: Mapping[str, Any], run: Run, work: Work | None) -> None:
-    """Perplexities, and whether programs pass their tests, of what has none of these yet. Equal texts are read once."""
+    """Add perplexities, and whether programs pass their tests, where they are missing. Equal texts are scored once."""
     left = [r for r in run.records.values() if r["error"] is None and r["key"] not in run.scores]
     if not left or not (study.metrics.perplexity or any(r["problem"] for r in left)):
         return
@@ -144,7 +149,7 @@ def _score(study: Study, config: Mapping[str, Any], run: Run, work: Work | None)
     work = work or make_work(config)()
     known: dict[str, dict[str, Any]] = {}
     for record in left:
-        # Beams' scores are means, so what comes of them may differ from a greedy text's in the last bit.
+        # The score of a beam is a mean. A perplexity from it may differ from a greedy text's in the last bit.
         same = json.dumps([record["mode"] in ("beam", "hybrid"), _said(record, run.records), record["token_ids"]])
         if same not in known:
             scores: dict[str, Any] = {"perplexity": {}, "passed": None}
@@ -159,7 +164,7 @@ def _score(study: Study, config: Mapping[str, Any], run: Run, work: Work | None)
 
 
 def _said(record: Record, records: Mapping[str, Record]) -> list[dict[str, str]]:
-    """The messages a text answers."""
+    """The messages that a text answers."""
     messages = []
     for turn in range(record["turn"]):
         before = records[f"{record['method']}|{record['row']}|{turn}|{record['repeat']}"]
@@ -182,7 +187,7 @@ def _summarize(study: Study, records: list[Record], scores: Mapping[str, Any]) -
 
 
 def _sources(study: Study) -> dict[str, Path]:
-    """The files of every model; one that cannot be found is refused before anything is written."""
+    """The path of every model. A model that cannot be found is an error before anything is written."""
     wanted = [study.target_model, *(m.draft for m in methods(study)), *study.metrics.perplexity]
     names = dict.fromkeys(name for name in wanted if name not in (None, "ngram", "suffix", "target"))
     return {str(name): locate(str(name)) for name in names}

@@ -1,4 +1,4 @@
-"""The sample outputs of a report: which are shown, and what was drafted for them, verified, and put in its place."""
+"""The samples of a report: a few texts, with the tokens that were drafted, verified and chosen instead."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 
 from specbeam.study.words import several
 
-MOST_SAMPLES, MOST_ROUNDS, MOST_BRANCHES, MOST_PIECES = 5, 3, 5, 400
+MAX_SAMPLES = 5
+MAX_ROUNDS_PER_SAMPLE = 3
+MAX_BRANCHES_PER_ROUND = 5
+MAX_PIECES_PER_SAMPLE = 400
 
 
 @dataclass(frozen=True)
@@ -23,8 +26,8 @@ class Branch:
     """Guesses that follow one another.
 
     Attributes:
-        beam: the number of the beam they follow, from 1; None for a single text.
-        shared: how many of them were shown in a branch before.
+        beam: the number of the beam that they follow, from 1; None for a single text.
+        shared: how many of the guesses an earlier branch shows.
     """
 
     beam: int | None
@@ -34,11 +37,11 @@ class Branch:
 
 @dataclass(frozen=True)
 class Own:
-    """Tokens the target chose that no draft proposed.
+    """Tokens that the target chose and no draft proposed.
 
     Attributes:
         step: the step of beam search, from 1; None for a single text.
-        place: the rejected guesses in whose place it stands.
+        place: the rejected guesses that they replace.
     """
 
     step: int | None
@@ -60,9 +63,9 @@ class Sample:
 
     Attributes:
         rounds: a few of its rounds; none for a method without drafts.
-        pieces: its text, and of each piece whether a draft proposed it.
-        pieces_more: tokens that are left out at the end.
-        lookup: whether drafts came from a look-up, with no model.
+        pieces: its text in pieces, each with whether a draft proposed it.
+        pieces_more: how many pieces are left out at the end.
+        lookup: whether the drafts came from a lookup, without a model.
     """
 
     method: str
@@ -78,13 +81,13 @@ class Sample:
 
 
 def samples(records: list[dict[str, Any]]) -> list[Sample]:
-    """A handful that teaches most: where drafts gained most in each category, methods in turn, and the worst."""
+    """The samples to show: in each category the one whose drafts gained most, methods in turn, and the worst one."""
     good = [record for record in records if not record.get("error") and record.get("text")]
-    drafted = [record for record in good if any(told["drafted"] for told in record.get("trace") or [])]
+    drafted = [record for record in good if any(entry["drafted"] for entry in record.get("trace") or [])]
     shown: Counter[str] = Counter()
     chosen: list[tuple[str, dict[str, Any]]] = []
     pool = drafted or good
-    most = MOST_SAMPLES - 1 if drafted else MOST_SAMPLES
+    most = MAX_SAMPLES - 1 if drafted else MAX_SAMPLES
     for category in dict.fromkeys(record.get("category") for record in pool):
         if len(chosen) == most:
             break
@@ -109,21 +112,21 @@ def accepted_share(record: Mapping[str, Any]) -> float:
 
 
 def gain(record: Mapping[str, Any]) -> float:
-    """How many tokens a pass gave: most of the guesses accepted is little if there were few."""
+    """Tokens per pass. A high acceptance rate alone says little: there may be few guesses."""
     return (record.get("stats") or {}).get("steps_per_target_pass") or 0.0
 
 
 def sample(record: Mapping[str, Any], why: str) -> Sample:
-    """What is shown of a generation."""
+    """The sample that shows a generation."""
     trace = record.get("trace") or []
     stats = record.get("stats") or {}
-    beams = any(len(step) > 1 for told in trace for step in told["steps"])
-    told = [several(stats["new_tokens"], "token")] if stats.get("new_tokens") else []
+    beams = any(len(step) > 1 for entry in trace for step in entry["steps"])
+    facts = [several(stats["new_tokens"], "token")] if stats.get("new_tokens") else []
     if stats.get("target_passes"):
         passes = stats["target_passes"]
-        told.append(f"{passes:,} {'pass' if passes == 1 else 'passes'} of the target")
+        facts.append(f"{passes:,} {'pass' if passes == 1 else 'passes'} of the target")
     if stats.get("drafted"):
-        told.append(f"{stats.get('accepted', 0):,} of {stats['drafted']:,} guesses accepted")
+        facts.append(f"{stats.get('accepted', 0):,} of {stats['drafted']:,} guesses accepted")
     rounds = sorted((i for i, one in enumerate(trace) if one["drafted"]), key=lambda i: -instructive(trace[i]))
     pieces = align(origins(record), record["text"])
     return Sample(
@@ -131,30 +134,30 @@ def sample(record: Mapping[str, Any], why: str) -> Sample:
         category=record.get("category") or "",
         why=why,
         prompt=str(record.get("prompt") or ""),
-        facts=", ".join(told),
-        rounds=[shown_round(i + 1, trace[i], beams) for i in sorted(rounds[:MOST_ROUNDS])],
-        pieces=pieces[:MOST_PIECES],
-        pieces_more=max(0, len(pieces) - MOST_PIECES),
+        facts=", ".join(facts),
+        rounds=[shown_round(i + 1, trace[i], beams) for i in sorted(rounds[:MAX_ROUNDS_PER_SAMPLE])],
+        pieces=pieces[:MAX_PIECES_PER_SAMPLE],
+        pieces_more=max(0, len(pieces) - MAX_PIECES_PER_SAMPLE),
         beams=beams,
         lookup=not stats.get("draft_passes"),
     )
 
 
-def instructive(told: Mapping[str, Any]) -> int:
-    """Most where some guesses were accepted, saving a pass, and others were not."""
-    return len({guess["accepted"] for guess in told["drafted"]}) + (len(told["steps"]) > 1)
+def instructive(entry: Mapping[str, Any]) -> int:
+    """How instructive a round is: most if it has accepted and rejected guesses, and several steps."""
+    return len({guess["accepted"] for guess in entry["drafted"]}) + (len(entry["steps"]) > 1)
 
 
-def shown_round(place: int, told: Mapping[str, Any], beams: bool) -> Round:
-    """One pass of the target: the guesses as branches, and what was chosen beside them."""
-    found = branches(told["drafted"], beams)
+def shown_round(place: int, entry: Mapping[str, Any], beams: bool) -> Round:
+    """One pass of the target: the guesses as branches, and the tokens that no draft proposed."""
+    found = branches(entry["drafted"], beams)
     own = []
-    for step, ends in enumerate(told["steps"], 1):
+    for step, ends in enumerate(entry["steps"], 1):
         tokens = [*dict.fromkeys(visible(end["text"]) for end in ends if not end["drafted"])]
         if tokens:
-            rejected = [] if beams else [visible(guess["text"]) for guess in beside(told["drafted"])]
+            rejected = [] if beams else [visible(guess["text"]) for guess in beside(entry["drafted"])]
             own.append(Own(step if beams else None, tokens, rejected))
-    return Round(place, found[:MOST_BRANCHES], max(0, len(found) - MOST_BRANCHES), own)
+    return Round(place, found[:MAX_BRANCHES_PER_ROUND], max(0, len(found) - MAX_BRANCHES_PER_ROUND), own)
 
 
 def branches(drafted: list[Mapping[str, Any]], beams: bool) -> list[Branch]:
@@ -187,15 +190,15 @@ def beside(drafted: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def origins(record: Mapping[str, Any]) -> list[tuple[str, bool]]:
-    """The tokens of the text as a trace tells them, and whether each was drafted.
+    """The tokens of the text according to the trace, and whether each was drafted.
 
-    A text of beam search is the path of beams whose tokens are its own; the trace need not have the last of them, since
-    a beam that ends is a beam no more.
+    A text of beam search is a path of beams with its tokens. The trace may lack the last one: a beam that ends is no
+    beam of that step.
     """
     ids = record.get("token_ids") or []
     on_path: set[int | None] = {0, None}
     found: list[tuple[str, bool]] = []
-    for step in (step for told in record.get("trace") or [] for step in told["steps"]):
+    for step in (step for entry in record.get("trace") or [] for step in entry["steps"]):
         if len(found) == len(ids):
             break
         here = {i: b for i, b in enumerate(step) if b["beam"] in on_path and b["token_id"] == ids[len(found)]}
@@ -210,8 +213,8 @@ def origins(record: Mapping[str, Any]) -> list[tuple[str, bool]]:
 def align(tokens: list[tuple[str, bool]], text: str) -> list[tuple[str, bool]]:
     """The text in pieces, each with whether it was drafted.
 
-    Tokens are decoded one by one, so those that are parts of a character, or that drop the space they begin with, are
-    not what the text has at their place: then the text between the tokens around them is theirs.
+    Tokens are decoded one by one. A token that is part of a character, or that loses its leading space, differs from
+    the text at its place. Then it gets the text between the tokens around it.
     """
     pieces: list[tuple[str, bool]] = []
     at = 0
@@ -232,5 +235,5 @@ def align(tokens: list[tuple[str, bool]], text: str) -> list[tuple[str, bool]]:
 
 
 def visible(text: str) -> str:
-    """A token on one line, with nothing that cannot be seen."""
+    """A token on one line, with symbols for characters that cannot be seen."""
     return text.replace("\r", "␍").replace("\n", "↵").replace("\t", "⇥") or "∅"

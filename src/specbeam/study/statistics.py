@@ -1,4 +1,4 @@
-"""How sure one can be of a mean, and of a difference, from the rows that were measured."""
+"""Confidence intervals and tests: of a mean, and of a ratio between methods on the same rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 from specbeam.errors import SpecbeamError
 
-RESAMPLES = 2000
+BOOTSTRAP_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Estimate:
     """A mean and its confidence interval.
 
     Attributes:
-        n: of so many values.
+        n: the number of values.
     """
 
     mean: float
@@ -28,12 +28,12 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times as large one thing is as another, measured on the same rows.
+    """The ratio of two quantities that were measured on the same rows.
 
     Attributes:
         ratio: the geometric mean of the rows' ratios, and its confidence interval from low to high.
-        p: how likely ratios so far from 1 are if there is no difference.
-        n: of so many rows.
+        p: the probability of ratios at least this far from 1 if there is no difference.
+        n: the number of rows.
     """
 
     ratio: float
@@ -46,7 +46,7 @@ class Comparison:
 def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Estimate | None:
     """The mean and its bias-corrected and accelerated bootstrap interval (BCa; Efron 1987).
 
-    Values that are all the same, such as a single one, have an interval without width; no values have no mean.
+    Equal values, such as a single one, have an interval without width. Without values there is no mean: None.
     """
     from scipy.stats import bootstrap
 
@@ -58,7 +58,7 @@ def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, seed: int 
     found = bootstrap(
         (np.asarray(values, dtype=np.float64),),
         np.mean,
-        n_resamples=RESAMPLES,
+        n_resamples=BOOTSTRAP_RESAMPLES,
         confidence_level=confidence,
         method="BCa",
         rng=np.random.default_rng(seed),
@@ -68,7 +68,7 @@ def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, seed: int 
 
 
 def paired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Comparison | None:
-    """How many times b is a: the geometric mean of a / b over pairs, with a bootstrap interval over the pairs.
+    """The geometric mean of a / b over pairs, with a bootstrap interval over the pairs.
 
     The test is Wilcoxon's signed-rank test (1945) of the logarithms of the ratios, two-sided.
 
@@ -76,7 +76,7 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.9
         None without pairs.
 
     Raises:
-        SpecbeamError: the values are not as many, or not all positive and finite.
+        SpecbeamError: the numbers of values differ, or a value is not positive and finite.
     """
     from scipy.stats import wilcoxon
 
@@ -96,9 +96,9 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.9
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """p-values adjusted so that, if nothing differs, the chance that any is below a level is at most that level.
+    """Adjusted p-values (Holm 1979): if nothing differs, the chance that any is below a level is at most that level.
 
-    The smallest of n is multiplied by n, the next by n - 1 and so on, and none is below one before it (Holm 1979).
+    The smallest of n is multiplied by n, the next by n - 1, and so on. None is below the one before it.
     """
     adjusted = [0.0] * len(p_values)
     largest = 0.0

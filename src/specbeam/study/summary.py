@@ -1,7 +1,7 @@
-"""What a run says of its methods, and what two runs say of a change between them.
+"""The figures of a run's methods, and the change of methods between two runs.
 
-Rows are what is compared: a turn of a row of the data is measured by all methods. Its repeats are averaged before, or
-they would count as if they were as different as rows are.
+Methods are compared on units: a unit is one turn of one row of the data. The repeats of a unit are averaged first:
+they differ less than units do, and would make intervals too narrow.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from specbeam.study.results import Record
 from specbeam.study.statistics import Comparison, bootstrap_mean, holm, paired_ratio
 
 Unit = tuple[str, int]
-"""A row of the data and a turn of it."""
-BY_CATEGORY = ("tokens_per_second", "steps_per_target_pass", "new_tokens")
-LEVEL = 0.05
-SMALLEST_EFFECT = 0.03
-"""A change of speed that is no larger is not worth reporting: the next build of a kernel may move it as much."""
+"""The id of a row, and one of its turns."""
+CATEGORY_METRICS = ("tokens_per_second", "steps_per_target_pass", "new_tokens")
+SIGNIFICANCE_LEVEL = 0.05
+MIN_EFFECT_SHARE = 0.03
+"""A smaller change of speed is not reported: another build of the same kernel may change it as much."""
 
 
 def summarize(
@@ -39,17 +39,17 @@ def summarize(
     """The methods of a run, in the order in which they first come, as plain data.
 
     Args:
-        scores: what was found out about texts, by the keys of their generations: "perplexity" by the names of the
-            models that judged ("target" is the one that generated), and whether a program "passed".
+        scores: measured on texts after their generation, by the keys of generations: "perplexity" by model ("target"
+            is the model that generated), and whether a program "passed".
         baseline: the method that the others' speed is compared with.
-        twins: for a method, the one whose tokens it should give, and so is counted how often it does.
+        twins: for a method, the method whose tokens it must return. The summary counts how often it does.
 
     Returns:
-        "methods", "categories", "acceptance_by_position" and "time" (seconds by component), the last two by method.
-        A failed generation is counted, and left out of all else.
+        "methods", "categories", "acceptance_by_position" by method, and "time" (seconds by component) by method.
+        Failed generations are counted, and left out of all other figures.
     """
     by_method = _by_method(records)
-    told: dict[str, Any] = {"methods": [], "categories": {}, "acceptance_by_position": {}, "time": {}}
+    summary: dict[str, Any] = {"methods": [], "categories": {}, "acceptance_by_position": {}, "time": {}}
     speeds = {method: _speeds(some) for method, some in by_method.items()}
     for method, some in by_method.items():
         good = finished(some)
@@ -59,7 +59,7 @@ def summarize(
         if baseline is not None and baseline in speeds and method != baseline:
             found = _faster(speeds[method], speeds[baseline], confidence)
             against = found and {"baseline": baseline, "tokens_per_second": asdict(found)}
-        told["methods"].append(
+        summary["methods"].append(
             {
                 "method": method,
                 "mode": some[0]["mode"],
@@ -77,24 +77,24 @@ def summarize(
             }
         )
         for category, by_name in _by_category(good, by_unit).items():
-            told["categories"].setdefault(category, {})[method] = by_name
-        told["acceptance_by_position"][method] = acceptance_by_position(good)
-        told["time"][method] = time_by_component(good)
-    return told
+            summary["categories"].setdefault(category, {})[method] = by_name
+        summary["acceptance_by_position"][method] = acceptance_by_position(good)
+        summary["time"][method] = time_by_component(good)
+    return summary
 
 
 def diff(a_records: Iterable[Record], b_records: Iterable[Record], *, confidence: float = 0.95) -> dict[str, Any]:
-    """How the speed of the methods of run A differs in run B.
+    """How the speed of methods differs between run A and run B.
 
-    A machine that was slower while one run was going on was slower for all methods. So what counts is "relative": a
-    method's ratio, on each row, by that of most methods (which did not change, if this is to tell anything). Where
-    fewer than three methods are in both runs there is no telling the two apart, and "relative" is "raw".
+    A machine that is slower during one run is slower for all methods. The "relative" ratio removes this: on each unit,
+    it divides a method's ratio by the typical ratio of the methods, most of which must not have changed. With fewer
+    than three methods in both runs this cannot be done, and "relative" is "raw".
 
     Returns:
-        "methods": of each that is in both runs, the ratios B / A of tokens_per_second over the rows that both have,
-        "raw" and "relative" (None without rows); "p", the relative one's, adjusted for the number of methods;
-        "significant", if p is below 0.05, the interval excludes 1 and the effect is over 3 %; and how many texts of
-        those in both runs are "identical". "only_in_a", "only_in_b": other methods. "note": what to bear in mind.
+        "methods": for each method in both runs, the ratios B / A of tokens_per_second over common units, "raw" and
+        "relative" (None without common units); "p" of the relative ratio, adjusted for the number of methods;
+        "significant": whether p is below 0.05, the interval excludes 1 and the effect is over 3 %; and how many of the
+        common texts are "identical". "only_in_a", "only_in_b": the other methods. "note": a caveat, or None.
     """
     a, b = _by_method(a_records), _by_method(b_records)
     common = [method for method in a if method in b]
@@ -104,7 +104,7 @@ def diff(a_records: Iterable[Record], b_records: Iterable[Record], *, confidence
     ratios = np.log(_table(after, units)) - np.log(_table(before, units))
     note = None
     if len(common) < 3:
-        note = f"{len(common)} methods in both runs: a change of the machine cannot be told from one of a method"
+        note = f"{len(common)} methods in both runs: a change of the machine looks like one of a method"
     methods: list[dict[str, Any]] = []
     relatives: list[Comparison | None] = []
     for i, method in enumerate(common):
@@ -122,9 +122,9 @@ def diff(a_records: Iterable[Record], b_records: Iterable[Record], *, confidence
             }
         )
     adjusted = holm([1.0 if relative is None else relative.p for relative in relatives])
-    for told, relative, p in zip(methods, relatives, adjusted, strict=True):
-        told["p"] = p
-        told["significant"] = relative is not None and _significant(relative, p)
+    for figures, relative, p in zip(methods, relatives, adjusted, strict=True):
+        figures["p"] = p
+        figures["significant"] = relative is not None and _significant(relative, p)
     return {
         "methods": methods,
         "only_in_a": [method for method in a if method not in b],
@@ -135,21 +135,27 @@ def diff(a_records: Iterable[Record], b_records: Iterable[Record], *, confidence
 
 def _significant(relative: Comparison, p: float) -> bool:
     outside = relative.low > 1 or relative.high < 1
-    return p < LEVEL and outside and abs(relative.ratio - 1) > SMALLEST_EFFECT
+    return p < SIGNIFICANCE_LEVEL and outside and abs(relative.ratio - 1) > MIN_EFFECT_SHARE
 
 
 def _ratio(logs: NDArray[np.float64], confidence: float) -> Comparison | None:
-    """The ratio whose logarithms, on some rows, are these; NaN where it is not known."""
+    """The ratio with these logarithms, one per unit; NaN where it is not known."""
     ratios = np.exp(logs[np.isfinite(logs)])
     return paired_ratio(ratios.tolist(), [1.0] * len(ratios), confidence)
 
 
 def _drift(logs: NDArray[np.float64], i: int) -> NDArray[np.float64]:
-    """By how much the machine changed on each row, as far as method i can tell: logarithms [methods, rows] to [rows].
+    """The change of the machine's speed on each unit, as method i must be corrected for it.
 
-    It is the median over the methods of their means, plus, row by row, the median over the others of how far each is
-    from its own mean. Plainly the median over the others, row by row, would be drawn by the one method that did change:
-    of those that are left, it leaves one more on one side than on the other.
+    It is the median of all methods' means, plus, on each unit, the median over the other methods of the distance from
+    their own means. The plain median over the other methods would be biased by a method that did change: without
+    method i, more methods lie on one side of the median than on the other.
+
+    Args:
+        logs: logarithms of speed ratios [methods, units].
+
+    Returns:
+        Logarithms [units].
     """
     known = np.ma.masked_invalid(logs)
     own = known.mean(axis=1, keepdims=True)
@@ -176,7 +182,7 @@ def _unit(record: Record) -> Unit:
 
 
 def _averaged(measured: Iterable[tuple[Record, Mapping[str, float | None]]]) -> dict[str, dict[Unit, float]]:
-    """The metrics, by name, of each row and turn: means over its repeats."""
+    """The metrics by name, then by unit: means over the repeats."""
     every: dict[str, dict[Unit, list[float]]] = defaultdict(lambda: defaultdict(list))
     for record, metrics in measured:
         for name, value in metrics.items():
@@ -186,9 +192,9 @@ def _averaged(measured: Iterable[tuple[Record, Mapping[str, float | None]]]) -> 
 
 
 def _speeds(records: Iterable[Record]) -> dict[Unit, float]:
-    """Tokens a second of each row and turn; without those that gave no token."""
-    told = [(record, {"speed": record["stats"]["tokens_per_second"]}) for record in finished(records)]
-    return {unit: speed for unit, speed in _averaged(told).get("speed", {}).items() if speed > 0}
+    """Tokens per second by unit, without units that gave no token."""
+    measured = [(record, {"speed": record["stats"]["tokens_per_second"]}) for record in finished(records)]
+    return {unit: speed for unit, speed in _averaged(measured).get("speed", {}).items() if speed > 0}
 
 
 def _faster(speeds: Mapping[Unit, float], others: Mapping[Unit, float], confidence: float) -> Comparison | None:
@@ -236,10 +242,10 @@ def _by_category(records: Iterable[Record], by_unit: Mapping[str, Mapping[Unit, 
     for record in records:
         if record["category"] is not None:
             units[record["category"]].add(_unit(record))
-    told: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {}
     for category, members in units.items():
-        told[category] = {"n": len(members)}
-        for name in BY_CATEGORY:
+        figures[category] = {"n": len(members)}
+        for name in CATEGORY_METRICS:
             values = [value for unit, value in by_unit.get(name, {}).items() if unit in members]
-            told[category][name] = fmean(values) if values else None
-    return told
+            figures[category][name] = fmean(values) if values else None
+    return figures

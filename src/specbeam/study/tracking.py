@@ -1,4 +1,4 @@
-"""Where a study's numbers are sent, beside its folder. Another tracker is another class with these three methods."""
+"""Trackers get a study's figures as it runs, beside its folder. A new tracker is a class with three methods."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from specbeam.study.results import Record
 
 logger = logging.getLogger("specbeam")
 
-PATIENCE = 30.0
-"""Seconds to wait for the server."""
+CONNECT_TIMEOUT_SECONDS = 30.0
 
 
 class Tracker(Protocol):
-    """What follows a run. Nothing it does may stop the study."""
+    """Follows a run. Its failures must not stop the study."""
 
     def record(self, record: Record) -> None:
         """A generation is finished."""
@@ -29,7 +28,7 @@ class Tracker(Protocol):
         """The study is finished; its folder holds the report, the plots and the table."""
 
     def close(self) -> None:
-        """There is nothing more to come."""
+        """The study has ended."""
 
 
 class Nowhere:
@@ -45,8 +44,8 @@ class Nowhere:
 class WandbTracker:
     """Weights & Biases: config, a table of generations, metrics and plots.
 
-    Without a key (WANDB_API_KEY or ``wandb login``), or with WANDB_MODE=offline, all is written below the run's folder,
-    for ``wandb sync``.
+    Without a key (WANDB_API_KEY or ``wandb login``), or with WANDB_MODE=offline, everything is written below the run's
+    folder, for ``wandb sync``.
     """
 
     COLUMNS = ("key", "method", "category", "turn", "repeat", "prompt", "text", "new_tokens", "tokens_per_second")
@@ -65,7 +64,7 @@ class WandbTracker:
             "config": dict(config),
             "dir": str(folder),
             "name": folder.name,
-            "id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12],  # a run that goes on is the same one
+            "id": hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12],  # a resumed run keeps its id
             "resume": "allow",
         }
         mode = os.environ.get("WANDB_MODE") or (
@@ -77,10 +76,12 @@ class WandbTracker:
             if mode != "online":
                 raise
             logger.warning("tracking goes on offline: %s", " ".join(str(error).split()))
-            self._run = self._init(how | {"id": f"{how['id']}-offline"}, "offline")  # the other is taken by what failed
+            self._run = self._init(
+                how | {"id": f"{how['id']}-offline"}, "offline"
+            )  # the run that failed has taken the other id
 
     def _init(self, how: dict[str, Any], mode: str) -> Any:
-        settings = self._wandb.Settings(silent=True, init_timeout=PATIENCE, console="off")
+        settings = self._wandb.Settings(silent=True, init_timeout=CONNECT_TIMEOUT_SECONDS, console="off")
         return self._wandb.init(**how, mode=mode, settings=settings)
 
     def record(self, record: Record) -> None:
@@ -89,8 +90,8 @@ class WandbTracker:
         self._rows.append([flat.get(name) for name in self.COLUMNS])
         if stats:
             method = record["method"]
-            told = ("tokens_per_second", "time_to_first_token", "acceptance_rate", "steps_per_target_pass")
-            self._run.log({f"{method}/{name}": stats[name] for name in told if stats[name] is not None})
+            names = ("tokens_per_second", "time_to_first_token", "acceptance_rate", "steps_per_target_pass")
+            self._run.log({f"{method}/{name}": stats[name] for name in names if stats[name] is not None})
 
     def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
         table = self._wandb.Table(columns=[*self.COLUMNS], data=self._rows)
@@ -107,31 +108,31 @@ class WandbTracker:
 
 
 class Unfailing:
-    """A tracker whose failures are a warning: the study goes on without it."""
+    """Wraps a tracker. Its first failure is a warning, and the study goes on without it."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker: Tracker | None = tracker
 
-    def _do(self, what: str, *given: Any) -> None:
+    def _call(self, method: str, *given: Any) -> None:
         if self._tracker is not None:
             try:
-                getattr(self._tracker, what)(*given)
+                getattr(self._tracker, method)(*given)
             except Exception as error:
                 logger.warning("tracking stopped: %s", " ".join(str(error).split()) or type(error).__name__)
                 self._tracker = None
 
     def record(self, record: Record) -> None:
-        self._do("record", record)
+        self._call("record", record)
 
     def summary(self, summary: Mapping[str, Any], folder: Path) -> None:
-        self._do("summary", summary, folder)
+        self._call("summary", summary, folder)
 
     def close(self) -> None:
-        self._do("close")
+        self._call("close")
 
 
 def tracker_of(study: Study, config: Mapping[str, Any], folder: Path) -> Tracker:
-    """The tracker that a study asks for.
+    """The tracker of a study.
 
     Raises:
         SpecbeamError: its package is not installed.

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, and all that are before the point."""
+    """A number with three significant digits, and all digits before the point."""
     if value is None or not math.isfinite(value):
         return "–"
     if value == 0:
@@ -17,26 +17,27 @@ def number(value: float | None) -> str:
     return f"{value:,.{digits}f}"
 
 
-def between(told: Mapping[str, Any], scale: float = 1.0) -> str:
-    """An interval, or nothing if there is none, or it has no width."""
-    low, high = told.get("low"), told.get("high")
+def between(estimate: Mapping[str, Any], scale: float = 1.0) -> str:
+    """The interval of an estimate; "" if there is none, or it has no width."""
+    low, high = estimate.get("low"), estimate.get("high")
     if low is None or high is None or low == high:
         return ""
     return f"{number(low * scale)}–{number(high * scale)}"
 
 
-def between_ratios(told: Mapping[str, Any]) -> str:
-    return "" if told.get("low") is None else f"{told['low']:.2f}–{told['high']:.2f}"
+def between_ratios(comparison: Mapping[str, Any]) -> str:
+    """The interval of a ratio; "" if there is none."""
+    return "" if comparison.get("low") is None else f"{comparison['low']:.2f}–{comparison['high']:.2f}"
 
 
-def times(told: Mapping[str, Any]) -> str:
+def times(comparison: Mapping[str, Any]) -> str:
     """A speed-up in words."""
-    within = between_ratios(told)
-    return f"{told['ratio']:.2f} times" + (f" ({within})" if within else "")
+    within = between_ratios(comparison)
+    return f"{comparison['ratio']:.2f} times" + (f" ({within})" if within else "")
 
 
-def several(count: int, what: str) -> str:
-    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+def several(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def first_line(text: Any, most: int = 300) -> str:

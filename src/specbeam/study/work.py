@@ -1,4 +1,4 @@
-"""What a worker does: one generation at a time, on models that stay loaded."""
+"""The work of a worker: one generation at a time, on models that stay loaded."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from specbeam.scoring import score
 from specbeam.study.config import Method, Study, check, methods
 from specbeam.study.results import Record
 
-WARM_UP = 8
-"""Tokens of the first generation of each method, which is not kept: memory is allocated, passes are timed."""
+WARM_UP_TOKENS = 8
+"""Length of each method's first generation, which is not kept: it allocates memory and times passes."""
 
 Job = dict[str, Any]
-"""A method's name, a row, the turn and the repeat, and what was said before in this conversation."""
+"""A method's name, a row, the turn and the repeat, and the messages of the conversation so far."""
 
 
 class Work:
-    """Makes records of jobs.
+    """Makes the record of each job.
 
     Args:
-        config: of the study, as plain data: workers may be other processes.
+        config: the study's configuration, as plain data: workers may be other processes.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -39,14 +39,14 @@ class Work:
             self.models(method)
 
     def models(self, method: Method) -> tuple[LanguageModel, Any]:
-        """The target and what drafts for it."""
+        """The target and its draft: a draft model, "ngram", "suffix" or None."""
         target = self._load(self.study.target_model, method.load)
         if method.draft in (None, "ngram", "suffix"):
             return target, method.draft
         return target, self._load(method.draft, method.draft_load)
 
     def __call__(self, job: Job) -> Record:
-        """The record of a job. What goes wrong is told in it; only an interrupt is raised."""
+        """The record of a job. It holds the error if the generation fails; only an interrupt is raised."""
         method = self.methods[job["method"]]
         start = time.perf_counter()
         record = begun(job, method.mode)
@@ -64,7 +64,7 @@ class Work:
         if options["do_sample"]:
             options["seed"] = job["seed"]
         if method.name not in self._warm:
-            few = options | {"max_new_tokens": min(WARM_UP, options["max_new_tokens"]), "min_new_tokens": 0}
+            few = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"]), "min_new_tokens": 0}
             self._run(lm, prompt, few, draft, how)
             self._warm.add(method.name)
         result, times = self._run(lm, prompt, options, draft, how)
@@ -81,10 +81,12 @@ class Work:
         }
 
     def perplexity(self, name: str, messages: list[dict[str, str]], record: Record) -> float | None:
-        """e to the mean negative log-probability of a text's tokens, given what it answers; None without tokens.
+        """The perplexity of a text given the messages that it answers; None without tokens.
+
+        It is e to the power of the mean negative log-probability of the text's tokens.
 
         Args:
-            name: "target", as the method had it, or another model, which sees the text as its own tokenizer cuts it.
+            name: "target", loaded as for the method, or another model, which reads the text by its own tokenizer.
         """
         method = self.methods[record["method"]]
         lm = self.models(method)[0] if name == "target" else self._load(name, vars(self.study.load))
@@ -100,7 +102,7 @@ class Work:
         return math.exp(-log_prob / len(token_ids))
 
     def _known(self, lm: LanguageModel, method: Method, record: Record) -> float | None:
-        """The log-probability that the search found, if it is that of the text (:class:`specbeam.Sequence`)."""
+        """The log-probability of the text, if the search's score tells it (:class:`specbeam.Sequence`), else None."""
         found: float = record["beams"][0]["score"]
         if method.mode not in ("beam", "hybrid"):
             return found
@@ -112,14 +114,14 @@ class Work:
         return found * len(record["token_ids"]) ** method.options["length_penalty"]
 
     def _asked(self, lm: LanguageModel, messages: list[dict[str, str]]) -> tuple[Any, dict[str, Any]]:
-        """The prompt that a model sees of messages, and how it is to be read."""
+        """The prompt for some messages, and the options that say how to read it."""
         chat = self.study.chat
         if chat.raw or lm.tokenizer is None or not lm.tokenizer.chat_template:
             return messages[-1]["content"], {"raw": chat.raw}
         return messages, {"system": chat.system_prompt if chat.use_system_prompt else None}
 
     def _run(self, lm: LanguageModel, prompt: Any, options: Any, draft: Any, how: Any) -> tuple[Any, list[float]]:
-        """A result, and when each piece of its text came, in seconds."""
+        """A result, and the seconds after which each piece of its text came."""
         engine = Engine(lm)
         start = time.perf_counter()
         request = engine.submit(prompt, options, draft=draft, **how)
@@ -139,7 +141,7 @@ class Work:
 
 
 def begun(job: Job, mode: str) -> Record:
-    """What a job's record says before there is a text."""
+    """The part of a job's record that is known before there is a text."""
     row = job["row"]
     return {
         **{name: job[name] for name in ("key", "method", "turn", "repeat")},
@@ -155,14 +157,14 @@ def begun(job: Job, mode: str) -> Record:
 
 
 def make_work(config: Mapping[str, Any]) -> Callable[[], Work]:
-    """What makes a worker's work, wherever it is."""
+    """Makes the work of a worker, here or in another process."""
     return lambda: Work(config)
 
 
 def jobs_of_turn(study: Study, rows: list[Any], turn: int, records: Mapping[str, Record]) -> list[Job]:
-    """What is left to do of a turn, all methods of a row one after the other.
+    """The jobs of a turn that are not done yet, all methods of a row one after the other.
 
-    Which of them is first changes from row to row, so that a machine that grows slower favours none.
+    The first method changes from row to row, so that a machine that becomes slower favours none.
     """
     names = [method.name for method in methods(study)]
     found = []
@@ -190,5 +192,5 @@ def jobs_of_turn(study: Study, rows: list[Any], turn: int, records: Mapping[str,
 
 
 def hash_of(*parts: Any) -> int:
-    """A seed that is the same for the same parts on every machine."""
+    """A seed from some parts: the same on every machine."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "big")

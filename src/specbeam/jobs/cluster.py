@@ -1,0 +1,92 @@
+"""Joining a Ray cluster, or starting one on this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from specbeam.errors import SpecbeamError
+
+CONNECT_TIMEOUT_SECONDS = 10.0
+"""How long a cluster may take to answer."""
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Shared memory of a cluster that is started here. Jobs and results are small; Ray moves the rest to the disk."""
+
+
+@contextmanager
+def joined_cluster(address: str | None) -> Iterator[Any]:
+    """The module ``ray``, connected to a cluster. A cluster that was started for it is stopped afterwards.
+
+    Args:
+        address: as for :func:`specbeam.jobs.launchers.crew_on_ray`.
+
+    Raises:
+        SpecbeamError: Ray is not installed, or the cluster cannot be joined or started.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # the default; while unset, Ray warns of a change
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # otherwise Ray prints a page for each worker that dies
+    try:
+        import ray
+    except ImportError as error:
+        raise SpecbeamError("workers on a cluster need Ray: pip install specbeam[ray]") from error
+    if ray.is_initialized():
+        yield ray
+        return
+    quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+    try:
+        if address is None:
+            ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
+        else:
+            _check_address(address)
+            with _single_connection_attempt():
+                ray.init(address, **quiet)
+    except SpecbeamError:
+        raise
+    except Exception as error:  # ConnectionError, RuntimeError, ValueError or Ray's own: it depends on the failure
+        where = "cannot be started here" if address is None else f"at {address} cannot be joined"
+        raise SpecbeamError(f"a Ray cluster {where}: {reason_of(error)}") from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def reason_of(error: BaseException) -> str:
+    """The reason in one of Ray's messages, as one line; the messages go on for pages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    line = next((line for line in lines if "because" in line), lines[0])
+    return line.partition(" Some common causes")[0].partition(" Last connection error")[0].rstrip(".:")
+
+
+@contextmanager
+def _single_connection_attempt() -> Iterator[None]:
+    """Let Ray try once. Where something else than Ray answers, one attempt takes 40 s, and Ray makes twenty."""
+    name = "RAY_gcs_server_port_wait_time_s"
+    before = os.environ.get(name)
+    os.environ.setdefault(name, "1")
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+
+
+def _check_address(address: str) -> None:
+    """Raise SpecbeamError if nothing listens at an address: Ray itself would try for minutes."""
+    if address == "auto":
+        return
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        raise SpecbeamError(f'{address!r} is no address of a Ray cluster: give "auto", host:port or ray://host:port')
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise SpecbeamError(
+            f"no Ray cluster answers at {address} ({reason}): start one with ray start --head, or leave the address out"
+        ) from error

@@ -1,0 +1,98 @@
+"""A journal: results as lines of JSON, each of them on the disk before the next piece of work begins.
+
+A process that is killed at any moment loses only the entry that it was writing. The next process that opens the
+journal drops this torn line and goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from specbeam.errors import SpecbeamError
+
+Entry = dict[str, Any]
+"""A JSON object: one line of the file."""
+
+
+class Journal:
+    """A file of entries, to which one process at a time appends.
+
+    Args:
+        path: the file. It is made if it is not there.
+        drop_damaged: drop a damaged line, and all lines after it, instead of raising. This suits entries that are
+            appended several at a time: when a machine loses power, any of them may be damaged.
+
+    Attributes:
+        entries: what the file held when it was opened, without a torn last line.
+
+    Raises:
+        SpecbeamError: a line is damaged.
+        OSError: the file cannot be read or written.
+    """
+
+    def __init__(self, path: Path, *, drop_damaged: bool = False) -> None:
+        self.path = path
+        self._file = path.open("ab")
+        try:
+            whole = [*entries_in(path, drop_damaged=drop_damaged)]
+            end = whole[-1][1] if whole else 0
+            if path.stat().st_size > end:
+                self._file.truncate(end)
+        except BaseException:
+            self._file.close()
+            raise
+        self.entries: list[Entry] = [entry for entry, _ in whole]
+
+    def append(self, *entries: Entry) -> None:
+        """Write entries. When this returns, they are on the disk."""
+        self._file.write(b"".join(map(json_line, entries)))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def clear(self) -> None:
+        """Drop all entries."""
+        self.entries = []
+        self._file.truncate(0)
+
+    def close(self) -> None:
+        with suppress(OSError):  # append has reported a full disk
+            self._file.close()
+
+
+def entries_in(path: Path, *, drop_damaged: bool = False) -> Iterator[tuple[Entry, int]]:
+    """The whole lines of a journal, which a process may still be writing, and the byte at which each ends.
+
+    A last line without a line end was torn, and is left out. So is everything if there is no such file.
+
+    Raises:
+        SpecbeamError: a line is damaged, and ``drop_damaged`` is not given.
+    """
+    end = 0
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            end += len(line)
+            try:
+                entry = json.loads(line)
+                if not isinstance(entry, dict):
+                    raise ValueError("it is no JSON object")
+            except ValueError as error:
+                if drop_damaged:
+                    return
+                message = f"{path} is damaged before byte {end:,} ({error}): restore it, or start anew"
+                raise SpecbeamError(message) from error
+            yield entry, end
+
+
+def json_line(entry: Entry, default: Any = None) -> bytes:
+    """An entry as one line of JSON in UTF-8; ``default`` as for :func:`json.dumps`."""
+    try:
+        return json.dumps(entry, ensure_ascii=False, default=default).encode() + b"\n"
+    except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can spell
+        return json.dumps(entry, default=default).encode() + b"\n"

@@ -1,0 +1,166 @@
+"""Journals and whole files: a crash at any operation on the disk loses only what was being written."""
+
+import itertools
+import json
+import os
+
+import pytest
+
+from specbeam.errors import SpecbeamError
+from specbeam.jobs.atomic import replacing, write_whole
+from specbeam.jobs.finished_rows import FinishedRows
+from specbeam.jobs.journal import Journal, entries_in, json_line
+from tests.jobs.faults import Crash, CrashingDisk
+
+ENTRIES = [{"n": n, "text": "ö" * n} for n in range(4)]
+
+
+def crashes(action, power, prepare=lambda crash_at: None):
+    """Do an action on disks that crash at its first operation, its second, and so on until it succeeds."""
+    for crash_at in itertools.count(1):
+        prepare(crash_at)
+        with pytest.MonkeyPatch.context() as patch:
+            CrashingDisk(patch, crash_at, power)
+            try:
+                action(crash_at)
+                return
+            except Crash:
+                pass
+        yield crash_at
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_a_journal_keeps_each_entry_that_was_appended(tmp_path, power):
+    appended = {}
+
+    def write(crash_at):
+        appended[crash_at] = []
+        journal = Journal(tmp_path / f"{crash_at}.jsonl")
+        for entry in ENTRIES:
+            journal.append(entry)
+            appended[crash_at].append(entry)
+
+    moments = 0
+    for crash_at in crashes(write, power):
+        moments += 1
+        path, kept = tmp_path / f"{crash_at}.jsonl", appended[crash_at]
+        found = [entry for entry, _ in entries_in(path)]
+        assert found in (kept, ENTRIES[: len(kept) + 1])  # the last may be whole before append returns
+        journal = Journal(path)
+        assert journal.entries == found
+        for entry in ENTRIES[len(found) :]:
+            journal.append(entry)
+        journal.close()
+        assert path.read_bytes() == b"".join(map(json_line, ENTRIES))
+    assert moments == 2 * len(ENTRIES)  # each append writes and syncs
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_a_torn_line_is_dropped_on_a_disk_that_crashes_again(tmp_path, power):
+    whole = b"".join(map(json_line, ENTRIES))
+
+    def tear(crash_at):
+        (tmp_path / f"{crash_at}.jsonl").write_bytes(whole[:-5])
+
+    def resume(crash_at):
+        Journal(tmp_path / f"{crash_at}.jsonl").append(ENTRIES[-1])
+
+    for crash_at in crashes(resume, power, tear):
+        path = tmp_path / f"{crash_at}.jsonl"
+        journal = Journal(path)
+        if journal.entries == ENTRIES[:-1]:
+            journal.append(ENTRIES[-1])
+        journal.close()
+        assert path.read_bytes() == whole
+
+
+@pytest.mark.parametrize("power", [False, True])
+@pytest.mark.parametrize("before", [None, b"what was there"])
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, power, before):
+    path = tmp_path / "whole"
+
+    def restore(crash_at):
+        path.unlink(missing_ok=True) if before is None else path.write_bytes(before)
+
+    def write(crash_at):
+        with replacing(path) as file:
+            file.write(b"new ")
+            file.flush()
+            file.write(b"content")
+
+    for _ in crashes(write, power, restore):
+        assert (path.read_bytes() if path.exists() else None) == before
+    assert path.read_bytes() == b"new content"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+def test_a_file_that_is_not_finished_leaves_nothing(tmp_path):
+    def interrupted():
+        with replacing(tmp_path / "whole") as file:
+            file.write(b"half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [*tmp_path.iterdir()] == []
+    write_whole(tmp_path / "whole", "ö")
+    assert (tmp_path / "whole").read_bytes() == "ö".encode()
+
+
+@pytest.mark.parametrize("power", [False, True])
+def test_rows_are_finished_once_whenever_the_process_ends(tmp_path, power):
+    rows = [[{"row": 2 * n, "text": "a"}, {"row": 2 * n + 1, "text": "b"}] for n in range(3)]  # two per job
+
+    def work(output):
+        with FinishedRows(output, "x") as finished:
+            before = dict(finished.answers)
+            for job in rows:
+                if not {row["row"] for row in job} <= {*finished.answers}:
+                    finished.add(job)
+                    acknowledged[output] = dict(finished.answers)
+            return before, finished.answers
+
+    acknowledged = {}
+    for crash_at in crashes(lambda crash_at: work(tmp_path / str(crash_at)), power):
+        output = tmp_path / str(crash_at)
+        told = acknowledged.get(output, {})
+        before, after = work(output)
+        assert told.items() <= before.items()
+        assert after == {row["row"]: row for job in rows for row in job}
+
+
+def test_a_damaged_line_is_an_error_or_ends_the_journal(tmp_path):
+    path = tmp_path / "j.jsonl"
+    for damage in (b"\0\0\n", b"[1]\n", b'{"n": \n', b"\xff\n"):
+        content = json_line({"n": 1}) + damage + json_line({"n": 2})
+        path.write_bytes(content)
+        with pytest.raises(SpecbeamError, match=r"is damaged before byte \d+ .*: restore it, or start anew"):
+            Journal(path)
+        assert path.read_bytes() == content
+        journal = Journal(path, drop_damaged=True)
+        assert journal.entries == [{"n": 1}]
+        journal.append({"n": 3})
+        journal.close()
+        assert [json.loads(line)["n"] for line in path.read_text().splitlines()] == [1, 3]
+
+
+def test_any_text_is_an_entry(tmp_path):
+    texts = ["ö\u2028", "\ud83d", 'a\n"b"', "\0"]
+    journal = Journal(tmp_path / "j.jsonl")
+    journal.append(*({"text": text} for text in texts))
+    journal.close()
+    assert [entry["text"] for entry, _ in entries_in(tmp_path / "j.jsonl")] == texts
+    assert [*entries_in(tmp_path / "missing")] == []
+
+
+def test_a_full_disk_is_an_error_and_earlier_entries_stay(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(28, os.strerror(28))
+
+    journal = Journal(tmp_path / "j.jsonl")
+    journal.append({"n": 1})
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        journal.append({"n": 2})
+    journal.close()
+    assert next(entries_in(tmp_path / "j.jsonl"))[0] == {"n": 1}
