@@ -186,6 +186,7 @@ MADE = ("site/", "packed/", "plots/", "runs/", "models/", "cmake/native/", "dist
 PARENTS = (
     ROOT,
     ROOT / "src/specbeam",
+    ROOT / "src/specbeam/backends/cpu",
     ROOT / "src/specbeam/backends/cpu/native",
     ROOT / "src/specbeam/checkpoints/families",
 )
