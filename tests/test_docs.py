@@ -181,7 +181,7 @@ def check_evaluation(options):
 
 
 PATH = re.compile(r"`((?:\.?[\w-]+/)*[\w-]+(?:/|\.(?:py|cpp|h|ipynb)|(?<=/)[\w-]*\.(?:md|yaml|txt)))`")
-MADE = ("site/", "packed/", "plots/", "runs/", "models/", "cmake/native/", "dist/")
+MADE = ("site/", "packed/", "plots/", "runs/", "models/", "cmake/native/", "specbeam-test-builds/", "dist/")
 """Folders that commands make."""
 PARENTS = (
     ROOT,
