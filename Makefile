@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-thorough lint docs
+.PHONY: demo test test-thorough lint docs wheel
 
 # The main job: text from a real model (98 MB, fetched on first use), and the passes that lookup in the text saves.
 demo: .venv/specbeam
@@ -28,6 +28,14 @@ lint: .venv/installed
 docs: .venv/docs
 	$(BIN)/mkdocs build --strict
 
+# A manylinux wheel and an sdist in dist/, tested without a compiler.
+wheel: .venv/installed .venv/wheel
+	rm -rf build/dist dist
+	$(BIN)/pyproject-build --sdist --wheel --outdir build/dist .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist build/dist/*.whl
+	mv build/dist/*.tar.gz dist/
+	.ci/test-wheel
+
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
 NATIVE := cmake/CMakeLists.txt $(wildcard src/specbeam/backends/cpu/native/*)
 
@@ -46,4 +54,8 @@ $(BIN)/python:
 
 .venv/docs: .venv/specbeam
 	$(PIP) 'specbeam[docs]'
+	touch $@
+
+.venv/wheel: .venv/specbeam
+	$(PIP) 'specbeam[wheel]'
 	touch $@
