@@ -294,8 +294,9 @@ def exact_outcomes(run):
             if len(draws) < len(given_draws):
                 drawn = given_draws[len(draws)]
             else:
-                # A probability this small is a rounding error of one that is zero.
-                drawn, *others = (i for i, p in enumerate(probabilities) if p > 1e-15)
+                # Runs less likely than this do not count: they may be rounding errors of a probability of zero.
+                likely = [i for i, p in enumerate(probabilities) if chance * p > 1e-15]
+                drawn, *others = likely or [probabilities.index(max(probabilities))]
                 pending.extend((*draws, other) for other in others)
             draws.append(drawn)
             chance *= probabilities[drawn]
