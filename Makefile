@@ -26,7 +26,7 @@ lint: .venv/installed
 
 # The site, in site/. It loads nothing from other hosts, and a broken link is an error.
 docs: .venv/docs
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # A manylinux wheel and an sdist in dist/, tested without a compiler.
 wheel: .venv/installed .venv/wheel
