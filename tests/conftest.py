@@ -85,7 +85,7 @@ def in_thorough_mode():
 
 
 def byte_tokenizer(chat_template=None, vocab_size=259):
-    """Bytes 0 to 255, then <bos>, <eos> and <unused>; the first so many of them."""
+    """The first ``vocab_size`` tokens of this list: bytes 0 to 255, <bos>, <eos>, <unused>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]
     special = ("<bos>", "<eos>", "<unused>")[: max(0, vocab_size - 256)]
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))

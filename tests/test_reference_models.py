@@ -170,8 +170,8 @@ def test_the_files_tokenizer_is_the_one_transformers_reads(name):
     ours = open_checkpoint(path).tokenizer
     texts = [*questions(100), "<|im_start|>user\nHi<|im_end|>\n", "naïve café 🙂👍🏽  \t\n\n 12345 it's", "   x", ""]
     for text in texts:
-        # SmolLM2 cuts digits apart before it looks at spaces (its own tokenizer.json, llama.cpp and we); transformers'
-        # reading of the file does not, which shows where several spaces precede a digit.
+        # SmolLM2 cuts digits apart before it looks at spaces, by its own tokenizer.json, llama.cpp and specbeam.
+        # Transformers' reading of the file does not. The difference shows where several spaces precede a digit.
         text = re.sub(r"\s+(?=\d)", " ", text)
         assert ours(text).input_ids == theirs(text).input_ids
         assert ours.decode(ours(text).input_ids, skip_special_tokens=False) == text

@@ -168,7 +168,7 @@ def test_beams_are_theirs(both, draft):
 
 @pytest.mark.parametrize("until", [["\n\n"], ["1"]])
 def test_beams_that_end_are_those_of_transformers(folder, until):
-    # Not those of lm_eval's own model: its stopping criterion ends all beams when the best one ends.
+    # Lm_eval's own model is no reference: its stopping criterion ends all beams when the best one ends.
     source = folder(likes=EOS)
     theirs, ours = hflm(source), SpecbeamLM(pretrained=source, device="cpu", dtype="float32", draft="ngram")
     task = {"max_gen_toks": 16, "num_beams": 4, "until": until}

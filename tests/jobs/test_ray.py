@@ -1,4 +1,4 @@
-"""Jobs on a Ray cluster of several nodes, all on this machine: what is lost when workers die, and what is not."""
+"""Jobs on a Ray cluster of several nodes, all on this machine. Workers die, and no result is lost."""
 
 import itertools
 import os

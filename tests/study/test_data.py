@@ -127,7 +127,7 @@ def test_unreadable_files_are_one_line(tmp_path):
         "a.jsonl": "line 2 is not JSON",
         "b.jsonl": "not UTF-8",
         "c.parquet": "cannot be read",
-        "d.docx": "is none of",
+        "d.docx": "is not a",
         "e.jsonl.gz": "cannot be read",
         "missing.jsonl": "there is no such file",
     }.items():

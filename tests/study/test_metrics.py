@@ -138,10 +138,10 @@ def test_repetition(token_ids, share):
 
 
 def test_diversity_of_beams():
-    told = diversity([beam(1, 2, 3, 4), beam(1, 2, 5), beam(1, 2, 3, 4)])
-    assert told["distinct_1"] == pytest.approx(5 / 11)
-    assert told["distinct_2"] == pytest.approx(4 / 8)
-    assert told["edit_distance"] == pytest.approx((2 / 4 + 0 + 2 / 4) / 3)
+    found = diversity([beam(1, 2, 3, 4), beam(1, 2, 5), beam(1, 2, 3, 4)])
+    assert found["distinct_1"] == pytest.approx(5 / 11)
+    assert found["distinct_2"] == pytest.approx(4 / 8)
+    assert found["edit_distance"] == pytest.approx((2 / 4 + 0 + 2 / 4) / 3)
 
 
 @pytest.mark.parametrize(
@@ -230,27 +230,27 @@ def test_acceptance_by_position_counts_depths_below_the_text():
 
 
 def test_positions_of_a_model_that_drafts_for_itself():
-    """Of a single text and one guess a level, all are right at every position."""
+    """With a single text and one guess per level, all guesses are right at every position."""
     lm = hf.wrap(random_model("llama", vocab_size=12, eos_token_id=None, bos_token_id=2))
     sizes = {"num_draft_tokens": 3, "draft_width": 1, "max_new_tokens": 12}
     result = specbeam.generate(lm, [2, 3, 4], draft=lm, trace=True, **sizes)
-    told = acceptance_by_position([make(trace=result.trace)])
-    assert [one["position"] for one in told] == [1, 2, 3]
-    assert all(one["drafted"] >= 2 for one in told)
-    assert sum(one["drafted"] for one in told) == result.stats.drafted
-    # What was guessed past the last token is not part of the text.
-    assert result.stats.drafted - 3 <= sum(one["accepted"] for one in told) == result.stats.accepted
+    found = acceptance_by_position([make(trace=result.trace)])
+    assert [one["position"] for one in found] == [1, 2, 3]
+    assert all(one["drafted"] >= 2 for one in found)
+    assert sum(one["drafted"] for one in found) == result.stats.drafted
+    # Guesses past the last token are not part of the text.
+    assert result.stats.drafted - 3 <= sum(one["accepted"] for one in found) == result.stats.accepted
 
 
 def test_positions_of_guesses_below_beams():
     lm = hf.wrap(random_model("llama", vocab_size=12, eos_token_id=None, bos_token_id=2))
     sizes = {"num_draft_tokens": 2, "draft_width": 4, "max_new_tokens": 12}
     result = specbeam.generate(lm, [2, 3, 4], draft=lm, trace=True, num_beams=3, **sizes)
-    told = acceptance_by_position([make(trace=result.trace)])
-    assert told[0]["position"] == 1
-    assert 0 < told[0]["accepted"] <= told[0]["drafted"]
-    assert sum(one["drafted"] for one in told) <= result.stats.drafted
-    assert sum(one["accepted"] for one in told) <= result.stats.accepted
+    found = acceptance_by_position([make(trace=result.trace)])
+    assert found[0]["position"] == 1
+    assert 0 < found[0]["accepted"] <= found[0]["drafted"]
+    assert sum(one["drafted"] for one in found) <= result.stats.drafted
+    assert sum(one["accepted"] for one in found) <= result.stats.accepted
 
 
 def test_the_times_of_components():

@@ -1,4 +1,4 @@
-"""The page and its plots: what they say, that they are safe and whole, and how they look in a browser."""
+"""The page and its plots: their words, their safety, that they are whole, and their look in a browser."""
 
 import re
 import shutil
@@ -91,7 +91,7 @@ def failure(method, row, error):
 
 
 def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
-    """Summary and records of a study, like those of a real one."""
+    """Summary and records, as a real study has them."""
     told = []
     for name in methods:
         mode, speed, steps = METHODS[name]

@@ -1,4 +1,4 @@
-"""Whole studies on a tiny model: what they find, how they survive, and how they say no."""
+"""Whole studies on a tiny model: results, crashes and refusals."""
 
 import functools
 import itertools
@@ -75,7 +75,7 @@ def study(*words):
 
 def kept(folder):
     _, records, scores = results.read(folder)
-    # Not the trace: how much is drafted depends on what passes take.
+    # Without the trace: how much is drafted depends on the seconds of passes.
     told = ("key", "text", "token_ids", "beams", "finish_reason", "error", "category", "references")
     return {record["key"]: {name: record[name] for name in told} for record in records}, scores
 

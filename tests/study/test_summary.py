@@ -1,4 +1,4 @@
-"""What runs say: planted changes of speed are found, noise and drifting machines are not."""
+"""Comparisons of runs find planted changes of speed, and do not find noise or drifting machines."""
 
 import json
 

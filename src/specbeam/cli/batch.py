@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from specbeam.results import Result
 
 NumberedPrompt = tuple[int, Any]
-"""The number of a row, and its prompt; None: the row has none."""
+"""The number of a row, and its prompt or None."""
 Answer = dict[str, Any]
 """The values of COLUMN_TYPES for one row, and the row's number as "row"."""
 
@@ -37,7 +37,7 @@ COLUMN_TYPES = {
     "seconds": "float64",
     "error": "string",
 }
-"""The columns that are added to those of the input."""
+"""The columns that are added to the input's columns."""
 BATCHES_PER_JOB = 4
 """The rows of a job are this many batches. With few batches, many passes run half empty for the job's last texts."""
 

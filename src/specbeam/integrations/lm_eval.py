@@ -127,7 +127,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text that has none: BOS, or EOS where there is no BOS."""
+        """The context of a text without one: BOS, or EOS where there is no BOS."""
         for token in (self.tokenizer.bos_token_id, self.tokenizer.eos_token_id, *sorted(self.lm.eos_token_ids)):
             if token is not None:
                 return int(token)

@@ -13,9 +13,9 @@ from typing import Any
 Job = Any
 """Anything that can be pickled."""
 Result = Any
-"""What the work returned, or the exception that it raised."""
+"""The value that the work returned, or the exception that it raised."""
 Work = Callable[[Job], Result]
-"""What a worker does with a job. It keeps its models loaded between jobs."""
+"""Does one job. It keeps its models loaded between jobs."""
 MakeWork = Callable[[], Work]
 """Makes the work, in the worker's process: it loads the models."""
 OnResult = Callable[[Job, Result], None]

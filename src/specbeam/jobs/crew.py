@@ -89,7 +89,7 @@ class _Member:
         actor: Ray's handle.
         started: a reference that is ready once the process runs; None once that is known.
         loaded: a reference that is ready once its models are loaded; None once that is known.
-        tasks: what it has to do, by reference, first to last.
+        tasks: the jobs that it has to do, by reference, first to last.
     """
 
     actor: Any

@@ -92,7 +92,7 @@ def csv_rows(data: bytes) -> Iterator[Row]:
 
 
 def writer(path: Path, data: bytes, rows: list[Row], types: Mapping[str, str]) -> Write:
-    """What writes rows and added columns to a file, as a whole, once the values of these columns are there.
+    """A function that writes a whole file of rows and added columns, given the values of these columns.
 
     Args:
         path: a .parquet or .jsonl file.

@@ -28,7 +28,7 @@ class Journal:
             appended several at a time: when a machine loses power, any of them may be damaged.
 
     Attributes:
-        entries: what the file held when it was opened, without a torn last line.
+        entries: the lines that the file held when it was opened, without a torn last line.
 
     Raises:
         SpecbeamError: a line is damaged.

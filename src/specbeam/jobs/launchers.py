@@ -20,7 +20,7 @@ def run_here(jobs: Iterable[Job], make_work: MakeWork, on_result: OnResult) -> N
 
     Args:
         jobs: taken one at a time.
-        make_work: called once, before the first job. What it raises is raised.
+        make_work: called once, before the first job. Its exceptions are not caught.
         on_result: called with each job and its result, or the exception that the work raised.
     """
     work: Work | None = None
@@ -64,8 +64,8 @@ def crew_on_ray(
     Args:
         make_work: called once in each worker. It travels there pickled. Where a worker runs, specbeam and the module
             of ``make_work`` must be installed.
-        on_result: called in this thread with each job and its result: what the work returned, the exception that it
-            raised, or a :class:`specbeam.jobs.WorkerDied`.
+        on_result: called in this thread with each job and its result. That is the value that the work returned, the
+            exception that it raised, or a :class:`specbeam.jobs.WorkerDied`.
         address: the cluster: "auto", "host:port" or "ray://host:port". None starts one on this machine, and stops it
             afterwards. If Ray is already initialized in this process, its cluster is used.
         workers: the most workers; None: as many as the cluster has room for.
@@ -76,7 +76,7 @@ def crew_on_ray(
 
     Raises:
         SpecbeamError: Ray is not installed, no cluster answers, it has no room for a worker, or workers die while they
-            load their models. What ``make_work`` raises in a worker is raised by ``do``.
+            load their models. Exceptions of ``make_work`` in a worker are raised by ``do``.
     """
     if workers is not None and workers < 1:
         raise SpecbeamError(f"workers={workers} is not allowed: give at least 1")

@@ -181,7 +181,7 @@ class Launcher:
 class Study:
     """A study. ``methods`` names the methods to compare where ``decode.mode`` is not enough.
 
-    Each method maps keys to values, which replace the study's own. The keys are those of ``decode``, ``draft`` (as
+    Each method maps keys to values, which replace the study's own. The keys are the keys of ``decode``, ``draft`` (as
     draft_temperature, ...) and ``load`` (as quantize, ...), and ``draft_model``.
     """
 
@@ -212,7 +212,7 @@ class Method:
         options: of :class:`specbeam.Options`.
         draft: a model, "ngram" or "suffix"; None without.
         load, draft_load: how :func:`specbeam.load` loads target and draft model.
-        twin: the method without drafts whose texts this one must return, by name; None if there is none.
+        twin: the name of the method without drafts whose texts this one must return, or None.
     """
 
     name: str

@@ -106,7 +106,7 @@ def _suffix(path: Path) -> str:
 def _records(path: Path) -> Iterator[Any]:
     suffix = _suffix(path)
     if suffix not in TABLES:
-        raise SpecbeamError(f"data.source={path} is none of {', '.join(TABLES)} or .txt: convert it")
+        raise SpecbeamError(f"data.source={path} is not a {', '.join(TABLES)} or .txt file: convert it")
     if suffix == ".parquet":
         import pyarrow.parquet
 

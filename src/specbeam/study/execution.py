@@ -41,7 +41,7 @@ def completion_of(text: str, entry_point: str) -> str:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """The chance that at least one of k samples passes, estimated without bias from n samples of which c passed.
+    """An unbiased estimate of the chance that at least one of k samples passes. Of n samples, c passed.
 
     1 - C(n - c, k) / C(n, k) (Chen et al. 2021, 2.1).
 

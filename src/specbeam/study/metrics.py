@@ -27,9 +27,9 @@ def of_record(record: Record) -> dict[str, float | None]:
     """The metrics of one generation, which did not fail.
 
     Returns:
-        FROM_STATS as in :class:`specbeam.results.Stats`; gap_p50 and gap_p95, percentiles of the milliseconds between
-        pieces of streamed text; repetition, as :func:`repetition` computes it; the metrics of :func:`diversity`; and,
-        if there are references, those of :func:`quality`. None where there is nothing to measure.
+        FROM_STATS as in :class:`specbeam.results.Stats`. gap_p50 and gap_p95: percentiles of the milliseconds between
+        pieces of streamed text. repetition: as :func:`repetition` computes it. The metrics of :func:`diversity`. If
+        there are references, the metrics of :func:`quality`. None where there is nothing to measure.
     """
     stats = record["stats"]
     metrics = {name: stats[name] for name in FROM_STATS}
@@ -71,9 +71,9 @@ def diversity(beams: Sequence[dict[str, Any]]) -> dict[str, float | None]:
 
     Returns:
         distinct_1 and distinct_2: the share of different tokens, and of different pairs, in all beams (Li et al. 2016,
-        5.3). self_bleu: the mean over beams of a beam's BLEU, 0 to 100, with the others as references (Zhu et al. 2018,
-        3.2.2); None for a single beam. edit_distance: the mean over pairs of beams of the number of tokens to insert,
-        delete or replace (Levenshtein 1966), divided by the length of the longer one; None for a single beam.
+        5.3). self_bleu: the mean over beams of a beam's BLEU, 0 to 100. The other beams are its references (Zhu et al.
+        2018, 3.2.2). edit_distance: the mean over pairs of beams of the number of tokens to insert, delete or replace
+        (Levenshtein 1966). It is divided by the length of the longer beam. The last two are None for a single beam.
     """
     metrics: dict[str, float | None] = {}
     for n in (1, 2):
@@ -101,9 +101,9 @@ def quality(text: str, references: Sequence[str]) -> dict[str, float | None]:
     """How close a text is to references.
 
     Returns:
-        rouge1, rouge2 and rougeL: F1, 0 to 1, the best over the references, without stemming (Lin 2004); rouge_score
-        reads only the letters a to z and digits. bleu and chrf: of the sentence, 0 to 100, with sacrebleu's defaults
-        (Papineni et al. 2002, Popović 2015).
+        rouge1, rouge2 and rougeL: F1, 0 to 1, the best over the references, without stemming (Lin 2004). Of a text,
+        rouge_score reads only the letters a to z and digits. bleu and chrf: of the sentence, 0 to 100, with
+        sacrebleu's defaults (Papineni et al. 2002, Popović 2015).
     """
     from rouge_score.rouge_scorer import RougeScorer
     from sacrebleu import sentence_bleu, sentence_chrf

@@ -82,7 +82,7 @@ def draw_all(summary: Mapping[str, Any], new_tokens: Mapping[str, int]) -> list[
 
     Args:
         summary: the study's summary.
-        new_tokens: how many tokens a method made in all the generations whose seconds are in ``summary["time"]``.
+        new_tokens: by method, how many tokens it made in the generations whose seconds are in ``summary["time"]``.
     """
     colours = {m["method"]: SERIES[i % len(SERIES)] for i, m in enumerate(summary.get("methods", []))}
     drawn = [
@@ -356,7 +356,7 @@ def interval(method: Mapping[str, Any], metric: str) -> dict[str, Any] | None:
 
 
 def mean_of(value: Any) -> float | None:
-    """A number, or the mean of an interval; None if there is none."""
+    """A number, or the mean of an interval. None for a missing or infinite value."""
     mean = value.get("mean") if isinstance(value, Mapping) else value
     return float(mean) if mean is not None and math.isfinite(mean) else None
 

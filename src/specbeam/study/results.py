@@ -197,7 +197,7 @@ def _processor() -> str:
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """The first few differences of two fingerprints; "" if there is none."""
+    """The first few differences of two fingerprints; "" if they are equal."""
     found = []
     for part in FINGERPRINT_PARTS:
         was, is_ = _flat(part, before.get(part)), _flat(part, now.get(part))

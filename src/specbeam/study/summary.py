@@ -87,14 +87,15 @@ def diff(a_records: Iterable[Record], b_records: Iterable[Record], *, confidence
     """How the speed of methods differs between run A and run B.
 
     A machine that is slower during one run is slower for all methods. The "relative" ratio removes this: on each unit,
-    it divides a method's ratio by the typical ratio of the methods, most of which must not have changed. With fewer
+    it divides a method's ratio by the typical ratio of the methods. Most methods must not have changed. With fewer
     than three methods in both runs this cannot be done, and "relative" is "raw".
 
     Returns:
-        "methods": for each method in both runs, the ratios B / A of tokens_per_second over common units, "raw" and
-        "relative" (None without common units); "p" of the relative ratio, adjusted for the number of methods;
-        "significant": whether p is below 0.05, the interval excludes 1 and the effect is over 3 %; and how many of the
-        common texts are "identical". "only_in_a", "only_in_b": the other methods. "note": a caveat, or None.
+        "methods": for each method in both runs, these values. "raw" and "relative": the ratios B / A of
+        tokens_per_second over common units (None without common units). "p": of the relative ratio, adjusted for the
+        number of methods. "significant": whether p is below 0.05, the interval excludes 1 and the effect is over 3 %.
+        "identical": how many of the common texts are equal.
+        "only_in_a", "only_in_b": the other methods. "note": a caveat, or None.
     """
     a, b = _by_method(a_records), _by_method(b_records)
     common = [method for method in a if method in b]
@@ -148,8 +149,8 @@ def _drift(logs: NDArray[np.float64], i: int) -> NDArray[np.float64]:
     """The change of the machine's speed on each unit, as method i must be corrected for it.
 
     It is the median of all methods' means, plus, on each unit, the median over the other methods of the distance from
-    their own means. The plain median over the other methods would be biased by a method that did change: without
-    method i, more methods lie on one side of the median than on the other.
+    their own means. The plain median over the other methods would be biased by a method that did change. Without method
+    i, more methods lie on one side of the median than on the other.
 
     Args:
         logs: logarithms of speed ratios [methods, units].
@@ -165,7 +166,7 @@ def _drift(logs: NDArray[np.float64], i: int) -> NDArray[np.float64]:
 
 
 def _table(speeds: Sequence[Mapping[Unit, float]], units: Sequence[Unit]) -> NDArray[np.float64]:
-    """Speeds [methods, units]; NaN where there is none."""
+    """Speeds [methods, units]; NaN where a method has no speed on a unit."""
     rows = [[some.get(unit, np.nan) for unit in units] for some in speeds]
     return np.array(rows, dtype=np.float64).reshape(len(speeds), len(units))
 

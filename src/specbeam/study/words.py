@@ -26,7 +26,7 @@ def between(estimate: Mapping[str, Any], scale: float = 1.0) -> str:
 
 
 def between_ratios(comparison: Mapping[str, Any]) -> str:
-    """The interval of a ratio; "" if there is none."""
+    """The interval of a ratio; "" if it has no interval."""
     return "" if comparison.get("low") is None else f"{comparison['low']:.2f}–{comparison['high']:.2f}"
 
 
