@@ -1,5 +1,5 @@
-// The NEON kernels against the portable ones, on whole-numbered activations, which no quantization rounds; and each row
-// alone. test_cpu.py builds this for aarch64 and runs it, under emulation where it must.
+// Compares the NEON kernels with the portable kernels, and the last row of a batch with the same row alone. Activations
+// are whole numbers, so quantization rounds nothing. test_cpu.py builds this program for aarch64 and runs it in QEMU.
 
 #include <cmath>
 #include <cstdint>
@@ -16,7 +16,7 @@ const char *specbeam_isa(const char *);
 }
 
 int main() {
-  if (std::strcmp(specbeam_isa(""), "neon")) return std::puts("the best is not neon"), 1;
+  if (std::strcmp(specbeam_isa(""), "neon")) return std::puts("the best instruction set is not neon"), 1;
   int wrong = 0;
   const int64_t rows = 37;
   for (int format = 0; specbeam_matrix_bytes(format, rows, 32) > 0; format++)

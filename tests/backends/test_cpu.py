@@ -1,6 +1,6 @@
-"""The native kernels: against NumPy and the gguf package, and bit for bit against themselves in other company.
+"""The native kernels: against NumPy and the gguf package, and bit for bit against themselves in other batches.
 
-What every backend owes the engine is tested in test_conformance.py.
+test_conformance.py tests what all backends have in common.
 """
 
 import hashlib
@@ -76,11 +76,11 @@ def multiply(form, packed, rows, columns, x, isa="", threads=1):
 def random_blocks(kind, rows, columns, seed=0):
     block, size = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(seed)
-    return rng.integers(0, 60, (rows, columns // block * size), dtype=np.uint8)  # small bytes: no infinite scales
+    return rng.integers(0, 60, (rows, columns // block * size), dtype=np.uint8)  # small bytes make no infinite scales
 
 
 def activations_as_quantized(x):
-    """Each row in groups of 32 bytes with a scale."""
+    """Activations [n, columns] rounded as the kernels do it: int8 in groups of 32 with a scale."""
     groups = np.pad(x, ((0, 0), (0, -x.shape[1] % 32))).reshape(len(x), -1, 32)
     scale = np.abs(groups).max(-1, keepdims=True) / 127
     rounded = np.where(scale > 0, np.rint(groups / np.where(scale > 0, scale, 1)), 0) * scale
@@ -88,7 +88,7 @@ def activations_as_quantized(x):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kernels_take_blocks_over_without_loss(kind):
+def test_kernels_keep_the_values_of_blocks(kind):
     kind, rows, columns = Type[kind], 21, 512
     raw = random_blocks(kind, rows, columns)
     expected = quants.dequantize(raw, kind)
@@ -112,8 +112,8 @@ def test_kernels_multiply_as_numpy_does(kind, isa):
 
 
 @given(st.integers(1, 40), st.integers(1, 100), st.sampled_from([F32, Q8, Q4_MIN]), st.integers(1, 20), st.data())
-def test_kernels_give_a_row_the_same_bits_in_any_company(rows, columns, form, n, data):
-    """Whatever rows it is multiplied with, by however many threads; and all shapes, also those that fill no vector."""
+def test_kernels_give_a_row_the_same_bits_in_any_batch(rows, columns, form, n, data):
+    """Other rows and the number of threads change no bit. The shapes include some that fill no vector."""
     rng = np.random.default_rng(rows * columns)
     values = rng.standard_normal((rows, columns)).astype(np.float32)
     packed = quantize(form, values)
@@ -132,7 +132,7 @@ def test_kernels_give_a_row_the_same_bits_in_any_company(rows, columns, form, n,
 
 @pytest.mark.parametrize("form", [F32, Q8, Q4_MIN])
 @pytest.mark.parametrize("isa", ISAS)
-def test_kernels_multiply_more_rows_than_a_cache_holds_in_turns(form, isa):
+def test_kernels_multiply_many_rows_in_sweeps(form, isa):
     rng = np.random.default_rng(3)
     rows, columns, n = 20, 4100, 150
     packed = quantize(form, rng.standard_normal((rows, columns)).astype(np.float32))
@@ -153,7 +153,7 @@ def test_kernels_quantize_near_the_values():
         assert error.max() <= most
         assert np.abs(kept[3]).max() == 0
         np.testing.assert_allclose(kept[4], 7, rtol=1e-3)
-    # The search beats rounding between the least and the greatest.
+    # The search of int4 beats plain rounding between minimum and maximum.
     groups = values.reshape(-1, 32)
     low, step = groups.min(1, keepdims=True), np.ptp(groups, axis=1, keepdims=True) / 15
     plain = np.rint((groups - low) / np.where(step > 0, step, 1)) * step + low
@@ -204,8 +204,8 @@ PROMPTS = [[1, 2, 3, 1, 2, 3], [7] * 40, [*range(20, 90)]]
         *(pytest.param("llama", quantize, marks=pytest.mark.thorough) for quantize in ("int8", "int4")),
     ],
 )
-def test_texts_are_the_same_bits_in_any_company(save, architecture, quantize):
-    """Drafts, batches, threads and the pieces a prompt is read in change no token and no bit of a score."""
+def test_texts_and_scores_are_the_same_bits_in_any_batch(save, architecture, quantize):
+    """Drafts, batches, threads and the chunks of a prompt change no token and no bit of a score."""
     folder = save(random_model(architecture, **({"sliding_window": 9} if architecture == "gemma3" else {})))
     one, two = loaded(folder, quantize), loaded(folder, quantize, threads=2)
     for options in ({}, {"num_beams": 4, "num_return_sequences": 4}):
@@ -249,20 +249,20 @@ def test_a_quantized_file_keeps_its_values(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", model, Type.Q4_1)
     kept, exact = specbeam.load(path, backend="cpu"), specbeam.load(path, backend="torch", dtype="float32")
     assert kept.backend.quantize == "keep"
-    for prompt in PROMPTS:  # they differ by what activations lose
+    for prompt in PROMPTS:  # quantized activations make a small difference
         a, b = (specbeam.generate(lm, prompt, max_new_tokens=1, num_beams=4).sequences[0] for lm in (kept, exact))
         assert a.score == pytest.approx(b.score, abs=0.3)
 
 
 @pytest.fixture
 def cached(monkeypatch, tmp_path):
-    """Weights are kept in files however small they are."""
-    monkeypatch.setattr(weights, "SMALL", 0)
+    """The folder of packed weights. Even the smallest weights get a file."""
+    monkeypatch.setattr(weights, "MIN_FILE_BYTES", 0)
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path))
     return tmp_path / "packed"
 
 
-def test_what_a_killed_process_left_is_cleared_away(folder, cached):
+def test_leftovers_of_a_killed_process_are_removed(folder, cached):
     loaded(folder)
     (file,) = cached.glob("*.weights")
     file.unlink()
@@ -273,7 +273,7 @@ def test_what_a_killed_process_left_is_cleared_away(folder, cached):
     assert not leftover.exists()
 
 
-def test_the_second_load_is_a_file(folder, cached, monkeypatch, caplog):
+def test_the_second_load_maps_the_file(folder, cached, monkeypatch, caplog):
     first = specbeam.generate(loaded(folder), [1, 2], max_new_tokens=9).token_ids
     (file,) = cached.glob("*.weights")
     packed = []
@@ -285,7 +285,7 @@ def test_the_second_load_is_a_file(folder, cached, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("damage", ["a bit", "cut", "longer", "header", "empty", "magic"])
-def test_a_damaged_file_is_made_anew(folder, cached, caplog, damage):
+def test_a_damaged_file_is_packed_again(folder, cached, caplog, damage):
     first = specbeam.generate(loaded(folder), [1, 2], max_new_tokens=9).token_ids
     (file,) = cached.glob("*.weights")
     whole = file.read_bytes()
@@ -305,8 +305,8 @@ def test_a_damaged_file_is_made_anew(folder, cached, caplog, damage):
     assert file.read_bytes() == whole
 
 
-def test_where_nothing_can_be_kept_it_still_loads(folder, monkeypatch, tmp_path, caplog):
-    monkeypatch.setattr(weights, "SMALL", 0)
+def test_without_a_writable_folder_models_still_load(folder, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(weights, "MIN_FILE_BYTES", 0)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "file"))
     assert specbeam.generate(loaded(folder), [1, 2], max_new_tokens=3).token_ids
@@ -322,10 +322,10 @@ def test_another_checkpoint_is_another_file(save, cached):
     assert len([*cached.glob("*.weights")]) == 2
 
 
-def test_what_cannot_be_is_one_line(folder):
+def test_wrong_arguments_are_named(folder):
     for how, says in (
         ({"quantize": "int3"}, "quantize='int3' is not allowed"),
-        ({"quantize": "keep"}, "is none: give int8"),
+        ({"quantize": "keep"}, "is not quantized: give int8"),
         ({"quantize": "int8", "backend": "torch"}, "is for the cpu backend"),
         ({"threads": 2, "dtype": "float32"}, "threads=2 is for the cpu backend, and this is the torch backend"),
         ({"threads": 0}, "threads=0 is not allowed"),
@@ -338,7 +338,7 @@ def test_what_cannot_be_is_one_line(folder):
         loaded(folder, isa="sse9")
 
 
-def test_where_none_are_torch_serves_and_says_so(folder, monkeypatch, caplog):
+def test_without_kernels_torch_serves_and_says_so(folder, monkeypatch, caplog):
     module = importlib.import_module("specbeam.backends.cpu.library")
     module.library.cache_clear()
     monkeypatch.setattr(module, "find", lambda: None)
@@ -346,14 +346,14 @@ def test_where_none_are_torch_serves_and_says_so(folder, monkeypatch, caplog):
         lm = specbeam.load(folder)
         assert lm.backend.name == "torch"
         assert "no C++ compiler was found" in caplog.text
-        with pytest.raises(SpecbeamError, match="native CPU kernels are not there"):
+        with pytest.raises(SpecbeamError, match="native CPU kernels were not built"):
             specbeam.load(folder, backend="cpu")
     finally:
         module.library.cache_clear()
 
 
 def test_a_pass_with_wrong_indices_is_refused(folder):
-    """Native code reads no slot that is not there, whatever it is told."""
+    """Native code checks all indices, so wrong ones do not make it read other memory."""
     from specbeam.backends.contract import Segment
 
     backend = loaded(folder).backend
@@ -407,7 +407,7 @@ def needs(*programs):
 
 
 def build_native(name, *settings):
-    """The folder of the library built with these settings, kept while its sources and the settings are the same."""
+    """The folder of the library built with these settings. It is kept until the sources or the settings change."""
     source = Path(weights.__file__).parent / "native"
     files = sorted(path for path in source.iterdir() if path.suffix in (".cpp", ".h", ".txt"))
     key = hashlib.sha256(repr([settings, *((path.name, path.read_bytes()) for path in files)]).encode()).hexdigest()[
@@ -428,7 +428,7 @@ def build_native(name, *settings):
 
 
 def run_kernel_tests(folder, **env):
-    """The tests above of kernels and of a model, on the library in another folder."""
+    """Run the tests above of kernels and of a model, with the library in another folder."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     command += ["-k", "kernels_ or wrong_indices or near_float32"]
     env = os.environ | {"SPECBEAM_CPU_LIBRARY": str(folder)} | env
@@ -461,11 +461,11 @@ def test_clang_builds_the_kernels_too():
 @needs("cmake", "ninja", "g++")
 @pytest.mark.skipif(sys.platform != "linux", reason="preloads the sanitizers' libraries")
 def test_the_sanitizers_find_nothing():
-    """A library that watches addresses and undefined behaviour."""
+    """The kernel tests pass with the address and undefined-behaviour sanitizers."""
     runtimes = [
         subprocess.run(["g++", f"-print-file-name={name}"], check=True, capture_output=True, text=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so")
     ]
     folder = build_native("sanitized", "-DSPECBEAM_SANITIZE=ON", "-DCMAKE_CXX_COMPILER=g++")
-    no_leaks = "detect_leaks=0"  # Python's own
+    no_leaks = "detect_leaks=0"  # Python itself leaks
     run_kernel_tests(folder, LD_PRELOAD=":".join(runtimes), ASAN_OPTIONS=no_leaks)

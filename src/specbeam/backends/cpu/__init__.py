@@ -1,7 +1,7 @@
 """The ``cpu`` backend: whole passes in native code, with int8, int4 or float32 weights. See docs/cpu.md.
 
-A node's logits are the same bits whatever else is in the pass, however many threads there are, and in whatever pieces
-the prompt was read: the kernels add in an order that depends on the node alone.
+A node's logits have the same bits in any pass, with any number of threads, and for any chunks of the prompt. The
+kernels add in an order that depends on the node alone.
 """
 
 from __future__ import annotations
@@ -26,10 +26,17 @@ from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
 from specbeam.errors import SpecbeamError
 
-PRODUCTS = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
-NORMS = ("attention_norm", "post_attention_norm", "mlp_norm", "post_mlp_norm", "attention.q_norm", "attention.k_norm")
-OUTSIDE = ("embedding", "positions", "head")
-"""The places of parameters in native/model.h."""
+PRODUCTS_OF_LAYER = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
+NORMS_OF_LAYER = (
+    "attention_norm",
+    "post_attention_norm",
+    "mlp_norm",
+    "post_mlp_norm",
+    "attention.q_norm",
+    "attention.k_norm",
+)
+PRODUCTS_OF_MODEL = ("embedding", "positions", "head")
+"""In the order of ``product_named`` and ``norm_named`` in native/api.cpp: a place here is a number there."""
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """In the order of ``Activation`` in native/model.h."""
 
@@ -38,13 +45,13 @@ class CpuBackend:
     """A checkpoint packed for the native kernels.
 
     Args:
-        quantize: "keep" (a quantized GGUF file's own values), "int8", "int4", "float32", or "auto": keep for a
-            quantized GGUF file, else int8.
-        threads: how many work on a pass [$SPECBEAM_THREADS, else the processors this process may use].
-        isa: the instruction set, "avx512", "avx2" or "portable" [the best there is].
+        quantize: "keep" (the values of a quantized GGUF file), "int8", "int4", "float32" or "auto". "auto" is "keep"
+            for a quantized GGUF file, else "int8".
+        threads: the number of threads per pass [$SPECBEAM_THREADS, else the processors this process may use].
+        isa: the instruction set, "avx512", "avx2" or "portable" [the best of this machine].
 
     Raises:
-        SpecbeamError: the kernels are not there, or a checkpoint that cannot be loaded.
+        SpecbeamError: an argument is not allowed, the kernels were not built, or the checkpoint cannot be loaded.
     """
 
     name = "cpu"
@@ -61,10 +68,10 @@ class CpuBackend:
         config = checkpoint.config
         self._library = library()
         if self._library.specbeam_isa(isa.encode()) is None:
-            raise SpecbeamError(f"isa={isa!r} is not there on this machine: give avx512, avx2 or portable")
+            raise SpecbeamError(f"isa={isa!r} is not available on this machine: give avx512, avx2 or portable")
         self._weights = load_weights(checkpoint, self.quantize)
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
-        # What is exact should stay so; half the bytes are well spent on what was rounded already.
+        # Exact weights deserve an exact cache. Quantized weights are rounded already, so float16 is enough.
         half = self.quantize != "float32"
         width = -(-config.head_dim // 16) * 16
         self.slot_bytes = 2 * config.num_layers * config.num_kv_heads * width * (2 if half else 4)
@@ -98,17 +105,17 @@ class CpuBackend:
         return peak_memory(self.device)
 
     def _fill(self, config: Config) -> None:
-        """Tell the native model where its parameters lie."""
-        for which, name in enumerate(OUTSIDE):
+        """Give the native model the addresses of its parameters."""
+        for which, name in enumerate(PRODUCTS_OF_MODEL):
             source = "embedding" if name == "head" and config.tied_head else name
             self._product(-1, which, source)
         self._norm(-1, 0, "norm")
         ropes: dict[Any, int] = {}
         for number, layer in enumerate(config.layers):
-            for which, name in enumerate(PRODUCTS):
+            for which, name in enumerate(PRODUCTS_OF_LAYER):
                 name = "mlp.up" if name == "mlp.gate_up" and not config.gated_mlp else name
                 self._product(number, which, f"blocks.{number}.{name}")
-            for which, name in enumerate(NORMS):
+            for which, name in enumerate(NORMS_OF_LAYER):
                 self._norm(number, which, f"blocks.{number}.{name}")
             if layer.rope is not None and layer.rope not in ropes:
                 frequencies = np.array(layer.rope.frequencies(), np.float32)
@@ -140,15 +147,15 @@ class CpuBackend:
 
 
 class CpuCache:
-    """Keys and values of one tree, in native memory."""
+    """The KV cache of one tree, in native memory."""
 
     def __init__(self, model: int, most: int, owner: CpuBackend) -> None:
         self.capacity = 0
         self._most = most
-        self._owner = owner  # whose passes read it
+        self._owner = owner  # the backend whose passes read this cache
         self.handle = library().specbeam_cache_new(model)
         if not self.handle:
-            raise MemoryError("no room for a cache")
+            raise MemoryError("not enough memory for a KV cache")
         weakref.finalize(self, library().specbeam_cache_delete, self.handle)
 
     def reserve(self, slots: int) -> None:
@@ -156,12 +163,12 @@ class CpuCache:
             return
         capacity = max(slots, min(max(2 * self.capacity, 64), self._most))
         if library().specbeam_cache_reserve(self.handle, capacity):
-            raise MemoryError(f"no room for a cache of {capacity} slots")
+            raise MemoryError(f"not enough memory for a KV cache of {capacity} slots")
         self.capacity = capacity
 
 
 def choose_threads(threads: int | None) -> int:
-    """How many threads to use. Raises SpecbeamError for a number that is none."""
+    """The number of threads to use. Raises SpecbeamError unless it is a number from 1 to 1024."""
     given: Any = threads if threads is not None else os.environ.get("SPECBEAM_THREADS") or None
     if given is None:
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -176,12 +183,16 @@ def choose_threads(threads: int | None) -> int:
 
 
 def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
-    """How weights are kept. Raises SpecbeamError for a way there is not."""
+    """How weights are kept, one of ``MODES``.
+
+    Raises:
+        SpecbeamError: ``quantize`` is not a mode, or it is "keep" and the checkpoint is not quantized.
+    """
     if quantize not in ("auto", *MODES):
         raise SpecbeamError(f"quantize={quantize!r} is not allowed: give auto, {', '.join(MODES)}")
     if quantize == "keep" and not checkpoint.quantized:
         raise SpecbeamError(
-            f"quantize='keep' goes with a quantized GGUF file, and {checkpoint.path} is none: give int8, int4 or "
+            f"quantize='keep' needs a quantized GGUF file, and {checkpoint.path} is not quantized: give int8, int4 or "
             "float32"
         )
     if quantize == "auto":
@@ -212,12 +223,12 @@ def _new_model(config: Config, threads: int, half: bool, isa: str) -> int:
     )
     model = library().specbeam_model_new(ctypes.byref(numbers), threads, isa.encode())
     if not model:
-        raise MemoryError("no room for the native model")
+        raise MemoryError("not enough memory for the native model")
     return int(model)
 
 
 def _structs(segments: Sequence[Segment[CpuCache]]) -> tuple[Any, list[Any]]:
-    """The segments as native code has them, and the arrays they point into."""
+    """The segments as native structures, and the arrays that they point into."""
     structs, kept = (SegmentStruct * len(segments))(), []
     for struct, s in zip(structs, segments, strict=True):
         arrays: list[NDArray[Any]] = [np.ascontiguousarray(a, np.int64) for a in (s.tokens, s.positions, s.slots)]

@@ -1,4 +1,4 @@
-"""The native library: found, loaded, and its functions given their types."""
+"""Finds and loads the native library, and declares the types of its functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specbeam.errors import SpecbeamError
 NAME = "libspecbeam_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
 ABI_VERSION = 2
-"""Of native/model.h: raise both when a function or a structure changes."""
+"""As in native/model.h. Raise both when a function or a structure changes."""
 
 
 class ModelConfigStruct(ctypes.Structure):
@@ -69,10 +69,14 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
     "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),
 }
+"""The result and the arguments of each function ``specbeam_...`` in native/api.cpp."""
 
 
 def find() -> Path | None:
-    """Where the library lies: beside this file, or where an editable install has put it; None if it was not built."""
+    """The library's path, None if it was not built.
+
+    It is in $SPECBEAM_CPU_LIBRARY, beside this file, or where an editable install has put it.
+    """
     from specbeam.backends import cpu
 
     folders = [os.environ.get("SPECBEAM_CPU_LIBRARY", ""), *cpu.__path__]
@@ -81,16 +85,16 @@ def find() -> Path | None:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library with typed functions, which let other Python threads run while they work.
+    """The library, with typed functions. They release the GIL while they work.
 
     Raises:
-        SpecbeamError: it was not built, cannot be loaded here, or is of another version than this file.
+        SpecbeamError: it was not built, cannot be loaded on this machine, or is of another version than this file.
     """
     path = find()
     if path is None:
         raise SpecbeamError(
-            "the native CPU kernels are not there, because no C++ compiler was found when specbeam was installed: "
-            "install one (g++ or clang++) and reinstall specbeam, or use backend='torch'"
+            "the native CPU kernels were not built: no C++ compiler was found when specbeam was installed. "
+            "Install one (g++ or clang++) and reinstall specbeam, or use backend='torch'"
         )
     try:
         loaded = ctypes.CDLL(str(path))
@@ -108,7 +112,7 @@ def library() -> ctypes.CDLL:
 
 
 def _abi_version(loaded: ctypes.CDLL) -> int:
-    """The version of a library's functions and structures; 0 for a library from before there were versions."""
+    """The version of a library's functions and structures; 0 for an old library without versions."""
     try:
         version = loaded.specbeam_abi_version
     except AttributeError:
@@ -118,7 +122,7 @@ def _abi_version(loaded: ctypes.CDLL) -> int:
 
 
 def available() -> bool:
-    """Whether the kernels can be used here."""
+    """Whether the kernels can be used on this machine."""
     try:
         library()
     except SpecbeamError:

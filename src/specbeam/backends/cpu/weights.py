@@ -1,4 +1,4 @@
-"""Weights as the kernels read them: packed from a checkpoint once, then mapped from a file on disk."""
+"""Weights in the layouts of the kernels: packed from a checkpoint once, then mapped from a file on disk."""
 
 from __future__ import annotations
 
@@ -28,28 +28,28 @@ from specbeam.errors import SpecbeamError
 
 logger = logging.getLogger("specbeam")
 
-VERSION = 2
-"""Of the packed layouts: a file of another version is packed anew."""
+LAYOUT_VERSION = 2
+"""Of the packed layouts. A file of another version is packed again."""
 F32, Q8, Q4_MIN = 0, 1, 6
-"""Formats of native/formats.h that weights are quantized to here."""
-MAGIC, PAGE, ALIGNED = b"specbeam", 4096, 64
-PIECE = 1 << 22
-"""Elements quantized at once by a thread."""
-SMALL = 1 << 25
-"""Bytes below which weights are not worth a file."""
+"""The formats of native/formats.h that weights are quantized to here."""
+FILE_MAGIC, PAGE_BYTES, ALIGNMENT_BYTES = b"specbeam", 4096, 64
+PIECE_ELEMENTS = 1 << 22
+"""The elements that a thread quantizes at once."""
+MIN_FILE_BYTES = 1 << 25
+"""Smaller weights are packed at each load: a file would save too little time."""
 MODES = ("keep", "int8", "int4", "float32")
 
 
 @dataclass(frozen=True)
 class Part:
-    """One matrix in its format, or a vector of float32 (rows 1).
+    """One matrix in its format, or one vector of float32, with 1 row.
 
     Attributes:
-        name: the parameter it belongs to; several parts are stacked along their rows.
-        source: the checkpoint's tensor.
-        raw: its blocks are taken as they are.
-        offset, size: where its bytes lie.
-        hash: of those bytes.
+        name: the parameter it belongs to. The parts of a parameter are stacked along their rows.
+        source: the name of the checkpoint's tensor.
+        raw: whether the blocks of the GGUF file keep their values.
+        offset, size: the place of its bytes in the packed data.
+        hash: of these bytes.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Weights:
     """All parameters of a model, packed.
 
     Attributes:
-        parts: by parameter.
+        parts: the parts of each parameter, by its name.
     """
 
     def __init__(self, parts: list[Part], data: NDArray[np.uint8]) -> None:
@@ -78,35 +78,36 @@ class Weights:
             self.parts.setdefault(part.name, []).append(part)
 
     def address(self, part: Part) -> int:
-        """Where a part's bytes lie in memory, for as long as this object lives."""
+        """The address of a part's bytes, valid while this object lives."""
         return int(self._data.ctypes.data) + part.offset
 
     def stacked(self, name: str) -> NDArray[np.float32]:
-        """The parts of a parameter [n] one after the other, kept for as long as this object lives."""
+        """The parts of a parameter [n], concatenated. The array lives as long as this object."""
         parts = [self._data[p.offset : p.offset + p.size].view(np.float32) for p in self.parts[name]]
         return self._stacked.setdefault(name, np.concatenate(parts))
 
     def vector(self, name: str) -> int | None:
-        """The address of a parameter [n] of float32; None if there is none."""
+        """The address of a float32 parameter [n], None if the model lacks it."""
         return self.address(self.parts[name][0]) if name in self.parts else None
 
 
 def load_weights(checkpoint: Checkpoint, mode: str) -> Weights:
-    """A checkpoint's parameters, from the file of an earlier time if that is there and sound.
+    """A checkpoint's parameters, packed. They come from the file of an earlier load, if it exists and is not damaged.
 
     Args:
-        mode: "keep": blocks of a quantized GGUF file with the same values (but for kinds there is no format for, such
-            as Q3_K, which become int8), the rest in float32; "int8": groups of 32 with a scale; "int4": groups of 32
-            with scale and minimum, embedding and head in int8; "float32".
+        mode: "keep", "int8", "int4" or "float32". "keep" takes the blocks of a quantized GGUF file with the same
+            values, and other tensors in float32. Blocks without a format here, such as Q3_K, become int8. "int8" is
+            groups of 32 with a scale. "int4" is groups of 32 with a scale and a minimum, but int8 for embedding and
+            head.
 
     Raises:
-        SpecbeamError: a tensor is missing, unknown or has another shape than the configuration asks for.
+        SpecbeamError: a tensor is missing or unknown, or the configuration asks for another shape.
     """
     with torch.device("meta"):
         shapes = {name: tuple(p.shape) for name, p in Transformer(checkpoint.config).named_parameters()}
     checkpoint.check_tensors(shapes)
     plan, size = _plan(checkpoint, shapes, mode)
-    if mode == "float32" or size < SMALL:  # as large as the checkpoint, or packed in no time
+    if mode == "float32" or size < MIN_FILE_BYTES:  # float32 weights would copy the checkpoint
         return Weights(plan, _pack(checkpoint, plan, _room(size)))
     path = _path(checkpoint, mode)
     found = _read(path, plan, size)
@@ -114,7 +115,7 @@ def load_weights(checkpoint: Checkpoint, mode: str) -> Weights:
 
 
 def _plan(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], mode: str) -> tuple[list[Part], int]:
-    """What goes where, and the bytes of it all."""
+    """The parts of all parameters, and their size in bytes."""
     parts, offset = [], 0
     for name, shape in shapes.items():
         for source in checkpoint.sources(name):
@@ -126,11 +127,11 @@ def _plan(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], mode: str)
                 own = -1 if kind is None else library().specbeam_format_of(kind)
                 raw = mode == "keep" and own >= 0
                 near = name.startswith(("embedding", "positions", "head"))
-                other = Q8 if kind is not None else F32  # blocks there is no format for would not fit in float32
+                other = Q8 if kind is not None else F32  # a quantized file is too large in float32
                 chosen = own if raw else {"keep": other, "int8": Q8, "int4": Q8 if near else Q4_MIN}.get(mode, F32)
                 size = library().specbeam_matrix_bytes(chosen, rows, shape[1])
                 parts.append(Part(name, source, chosen, rows, shape[1], raw, offset, size))
-            offset += -(-parts[-1].size // ALIGNED) * ALIGNED
+            offset += -(-parts[-1].size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     return parts, offset
 
 
@@ -139,14 +140,14 @@ def _room(size: int) -> NDArray[np.uint8]:
 
 
 def _pack(checkpoint: Checkpoint, plan: list[Part], data: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """Fill the bytes of all parts."""
+    """Pack all parts into ``data``."""
     parts = ((part, data[part.offset : part.offset + part.size]) for part in plan)
     read_all([piece for part, out in parts for piece in _pieces(checkpoint, part, out)], "packing weights")
     return data
 
 
 def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Iterator[Piece]:
-    """Jobs that each fill some rows of a part, or all of a vector."""
+    """Jobs that pack a part. Each job fills some rows of a matrix, or a whole vector."""
     if part.rows == 1 and part.format == F32 and len(checkpoint.shape(part.source)) == 1:
 
         def vector() -> None:
@@ -156,9 +157,9 @@ def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Itera
         return
     blocks = -(-part.rows // 16)
     block_size = part.size // blocks
-    # Whole blocks of 16 rows, and whole heads where a reader orders their rows.
+    # A piece has whole blocks of 16 rows. Where the reader reorders the rows of heads, it has whole heads, too.
     unit = math.lcm(16, checkpoint.piece_rows(part.source, 1))
-    step = max(1, PIECE // (unit * part.columns)) * unit
+    step = max(1, PIECE_ELEMENTS // (unit * part.columns)) * unit
     for start in range(0, part.rows, step):
         stop = min(start + step, part.rows)
 
@@ -183,13 +184,13 @@ def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Itera
                     part.format, values.ctypes.data, stop - start, part.columns, to.ctypes.data
                 )
             if status:
-                raise SpecbeamError(f"{checkpoint.path}: tensor {part.source} cannot be packed: its sizes do not fit")
+                raise SpecbeamError(f"{checkpoint.path}: tensor {part.source} cannot be packed: its size is wrong")
 
         yield (stop - start) * part.columns, fill
 
 
 def _floats(checkpoint: Checkpoint, source: str, start: int, stop: int) -> NDArray[np.float32]:
-    """Rows of a tensor, read in the pieces its reader asks for."""
+    """The rows ``start`` to ``stop`` of a tensor in float32, read in pieces of ``piece_rows``."""
     piece = checkpoint.piece_rows(source, 1)
     step = piece if piece > 1 else stop - start
     rows = [checkpoint.read(source, row, min(row + step, stop)) for row in range(start, stop, step)]
@@ -197,64 +198,66 @@ def _floats(checkpoint: Checkpoint, source: str, start: int, stop: int) -> NDArr
 
 
 def _path(checkpoint: Checkpoint, mode: str) -> Path:
-    """The file for a checkpoint as it is now."""
+    """The file of packed weights for the current files of a checkpoint."""
     files = sorted(checkpoint.path.rglob("*.safetensors")) if checkpoint.path.is_dir() else [checkpoint.path]
     stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = hashlib.sha256(repr((VERSION, mode, stats, checkpoint.config)).encode()).hexdigest()[:16]
+    key = hashlib.sha256(repr((LAYOUT_VERSION, mode, stats, checkpoint.config)).encode()).hexdigest()[:16]
     return registry.home() / "packed" / f"{checkpoint.path.stem}-{mode}-{key}.weights"
 
 
 def _read(path: Path, plan: list[Part], size: int) -> Weights | None:
-    """What a file holds, mapped; None if there is none, or not what there should be."""
+    """The packed weights in a file, mapped. None if the file is missing or damaged."""
     try:
         with path.open("rb") as file:
             head = file.read(16)
             length = int.from_bytes(head[8:], "little")
-            if head[:8] != MAGIC or length > 1 << 26:
-                raise ValueError("it does not begin as it should")
+            if head[:8] != FILE_MAGIC or length > 1 << 26:
+                raise ValueError("its header is wrong")
             parts = [Part(**part) for part in json.loads(file.read(length))]
             start = _data_start(length)
             if [_without_hash(p) for p in parts] != [_without_hash(p) for p in plan]:
                 raise ValueError("it holds other tensors")
             if os.fstat(file.fileno()).st_size != start + size:
-                raise ValueError("it is not as long as it should be")
+                raise ValueError("its size is wrong")
             data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[start:]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.warning("%s is damaged (%s) and is made anew", path, error)
+        logger.warning("%s is damaged (%s) and is packed again", path, error)
         return None
     with ThreadPoolExecutor(os.cpu_count()) as threads:
         hashes = threads.map(lambda part: _hash(data, part), parts)
         for part, found in zip(parts, hashes, strict=True):
             if part.hash != found:
-                logger.warning("%s is damaged (tensor %s) and is made anew", path, part.source)
+                logger.warning("%s is damaged (tensor %s) and is packed again", path, part.source)
                 return None
     return Weights(parts, data)
 
 
 def _write(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> Weights:
-    """Pack into a file that appears under its name when it is whole; into memory alone where that cannot be."""
+    """Pack into a file, which gets its name when it is complete. Without a writable folder, pack into memory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(path.with_suffix(".lock")):
-            if (found := _read(path, plan, size)) is not None:  # another process was as fast
+            if (found := _read(path, plan, size)) is not None:  # another process has packed it meanwhile
                 return found
-            for leftover in path.parent.glob(f".{path.stem}.*"):  # of a process that was killed
+            for leftover in path.parent.glob(f".{path.stem}.*"):  # from a process that was killed
                 leftover.unlink()
             return _write_alone(path, checkpoint, plan, size)
     except OSError as error:
-        logger.warning("packed weights cannot be kept in %s (%s): set SPECBEAM_HOME", path.parent, error.strerror)
+        problem = "packed weights cannot be kept in %s (%s): set SPECBEAM_HOME to a writable folder"
+        logger.warning(problem, path.parent, error.strerror)
         return Weights(plan, _pack(checkpoint, plan, _room(size)))
 
 
 def _write_alone(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> Weights:
-    """The same, while no other process does."""
+    """Pack into a file and map it. The caller holds the lock."""
     header = _header([_with_hash(part, 2**64 - 1) for part in plan])
     start = _data_start(len(header))
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}.", delete=False) as file:
         try:
-            if hasattr(os, "posix_fallocate"):  # a full disk shows now, not as a dead process
+            # A full disk is an error here. Later, a write to the mapping would kill the process.
+            if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, start + size)
             else:
                 file.truncate(start + size)
@@ -262,19 +265,19 @@ def _write_alone(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int
             data = _pack(checkpoint, plan, np.frombuffer(mapped, np.uint8)[start:])
             hashed = [_with_hash(part, _hash(data, part)) for part in plan]
             header = _header(hashed).ljust(len(header))
-            mapped[: 16 + len(header)] = MAGIC + len(header).to_bytes(8, "little") + header
+            mapped[: 16 + len(header)] = FILE_MAGIC + len(header).to_bytes(8, "little") + header
             os.replace(file.name, path)
         except BaseException:
             Path(file.name).unlink(missing_ok=True)
             raise
     found = _read(path, plan, size)
     if found is None:
-        raise SpecbeamError(f"{path} does not hold what was just written to it: check the disk")
+        raise SpecbeamError(f"{path} was damaged while it was written: check the disk")
     return found
 
 
 def _data_start(header: int) -> int:
-    return -(-(16 + header) // PAGE) * PAGE
+    return -(-(16 + header) // PAGE_BYTES) * PAGE_BYTES
 
 
 def _header(parts: list[Part]) -> bytes:

@@ -1,5 +1,5 @@
-// The functions Python calls (backends/cpu/library.py). Nothing is taken on trust: what comes in is checked here, and a
-// function that can fail returns null or -1, or says what is wrong and returns null if nothing is.
+// The functions that Python calls (backends/cpu/library.py). They check the sizes and indices of their arguments. On
+// failure a function returns null or -1. Functions that check return the error as text, or null if all is well.
 
 #include <unistd.h>
 
@@ -36,7 +36,8 @@ static const Table *table_named(const char *name) {
   const auto is = [name](const Table &t) { return std::strcmp(name, t.name) == 0; };
 #if defined(SPECBEAM_X86)
   __builtin_cpu_init();
-  // Clang 14 cannot ask for F16C by name. Asking the processor takes microseconds on a virtual machine.
+  // __builtin_cpu_supports does not know F16C in Clang 14. The answer is kept, because asking the processor takes
+  // microseconds on a virtual machine.
   static const bool f16c = [] {
     unsigned a, b, c = 0, d;
     return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
@@ -50,14 +51,14 @@ static const Table *table_named(const char *name) {
 #if defined(__linux__)
   const bool dot_products = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
 #else
-  const bool dot_products = true;  // Apple's have them all
+  const bool dot_products = true;  // every Mac with ARM has them
 #endif
   if (dot_products && (!*name || is(neon::TABLE))) return &neon::TABLE;
 #endif
   return !*name || is(portable::TABLE) ? &portable::TABLE : nullptr;
 }
 
-// A model with the threads and the room its passes need. Passes are one at a time; Python sees to it.
+// A model with the threads and the buffers of its passes. Python runs one pass at a time.
 struct Loaded {
   const Table *table;
   int thread_count;
@@ -70,7 +71,7 @@ struct Loaded {
   ~Loaded() { table->delete_workspace(workspace); }
 
   Threads &pool() {
-    if (process != getpid()) {  // a fork has none of the threads
+    if (process != getpid()) {  // the threads did not survive the fork
       (void)threads.release();
       threads.reset(new Threads(thread_count));
       process = getpid();
@@ -98,7 +99,7 @@ static Norm *norm_named(Model &model, int64_t layer, int which) {
   return which >= 0 && which < 6 ? all[which] : nullptr;
 }
 
-// What is missing or misshapen in a model that is said to be complete, or null.
+// The first parameter that is missing or has a wrong shape, or null.
 static const char *incomplete(const Model &m) {
   const ModelConfig &c = m.config;
   const auto shaped = [](const Product &p, int64_t rows, int64_t columns) {
@@ -122,6 +123,7 @@ static const char *incomplete(const Model &m) {
   return nullptr;
 }
 
+// The first error in the segments or the wanted nodes, or null.
 static const char *wrong(const Model &m, const Segment *s, int64_t count, const int64_t *wanted, int64_t wanted_count) {
   const ModelConfig &c = m.config;
   int64_t nodes = 0;
@@ -129,7 +131,7 @@ static const char *wrong(const Model &m, const Segment *s, int64_t count, const 
     if (!s[i].cache || s[i].nodes <= 0) return "a segment is empty";
     const Cache &cache = *s[i].cache;
     if (cache.layers != c.layers || cache.kv_heads != c.kv_heads || cache.item != (c.half_cache ? 2 : 4))
-      return "a cache is another model's";
+      return "a cache belongs to another model";
     if (s[i].length <= 0 || s[i].length > cache.capacity) return "a segment is longer than its cache";
     for (int64_t n = 0; n < s[i].nodes; n++) {
       if (s[i].tokens[n] < 0 || s[i].tokens[n] >= c.vocab) return "a token is not in the vocabulary";
@@ -150,28 +152,30 @@ using namespace specbeam;
 
 extern "C" {
 
-// The version of this interface, or -1 if the caller's structures are of other sizes.
+// The version of this interface, or -1 if the sizes of the caller's structures differ.
 int32_t specbeam_abi_version(int64_t model_config_bytes, int64_t segment_bytes) {
   return model_config_bytes == sizeof(ModelConfig) && segment_bytes == sizeof(Segment) ? ABI_VERSION : -1;
 }
 
-// The name of the instruction set that would be used, null if `name` cannot be; empty for the best.
+// The name of the instruction set to use, or null if the processor lacks `name`. An empty name asks for the best.
 const char *specbeam_isa(const char *name) {
   const Table *table = table_named(name);
   return table ? table->name : nullptr;
 }
 
 int64_t specbeam_matrix_bytes(int32_t format, int64_t rows, int64_t columns) {
-  if (format < 0 || format >= FORMATS || rows <= 0 || columns <= 0) return -1;
+  if (format < 0 || format >= FORMAT_COUNT || rows <= 0 || columns <= 0) return -1;
   return blocks_of(rows) * block_bytes(Format(format), columns);
 }
 
-int32_t specbeam_format_of(int32_t type) { return format_of(type) == FORMATS ? -1 : format_of(type); }
+int32_t specbeam_format_of(int32_t type) { return format_of(type) == FORMAT_COUNT ? -1 : format_of(type); }
 
 // Returns 0, or -1 if the sizes do not fit.
 int32_t specbeam_pack(int32_t type, const uint8_t *source, int64_t bytes, int64_t rows, int64_t columns,
                       const int64_t *order, int64_t first, int64_t last, uint8_t *out) {
-  if (format_of(type) == FORMATS || columns % GROUP || rows <= 0 || bytes != rows * row_bytes(type, columns)) return -1;
+  if (format_of(type) == FORMAT_COUNT || columns % GROUP_COLUMNS || rows <= 0 ||
+      bytes != rows * row_bytes(type, columns))
+    return -1;
   if (first < 0 || last > blocks_of(rows)) return -1;
   for (int64_t row = 0; order && row < rows; row++)
     if (order[row] < 0 || order[row] >= rows) return -1;
@@ -186,7 +190,7 @@ int32_t specbeam_quantize(int32_t format, const float *source, int64_t rows, int
   return 0;
 }
 
-// A hash for finding damage, not for keeping out attackers.
+// A hash that finds damage. It does not protect against attackers.
 uint64_t specbeam_hash(const uint8_t *p, int64_t bytes) {
   uint64_t lanes[4] = {1, 2, 3, 4};
   int64_t i = 0;
@@ -228,11 +232,11 @@ void specbeam_model_delete(void *model) {
   delete loaded;
 }
 
-// The data is not copied: the caller keeps it. Returns 0, or -1 if there is no such product.
+// The data is not copied: the caller keeps it alive. Returns 0, or -1 if the product or the size is wrong.
 int32_t specbeam_model_add(void *model, int64_t layer, int32_t which, int32_t format, int64_t rows, int64_t columns,
                            const uint8_t *data, int64_t bytes) {
   Product *product = product_named(static_cast<Loaded *>(model)->model, layer, which);
-  if (!product || !data || product->parts.size() >= MOST_PARTS || bytes != specbeam_matrix_bytes(format, rows, columns))
+  if (!product || !data || product->parts.size() >= MAX_PARTS || bytes != specbeam_matrix_bytes(format, rows, columns))
     return -1;
   product->parts.push_back({Format(format), rows, columns, data});
   return 0;
@@ -279,7 +283,7 @@ void *specbeam_cache_new(void *model) {
 
 void specbeam_cache_delete(void *cache) { delete static_cast<Cache *>(cache); }
 
-// Returns 0, or -1 if there is no memory; what is stored stays.
+// Returns 0, or -1 if memory runs out. The stored keys and values stay.
 int32_t specbeam_cache_reserve(void *cache, int64_t slots) {
   try {
     return static_cast<Cache *>(cache)->reserve(slots) ? 0 : -1;
@@ -288,14 +292,13 @@ int32_t specbeam_cache_reserve(void *cache, int64_t slots) {
   }
 }
 
-// Returns what is wrong, or null. logits: [wanted_count, vocab], those of so many first tokens.
+// Returns the error, or null. logits: [wanted_count, vocab], for the first `vocab` tokens of the vocabulary.
 const char *specbeam_forward(void *model, const Segment *segments, int64_t count, const int64_t *wanted,
                              int64_t wanted_count, int64_t vocab, float *logits) {
   auto &loaded = *static_cast<Loaded *>(model);
   if (const char *reason = incomplete(loaded.model)) return reason;
   if (const char *reason = wrong(loaded.model, segments, count, wanted, wanted_count)) return reason;
-  if (vocab < 1 || vocab > loaded.model.config.vocab)
-    return "logits are wanted of more tokens than there are, or of none";
+  if (vocab < 1 || vocab > loaded.model.config.vocab) return "vocab is not between 1 and the size of the vocabulary";
   try {
     for (int64_t i = 0; i < count; i++)
       for (int64_t n = 0; n < segments[i].nodes; n++)
@@ -307,7 +310,7 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
   }
 }
 
-// For tests: out[rows, w.rows] = values[rows, w.columns] times the matrix transposed.
+// For tests: out[n, rows] = values[n, columns] times the transposed matrix.
 int32_t specbeam_multiply(const char *isa, int32_t threads, int32_t format, int64_t rows, int64_t columns,
                           const uint8_t *data, const float *values, int64_t n, float *out) {
   const Table *table = table_named(isa);

@@ -1,4 +1,4 @@
-// A model as the pass sees it, and the cache of one tree. Filled through the functions of api.cpp.
+// A model as a pass reads it, and the KV cache of one tree. The functions of api.cpp fill them.
 #pragma once
 
 #include <algorithm>
@@ -14,23 +14,23 @@
 
 namespace specbeam {
 
-// The version of the functions of api.cpp and of the structures they take. Raise it here and in library.py when either
-// changes.
+// The version of the functions of api.cpp and of the structures they take. When one changes, raise it here and in
+// library.py.
 constexpr int32_t ABI_VERSION = 2;
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH };
 
-// What checkpoints/config.py says of a model. Mirrored field by field by ModelConfigStruct in library.py.
+// The numbers of checkpoints/config.py. ModelConfigStruct in library.py mirrors this structure field by field.
 struct ModelConfig {
   int64_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, context;
   int64_t layer_norm, activation, gated, parallel, half_cache;  // activation: an Activation; the others: 0 or 1
   double norm_eps, attention_scale, embedding_scale;
-  double attention_softcap, logits_softcap;  // 0 for none
+  double attention_softcap, logits_softcap;  // 0: no softcap
 };
 
-constexpr int MOST_PARTS = 8;
+constexpr int MAX_PARTS = 8;
 
-// Matrices stacked along their rows, at most MOST_PARTS: what one product yields may be of several formats.
+// Matrices stacked along their rows, at most MAX_PARTS. They may have different formats.
 struct Product {
   std::vector<Matrix> parts;
   const float *bias = nullptr;
@@ -39,7 +39,7 @@ struct Product {
     for (const Matrix &part : parts) n += part.rows;
     return n;
   }
-  // The product that yields the first of its outputs, at most all.
+  // The product that yields only the first `outputs` outputs, or all if it has fewer.
   Product first(int64_t outputs) const {
     Product some{{}, bias};
     for (Matrix part : parts) {
@@ -58,14 +58,14 @@ struct Norm {
 };
 
 struct Rope {
-  std::vector<float> frequencies;  // radians a position
+  std::vector<float> frequencies;  // radians per position
   float scale;
 };
 
 struct Layer {
   Norm attention_norm, post_attention_norm, mlp_norm, post_mlp_norm, q_norm, k_norm;
-  Product qkv, output, up, down;  // up is gate and up where one gates the other
-  int64_t rope = -1, window = 0;  // which of the model's; 0 for no window
+  Product qkv, output, up, down;  // up: in a gated MLP, gate and up stacked
+  int64_t rope = -1, window = 0;  // rope: an index into Model::ropes, or -1; window: 0 if attention has no window
 };
 
 struct Model {
@@ -78,14 +78,14 @@ struct Model {
 
 // Keys and values of one tree, [layers, 2, kv_heads, capacity, padded head_dim], in float16 or float32.
 struct Cache {
-  int64_t layers, kv_heads, width, item;  // width: head_dim, padded to whole vectors
+  int64_t layers, kv_heads, width, item;  // width: head_dim, padded to whole vectors; item: bytes
   int64_t capacity = 0;
-  std::vector<std::unique_ptr<uint8_t, decltype(&std::free)>> data;  // a layer's keys, its values, the next layer's
-  std::vector<int32_t> positions;                                    // in the text, of the node of each slot
+  std::vector<std::unique_ptr<uint8_t, decltype(&std::free)>> data;  // keys and values, layer by layer
+  std::vector<int32_t> positions;  // of each slot's node in the text; -1: an empty slot
 
   bool reserve(int64_t slots) {
     if (slots <= capacity) return true;
-    positions.resize(slots, -1);  // before anything is changed: it may throw
+    positions.resize(slots, -1);  // first, because it may throw
     std::vector<std::unique_ptr<uint8_t, decltype(&std::free)>> grown;
     const size_t head = size_t(slots) * width * item, old = size_t(capacity) * width * item;
     for (int64_t i = 0; i < 2 * layers; i++) {
@@ -105,12 +105,12 @@ struct Cache {
   }
 };
 
-// The nodes of one tree in a pass, as backends/contract.py has them. Mirrored by SegmentStruct in library.py.
+// The nodes of one tree in a pass: see backends/contract.py. SegmentStruct in library.py mirrors this structure.
 struct Segment {
   Cache *cache;
   int64_t nodes, length;
   const int64_t *tokens, *positions, *slots;  // [nodes]
-  const uint8_t *visible;                     // [nodes, length], or null where all see all
+  const uint8_t *visible;                     // [nodes, length], or null if every node sees every slot
 };
 
 }  // namespace specbeam

@@ -1,4 +1,4 @@
-// Weights into the layouts of formats.h: as they are from llama.cpp's blocks, or quantized from float32.
+// Packs weights into the layouts of formats.h. Weights in llama.cpp's blocks keep their values, float32 is quantized.
 
 #include "pack.h"
 
@@ -61,40 +61,40 @@ struct Lane {
 };
 
 void pack_row(const Lane &to, int32_t type, const uint8_t *p) {
-  const int64_t groups = to.columns / GROUP;
+  const int64_t groups = to.columns / GROUP_COLUMNS;
   uint8_t scale[8], minimum[8];
   if (type == Q4_K_BLOCKS || type == Q5_K_BLOCKS) {
     const int64_t size = type == Q4_K_BLOCKS ? 144 : 176;
-    for (int64_t s = 0; s < groups / SUPER; s++, p += size) {
+    for (int64_t s = 0; s < groups / GROUPS_PER_SUPER; s++, p += size) {
       k_scales(p + 4, scale, minimum);
       const uint8_t *high = p + 16, *low = p + size - 128;
-      to.super_half(s * SUPER, 0, half_at(p));
-      to.super_half(s * SUPER, 1, half_at(p + 2));
-      for (int g = 0; g < SUPER; g++) {
-        to.byte(s * SUPER + g, 0, scale[g]);
-        to.byte(s * SUPER + g, 1, minimum[g]);
-        for (int i = 0; i < GROUP; i++) {
+      to.super_half(s * GROUPS_PER_SUPER, 0, half_at(p));
+      to.super_half(s * GROUPS_PER_SUPER, 1, half_at(p + 2));
+      for (int g = 0; g < GROUPS_PER_SUPER; g++) {
+        to.byte(s * GROUPS_PER_SUPER + g, 0, scale[g]);
+        to.byte(s * GROUPS_PER_SUPER + g, 1, minimum[g]);
+        for (int i = 0; i < GROUP_COLUMNS; i++) {
           int q = low[g / 2 * 32 + i] >> (g % 2 * 4) & 15;
           if (type == Q5_K_BLOCKS) q |= (high[i] >> g & 1) << 4;
-          to.weight((s * SUPER + g) * GROUP + i, q);
+          to.weight((s * GROUPS_PER_SUPER + g) * GROUP_COLUMNS + i, q);
         }
       }
     }
     return;
   }
   if (type == Q6_K_BLOCKS) {
-    for (int64_t s = 0; s < groups / SUPER; s++, p += 210) {
+    for (int64_t s = 0; s < groups / GROUPS_PER_SUPER; s++, p += 210) {
       const uint8_t *low = p, *high = p + 128;
-      to.super_half(s * SUPER, 0, half_at(p + 208));
-      for (int g = 0; g < SUPER; g++) {
-        const int part = g / 4, within = g % 4;  // 128 columns, and which 32 of them
-        for (int i = 0; i < GROUP; i++) {
+      to.super_half(s * GROUPS_PER_SUPER, 0, half_at(p + 208));
+      for (int g = 0; g < GROUPS_PER_SUPER; g++) {
+        const int part = g / 4, within = g % 4;  // the 128 columns, and the 32 within them
+        for (int i = 0; i < GROUP_COLUMNS; i++) {
           const int nibble = low[part * 64 + within % 2 * 32 + i] >> (within / 2 * 4) & 15;
           const int bits = high[part * 32 + i] >> (within * 2) & 3;
-          to.weight((s * SUPER + g) * GROUP + i, nibble | bits << 4);
+          to.weight((s * GROUPS_PER_SUPER + g) * GROUP_COLUMNS + i, nibble | bits << 4);
         }
-        to.byte(s * SUPER + g, 0, p[192 + g * 2]);
-        to.byte(s * SUPER + g, 1, p[192 + g * 2 + 1]);
+        to.byte(s * GROUPS_PER_SUPER + g, 0, p[192 + g * 2]);
+        to.byte(s * GROUPS_PER_SUPER + g, 1, p[192 + g * 2 + 1]);
       }
     }
     return;
@@ -103,7 +103,7 @@ void pack_row(const Lane &to, int32_t type, const uint8_t *p) {
     const uint16_t d = half_at(p);
     to.half(g, 0, d);
     if (type == Q8_0_BLOCKS) {
-      for (int i = 0; i < GROUP; i++) to.weight(g * GROUP + i, int(int8_t(p[2 + i])) + 128);
+      for (int i = 0; i < GROUP_COLUMNS; i++) to.weight(g * GROUP_COLUMNS + i, int(int8_t(p[2 + i])) + 128);
       p += 34;
       continue;
     }
@@ -114,10 +114,10 @@ void pack_row(const Lane &to, int32_t type, const uint8_t *p) {
     else if (type == Q4_0_BLOCKS) to.half(g, 1, float_to_half(-8.0f * half_to_float(d)));
     uint32_t high = 0;
     if (five) std::memcpy(&high, p, 4), p += 4;
-    for (int i = 0; i < GROUP; i++) {
+    for (int i = 0; i < GROUP_COLUMNS; i++) {
       int q = p[i % 16] >> (i / 16 * 4) & 15;
       if (five) q |= int(high >> i & 1) << 4;
-      to.weight(g * GROUP + i, q);
+      to.weight(g * GROUP_COLUMNS + i, q);
     }
     p += 16;
   }
@@ -129,20 +129,20 @@ void quantize_int8(const Lane &to, int64_t g, const float *x, int n) {
   uint16_t h = float_to_half(most / 127.0f);
   const float d = half_to_float(h);
   to.half(g, 0, h);
-  for (int i = 0; i < GROUP; i++) {
+  for (int i = 0; i < GROUP_COLUMNS; i++) {
     const float q = i < n && d > 0 ? std::nearbyint(x[i] / d) : 0.0f;
-    to.weight(g * GROUP + i, int(std::clamp(q, -127.0f, 127.0f)) + 128);
+    to.weight(g * GROUP_COLUMNS + i, int(std::clamp(q, -127.0f, 127.0f)) + 128);
   }
 }
 
-// Four bits: of several scales and minima the one with the least squared error, where each guess is bettered by least
-// squares on the bytes it leads to.
+// Four bits: finds a scale and a minimum with a small squared error. It tries 17 scales. Least squares on the rounded
+// weights refine each of them twice.
 void quantize_int4(const Lane &to, int64_t g, const float *x, int n) {
   float low = 0, high = 0;
   for (int i = 0; i < n; i++) low = std::min(low, x[i]), high = std::max(high, x[i]);
   uint16_t best_d = 0, best_m = 0;
   float least = INFINITY;
-  uint8_t best[GROUP] = {}, q[GROUP] = {};
+  uint8_t best[GROUP_COLUMNS] = {}, q[GROUP_COLUMNS] = {};
   for (int step = -4; step <= 12; step++) {
     float d = (high - low) / (15.0f + 0.25f * float(step)), m = low;
     for (int turn = 0; turn < 2; turn++) {
@@ -171,7 +171,7 @@ void quantize_int4(const Lane &to, int64_t g, const float *x, int n) {
   if (!(least < INFINITY)) best_m = float_to_half(low), std::memset(best, 0, sizeof best);
   to.half(g, 0, best_d);
   to.half(g, 1, best_m);
-  for (int i = 0; i < GROUP; i++) to.weight(g * GROUP + i, i < n ? best[i] : 0);
+  for (int i = 0; i < GROUP_COLUMNS; i++) to.weight(g * GROUP_COLUMNS + i, i < n ? best[i] : 0);
 }
 
 }  // namespace
@@ -186,7 +186,7 @@ Format format_of(int32_t type) {
     case Q4_0_BLOCKS:
     case Q4_1_BLOCKS: return Q4_MIN;
     case Q4_K_BLOCKS: return Q4_K;
-    default: return FORMATS;
+    default: return FORMAT_COUNT;
   }
 }
 
@@ -225,10 +225,10 @@ void quantize_block(Format format, const float *source, int64_t rows, int64_t co
       continue;
     }
     for (int64_t g = 0; g < groups_of(columns); g++) {
-      const int here = int(std::min<int64_t>(GROUP, columns - g * GROUP));
+      const int here = int(std::min<int64_t>(GROUP_COLUMNS, columns - g * GROUP_COLUMNS));
       const Lane at{format, to, columns, lane};
-      if (format == Q8) quantize_int8(at, g, x + g * GROUP, here);
-      else quantize_int4(at, g, x + g * GROUP, here);
+      if (format == Q8) quantize_int8(at, g, x + g * GROUP_COLUMNS, here);
+      else quantize_int4(at, g, x + g * GROUP_COLUMNS, here);
     }
   }
 }

@@ -1,11 +1,11 @@
-// Weights into the layouts of formats.h.
+// Packs weights into the layouts of formats.h.
 #pragma once
 
 #include "formats.h"
 
 namespace specbeam {
 
-// The blocks of GGUF files, by their numbers there (ggml's types).
+// The types of blocks in GGUF files, with ggml's numbers.
 enum Blocks : int32_t {
   Q4_0_BLOCKS = 2,
   Q4_1_BLOCKS = 3,
@@ -17,14 +17,14 @@ enum Blocks : int32_t {
   Q6_K_BLOCKS = 14,
 };
 
-Format format_of(int32_t type);                    // FORMATS if it has none
-int64_t row_bytes(int32_t type, int64_t columns);  // in the file
+Format format_of(int32_t type);                    // FORMAT_COUNT for a type without a format
+int64_t row_bytes(int32_t type, int64_t columns);  // of a row in the file
 
-// One block of 16 rows, into its place in out. order: which row of the source each row is, or null.
+// Packs one block of 16 rows into its place in `out`. order: the source row of each row, or null for the same order.
 void pack_block(int32_t type, const uint8_t *source, int64_t rows, int64_t columns, const int64_t *order, int64_t block,
                 uint8_t *out);
 
-// The same from float32 [rows, columns], to F32_ROWS, Q8 or Q4_MIN.
+// Packs one block from float32 [rows, columns] as F32_ROWS, Q8 or Q4_MIN.
 void quantize_block(Format format, const float *source, int64_t rows, int64_t columns, int64_t block, uint8_t *out);
 
 }  // namespace specbeam

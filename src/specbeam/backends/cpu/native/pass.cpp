@@ -1,5 +1,5 @@
-// One forward pass. Whatever a node's values are computed from, they are computed in an order that depends on the node
-// alone: on its columns, its heads and its ancestors by depth; never on other nodes, on slots or on threads.
+// One forward pass. A node's values are computed in an order that depends on the node alone: on its columns, its heads
+// and its ancestors by depth. The order never depends on other nodes, on slots or on threads.
 
 #include <algorithm>
 #include <string>
@@ -14,15 +14,15 @@ namespace specbeam::SPECBEAM_ISA {
 
 namespace {
 
-// What a pass needs beside the model, kept from pass to pass.
+// The buffers of a pass, kept for the next one.
 struct Workspace {
   std::vector<float> x, normed, wide, attended, out, cos, sin;
-  std::vector<int32_t> paths;        // the ancestors' slots of each node by depth, one node after the other
-  std::vector<int64_t> path_starts;  // of each node
+  std::vector<int32_t> paths;        // the slots of each node's ancestors by depth, one node after the other
+  std::vector<int64_t> path_starts;  // of each node in paths
   Activations activations;
 };
 
-constexpr int64_t SWEEP = 256 * 1024;  // bytes
+constexpr int64_t SWEEP_BYTES = 256 * 1024;  // of int8 activations, per sweep over the weights
 
 float *room(std::vector<float> &v, size_t n) {
   if (v.size() < n) v.resize(n);
@@ -33,11 +33,12 @@ float *room(std::vector<float> &v, size_t n) {
 void multiply(const Product &p, Threads &threads, const Activations &x, float *out) {
   const int64_t stride = p.rows();
   int64_t blocks = 0;
-  std::array<int64_t, MOST_PARTS> starts{};
+  std::array<int64_t, MAX_PARTS> starts{};
   for (size_t i = 0; i < p.parts.size(); i++) starts[i] = blocks, blocks += blocks_of(p.parts[i].rows);
-  // So many rows at a time as stay in the second-level cache while all weights go by.
-  const int64_t most = std::max<int64_t>(64, SWEEP / x.columns), least = (x.rows + most - 1) / most;
-  const int64_t sweep = (x.rows + least * TILE - 1) / (least * TILE) * TILE, sweeps = (x.rows + sweep - 1) / sweep;
+  // Rows go in sweeps. A sweep's activations stay in the second-level cache while all weights go by.
+  const int64_t most = std::max<int64_t>(64, SWEEP_BYTES / x.columns), least = (x.rows + most - 1) / most;
+  const int64_t sweep = (x.rows + least * TILE_ROWS - 1) / (least * TILE_ROWS) * TILE_ROWS,
+                sweeps = (x.rows + sweep - 1) / sweep;
   const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(16, sweeps * blocks / (threads.count() * 8)));
   threads.each(sweeps * blocks, chunk, [&](int64_t item) {
     const int64_t block = item % blocks, first = item / blocks * sweep, end = std::min(first + sweep, x.rows);
@@ -69,7 +70,7 @@ struct Pass {
   const Segment &segment(int64_t node) const { return segments[segment_of[node]]; }
   int64_t position(int64_t node) const { return segment(node).positions[row_in[node]]; }
 
-  // A node sees exactly one node at each depth up to its own. Returns what is wrong, or null.
+  // Finds each node's path: a node sees exactly one node at each depth up to its own. Returns the error, or null.
   const char *find_paths() {
     space.path_starts.assign(nodes + 1, 0);
     for (int64_t n = 0; n < nodes; n++) space.path_starts[n + 1] = space.path_starts[n] + position(n) + 1;
@@ -134,10 +135,10 @@ struct Pass {
     else return load<F32>(p);
   }
 
-  // Attention of a node with the query heads that share a key head, whose keys and values are read once for all of
-  // them, as many vectors of features at a time as stay in registers. qkv: the node's row; out: [heads * head_dim].
-  template <class Item, int PARTS> void attend(int64_t node, int64_t kv_head, const Layer &layer, int64_t l,
-                                               const float *qkv, float *out) {
+  // Attention of a node in the query heads that share a key head. Keys and values are read once for all these heads, in
+  // pieces of VECTORS vectors of features, which stay in registers. qkv: the node's row; out: [heads * head_dim].
+  template <class Item, int VECTORS> void attend(int64_t node, int64_t kv_head, const Layer &layer, int64_t l,
+                                                 const float *qkv, float *out) {
     static thread_local std::vector<float> queries, scores;
     Cache &cache = *segment(node).cache;
     const Item *keys = (const Item *)cache.at(l, 0, kv_head), *values = (const Item *)cache.at(l, 1, kv_head);
@@ -145,45 +146,45 @@ struct Pass {
     const int64_t first = layer.window && depth + 1 > layer.window ? depth + 1 - layer.window : 0;
     const int64_t length = depth + 1 - first, padded = (length + LANES - 1) / LANES * LANES;
     const int32_t *path = &space.paths[space.path_starts[node]] + first;
-    constexpr int PIECE = PARTS * LANES;
+    constexpr int PIECE_FEATURES = VECTORS * LANES;
     float *query = room(queries, group * width), *score = room(scores, group * padded);
     for (int64_t h = 0; h < group; h++)
       for (int64_t i = 0; i < width; i += LANES)
         store(query + h * width + i, load_some(qkv + (kv_head * group + h) * c.head_dim + i, c.head_dim - i));
-    for (int64_t piece = 0; piece < width; piece += PIECE)
+    for (int64_t piece = 0; piece < width; piece += PIECE_FEATURES)
       for (int64_t t = 0; t < length; t++) {
         const Item *key = keys + path[t] * width + piece;
-        F32 k[PARTS];
-        for (int i = 0; i < PARTS; i++) k[i] = get(key + i * LANES);
+        F32 k[VECTORS];
+        for (int i = 0; i < VECTORS; i++) k[i] = get(key + i * LANES);
         for (int64_t h = 0; h < group; h++) {
           const float *q = query + h * width + piece;
           F32 a{};
-          for (int i = 0; i < PARTS; i++) a = multiply_add(load<F32>(q + i * LANES), k[i], a);
+          for (int i = 0; i < VECTORS; i++) a = multiply_add(load<F32>(q + i * LANES), k[i], a);
           float &s = score[h * padded + t];
           s = piece ? s + sum(a) : sum(a);
         }
       }
     for (int64_t h = 0; h < group; h++) softmax(score + h * padded, length, padded);
-    constexpr int HEADS = 16 / PARTS;
-    for (int64_t piece = 0; piece < width; piece += PIECE)
-      for (int64_t h = 0; h < group; h += HEADS) {
-        const float *share[HEADS];  // of heads beyond the last the last's again, for nothing
-        for (int j = 0; j < HEADS; j++) share[j] = score + std::min(h + j, group - 1) * padded;
-        F32 o[HEADS][PARTS] = {};
+    constexpr int HEADS_AT_ONCE = 16 / VECTORS;
+    for (int64_t piece = 0; piece < width; piece += PIECE_FEATURES)
+      for (int64_t h = 0; h < group; h += HEADS_AT_ONCE) {
+        const float *share[HEADS_AT_ONCE];  // beyond the last head: the last again, not used
+        for (int j = 0; j < HEADS_AT_ONCE; j++) share[j] = score + std::min(h + j, group - 1) * padded;
+        F32 o[HEADS_AT_ONCE][VECTORS] = {};
         for (int64_t t = 0; t < length; t++) {
           const Item *value = values + path[t] * width + piece;
-          F32 v[PARTS];
-          for (int i = 0; i < PARTS; i++) v[i] = get(value + i * LANES);
-          for (int j = 0; j < HEADS; j++)
-            for (int i = 0; i < PARTS; i++) o[j][i] = multiply_add(all(share[j][t]), v[i], o[j][i]);
+          F32 v[VECTORS];
+          for (int i = 0; i < VECTORS; i++) v[i] = get(value + i * LANES);
+          for (int j = 0; j < HEADS_AT_ONCE; j++)
+            for (int i = 0; i < VECTORS; i++) o[j][i] = multiply_add(all(share[j][t]), v[i], o[j][i]);
         }
-        for (int j = 0; j < HEADS && h + j < group; j++)
-          for (int64_t i = 0, at = piece; i < PARTS && at < c.head_dim; i++, at += LANES)
+        for (int j = 0; j < HEADS_AT_ONCE && h + j < group; j++)
+          for (int64_t i = 0, at = piece; i < VECTORS && at < c.head_dim; i++, at += LANES)
             store_some(out + (kv_head * group + h + j) * c.head_dim + at, o[j][i], c.head_dim - at);
       }
   }
 
-  // Scores to shares of 1, in place: [padded], of which length are there.
+  // Softmax of the first `length` scores, in place. The scores up to `padded` become 0.
   void softmax(float *s, int64_t length, int64_t padded) const {
     const float scale = float(c.attention_scale), softcap = float(c.attention_softcap);
     for (int64_t t = length; t < padded; t++) s[t] = 0;
@@ -239,7 +240,7 @@ struct Pass {
       int64_t at = n * total;
       for (const Rope &rope : model.ropes)
         for (float frequency : rope.frequencies) {
-          const float angle = float(position(n)) * frequency;  // as PyTorch has it
+          const float angle = float(position(n)) * frequency;  // in float32, as in PyTorch
           cos[at] = std::cos(angle) * rope.scale;
           sin[at++] = std::sin(angle) * rope.scale;
         }
@@ -322,7 +323,7 @@ struct Pass {
     });
   }
 
-  // logits: [count, vocab], those of so many first tokens.
+  // logits: [count, vocab], for the first `vocab` tokens of the vocabulary.
   void run(const int64_t *wanted, int64_t count, int64_t vocab, float *logits) {
     float *x = room(space.x, nodes * c.hidden);
     rotations();

@@ -6,7 +6,8 @@ namespace specbeam::SPECBEAM_ISA {
 
 namespace {
 
-// The scales of a group, sixteen outputs at once: a weight is scale[half] * (q - zero) + minimum.
+// The scales of a group for sixteen outputs. A weight is scale * (q - zero) + minimum. The two halves of a group have
+// the scales `first` and `second`.
 struct Scales {
   F32 first, second, minimum;
 };
@@ -27,11 +28,11 @@ template <Format FORMAT> inline Scales scales_at(const uint8_t *group, const uin
   }
 }
 
-template <Format FORMAT> constexpr int ZERO = FORMAT == Q8 ? 128 : FORMAT == Q6_K ? 32 : FORMAT == Q5 ? 16 : 0;
+template <Format FORMAT> constexpr int ZERO_POINT = FORMAT == Q8 ? 128 : FORMAT == Q6_K ? 32 : FORMAT == Q5 ? 16 : 0;
 template <Format FORMAT> constexpr bool HAS_MINIMUM =
     FORMAT == Q5_MIN || FORMAT == Q5_K || FORMAT == Q4_MIN || FORMAT == Q4_K;
 
-// The first or second half of a group's weights.
+// Unpacks half of a group's weights: the first 16 columns (half = 0) or the last 16.
 template <int BITS> __attribute__((always_inline)) inline void unpack(const uint8_t *p, int half, U8 *w) {
   for (int j = 0; j < 4; j++) {
     if constexpr (BITS == 8) {
@@ -48,16 +49,16 @@ template <int BITS> __attribute__((always_inline)) inline void unpack(const uint
   }
 }
 
-constexpr int AHEAD = 20480;  // bytes
+constexpr int PREFETCH_BYTES_AHEAD = 20480;
 
-// What is asked for from memory while a group is multiplied: the processor does not look ahead as far as arithmetic
-// takes.
+// The weights to prefetch while a group is multiplied. A processor looks a few hundred instructions ahead, and here
+// they are arithmetic. Without prefetches it would ask for the next weights too late.
 struct Ahead {
   const uint8_t *from;
-  int lines;  // of 64 bytes, a group
+  int lines;  // cache lines of 64 bytes, per group
 };
 
-// The product of M rows of activations, from `row` on, with a block; sixteen outputs a row.
+// The product of M rows of activations, from `row` on, with a block: sixteen outputs per row.
 template <Format FORMAT, int M>
 inline void block_product(const uint8_t *block, int64_t columns, const Activations &x, int64_t row, Ahead ahead,
                           F32 *out) {
@@ -67,24 +68,25 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
   const uint8_t *scales = block + weight_bytes(FORMAT, columns), *super = scales;
   for (int64_t g = 0; g < groups; g++) {
     if constexpr (LAYOUTS[FORMAT].super_scales > 0)
-      if (g % SUPER == 0) super = scales, scales += LAYOUTS[FORMAT].super_scales;
+      if (g % GROUPS_PER_SUPER == 0) super = scales, scales += LAYOUTS[FORMAT].super_scales;
     for (int j = 0; j < ahead.lines; j++, ahead.from += 64) prefetch(ahead.from);
-    const int64_t at = row * groups + g * M;  // the first row's
+    const int64_t at = row * groups + g * M;  // of the first row
     const Scales s = scales_at<FORMAT>(scales, super);
     scales += LAYOUTS[FORMAT].group_scales;
-    // Sums of whole numbers may be cut and ordered at will: PARTS apart, so that none waits for the one before it.
-    constexpr int PARTS = M == 1 ? 4 : M <= 4 ? 2 : 1;
-    I32 dots[M][PARTS];
-    F32 first[M];  // of Q6_K, which scales each half
+    // Integer sums are exact in any order. PARTIAL_SUMS of them run side by side, so that they need not wait for each
+    // other.
+    constexpr int PARTIAL_SUMS = M == 1 ? 4 : M <= 4 ? 2 : 1;
+    I32 dots[M][PARTIAL_SUMS];
+    F32 first[M];  // the scaled sum of the first half: Q6_K has a scale for each half
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
       if (half == 0 || FORMAT == Q6_K) {
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
           const int32_t *sums = &x.halves[2 * (at + m)];
-          for (int part = 0; part < PARTS; part++) dots[m][part] = I32{};
-          if constexpr (ZERO<FORMAT> != 0)
-            dots[m][0] = all(-ZERO<FORMAT> * (FORMAT == Q6_K ? sums[half] : sums[0] + sums[1]));
+          for (int part = 0; part < PARTIAL_SUMS; part++) dots[m][part] = I32{};
+          if constexpr (ZERO_POINT<FORMAT> != 0)
+            dots[m][0] = all(-ZERO_POINT<FORMAT> * (FORMAT == Q6_K ? sums[half] : sums[0] + sums[1]));
         }
       }
       U8 w[4];
@@ -93,8 +95,8 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
       for (int j = 0; j < 4; j++) {
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
-          const int32_t *q = (const int32_t *)&x.bytes[(at + m) * GROUP] + 4 * half;
-          I32 &dot = dots[m][j % PARTS];
+          const int32_t *q = (const int32_t *)&x.bytes[(at + m) * GROUP_COLUMNS] + 4 * half;
+          I32 &dot = dots[m][j % PARTIAL_SUMS];
           dot = dot4(dot, w[j], q[j]);
         }
       }
@@ -102,7 +104,7 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
         I32 total = dots[m][0];
-        for (int part = 1; part < PARTS; part++) total += dots[m][part];
+        for (int part = 1; part < PARTIAL_SUMS; part++) total += dots[m][part];
         const F32 scale = all(x.scales[at + m]), sum = to_float(total);
         if constexpr (FORMAT == Q6_K) {
           if (half == 0) first[m] = sum * s.first;
@@ -132,7 +134,7 @@ template <int M> inline void block_product_float(const uint8_t *block, const Act
   for (int m = 0; m < M; m++) out[m] = even[m] + odd[m];
 }
 
-template <Format FORMAT, int M = TILE>
+template <Format FORMAT, int M = TILE_ROWS>
 inline void tile(int m, const Matrix &w, const uint8_t *block, const Activations &x, int64_t row, Ahead ahead,
                  F32 *out) {
   if constexpr (M > 1)
@@ -149,13 +151,14 @@ void block_rows(const Matrix &w, int64_t block, const Activations &x, int64_t ro
   const uint8_t *data = w.data + block * block_bytes(w.format, w.columns);
   const int64_t first = block * BLOCK_ROWS, lanes = w.rows - first < LANES ? w.rows - first : LANES;
   const F32 b = bias ? load_some(bias + first, lanes) : F32{};
-  // One tile asks for what lies a little ahead, in this block or the next; of several each asks for a share of the
-  // next.
-  const int64_t size = block_bytes(FORMAT, w.columns), groups = x.groups, tiles = (end - row + TILE - 1) / TILE;
-  const int64_t share = (size / 64 + groups * tiles - 1) / (groups * tiles);  // lines a group
-  Ahead ahead{data + (tiles > 1 ? size : AHEAD), int(share)};
+  // A single tile prefetches the weights PREFETCH_BYTES_AHEAD, in this block or a later one. Of several tiles, each
+  // prefetches a share of the next block.
+  const int64_t size = block_bytes(FORMAT, w.columns), groups = x.groups,
+                tiles = (end - row + TILE_ROWS - 1) / TILE_ROWS;
+  const int64_t share = (size / 64 + groups * tiles - 1) / (groups * tiles);  // cache lines per group
+  Ahead ahead{data + (tiles > 1 ? size : PREFETCH_BYTES_AHEAD), int(share)};
   while (row < end) {
-    F32 y[TILE];
+    F32 y[TILE_ROWS];
     const int m = tile_rows(row, x.rows);
     tile<FORMAT>(m, w, data, x, row, ahead, y);
     ahead.from += share * groups * 64;

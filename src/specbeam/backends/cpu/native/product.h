@@ -1,5 +1,5 @@
-// Products of a few rows of activations with a matrix. Activations are quantized to 8 bits, with one scale for each
-// group of 32. The kernels are in product.cpp, which is compiled once for each format and instruction set.
+// Products of rows of activations with a matrix. Activations are quantized to 8 bits, with one scale per group of 32
+// columns. The kernels are in product.cpp, which is compiled once for each format and instruction set.
 #pragma once
 
 #include <vector>
@@ -9,25 +9,25 @@
 
 namespace specbeam::SPECBEAM_ISA {
 
-// The number of rows that share a weight while it is in a register. Without wide registers, more rows than two gain
-// little and double the time to compile.
+// The number of rows that share a weight while it is in a register. Without wide registers, more than two rows make
+// products little faster and double the time to compile.
 #if defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
-constexpr int TILE = 8;
+constexpr int TILE_ROWS = 8;
 #else
-constexpr int TILE = 2;
+constexpr int TILE_ROWS = 2;
 #endif
-inline int tile_rows(int64_t first, int64_t rows) { return rows - first < TILE ? int(rows - first) : TILE; }
+inline int tile_rows(int64_t first, int64_t rows) { return rows - first < TILE_ROWS ? int(rows - first) : TILE_ROWS; }
 
-// Rows of activations, as the matrices they are multiplied with want them: quantized, or as they are. What is known of
-// a tile's rows in one group lies together, for it is needed together.
+// Rows of activations, quantized or in float32, as the formats of the matrices require. The bytes, scales and sums of a
+// tile lie together group by group, because a kernel reads them group by group.
 struct Activations {
   int64_t rows = 0, columns = 0, groups = 0;
   bool quantized = false, exact = false;
   std::vector<float> values;    // [rows, columns]
-  std::vector<int8_t> bytes;    // [tile, group, row of it, 32]
-  std::vector<float> scales;    // [tile, group, row of it]
-  std::vector<float> sums;      // the same: of a group's values as quantized, for the minimum
-  std::vector<int32_t> halves;  // [tile, group, row of it, 2]: sums of the bytes of each 16, for the zero point
+  std::vector<int8_t> bytes;    // [tile, group, row of the tile, 32]
+  std::vector<float> scales;    // [tile, group, row of the tile]
+  std::vector<float> sums;      // [tile, group, row of the tile]: the sum of the quantized values, for the minimum
+  std::vector<int32_t> halves;  // [tile, group, row of the tile, 2]: the sums of 16 bytes each, for the zero point
 
   void resize(int64_t n, const std::vector<Matrix> &parts) {
     rows = n, columns = parts[0].columns, groups = groups_of(columns);
@@ -35,7 +35,7 @@ struct Activations {
     for (const Matrix &part : parts) (part.format == F32_ROWS ? exact : quantized) = true;
     if (exact) grow(values, n * columns);
     if (!quantized) return;
-    grow(bytes, n * groups * GROUP);
+    grow(bytes, n * groups * GROUP_COLUMNS);
     grow(scales, n * groups);
     grow(sums, n * groups);
     grow(halves, n * groups * 2);
@@ -48,20 +48,20 @@ struct Activations {
 
  private:
   void quantize(int64_t row, const float *x) {
-    const int64_t first = row / TILE * TILE, m = tile_rows(first, rows);
+    const int64_t first = row / TILE_ROWS * TILE_ROWS, m = tile_rows(first, rows);
     for (int64_t g = 0; g < groups; g++) {
       const int64_t at = first * groups + g * m + row - first;
-      const int64_t left = columns - g * GROUP;
-      const F32 a = load_some(x + g * GROUP, left),
-                b = left > LANES ? load_some(x + g * GROUP + LANES, left - LANES) : F32{};
+      const int64_t left = columns - g * GROUP_COLUMNS;
+      const F32 a = load_some(x + g * GROUP_COLUMNS, left),
+                b = left > LANES ? load_some(x + g * GROUP_COLUMNS + LANES, left - LANES) : F32{};
       const I32 sign = all(int32_t(0x7fffffff));
       const F32 high = (F32)((I32)a & sign), low = (F32)((I32)b & sign);
       const float most = max(select(high > low, high, low)), scale = most / 127.0f;
       const float inverse = most > 0 ? 127.0f / most : 0;
-      const F32 magic = all(12582912.0f);  // rounds to the nearest whole number
+      const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
       const I32 qa = __builtin_convertvector(multiply_add(a, all(inverse), magic) - magic, I32);
       const I32 qb = __builtin_convertvector(multiply_add(b, all(inverse), magic) - magic, I32);
-      int8_t *q = &bytes[at * GROUP];
+      int8_t *q = &bytes[at * GROUP_COLUMNS];
       store_bytes(q, qa);
       store_bytes(q + LANES, qb);
       const int32_t sa = sum(qa), sb = sum(qb);
@@ -77,7 +77,7 @@ struct Activations {
   }
 };
 
-// One block of outputs for the rows from `row` to `end`: out[row * stride + lane], plus the bias if there is one.
+// Multiplies the rows from `row` up to `end` with one block of outputs: out[row * stride + output]. bias may be null.
 template <Format FORMAT>
 void block_rows(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out,
                 int64_t stride, const float *bias);
@@ -97,7 +97,7 @@ inline void product_block(const Matrix &w, int64_t block, const Activations &x, 
   }
 }
 
-// One row of a matrix as float32 [columns]: an embedding.
+// One weight of a matrix in float32, for embeddings and for tests.
 inline float weight_at(const Matrix &w, int64_t row, int64_t column) {
   const int lane = int(row % BLOCK_ROWS);
   const uint8_t *block = w.data + row / BLOCK_ROWS * block_bytes(w.format, w.columns);
@@ -109,7 +109,7 @@ inline float weight_at(const Matrix &w, int64_t row, int64_t column) {
     const Place upper = upper_place(lane, column);
     q |= (block[upper.byte] >> upper.shift & 3) << 4;
   }
-  const int64_t group = column / GROUP;
+  const int64_t group = column / GROUP_COLUMNS;
   const uint8_t *g = block + group_scales(w.format, w.columns, group),
                 *s = block + super_scales(w.format, w.columns, group);
   const auto half = [lane](const uint8_t *p, int part) {
@@ -120,7 +120,8 @@ inline float weight_at(const Matrix &w, int64_t row, int64_t column) {
     case Q5: return half(g, 0) * float(q - 16);
     case Q5_MIN:
     case Q4_MIN: return half(g, 0) * float(q) + half(g, 1);
-    case Q6_K: return half(s, 0) * float(((const int8_t *)g)[column % GROUP / 16 * LANES + lane]) * float(q - 32);
+    case Q6_K:
+      return half(s, 0) * float(((const int8_t *)g)[column % GROUP_COLUMNS / 16 * LANES + lane]) * float(q - 32);
     default: return half(s, 0) * float(g[lane]) * float(q) - half(s, 1) * float(g[LANES + lane]);
   }
 }

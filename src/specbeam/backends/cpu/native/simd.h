@@ -1,6 +1,6 @@
-// Sixteen lanes at a time. The compiler lowers these vectors to what the instruction set has; only the dot product of
-// bytes, and half precision, are asked for by name. Everything is in a namespace of the instruction set, for the same
-// sources are compiled once for each.
+// Vectors of sixteen lanes. The compiler lowers them to the registers of the instruction set. Only fused
+// multiplications, dot products of bytes and conversions use intrinsics. Each instruction set has its own namespace,
+// because the same sources are compiled once for each.
 #pragma once
 
 #include <cmath>
@@ -24,7 +24,7 @@ typedef int16_t I16 __attribute__((vector_size(64)));
 typedef uint16_t U16 __attribute__((vector_size(64)));
 typedef uint8_t U8 __attribute__((vector_size(64)));
 
-// Into the second-level cache, which has more requests to memory under way at a time than the first.
+// Prefetches into the second-level cache. It can wait for more requests to memory at a time than the first level.
 inline void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
 
 template <class T, class P> inline T load(const P *p) {
@@ -34,13 +34,15 @@ template <class T, class P> inline T load(const P *p) {
 }
 template <class T, class P> inline void store(P *p, T v) { std::memcpy(p, &v, sizeof v); }
 
-// The first n floats of 16, the others 0; and back. A copy of a size the compiler knows is one instruction.
+// Loads n floats, at most 16; the other lanes are 0. If n is 16, the compiler knows the size of the copy and makes it
+// one instruction.
 inline F32 load_some(const float *p, int64_t n) {
   if (n >= LANES) return load<F32>(p);
   float padded[LANES] = {};
   std::memcpy(padded, p, n * sizeof(float));
   return load<F32>(padded);
 }
+// Stores the first n lanes, at most 16.
 inline void store_some(float *p, F32 v, int64_t n) {
   if (n >= LANES) return store(p, v);
   std::memcpy(p, &v, n * sizeof(float));
@@ -77,7 +79,8 @@ inline F32 multiply_add(F32 a, F32 b, F32 c) {
 #endif
 }
 
-// acc + the dot products of four unsigned bytes of w, a lane each, with the four signed bytes x (-127 to 127). Exact.
+// Adds a dot product to each lane of acc: the lane's four unsigned bytes of w times the four signed bytes of x. The
+// bytes of x are -127 to 127. The sums are exact.
 inline I32 dot4(I32 acc, U8 w, int32_t x) {
 #if defined(__AVX512VNNI__)
   return (I32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
@@ -91,7 +94,7 @@ inline I32 dot4(I32 acc, U8 w, int32_t x) {
 #if defined(__AVXVNNI__)
     a = _mm256_dpbusd_avx_epi32(a, u, xs);
 #else
-    // Sums of two products must stay below 2^15, so the even and the odd bytes go apart.
+    // maddubs would saturate the sum of two products at 2^15, so the even and the odd bytes are multiplied apart.
     const __m256i low = _mm256_set1_epi16(0xff);
     const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, low), _mm256_srai_epi16(_mm256_slli_epi16(xs, 8), 8));
     const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(xs, 8));
@@ -101,7 +104,7 @@ inline I32 dot4(I32 acc, U8 w, int32_t x) {
   }
   return out;
 #elif defined(__ARM_FEATURE_DOTPROD)
-  // Signed bytes only: w - 128 is one, and what that takes away is added again.
+  // vdotq takes signed bytes only. So it multiplies w - 128, and the missing 128 * x is added back.
   const int8x16_t xs = vreinterpretq_s8_s32(vdupq_n_s32(x));
   const int32x4_t taken = vdotq_s32(vdupq_n_s32(0), xs, vdupq_n_s8(-128));
   for (int quarter = 0; quarter < 4; quarter++) {
@@ -111,8 +114,8 @@ inline I32 dot4(I32 acc, U8 w, int32_t x) {
   }
   return acc;
 #else
-  // A product of a byte and a signed byte fits in 16 bits. The even and the odd bytes go apart, two products in each
-  // lane.
+  // A product of an unsigned and a signed byte fits in 16 bits. The even and the odd bytes are multiplied apart. Each
+  // of the two multiplications makes two products per lane.
   const I16 xs = (I16)all(x), even = (I16)((U16)w & 0xff) * ((I16)((U16)xs << 8) >> 8),
             odd = (I16)((U16)w >> 8) * (xs >> 8);
   const auto low = [](I16 two) { return (I32)((U32)two << 16) >> 16; };
@@ -141,7 +144,7 @@ inline uint16_t float_to_half(float f) {  // rounds to nearest, ties to even
   bits &= 0x7fffffff;
   if (bits > 0x7f800000) return uint16_t(sign | 0x7e00);
   if (bits >= 0x477ff000) return uint16_t(sign | 0x7c00);
-  if (bits < 0x38800000) {  // below the normal numbers: let float addition round at the right place
+  if (bits < 0x38800000) {  // subnormal as a half float: adding 0.5 rounds at the right bit
     float magnitude, magic = 0.5f;
     std::memcpy(&magnitude, &bits, 4);
     magnitude += magic;
@@ -214,7 +217,8 @@ inline void store_bytes(int8_t *p, I32 x) {
 #endif
 }
 
-// The sum of the lanes, in one fixed order: halves upon halves. F is float or int32_t.
+// The sum of the lanes, in one fixed order: the upper half is added to the lower half, four times. F is float or
+// int32_t.
 template <class F, class V> inline F sum(V v) {
   typedef F Eight __attribute__((vector_size(32)));
   typedef F Four __attribute__((vector_size(16)));
@@ -234,7 +238,7 @@ inline float max(F32 v) {
   return left > right ? left : right;
 }
 
-// e^x, within 2 units in the last place; 0 below -87. The polynomial is Cephes' (Moshier).
+// e^x, within 2 units in the last place; 0 below -87. The polynomial is from Cephes (Moshier).
 inline F32 exp(F32 x) {
   x = select(x < -87.0f, all(-87.0f), x);
   const I32 low = x <= -87.0f;

@@ -1,4 +1,4 @@
-// What each instruction set's compilation of the same sources offers.
+// The functions of one instruction set. The same sources are compiled once for each set.
 #pragma once
 
 #include "model.h"
@@ -10,7 +10,7 @@ struct Table {
   const char *name;
   void *(*new_workspace)();
   void (*delete_workspace)(void *);
-  // Returns what is wrong with the segments, or null.
+  // Returns the error in the segments, or null.
   const char *(*forward)(const Model &, Threads &, void *workspace, const Segment *, int64_t count,
                          const int64_t *wanted, int64_t wanted_count, int64_t vocab, float *logits);
   void (*multiply)(const Matrix &, Threads &, const float *values, int64_t rows, float *out);

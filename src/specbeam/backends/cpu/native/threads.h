@@ -1,5 +1,5 @@
-// A pool of threads that share the items of a loop. Within a pass, and for some milliseconds after it, they spin, for
-// the next loop follows at once; then they sleep.
+// A pool of threads that share the items of a loop. They spin during a pass and for some milliseconds after it, because
+// the next loop follows at once. Then they sleep.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +37,7 @@ class Threads {
 
   int count() const { return int(workers.size()) + 1; }
 
-  // While one of these lives the workers are awake.
+  // The workers stay awake while an object of this type lives.
   struct Awake {
     Threads &threads;
     explicit Awake(Threads &all) : threads(all) {
@@ -52,7 +52,8 @@ class Threads {
     Awake(const Awake &) = delete;
   };
 
-  // Who does which item is open; what an item yields must not depend on it. Throws if there was no memory for one.
+  // Runs the body for each item. Any thread may do any item, so an item's result must not depend on the thread. Throws
+  // std::bad_alloc if an item ran out of memory.
   template <class Body> void each(int64_t items, int64_t chunk, const Body &body) {
     if (items <= 0) return;
     if (workers.empty() || items <= chunk) {
@@ -66,34 +67,34 @@ class Threads {
       ranges[i].next.store(items * i / count(), std::memory_order_relaxed);
       ranges[i].end = items * (i + 1) / count();
     }
-    state.store(++round << 32 | OPEN, std::memory_order_release);
+    state.store(++round << 32 | OPEN_BIT, std::memory_order_release);
     share(0);
-    // Who has not come by now is not waited for: it may have lost its core to another process.
-    state.fetch_and(~OPEN, std::memory_order_acq_rel);
-    for (int spins = 0; state.load(std::memory_order_acquire) & COUNT; spins++) rest(spins);
+    // A worker that has not joined by now is not waited for: it may have lost its core to another process.
+    state.fetch_and(~OPEN_BIT, std::memory_order_acq_rel);
+    for (int spins = 0; state.load(std::memory_order_acquire) & WORKERS_MASK; spins++) rest(spins);
     if (failed.exchange(false)) throw std::bad_alloc();
   }
 
  private:
-  // One copy of a body's code, whoever calls it: two might round differently.
+  // All callers share one copy of a body's code: two copies might round differently.
   template <class Body> SPECBEAM_ONE_COPY static void call(const void *body, int64_t i) {
     (*static_cast<const Body *>(body))(i);
   }
 
   static void rest([[maybe_unused]] int spins) {
 #if defined(__x86_64__)
-    if (spins < 4000) return __builtin_ia32_pause();
+    if (spins < SPINS_BEFORE_YIELD) return __builtin_ia32_pause();
 #elif defined(__aarch64__)
-    if (spins < 4000) {
+    if (spins < SPINS_BEFORE_YIELD) {
       __asm__ volatile("yield");
       return;
     }
 #endif
-    std::this_thread::yield();  // somebody else needs the core
+    std::this_thread::yield();  // another thread may need the core
   }
 
-  // A thread goes through a range of its own, where it has asked for the next weights already, then helps others with
-  // theirs.
+  // A thread first does its own range, whose next weights it has prefetched already. Then it helps with the ranges of
+  // other threads.
   void share(int own) {
     try {
       for (int i = 0; i < count(); i++) {
@@ -105,7 +106,7 @@ class Threads {
           for (int64_t item = first; item < last; item++) run(data, item);
         }
       }
-    } catch (const std::bad_alloc &) {  // out of a thread it would end the process
+    } catch (const std::bad_alloc &) {  // an exception that leaves a thread would end the process
       failed.store(true);
     }
   }
@@ -116,7 +117,7 @@ class Threads {
     Clock::time_point busy = Clock::now();
     for (int spins = 0;; spins++) {
       uint64_t now = state.load(std::memory_order_acquire);
-      if (now >> 32 != seen && now & OPEN) {
+      if (now >> 32 != seen && now & OPEN_BIT) {
         if (!state.compare_exchange_strong(now, now + 1, std::memory_order_acq_rel)) continue;
         seen = now >> 32;
         share(own);
@@ -125,7 +126,7 @@ class Threads {
       } else if (awake.load(std::memory_order_acquire)) {
         rest(spins);
         busy = Clock::now();
-      } else if (Clock::now() - busy < LINGER) {
+      } else if (Clock::now() - busy < SPIN_TIME_AFTER_PASS) {
         rest(spins);
       } else {
         std::unique_lock<std::mutex> held(mutex);
@@ -137,22 +138,23 @@ class Threads {
     }
   }
 
-  // The next pass often follows within a millisecond, and waking up can take as long, on a virtual machine above all.
-  static constexpr std::chrono::milliseconds LINGER{3};
+  // The next pass often follows within a millisecond. Waking up can take as long, above all on a virtual machine.
+  static constexpr std::chrono::milliseconds SPIN_TIME_AFTER_PASS{3};
 
-  static constexpr uint64_t OPEN = uint64_t(1) << 31, COUNT = OPEN - 1;
+  static constexpr int SPINS_BEFORE_YIELD = 4000;
+  static constexpr uint64_t OPEN_BIT = uint64_t(1) << 31, WORKERS_MASK = OPEN_BIT - 1;
   std::vector<std::thread> workers;
   std::mutex mutex;
   std::condition_variable wake;
   bool stopping = false;
   std::atomic<bool> awake{false};
-  std::atomic<uint64_t> state{0};  // the loop's number, whether it is open, and how many workers are in it
+  std::atomic<uint64_t> state{0};  // the loop's number, OPEN_BIT, and the number of workers in the loop
   uint64_t round = 0;
   struct alignas(64) Range {
     std::atomic<int64_t> next{0};
     int64_t end = 0;
   };
-  std::vector<Range> ranges;  // of items, one a thread
+  std::vector<Range> ranges;  // of items, one per thread
   std::atomic<bool> failed{false};
   void (*run)(const void *, int64_t) = nullptr;
   const void *data = nullptr;
