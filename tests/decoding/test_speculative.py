@@ -346,6 +346,14 @@ def test_the_acceptance_rule_follows_the_targets_distribution_exactly(relation, 
     assert [chances[token] for token in tokens] == pytest.approx(p.tolist(), abs=1e-12)
 
 
+@pytest.mark.parametrize("drawn", [True, False])
+def test_a_rejection_that_leaves_nothing_to_draw_from_accepts(drawn):
+    p = torch.tensor([0.25, 0.75] if drawn else [0.0, 1.0], dtype=torch.float64)
+    token, rest = accept_one(p, p.clone() if drawn else None, [1], lambda chance: False)
+    assert token == 1
+    assert rest.tolist() == p.tolist()
+
+
 class TreeOfDraws:
     """A drafter that draws a tree in the first round, and nothing later. Its draws are chosen from outside.
 

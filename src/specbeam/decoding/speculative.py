@@ -107,7 +107,10 @@ def accept_one(p: Tensor, q: Tensor | None, children: Sequence[int], flip: Flip)
         proposal = torch.zeros_like(p).index_fill(0, at, 1.0) if q is None else q
         if flip(float((p[token] / proposal[token]).clamp(max=1.0))):
             return token, p
-        p = normalized((p - proposal).clamp(min=0.0))
+        residual = (p - proposal).clamp(min=0.0)
+        if not residual.any():  # p is q up to rounding, so the chance was 1 but for a rounding error
+            return token, p
+        p = normalized(residual)
         q = None if q is None else normalized(q.index_fill(0, at, 0.0))
     return None, p
 
