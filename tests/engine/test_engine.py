@@ -382,3 +382,22 @@ def test_a_draft_elsewhere_is_refused(lm, tiny, monkeypatch):
     monkeypatch.setattr(draft.backend, "device", torch.device("meta"))
     with pytest.raises(SpecbeamError, match="on meta, but the model on cpu"):
         specbeam.generate(lm, [1], draft=draft)
+
+
+def test_pytorch_uses_one_thread_beside_a_target_with_its_own(lm):
+    """Also after a pass of a draft on PyTorch's threads: idle, they would spin on the cores of the target."""
+    threads = []
+
+    def count(ids, scores):
+        threads.append(torch.get_num_threads())
+        return scores
+
+    target = specbeam.load(lm.source, backend="cpu")
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        specbeam.generate(target, [1, 2, 3], draft=lm, num_draft_tokens=2, max_new_tokens=8, logits_processor=count)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert set(threads) == {1}

@@ -133,7 +133,7 @@ class Engine:
         scheduler.end_cancelled()
         scheduler.admit()
         if batch := scheduler.gather():
-            run_pass(batch)
+            run_pass(batch, one_torch_thread=self.lm.backend.has_threads)
         scheduler.drop_done()
         return not scheduler.is_empty
 

@@ -16,11 +16,14 @@ from specbeam.engine.scheduler import Batch
 from specbeam.tree import Nodes
 
 
-def run_pass(batch: Batch) -> None:
-    """Evaluate a batch in one pass, and let each request go on with its logits."""
-    backend = batch[0][0].backend
+def run_pass(batch: Batch, one_torch_thread: bool) -> None:
+    """Evaluate a batch in one pass, and let each request go on with its logits.
+
+    Args:
+        one_torch_thread: let the requests use one thread of PyTorch, because the target's passes have their own.
+    """
     for request, nodes, logits in _evaluate(batch):
-        with _one_torch_thread(backend.has_threads):
+        with _one_torch_thread(one_torch_thread):
             request.receive(nodes, logits)
 
 
