@@ -1,6 +1,8 @@
 """The layers of the package: imports between its top-level folders and modules form no cycle."""
 
 import ast
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -55,3 +57,17 @@ def test_the_lowest_layers_stay_low():
     assert graph["constraints"] == {"errors"}
     assert graph["options"] <= {"constraints", "errors"}
     assert graph["decoding"] <= {"constraints", "errors", "options", "tree"}
+
+
+def test_help_answers_without_large_packages():
+    program = """
+import sys
+from contextlib import suppress
+import specbeam.cli
+with suppress(SystemExit):
+    specbeam.cli.main(["--help"])
+print(*{"numpy", "torch", "transformers"} & sys.modules.keys(), file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "generate" in done.stdout
+    assert done.stderr.split() == []

@@ -8,7 +8,6 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
-from specbeam.constraints import Constraint
 from specbeam.errors import SpecbeamError
 
 MAX_DRAFT_SIZES = {"num_draft_tokens": 64, "draft_width": 1024, "draft_budget": 4096}
@@ -227,6 +226,8 @@ class Options:
         return bool(given)
 
     def _check_constraints(self) -> None:
+        from specbeam.constraints import Constraint  # it imports NumPy, which the command line's help does not need
+
         self._check(
             "constraint",
             self.constraint is None
