@@ -107,14 +107,14 @@ class Result:
 
     def to_dict(self) -> dict[str, Any]:
         """The object ``specbeam generate --json`` prints."""
-        told = {} if self.trace is None else {"trace": self.trace}
+        trace = {} if self.trace is None else {"trace": self.trace}
         return {
             "text": self.text,
             "token_ids": self.token_ids,
             "sequences": [{"text": s.text, "token_ids": s.token_ids, "score": s.score} for s in self.sequences],
             "finish_reason": self.finish_reason,
             "stats": asdict(self.stats),
-            **told,
+            **trace,
         }
 
 

@@ -117,9 +117,8 @@ def rungs_on(device: str, given: argparse.Namespace, prompt: Any, say: Callable[
         yield from (Rung(n, device, given.backend, given.dtype, failure=reason(error)) for n in given.rungs)
         return
     options = {"max_new_tokens": given.max_new_tokens}
-    ids = (
-        Engine(lm).submit(prompt, options, system=given.system, raw=given.raw).prompt_ids
-    )  # raises for a prompt that cannot run
+    # Raises for a prompt that cannot run.
+    ids = Engine(lm).submit(prompt, options, system=given.system, raw=given.raw).prompt_ids
     yield from climb(
         lm,
         ids,

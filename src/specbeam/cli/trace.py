@@ -20,11 +20,8 @@ def show_trace(rounds: list[dict[str, Any]], colour: bool) -> Iterator[str]:
         if single:
             line = "".join(_text(step[0], accepted) for step in one_round["steps"][:-1])
             last = one_round["steps"][-1][0]
-            wrong = (
-                ""
-                if last["drafted"]
-                else "".join(rejected.format(show(g["text"])) for g in _rejected_at_the_end(one_round))
-            )
+            others = [] if last["drafted"] else _rejected_at_the_end(one_round)
+            wrong = "".join(rejected.format(show(guess["text"])) for guess in others)
             yield f"round {number:3}  {line}{wrong}{_text(last, accepted)}"
             continue
         good = sum(guess["accepted"] for guess in guesses)

@@ -76,9 +76,8 @@ class WandbTracker:
             if mode != "online":
                 raise
             logger.warning("tracking goes on offline: %s", " ".join(str(error).split()))
-            self._run = self._init(
-                how | {"id": f"{how['id']}-offline"}, "offline"
-            )  # the run that failed has taken the other id
+            # The run that failed has taken the other id.
+            self._run = self._init(how | {"id": f"{how['id']}-offline"}, "offline")
 
     def _init(self, how: dict[str, Any], mode: str) -> Any:
         settings = self._wandb.Settings(silent=True, init_timeout=CONNECT_TIMEOUT_SECONDS, console="off")
