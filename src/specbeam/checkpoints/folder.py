@@ -108,7 +108,7 @@ class FolderCheckpoint(Checkpoint):
 
         try:
             return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
-        except Exception as error:  # whatever is wrong with its files, it is they that are wrong
+        except Exception as error:  # transformers lets any exception pass; the files are the cause
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise SpecbeamError(f"{self.path} has no tokenizer that can be loaded: {reason}") from error
 

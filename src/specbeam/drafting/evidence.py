@@ -35,7 +35,7 @@ class Evidence:
 
     @property
     def trust(self) -> float:
-        """The factor, at most 1, that turns the draft's probabilities into those seen."""
+        """The factor, at most 1, from the draft's probabilities to the observed shares."""
         return min(1.0, self._accepted_tokens / self._expected_tokens)
 
     def add(self, needed_widths: Sequence[int], drafted_width: int, missed: bool, expected_tokens: float) -> None:

@@ -30,8 +30,8 @@ VOCAB_STEP = 4096
 class ModelDrafter:
     """Guesses the texts that the draft model's own beam search finds below the tips.
 
-    Below one tip the guesses are those with the highest cumulative probability, as many as pay (EAGLE-2, Li et
-    al. 2024, section 4.2). Below several beams the guesses are whole levels, because a step of beam search needs all
+    Below one tip it guesses the nodes with the highest cumulative probability, as many as pay (EAGLE-2, Li et al.
+    2024, section 4.2). Below several beams the guesses are whole levels, because a step of beam search needs all
     of its beams.
 
     Args:

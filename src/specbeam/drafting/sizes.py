@@ -32,8 +32,8 @@ class Sizes:
     Arguments as for :class:`specbeam.drafting.pace.Pace`.
 
     Attributes:
-        widths: those to choose among, ascending.
-        depths: those to choose among, ascending. 0 is no draft, and is among them if the depth adapts.
+        widths: the allowed widths, ascending.
+        depths: the allowed depths, ascending. If the depth adapts, the first is 0, which is no draft.
     """
 
     def __init__(

@@ -88,7 +88,7 @@ class SuffixAutomaton:
             state = self._link[state]
 
     def _split(self, state: int, above: int, token: int) -> int:
-        """Give the shorter substrings of a state, those reached by a token from another state, a state of their own."""
+        """Give the shorter substrings of a state a new state: a token leads to them from the state ``above``."""
         clone = self._state(self._length[above] + 1)
         self.next[clone] = dict(self.next[state])
         self.count[clone] = self.count[state]

@@ -161,7 +161,7 @@ def shown_round(place: int, entry: Mapping[str, Any], beams: bool) -> Round:
 
 
 def branches(drafted: list[Mapping[str, Any]], beams: bool) -> list[Branch]:
-    """A tree of guesses as its paths from root to leaf, those with most accepted guesses first."""
+    """A tree of guesses as its paths from root to leaf, the paths with the most accepted guesses first."""
     below: dict[int | None, list[int]] = {}
     for place, guess in enumerate(drafted):
         below.setdefault(guess["parent"], []).append(place)
