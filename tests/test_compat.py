@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specbeam.compat import argument_of_generate, positions_can_be_given, positions_given
+from specbeam.compat import DecoderPositions, argument_of_generate
 from tests.backends.test_encoder_decoder import make
 from tests.conftest import random_model
 
@@ -34,12 +34,13 @@ def test_a_text_in_another_order_has_the_same_states(kind):
     """With their positions given, and a mask by position, the order of tokens does not matter."""
     model = make(kind)
     decoder = model.get_decoder()
-    assert positions_can_be_given(decoder)
+    positions = DecoderPositions(decoder)
+    assert positions.can_be_given
     tokens, order = torch.tensor([5, 6, 7, 8]), torch.tensor([2, 0, 3, 1])
     read = {"encoder_hidden_states": torch.ones(1, 3, 32), "use_cache": False}
     with torch.no_grad():
         plain = decoder(input_ids=tokens[None], **read).last_hidden_state[0]
-        with positions_given(decoder, order, order):
+        with positions.given(order, order):
             seen = (order <= order[:, None])[None, None]
             states = decoder(input_ids=tokens[order][None], attention_mask=seen, **read).last_hidden_state[0]
         torch.testing.assert_close(states, plain[order], atol=1e-4, rtol=0)
@@ -50,6 +51,7 @@ def test_a_text_in_another_order_has_the_same_states(kind):
 def test_a_failed_pass_leaves_the_model_as_it_was(kind):
     decoder = make(kind).get_decoder()
     before = [(sorted(vars(m)), len(m._forward_hooks)) for m in decoder.modules()]
-    with pytest.raises(RuntimeError, match="no room"), positions_given(decoder, torch.arange(2), torch.arange(2)):
+    positions = DecoderPositions(decoder)
+    with pytest.raises(RuntimeError, match="no room"), positions.given(torch.arange(2), torch.arange(2)):
         raise RuntimeError("no room")
     assert [(sorted(vars(m)), len(m._forward_hooks)) for m in decoder.modules()] == before

@@ -121,3 +121,16 @@ def test_paths_and_what_lies_below_are_those_written_out(data):
         own = list(paths.paths[node])
         assert path == own + own[-1:] * (len(path) - len(own))
     assert tree.below(nodes, ancestors).tolist() == [bool(set(paths.paths[n]) & set(ancestors)) for n in nodes]
+
+
+def test_a_finished_guess_is_not_found_again():
+    """Its slot was taken back. A node that is added at the same place needs a new one, and gives it back again."""
+    tree = Tree([7])
+    guess = tree.guess([0], [3])
+    assert tree.add([0], [3]).tolist() == guess.tolist()
+    tree.keep([0], guess)
+    assert tree.take_dropped().tolist() == guess.tolist()
+    again = tree.add([0], [3])
+    assert again.tolist() != guess.tolist()
+    tree.keep([0])
+    assert tree.take_dropped().tolist() == again.tolist()

@@ -2,8 +2,8 @@
 
 - ``model.generate`` keeps some of its arguments from a ``custom_generate`` function. :func:`argument_of_generate` reads
   them.
-- Decoders with an encoder count their positions, and take none. :func:`positions_given` replaces the positions for the
-  time of a pass.
+- Decoders with an encoder count their positions, and take none. :class:`DecoderPositions` replaces them for the time
+  of a pass.
 
 Both are tested against transformers' own results, so a release that changes the inside fails a test.
 """
@@ -37,40 +37,42 @@ def argument_of_generate(name: str) -> Any:
     return generate.f_locals.get(name)
 
 
-def positions_can_be_given(decoder: Any) -> bool:
-    """Whether :func:`positions_given` knows how this decoder turns positions into embeddings or biases."""
-    if _relative(decoder):
-        return True
-    embed = getattr(decoder, "embed_positions", None)
-    parameters = [] if embed is None else [*inspect.signature(embed.forward).parameters]
-    return "position_ids" in parameters or parameters[:2] == ["input_ids", "inputs_embeds"]
-
-
-@contextmanager
-def positions_given(decoder: Any, nodes: Tensor, slots: Tensor) -> Iterator[None]:
-    """Let a decoder use these positions instead of the positions that it counts.
+class DecoderPositions:
+    """The positions of a decoder that counts them, to be replaced for the time of a pass.
 
     T5, BART and their relatives take the position of a token to be the number of tokens before it. In a tree, tokens of
-    several branches lie side by side, so the positions differ. While the context lasts, the module for learned
-    positions (BART) has a forward hook, and the attention with relative positions (T5) has another ``compute_bias``.
-
-    Args:
-        nodes: positions of the evaluated nodes, int64 [n].
-        slots: positions of all slots of the cache, int64 [length].
+    several branches lie side by side, so the positions differ. The module for learned positions (BART) gets a forward
+    hook, and the attention with relative positions (T5) another ``compute_bias``.
     """
-    with ExitStack() as stack:
-        if (embed := getattr(decoder, "embed_positions", None)) is not None:
-            hook = embed.register_forward_hook(partial(_embed, nodes), with_kwargs=True)
-            stack.callback(hook.remove)
-        for attention in _relative(decoder):
-            attention.compute_bias = partial(_bias, attention.compute_bias, nodes[:, None] - slots)
-            stack.callback(delattr, attention, "compute_bias")
-        yield
 
+    def __init__(self, decoder: Any) -> None:
+        self._embed = getattr(decoder, "embed_positions", None)
+        self._relative = [m for m in decoder.modules() if getattr(m, "has_relative_attention_bias", False)]
 
-def _relative(decoder: Any) -> list[Any]:
-    """The attention modules that have biases for relative positions."""
-    return [module for module in decoder.modules() if getattr(module, "has_relative_attention_bias", False)]
+    @property
+    def can_be_given(self) -> bool:
+        """Whether :meth:`given` knows how this decoder turns positions into embeddings or biases."""
+        if self._relative:
+            return True
+        parameters = [] if self._embed is None else [*inspect.signature(self._embed.forward).parameters]
+        return "position_ids" in parameters or parameters[:2] == ["input_ids", "inputs_embeds"]
+
+    @contextmanager
+    def given(self, nodes: Tensor, slots: Tensor) -> Iterator[None]:
+        """Let the decoder use these positions instead of the positions that it counts.
+
+        Args:
+            nodes: positions of the evaluated nodes, int64 [n].
+            slots: positions of all slots of the cache, int64 [length].
+        """
+        with ExitStack() as stack:
+            if self._embed is not None:
+                hook = self._embed.register_forward_hook(partial(_embed, nodes), with_kwargs=True)
+                stack.callback(hook.remove)
+            for attention in self._relative:
+                attention.compute_bias = partial(_bias, attention.compute_bias, nodes[:, None] - slots)
+                stack.callback(delattr, attention, "compute_bias")
+            yield
 
 
 def _embed(positions: Tensor, module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:

@@ -149,10 +149,10 @@ class Tree:
         self._growing, self._kept = growing, kept
         if len(idle):
             self._dropped = np.concatenate([self._dropped, idle])
+            if self._guesses:  # a finished node is no guess any more: its slot is gone
+                self._guesses = {pair: n for pair, n in self._guesses.items() if self._growth_holders[n] > 0}
         if len(gone):
             self._branches = self._branches[self._holders[self._branches] > 0]
-            if self._guesses:
-                self._guesses = {pair: node for pair, node in self._guesses.items() if self._holders[node] > 0}
         self._advance()
 
     def take_dropped(self) -> Nodes:

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specbeam.backends.contract import Segment
 from specbeam.backends.transformers import CausalBackend, PassCache, SlotCache, TransformersBackend
-from specbeam.compat import positions_can_be_given, positions_given
+from specbeam.compat import DecoderPositions
 
 
 class SourceCache(SlotCache):
@@ -31,11 +31,13 @@ class SourceCache(SlotCache):
 class EncoderDecoderBackend(TransformersBackend[SourceCache]):
     """A loaded ``AutoModelForSeq2SeqLM``.
 
-    The decoders of such models count positions. :func:`specbeam.compat.positions_given` replaces them during a pass.
+    The decoders of such models count positions. :class:`specbeam.compat.DecoderPositions` replaces them
+    during a pass.
     """
 
     def __init__(self, model: Any) -> None:
         self._decoder = model.get_decoder()
+        self._positions = DecoderPositions(self._decoder)
         start = model.generation_config.decoder_start_token_id
         start = model.config.bos_token_id if start is None else start
         self.start_token_ids: list[int] | None = [start] if isinstance(start, int) else start
@@ -46,7 +48,7 @@ class EncoderDecoderBackend(TransformersBackend[SourceCache]):
             return f"its encoder reads {self.model.main_input_name}, not text"
         if not self.model._supports_attention_backend and not self.model._supports_sdpa:
             return "its attention does not follow the mask it is given"
-        if not positions_can_be_given(self._decoder):
+        if not self._positions.can_be_given:
             return "its decoder's positions cannot be those of a tree"
         if not self.start_token_ids:
             return "it has no decoder_start_token_id"
@@ -83,7 +85,7 @@ class EncoderDecoderBackend(TransformersBackend[SourceCache]):
             crossed.update(torch.cat(keys, dim=2), torch.cat(values, dim=2), layer)
         of_nodes = torch.from_numpy(np.concatenate([s.positions for s in segments])).to(self.device)
         of_slots = torch.from_numpy(np.concatenate([s.cache.note_positions(s) for s in segments])).to(self.device)
-        with positions_given(self._decoder, of_nodes, of_slots):
+        with self._positions.given(of_nodes, of_slots):
             out = self.model(
                 decoder_input_ids=self._row([s.tokens for s in segments]),
                 decoder_attention_mask=self._masks(segments),

@@ -112,9 +112,9 @@ class Engine:
         """Keep the engine full, and yield each request with its key in the order in which they finish.
 
         Args:
-            submissions: keys and submitted requests. An item is taken only when fewer than ``max_requests`` are
-                unfinished: a generator that calls ``submit`` holds no memory for later requests, and their seconds do
-                not count the time before their turn.
+            submissions: keys, and requests submitted to this engine. An item is taken only when fewer than
+                ``max_requests`` are unfinished. So a generator that calls ``submit`` holds no memory for later
+                requests, and their seconds do not count the time before their turn.
         """
         submissions = iter(submissions)
         unfinished: list[tuple[Key, Request]] = []
