@@ -24,6 +24,7 @@ from specbeam.decoding.speculative import accept_one, reject_or_accept, speculat
 from specbeam.decoding.stopping import Stopping
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.pace import Pace
+from specbeam.drafting.sizes import Sizes
 from specbeam.tree import Tree
 from tests.conftest import EOS, beams_of_transformers, examples, in_thorough_mode, random_model
 
@@ -207,7 +208,7 @@ LOW_TOKENS = [*range(10, 40), 12, 15, *range(10, 20)]
 def test_a_draft_model_reads_the_part_of_its_head_that_the_text_uses(prompt, options, vocab):
     options = Options(**options)
     tree, stop = Tree(prompt), Stopping(frozenset(), 99, (), None)
-    pace = Pace(3, 2, None, num_beams=1, target=float, draft=float, chains=False)
+    pace = Pace(Sizes(3, 2, None, num_beams=1, target=float, draft=float, chains=False))
     drafter = ModelDrafter(tree, Processors(options, frozenset()), stop, 9000, 99, [8000], pace)
     wish = next(drafter.propose(np.array([tree.tip]), np.zeros(1)))
     assert (wish.drafting, wish.vocab) == (True, vocab)
@@ -425,7 +426,7 @@ def draw_two(prompt, length, vocab, target, draft, shape, options, seed):
     tree = Tree(prompt)
     process, warp, generator = Processors(options, frozenset()), Warpers(options), seeded(seed)
     stop = Stopping(frozenset(), len(prompt) + length, (), None)
-    pace = Pace(*shape, None, num_beams=1, target=float, draft=float, chains=False)
+    pace = Pace(Sizes(*shape, None, num_beams=1, target=float, draft=float, chains=False))
     drafter = ModelDrafter(tree, process, stop, vocab, 99, (), pace, draws=(warp, generator))
     strategy = speculative_sampling(tree, process, stop, Record(tree), drafter, warp, generator)
     wish = next(strategy)

@@ -5,6 +5,7 @@ import pytest
 
 from specbeam.drafting import DECLINED, Guesses
 from specbeam.drafting.pace import Pace
+from specbeam.drafting.sizes import Sizes
 from specbeam.tree import Tree
 
 AUTO = (None, None, None)
@@ -46,7 +47,7 @@ def rounds(pace, accepted, n=60):
 def test_what_is_accepted_is_drafted_further(num_beams):
     depths = []
     for accepted in (0, 3, 6):
-        pace = Pace(*AUTO, num_beams=num_beams, target=lambda n: 10 + 0.1 * n, draft=lambda n: 1.0, chains=False)
+        pace = Pace(Sizes(*AUTO, num_beams=num_beams, target=lambda n: 10 + 0.1 * n, draft=lambda n: 1.0, chains=False))
         rounds(pace, accepted)
         depths.append(next_shape(pace)[1])
     assert depths == sorted(depths)
@@ -56,7 +57,7 @@ def test_what_is_accepted_is_drafted_further(num_beams):
 def test_passes_whose_cost_grows_with_their_size_are_kept_small():
     sizes = []
     for target in (flat, steep):
-        pace = Pace(*AUTO, num_beams=4, target=target, draft=lambda n: 0.1, chains=False)
+        pace = Pace(Sizes(*AUTO, num_beams=4, target=target, draft=lambda n: 0.1, chains=False))
         rounds(pace, 3)
         width, depth = next_shape(pace)
         sizes.append(width * depth)
@@ -65,7 +66,7 @@ def test_passes_whose_cost_grows_with_their_size_are_kept_small():
 
 def test_a_tree_below_one_text_takes_the_guesses_that_pay():
     chances = np.array([0.9, 0.8, 0.5, 0.1, 0.01])
-    pace = Pace(*AUTO, num_beams=1, target=lambda n: 1 + 0.2 * n, draft=lambda n: 0.1, chains=False)
+    pace = Pace(Sizes(*AUTO, num_beams=1, target=lambda n: 1 + 0.2 * n, draft=lambda n: 0.1, chains=False))
     # One token for 1.3; 1.9 for 1.5; 2.7 for 1.7; 3.2 for 1.9; 3.3 for 2.1: the fourth brings less than it costs.
     assert pace.worthwhile(chances, 0.1) == 3
     rounds(pace, 0)
@@ -73,21 +74,23 @@ def test_a_tree_below_one_text_takes_the_guesses_that_pay():
 
 
 def test_a_draft_goes_deeper_while_that_pays():
-    pace = Pace(*AUTO, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=lambda n: 2.0 * n, chains=False)
+    pace = Pace(Sizes(*AUTO, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=lambda n: 2.0 * n, chains=False))
     assert pace.expanded(np.array([1.0]), 0, np.empty(0), 0.0) == 1
     # Two seconds bring what the guess is worth, as many tokens per second as without it, or fewer.
     assert pace.expanded(np.array([0.9]), 1, np.array([0.9]), 2.0) == 1
     assert pace.expanded(np.array([0.2]), 1, np.array([0.9, 0.2]), 2.0) == 0
     # The second of a level costs as much as the first here, and brings less.
     assert pace.expanded(np.array([0.9, 0.8, 0.1]), 1, np.array([0.9, 0.8, 0.1]), 2.0) == 2
-    fixed = Pace(3, None, None, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=lambda n: 2.0 * n, chains=False)
+    fixed = Pace(
+        Sizes(3, None, None, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=lambda n: 2.0 * n, chains=False)
+    )
     assert fixed.expanded(np.array([0.01]), 2, np.array([0.01]), 2.0) == 1
     assert fixed.expanded(np.array([0.9]), 3, np.array([0.9]), 2.0) == 0
 
 
 def test_guesses_are_as_wide_as_the_steps_needed():
     """Beams that are always among the first four of eight: eight are too many."""
-    pace = Pace(2, None, None, num_beams=4, target=lambda n: 1 + 0.1 * n, draft=lambda n: 0.1, chains=False)
+    pace = Pace(Sizes(2, None, None, num_beams=4, target=lambda n: 1 + 0.1 * n, draft=lambda n: 0.1, chains=False))
     assert pace.sizes.widths == [4, 6, 8, 12]
     for _ in range(40):
         width, _ = next_shape(pace)
@@ -101,7 +104,7 @@ def test_guesses_are_as_wide_as_the_steps_needed():
 
 def test_nothing_is_given_up_for_good():
     """Drafting that fails is retried ever more rarely, and drafting that succeeds goes on at once."""
-    pace = Pace(*AUTO, num_beams=1, target=lambda n: 1 + 0.5 * n, draft=None, chains=True)
+    pace = Pace(Sizes(*AUTO, num_beams=1, target=lambda n: 1 + 0.5 * n, draft=None, chains=True))
     rounds(pace, 0)
 
     def wait():
@@ -123,7 +126,7 @@ def test_nothing_is_given_up_for_good():
 
 def test_the_dearer_a_try_and_the_less_it_could_gain_the_longer_it_waits():
     def wait(failures, target, draft, unread=0):
-        pace = Pace(*AUTO, num_beams=4, target=target, draft=draft, chains=False, unread=unread)
+        pace = Pace(Sizes(*AUTO, num_beams=4, target=target, draft=draft, chains=False), unread=unread)
         rounds(pace, 0, n=failures)
         for waited in range(1000):
             if next_shape(pace)[1]:
@@ -141,14 +144,14 @@ def test_the_dearer_a_try_and_the_less_it_could_gain_the_longer_it_waits():
 
 
 def test_what_could_not_pay_is_not_tried_again():
-    pace = Pace(*AUTO, num_beams=4, target=lambda n: 1 + 0.5 * n, draft=lambda n: 1.0, chains=False)
+    pace = Pace(Sizes(*AUTO, num_beams=4, target=lambda n: 1 + 0.5 * n, draft=lambda n: 1.0, chains=False))
     for _ in range(200):
         assert next_shape(pace)[1] == 0
         rest(pace)
 
 
 def test_a_draft_that_has_nothing_likely_is_asked_again():
-    pace = Pace(*AUTO, num_beams=1, target=lambda n: 10 + 1.0 * n, draft=lambda n: 1.0, chains=False)
+    pace = Pace(Sizes(*AUTO, num_beams=1, target=lambda n: 10 + 1.0 * n, draft=lambda n: 1.0, chains=False))
     for _ in range(20):
         pace.begin_round()
         assert pace.expanded(np.array([1.0]), 0, np.empty(0), 0.0) == 1
@@ -157,7 +160,7 @@ def test_a_draft_that_has_nothing_likely_is_asked_again():
 
 
 def test_lookups_that_find_nothing_say_nothing():
-    pace = Pace(*AUTO, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=None, chains=True)
+    pace = Pace(Sizes(*AUTO, num_beams=1, target=lambda n: 10 + 0.1 * n, draft=None, chains=True))
     before = next_shape(pace)
     for _ in range(100):
         pace.learn(Guesses(), Tree([1]), [])
@@ -168,7 +171,7 @@ def test_lookups_that_find_nothing_say_nothing():
 @pytest.mark.parametrize("num_beams", [1, 4])
 def test_what_is_fixed_stays(sizes, num_beams):
     tokens, width, budget = sizes
-    pace = Pace(*sizes, num_beams=num_beams, target=flat, draft=flat, chains=False)
+    pace = Pace(Sizes(*sizes, num_beams=num_beams, target=flat, draft=flat, chains=False))
     rounds(pace, 6)
     got_width, got_depth = next_shape(pace)
     assert tokens is None or got_depth == tokens or budget

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from specbeam.drafting import Guesses
 from specbeam.drafting.evidence import Evidence, needed_width
 from specbeam.drafting.retry import Phase, RetryPolicy
-from specbeam.drafting.sizes import Cost, Shape, Sizes
+from specbeam.drafting.sizes import Shape, Sizes
 from specbeam.tree import Nodes, Tree
 
 
@@ -19,28 +19,13 @@ class Pace:
     ``worthwhile`` (a tree below a single text), then ``learn``. Only the first and the last change anything.
 
     Args:
-        num_draft_tokens: how far to guess ahead; None adapts.
-        draft_width: guesses per level below all beams; with chains, chains per beam; None adapts.
-        draft_budget: the most guesses per pass of the target; None adapts.
-        num_beams: 1 for a single text.
-        target, draft: the costs of passes; draft is None for lookups, which are free. Only the ratios matter.
-        chains: guesses are chains below each tip, not levels below all of them.
+        sizes: the sizes that drafts may have.
         unread: tokens that the draft has to read before its first guess.
     """
 
-    def __init__(
-        self,
-        num_draft_tokens: int | None,
-        draft_width: int | None,
-        draft_budget: int | None,
-        num_beams: int,
-        target: Cost,
-        draft: Cost | None,
-        chains: bool,
-        unread: int = 0,
-    ) -> None:
-        self.sizes = Sizes(num_draft_tokens, draft_width, draft_budget, num_beams, target, draft, chains)
-        self.evidence = Evidence(self.sizes.widths)
+    def __init__(self, sizes: Sizes, unread: int = 0) -> None:
+        self.sizes = sizes
+        self.evidence = Evidence(sizes.widths)
         self.retry = RetryPolicy()
         self._unread = unread
 

@@ -29,7 +29,13 @@ class Sizes:
     A round costs the passes of the draft and one pass of the target. It yields one token (or one step of beam search),
     and one more per accepted guess. The best sizes yield the most tokens per second.
 
-    Arguments as for :class:`specbeam.drafting.pace.Pace`.
+    Args:
+        num_draft_tokens: how far to guess ahead; None adapts.
+        draft_width: guesses per level below all beams; with chains, chains per beam; None adapts.
+        draft_budget: the most guesses per pass of the target; None adapts.
+        num_beams: 1 for a single text.
+        target, draft: the costs of passes; draft is None for lookups, which are free. Only the ratios matter.
+        chains: guesses are chains below each tip, not levels below all of them.
 
     Attributes:
         widths: the allowed widths, ascending.

@@ -12,7 +12,7 @@ from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.ngram import NgramDrafter
 from specbeam.drafting.pace import Pace
 from specbeam.drafting.retokenizing import RetokenizingDrafter
-from specbeam.drafting.sizes import Cost
+from specbeam.drafting.sizes import Cost, Sizes
 from specbeam.drafting.suffix import SuffixAutomaton, SuffixDrafter
 from specbeam.engine.costs import nominal_cost, nominal_draft_cost, pass_times
 from specbeam.engine.strategies import Setup
@@ -54,7 +54,7 @@ def _make_pace(options: Options, lm: LanguageModel, draft: Draft, prompt_length:
         target_cost = nominal_cost
         if draft_backend is not None:
             draft_cost = nominal_cost if draft_backend is lm.backend else nominal_draft_cost
-    return Pace(
+    sizes = Sizes(
         num_draft_tokens=options.draft_size("num_draft_tokens"),
         draft_width=options.draft_size("draft_width"),
         draft_budget=options.draft_size("draft_budget"),
@@ -62,8 +62,8 @@ def _make_pace(options: Options, lm: LanguageModel, draft: Draft, prompt_length:
         target=target_cost,
         draft=draft_cost,
         chains=chains,
-        unread=prompt_length,
     )
+    return Pace(sizes, unread=prompt_length)
 
 
 def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, pace: Pace) -> ModelDrafter:
@@ -116,8 +116,8 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
         _check_draft_model(lm, draft)
     elif not (isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in ("ngram", "suffix"))):
         raise SpecbeamError(
-            f'draft={draft!r} is not allowed: give a loaded model (specbeam.load), "ngram", "suffix" or what '
-            "specbeam.suffix_automaton returned"
+            f'draft={draft!r} is not allowed: give a loaded model (specbeam.load), "ngram", "suffix", or the automaton of '
+            "specbeam.suffix_automaton"
         )
 
 
