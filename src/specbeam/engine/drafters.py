@@ -116,8 +116,8 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
         _check_draft_model(lm, draft)
     elif not (isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in ("ngram", "suffix"))):
         raise SpecbeamError(
-            f'draft={draft!r} is not allowed: give a loaded model (specbeam.load), "ngram", "suffix", or the automaton of '
-            "specbeam.suffix_automaton"
+            f'draft={draft!r} is not allowed: give a loaded model (specbeam.load), "ngram", "suffix", or the '
+            "automaton that specbeam.suffix_automaton returned"
         )
 
 
