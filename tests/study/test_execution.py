@@ -27,9 +27,13 @@ def _nothing_left(tmp_path, monkeypatch):
     """Programs run in folders below tmp_path, and no process with such a folder is left behind."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield
-    left = [p for p in psutil.process_iter(["cwd"]) if (p.info["cwd"] or "").startswith(str(tmp_path))]
-    _, alive = psutil.wait_procs(left, timeout=1)
-    assert not alive
+    psutil.wait_procs(_running_below(tmp_path), timeout=1)
+    assert not _running_below(tmp_path)
+
+
+def _running_below(folder):
+    """Processes in a folder. A dead process that its parent has not reaped yet has no folder any more."""
+    return [p for p in psutil.process_iter(["cwd"]) if (p.info["cwd"] or "").startswith(str(folder))]
 
 
 def run(body, **limits):
