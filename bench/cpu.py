@@ -243,12 +243,16 @@ def ctranslate2(given: argparse.Namespace) -> Callable[[Ask], Any]:
     path = given.model
     where = Path(tempfile.gettempdir()) / f"specbeam-bench-{path.stem}"
     if not (where / "int8/model.bin").is_file():
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(
+            path.parent, gguf_file=path.name, dtype=torch.float32, trust_remote_code=False
+        )
         model.config.__dict__.pop("quantization_config", None)  # it is dequantized, whatever the reader says
         model.is_quantized = False
         model.hf_quantizer = None
         model.save_pretrained(where / "folder")
-        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(where / "folder")
+        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False).save_pretrained(
+            where / "folder"
+        )
         converter = peer.converters.TransformersConverter(str(where / "folder"), low_cpu_mem_usage=True)
         converter.convert(str(where / "int8"), quantization="int8", force=True)
     generator = peer.Generator(str(where / "int8"), device="cpu", compute_type="int8", intra_threads=given.threads)

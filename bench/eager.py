@@ -85,7 +85,9 @@ def compare(path: Path, tokens: int, repeats: int, dtype: str, figures: Figures)
 def load_with_transformers(path: Path, dtype: str) -> Any:
     where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     folder = path.parent if where else path
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **where)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, dtype), trust_remote_code=False, **where
+    )
     return model.eval()
 
 

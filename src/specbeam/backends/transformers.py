@@ -22,6 +22,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from specbeam.backends.contract import Segment
 from specbeam.backends.devices import choose_device, choose_dtype, memory_for_caches, peak_memory
 from specbeam.backends.torch.cache import TreeCache
+from specbeam.checkpoints.code import check_model, why_refused
+from specbeam.checkpoints.files import read_json
 from specbeam.errors import SpecbeamError
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -233,14 +235,16 @@ def load_model(path: Path, device: str, dtype: str, own: str) -> Any:
     """
     chosen = choose_device(device)
     folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
-    how = {"dtype": choose_dtype(dtype, chosen, own), "local_files_only": True, **file}
+    check_model(folder, {} if file else read_json(folder, "config.json"))
+    where = {"local_files_only": True, "trust_remote_code": False, **file}
+    how = {"dtype": choose_dtype(dtype, chosen, own), "use_safetensors": True}
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True, **file)
+        config = AutoConfig.from_pretrained(folder, **where)
+        config._attn_implementation = None  # a checkpoint may name one, which would be fetched from the hub and run
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        return kind.from_pretrained(folder, **how).to(chosen).eval()
+        return kind.from_pretrained(folder, config=config, **where, **how).to(chosen).eval()
     except Exception as error:  # transformers lets any exception pass
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise SpecbeamError(f"transformers cannot load {path}: {reason}") from error
+        raise SpecbeamError(f"transformers cannot load {path}: {why_refused(error)}") from error
 
 
 def _context_length(config: Any) -> int:

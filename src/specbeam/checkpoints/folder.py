@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -15,7 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
+from specbeam.checkpoints.code import check_tokenizer, why_refused
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.files import WEIGHTS, check_links, read_json, weight_map
 from specbeam.checkpoints.folder_config import config_from_hugging_face
 from specbeam.errors import SpecbeamError, Unsupported
 
@@ -31,18 +32,19 @@ class FolderCheckpoint(Checkpoint):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._config = self._json("config.json", required=True)
-        weight_map = self._json("model.safetensors.index.json").get("weight_map") or {}
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise SpecbeamError(f"{path}: the weight_map of model.safetensors.index.json does not name a file a tensor")
-        names = sorted(set(weight_map.values())) or ["model.safetensors"]
+        check_links(path)
+        if not (path / "config.json").is_file():
+            raise SpecbeamError(f"{path} has no config.json: give a folder as transformers saves models")
+        self._config = read_json(path, "config.json")
+        named = weight_map(path)
         self._files: dict[str, Path] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: Counter[str] = Counter()
-        for name in names:
-            file = path / name
+        for file in sorted(set(named.values())) or [path / WEIGHTS]:
             if not file.is_file():
-                raise SpecbeamError(f"{path} has no {name}: only models saved as safetensors can be loaded")
+                raise SpecbeamError(
+                    f"{path} has no {file.relative_to(path)}: only models saved as safetensors can be loaded"
+                )
             try:
                 with safe_open(file, "pt") as tensors:
                     for tensor in tensors.keys():  # noqa: SIM118  (not a dictionary)
@@ -52,25 +54,11 @@ class FolderCheckpoint(Checkpoint):
                         self._dtypes[described.get_dtype()] += prod(self._shapes[tensor])
             except (SafetensorError, OSError) as error:
                 raise SpecbeamError(f"{file} is damaged or not a safetensors file ({error}): fetch it again") from error
-        lost = sorted(set(weight_map) - set(self._shapes))
+        lost = sorted(set(named) - set(self._shapes))
         if lost:
             raise SpecbeamError(f"{path}: the index names tensor {lost[0]}, but its file does not have it")
         if not self._shapes:
             raise SpecbeamError(f"{path} holds no tensors")
-
-    def _json(self, name: str, required: bool = False) -> dict[str, Any]:
-        file = self.path / name
-        if not file.is_file():
-            if required:
-                raise SpecbeamError(f"{self.path} has no {name}: give a folder as transformers saves models")
-            return {}
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
-            raise SpecbeamError(f"{file} cannot be read as JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise SpecbeamError(f"{file} holds no JSON object")
-        return content
 
     @property
     def facts(self) -> Facts:
@@ -106,15 +94,15 @@ class FolderCheckpoint(Checkpoint):
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
+        check_tokenizer(self.path, read_json(self.path, "tokenizer_config.json"))
         try:
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True)
+            return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # transformers lets any exception pass; the files are the cause
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise SpecbeamError(f"{self.path} has no tokenizer that can be loaded: {reason}") from error
+            raise SpecbeamError(f"{self.path} has no tokenizer that can be loaded: {why_refused(error)}") from error
 
     @cached_property
     def _generation_config(self) -> dict[str, Any]:
-        return self._json("generation_config.json")
+        return read_json(self.path, "generation_config.json")
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:

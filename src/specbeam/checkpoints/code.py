@@ -1,0 +1,59 @@
+"""A checkpoint is data: what transformers would run, or read elsewhere, because a checkpoint says so is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from specbeam.checkpoints.files import file_inside
+from specbeam.errors import SpecbeamError
+
+NEEDS_CODE = "needs code of its own (auto_map), and a checkpoint's code is never run"
+TOKENIZER_FILES = ("fast_tokenizer_files", "gguf_file", "vocab", "merges")
+"""The keys of tokenizer_config.json whose files transformers opens wherever they are."""
+
+
+def check_model(folder: Path, config: Mapping[str, Any]) -> None:
+    """Refuse what ``trust_remote_code=False`` lets pass: the code of a part of the model, and files elsewhere.
+
+    Args:
+        config: the content of config.json.
+
+    Raises:
+        SpecbeamError: transformers would run code of the folder, or read a file outside it.
+    """
+    if any("auto_map" in part for value in config.values() for part in _dictionaries(value)):
+        raise SpecbeamError(f"{folder}: a part of the model {NEEDS_CODE}")
+    if config.get("transformers_weights") is not None:
+        raise SpecbeamError(f"{folder}: config.json names a file of weights (transformers_weights): remove that key")
+    if (folder / "adapter_config.json").exists():
+        raise SpecbeamError(f"{folder} holds an adapter (adapter_config.json): merge it into its model first")
+
+
+def check_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raises SpecbeamError if a tokenizer_config.json names files outside the folder."""
+    for key in TOKENIZER_FILES:
+        names = config.get(key)
+        for name in names if isinstance(names, list) else [names]:
+            if isinstance(name, str):
+                file_inside(folder, name, f"{key} of tokenizer_config.json")
+
+
+def why_refused(error: BaseException) -> str:
+    """Why transformers does not load a checkpoint, in one line."""
+    if "trust_remote_code" in str(error):
+        return f"it {NEEDS_CODE}"
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
+    """All dictionaries in a value that was read from JSON."""
+    rest = [value]
+    while rest:
+        part = rest.pop()
+        if isinstance(part, dict):
+            yield part
+            rest += part.values()
+        elif isinstance(part, list):
+            rest += part

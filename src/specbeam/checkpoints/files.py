@@ -1,0 +1,86 @@
+"""The files of a folder in Hugging Face's layout. No file outside the folder is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from specbeam.errors import SpecbeamError
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def check_links(folder: Path) -> None:
+    """Raises SpecbeamError if a file of the folder is a link to a file outside it."""
+    try:
+        files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*")]
+    except OSError as error:
+        raise SpecbeamError(f"{folder} cannot be read: {error.strerror}") from error
+    for file in files:
+        if not file.is_dir():
+            _check_link(folder, file)
+
+
+def file_inside(folder: Path, name: Any, named_in: str) -> Path:
+    """The file of a folder that another of its files names.
+
+    Args:
+        name: as it stands in that file. Only a relative path without ".." is allowed.
+        named_in: the file that names it, for the message.
+
+    Raises:
+        SpecbeamError: the name is no such path, or it is a link that leaves the folder.
+    """
+    path = PureWindowsPath(name) if isinstance(name, str) and name.isprintable() else None  # splits at "/" and "\\"
+    if path is None or not path.name or path.drive or path.root or ".." in path.parts:
+        raise SpecbeamError(
+            f"{folder}: {named_in} names the file {str(name)[:80]!r}. Only files inside the folder are read"
+        )
+    _check_link(folder, folder / name)
+    return folder / name
+
+
+def _check_link(folder: Path, file: Path) -> None:
+    try:
+        home, target = folder.resolve(), file.resolve()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself
+        raise SpecbeamError(f"{file} cannot be followed: {error}") from error
+    allowed = [home]
+    if home.parent.name == "snapshots":  # in the hub's cache, a snapshot's files are links to its repository's blobs
+        allowed.append(home.parent.parent / "blobs")
+    if not any(target.is_relative_to(place) for place in allowed):
+        raise SpecbeamError(
+            f"{file} is a link to {target}, outside the folder. Only files inside the folder are read: copy it there"
+        )
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in a file of a folder; empty if there is no such file.
+
+    Raises:
+        SpecbeamError: the file holds something else.
+    """
+    file = folder / name
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecbeamError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise SpecbeamError(f"{file} holds no JSON object")
+    return content
+
+
+def weight_map(folder: Path) -> dict[str, Path]:
+    """The file of each tensor as the index names it; empty for a folder without an index.
+
+    Raises:
+        SpecbeamError: the index is damaged, or names a file outside the folder.
+    """
+    named = read_json(folder, INDEX).get("weight_map") or {}
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise SpecbeamError(f"{folder}: the weight_map of {INDEX} does not name a file for each tensor")
+    files = {name: file_inside(folder, name, INDEX) for name in set(named.values())}
+    return {tensor: files[name] for tensor, name in named.items()}
