@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 
+from specbeam.checkpoints.files import WEIGHTS, weight_map
 from specbeam.errors import SpecbeamError
 
-READ_PATTERNS = [
+DESCRIPTIONS = [
     "*.json",
-    "*.safetensors",
     "*.jinja",
-    "tokenizer.model",
+    "*.model",
+    "*.spm",
     "*.tiktoken",
     "merges.txt",
     "vocab.txt",
     "README.md",
 ]
+"""The files beside the weights that are read. The index is among them."""
 
 
 def fetch(repository: str, revision: str | None = None) -> Path:
     """The folder of a repository's snapshot, downloaded first if the cache lacks it.
 
+    Of the weights only the files that the index names are downloaded. Without an index that is model.safetensors.
     ``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN`` and the rest of huggingface_hub's environment hold.
 
     Raises:
-        SpecbeamError: no such repository or revision, no access, no network and not in the cache, or a full disk.
+        SpecbeamError: no such repository or revision, no access, no network and not in the cache, a full disk, or an
+            index that names files outside the repository.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
     at = f" at revision {revision!r}" if revision else ""
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=READ_PATTERNS))
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=DESCRIPTIONS))
+        weights = {file.relative_to(folder).as_posix() for file in weight_map(folder).values()} or {WEIGHTS}
+        # The name of a snapshot is its commit: a branch may have moved meanwhile.
+        return Path(
+            snapshot_download(repository, revision=folder.name, allow_patterns=[glob.escape(name) for name in weights])
+        )
+    except SpecbeamError:
+        raise
     except GatedRepoError as error:
         raise SpecbeamError(f"{repository} is gated: accept its terms on its page and set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
