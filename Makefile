@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-thorough lint docs wheel
+.PHONY: demo test test-thorough fuzz lint docs wheel
 
 # The main job: text from a real model (98 MB, fetched on first use), and the passes that lookup in the text saves.
 demo: .venv/specbeam
@@ -16,6 +16,10 @@ test: .venv/installed
 # Everything, with the numbers of random cases that docs/exactness.md promises.
 test-thorough: .venv/installed
 	$(BIN)/python -m pytest -n auto --dist worksteal --hypothesis-profile=thorough -m ""
+
+# Coverage-guided fuzzing of the files that people give, with each harness in turn: make fuzz SECONDS=3600.
+fuzz: .venv/installed .venv/fuzz
+	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),3600)
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -54,6 +58,10 @@ $(BIN)/python:
 
 .venv/docs: .venv/specbeam
 	$(PIP) 'specbeam[docs]'
+	touch $@
+
+.venv/fuzz: .venv/specbeam
+	$(PIP) 'specbeam[fuzz]'
 	touch $@
 
 .venv/wheel: .venv/specbeam

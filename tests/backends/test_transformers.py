@@ -66,6 +66,22 @@ def test_what_transformers_cannot_load_is_one_line(save):
     assert "\n" not in str(raised.value)
 
 
+def test_a_folder_without_some_tensors_is_refused(save):
+    folder = save(random_model("llama"))
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"mixtral"'))  # its experts are not there
+    with pytest.raises(SpecbeamError, match=r"lacks \d+ tensors of a MixtralForCausalLM, among them .*experts"):
+        specbeam.load(folder)
+
+
+def test_a_configuration_that_fails_in_the_first_pass_is_refused(save):
+    folder = save(random_model("llama"))
+    config = folder / "config.json"
+    config.write_text(config.read_text()[:-2] + ', "return_dict": false}')
+    with pytest.raises(SpecbeamError, match="LlamaForCausalLM cannot run with its configuration"):
+        specbeam.load(folder, backend="transformers", device="cpu")
+
+
 SMALL = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
 
 

@@ -195,3 +195,14 @@ def test_wrong_input_is_refused_in_one_line(capsys, wordwise, arguments, says):
     assert out == ""
     assert says in err
     assert len(err.splitlines()) == 1
+
+
+def test_a_token_that_the_vocabulary_lacks_is_one_line(tmp_path, save, specbeam_command):
+    folder = save(random_model("llama"), word_tokenizer())
+    file = folder / "tokenizer.json"
+    written = json.loads(file.read_text())
+    written["post_processor"]["special_tokens"]["<s>"]["ids"] = [258]
+    file.write_text(json.dumps(written))
+    status, out, err = specbeam_command("tokens", "hello", "--model", str(folder))
+    assert (status, out) == (2, "")
+    assert "the token id 258, which its own vocabulary lacks" in err.splitlines()[-1]  # transformers may warn before

@@ -14,8 +14,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from specbeam.decoding.processors import Processors, Warpers, repetition_penalty
+from specbeam.decoding.processors import Processors, Warpers, processors_of_checkpoint, repetition_penalty
 from specbeam.decoding.sampling import draw
+from specbeam.errors import SpecbeamError
 from specbeam.options import Options
 from specbeam.tree import Tree
 
@@ -92,3 +93,8 @@ def test_rounding_differences_hardly_ever_change_a_draw():
     first, second = torch.Generator().manual_seed(2), torch.Generator().manual_seed(2)
     different = sum(draw(scores, first) != draw(other, second) for _ in range(1000))
     assert different <= 1
+
+
+def test_a_value_of_a_checkpoint_that_transformers_refuses_is_one_line():
+    with pytest.raises(SpecbeamError, match="generation_config"):  # the fuzzer found PyTorch's RuntimeError
+        processors_of_checkpoint({"suppress_tokens": [{"a": 5}]}, frozenset([2]), 3, 9, torch.device("cpu"))

@@ -133,3 +133,31 @@ def test_unreadable_files_are_one_line(tmp_path):
     }.items():
         with pytest.raises(SpecbeamError, match=message):
             read_rows(Data(source=str(tmp_path / name)), [], 0)
+
+
+DAMAGED_GZIP = bytearray(gzip.compress(b'{"prompt": "Hi"}\n' * 9))
+DAMAGED_GZIP[12] ^= 0xFF
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", b'q,a\n"x" y,1\n', "line 1 is not CSV"),
+        ("b.csv", b"q,a\nx,1,2\n", "line 2 has more or fewer cells than the 2 columns"),
+        ("c.csv", b"q,a\nx\n", "line 2 has more or fewer cells than the 2 columns"),
+        ("d.jsonl.gz", bytes(DAMAGED_GZIP), "cannot be read"),
+        ("e.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+        ("f.json", b"[" * 100_000, "is not JSON"),
+    ],
+)
+def test_the_findings_of_the_fuzzer_are_one_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(SpecbeamError, match=message):
+        read_rows(Data(source=str(tmp_path / name)), [], 0)
+
+
+def test_a_cell_of_a_csv_file_may_be_long(tmp_path):
+    long = "x" * 200_000  # Python's own limit is 131,072
+    (tmp_path / "a.csv").write_text(f"question\n{long}\n")
+    (row,) = read_rows(Data(source=str(tmp_path / "a.csv")), [], 0)
+    assert row.turns == [long]

@@ -147,7 +147,11 @@ class TransformersBackend(ABC, Generic[S]):
         if self.model not in _slot_elements:
             cache, zero = self._cache_to_measure(), np.zeros(1, dtype=np.int64)
             cache.reserve(1)
-            self.forward([Segment(cache, zero, zero, zero, 1, None, zero)])
+            try:
+                self.forward([Segment(cache, zero, zero, zero, 1, None, zero)])
+            except Exception as error:  # the values of a configuration are first used here
+                name, reason = type(self.model).__name__, " ".join(str(error).split())
+                raise SpecbeamError(f"{name} cannot run with its configuration: {reason[:200]}") from error
             if not cache.elements:
                 raise SpecbeamError(f"{type(self.model).__name__} keeps no keys and values of the tokens it has seen")
             _slot_elements[self.model] = cache.elements
@@ -231,7 +235,7 @@ def load_model(path: Path, device: str, dtype: str, own: str) -> Any:
         own: the dtype of its weights.
 
     Raises:
-        SpecbeamError: no such device or dtype, or transformers cannot load it.
+        SpecbeamError: no such device or dtype, tensors are missing, or transformers cannot load it.
     """
     chosen = choose_device(device)
     folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
@@ -242,9 +246,15 @@ def load_model(path: Path, device: str, dtype: str, own: str) -> Any:
         config = AutoConfig.from_pretrained(folder, **where)
         config._attn_implementation = None  # a checkpoint may name one, which would be fetched from the hub and run
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        return kind.from_pretrained(folder, config=config, **where, **how).to(chosen).eval()
+        model, info = kind.from_pretrained(folder, config=config, output_loading_info=True, **where, **how)
     except Exception as error:  # transformers lets any exception pass
         raise SpecbeamError(f"transformers cannot load {path}: {why_refused(error)}") from error
+    if missing := sorted(info["missing_keys"]):  # transformers would go on with random weights
+        raise SpecbeamError(
+            f"{path} lacks {len(missing)} tensors of a {type(model).__name__}, among them {missing[0]}: "
+            "give a complete checkpoint"
+        )
+    return model.to(chosen).eval()
 
 
 def _context_length(config: Any) -> int:

@@ -80,7 +80,7 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool) -> Iterator[d
     they are no whole character. "unknown" marks the token for words that the vocabulary lacks.
 
     Raises:
-        SpecbeamError: the text is not valid Unicode.
+        SpecbeamError: the text is not valid Unicode, or the tokenizer is damaged.
     """
     from specbeam.prompts import tokenize
 
@@ -91,6 +91,8 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool) -> Iterator[d
     added_tokens = tokenizer.added_tokens_decoder  # outside the vocabulary, and written literally
     every = zip(seen["input_ids"], pieces, offsets, seen["special_tokens_mask"], strict=True)
     for position, (i, piece, span, added) in enumerate(every):
+        if piece is None:
+            raise SpecbeamError(f"the tokenizer gave the token id {i}, which its own vocabulary lacks: it is damaged")
         # In many vocabularies the token for unknown words also ends texts, and a text may spell it out.
         spelt = span is not None and text[slice(*span)].strip() == piece
         yield {

@@ -8,6 +8,7 @@ import io
 import json
 import random
 import string
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,21 +118,36 @@ def _records(path: Path) -> Iterator[Any]:
         return
     text = _read(path)
     if suffix == ".csv":
-        yield from csv.DictReader(io.StringIO(text))
+        yield from _csv_records(path, text)
         return
     try:
         if suffix == ".json":
             whole = json.loads(text)
             yield from whole if isinstance(whole, list) else [whole]
             return
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SpecbeamError(f"{path} is not JSON: {error}") from error
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
             try:
                 yield json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise SpecbeamError(f"{path} line {number} is not JSON: {error}") from error
+
+
+def _csv_records(path: Path, text: str) -> Iterator[dict[str, str]]:
+    csv.field_size_limit(2**31 - 1)  # prompts are long
+    lines = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+    try:
+        for record in lines:
+            if None in record or None in record.values():
+                names = lines.fieldnames or []
+                raise SpecbeamError(
+                    f"{path} line {lines.line_num} has more or fewer cells than the {len(names)} columns"
+                )
+            yield record
+    except csv.Error as error:
+        raise SpecbeamError(f"{path} line {lines.line_num} is not CSV: {error}") from error
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -142,7 +158,7 @@ def _read(path: Path) -> str:
     try:
         raw = path.read_bytes()
         return (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise SpecbeamError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except UnicodeDecodeError as error:
         raise SpecbeamError(f"{path} is not UTF-8 text (byte {error.start:,}): convert it") from error

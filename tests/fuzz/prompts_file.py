@@ -1,0 +1,28 @@
+"""The file of ``specbeam generate --prompts``, and of ``--draft-corpus``. The first byte says which, and the ending."""
+
+from __future__ import annotations
+
+import json
+
+import specbeam.cli.arguments
+import specbeam.cli.generate
+from tests.fuzz.toys import command, model_folder, room, toy
+
+specbeam.cli.generate.load_model = lambda *_, **__: toy()  # loaded once
+LINES = ["Hi", [1, 2], {"prompt": "é"}, {"messages": [{"role": "user", "content": "Hi"}]}, {"prompt": [256, 3]}]
+
+
+def seeds() -> list[bytes]:
+    lines = "\n".join(map(json.dumps, LINES)).encode()
+    return [b"\0Hi\nHo\r\n\n", b"\1" + lines, b"\2one\ntwo", b"\3" + lines]
+
+
+def run(data: bytes) -> None:
+    kind, content = data[0] if data else 0, data[1:]
+    file = room() / f"prompts{'.jsonl' if kind % 2 else '.txt'}"
+    file.write_bytes(content)
+    words = ["--max-new-tokens", "1", "--model", str(model_folder())]
+    if kind & 2:
+        command("generate", "Hi", "--draft", "suffix", "--draft-corpus", str(file), *words)
+    else:
+        command("generate", "--prompts", str(file), *words)

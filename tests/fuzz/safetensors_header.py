@@ -1,0 +1,39 @@
+"""model.safetensors of a folder."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import struct
+
+import atheris
+
+import specbeam
+from specbeam.checkpoints import open_checkpoint
+from tests.fuzz.json_mutator import mutate_json
+from tests.fuzz.toys import generate_a_little, model_folder, room
+
+SHARE_OF_BYTE_MUTATIONS = 0.3
+
+
+def seeds() -> list[bytes]:
+    return [(model_folder() / "model.safetensors").read_bytes()]
+
+
+def run(data: bytes) -> None:
+    folder = room() / "header"
+    if not folder.exists():
+        shutil.copytree(model_folder(), folder)
+    (folder / "model.safetensors").write_bytes(data)
+    _ = open_checkpoint(folder).facts
+    generate_a_little(specbeam.load(folder))
+
+
+def mutate(data: bytes, longest: int, seed: int) -> bytes:
+    """A file with a changed header, or a few changed bytes."""
+    if len(data) < 8 or random.Random(seed).random() < SHARE_OF_BYTE_MUTATIONS:
+        return atheris.Mutate(data, longest)
+    (length,) = struct.unpack("<Q", data[:8])
+    header = mutate_json(data[8 : 8 + length], longest, seed)
+    header += b" " * (-len(header) % 8)
+    return (struct.pack("<Q", len(header)) + header + data[8 + length :])[:longest]

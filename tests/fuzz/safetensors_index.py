@@ -1,0 +1,29 @@
+"""model.safetensors.index.json of a folder."""
+
+from __future__ import annotations
+
+import shutil
+
+import specbeam
+from specbeam.checkpoints import open_checkpoint
+from tests.conftest import byte_tokenizer, random_model
+from tests.fuzz.json_mutator import mutate_json as mutate
+from tests.fuzz.toys import SIZES, generate_a_little, room
+
+__all__ = ["mutate", "run", "seeds"]
+INDEX = "model.safetensors.index.json"
+
+
+def seeds() -> list[bytes]:
+    folder = room() / "index"
+    shutil.rmtree(folder, ignore_errors=True)
+    random_model("llama", **SIZES).save_pretrained(folder, max_shard_size="20KB")
+    byte_tokenizer().save_pretrained(folder)
+    return [(folder / INDEX).read_bytes()]
+
+
+def run(data: bytes) -> None:
+    folder = room() / "index"
+    (folder / INDEX).write_bytes(data)
+    _ = open_checkpoint(folder).facts
+    generate_a_little(specbeam.load(folder))
