@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specbeam.checkpoints.code import refusing
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 
@@ -59,7 +60,7 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
         messages = [*_messages([{"role": "system", "content": system}]), *messages]
 
     if lm.tokenizer is None:
-        raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a tokenizer along with the model")
+        raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a model with its tokenizer")
     templated = not raw and bool(lm.tokenizer.chat_template)
     text = render(lm.tokenizer, messages) if templated else "\n\n".join(message["content"] for message in messages)
     ids: list[int] = tokenize(lm.tokenizer, text, add_special_tokens=not templated).input_ids
@@ -85,10 +86,8 @@ def render(tokenizer: Any, messages: list[Message]) -> str:
     Raises:
         SpecbeamError: the template refuses them.
     """
-    try:
+    with refusing("the model's chat template refuses these messages"):
         text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    except Exception as error:  # a template is a program from the checkpoint, and may raise anything
-        raise SpecbeamError(f"the model's chat template refuses these messages: {error}") from error
     return text
 
 
@@ -96,7 +95,7 @@ def tokenize(tokenizer: Any, text: str, add_special_tokens: bool, **details: boo
     """The tokenizer's encoding of a text: its ``input_ids``, and the details that are asked for.
 
     Raises:
-        SpecbeamError: the text is not valid Unicode.
+        SpecbeamError: the text is not valid Unicode, or the tokenizer is damaged.
     """
     try:
         text.encode()
@@ -104,7 +103,8 @@ def tokenize(tokenizer: Any, text: str, add_special_tokens: bool, **details: boo
         raise SpecbeamError(
             f"the prompt has half a surrogate pair ({text[error.start]!r}), which is no character: give valid Unicode"
         ) from error
-    return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **details)
+    with refusing("the model's tokenizer cannot read this text"):
+        return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **details)
 
 
 def _messages(prompt: Sequence[Message]) -> list[Message]:

@@ -7,11 +7,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
+from transformers import ByT5Tokenizer
 
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
-from tests.conftest import EOS, LLAMA3_ROPE, byte_tokenizer, random_model
+from specbeam.cli import main
+from tests.conftest import CONFIGS, EOS, LLAMA3_ROPE, byte_tokenizer, random_model
 
 
 @pytest.fixture
@@ -99,6 +101,12 @@ def tensors(change):
     return apply
 
 
+POST_PROCESSOR = {  # its token is not among its special tokens: the tokenizers library panics over it
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {},
+}
 Q = "model.layers.1.self_attn.q_proj.weight"
 
 
@@ -131,13 +139,58 @@ Q = "model.layers.1.self_attn.q_proj.weight"
         (tensors(lambda t: t.update({Q: t[Q][:, :-1].clone()})), f"{Q} has shape"),
         (tensors(lambda t: t.update({Q: t[Q][:-1].clone()})), "63 rows"),
         (tensors(lambda t: t.update({"model.extra": t[Q].clone()})), "model.extra"),
-        (lambda f: (f / "tokenizer.json").unlink() or (f / "tokenizer_config.json").unlink(), "no tokenizer"),
+        (lambda f: (f / "tokenizer.json").write_text("{}"), "no tokenizer that can be loaded"),
+        (lambda f: rewrite(f, "tokenizer.json", post_processor=POST_PROCESSOR), "its tokenizer is damaged"),
     ],
 )
 def test_what_is_wrong_is_said(folder, break_it, says):
     break_it(folder)
     with pytest.raises(SpecbeamError, match=says):
         specbeam.load(folder, backend="torch")
+
+
+@pytest.mark.parametrize("kept", [(), ("tokenizer_config.json",)])
+@pytest.mark.parametrize("architecture", CONFIGS)
+def test_without_a_vocabulary_prompts_are_token_ids(save, architecture, kept):
+    folder = save(random_model(architecture))
+    whole = specbeam.generate(specbeam.load(folder, backend="torch", device="cpu"), [1, 2, 3], max_new_tokens=5)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        if file not in kept:
+            (folder / file).unlink()
+    lm = specbeam.load(folder, backend="torch", device="cpu")
+    result = specbeam.generate(lm, [1, 2, 3], max_new_tokens=5)
+    assert (result.text, result.token_ids) == ("", whole.token_ids)
+    with pytest.raises(SpecbeamError, match="has no tokenizer: give token ids"):
+        specbeam.generate(lm, "hello")
+
+
+def test_without_a_vocabulary_the_command_line_says_it_in_one_line(folder, capsys):
+    (folder / "tokenizer.json").unlink()
+    for command in ("generate", "tokens"):
+        assert main([command, "hello", "--model", str(folder)]) == 2
+        assert f"{folder} has no tokenizer" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_tokenizer_of_bytes_needs_no_vocabulary(save):
+    folder = save(random_model("llama", vocab_size=384), ByT5Tokenizer())
+    assert specbeam.load(folder).tokenizer("abc").input_ids == [100, 101, 102, 1]
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ({"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"}, "tokenizer cannot read this text"),
+        ({"type": "BPE", "vocab": {"a": 0}, "merges": []}, "the prompt has no tokens"),
+    ],
+)
+def test_a_tokenizer_that_cannot_read_a_text_is_named(folder, model, says):
+    described = {"version": "1.0", "added_tokens": [], "model": model, "normalizer": None, "pre_tokenizer": None}
+    described |= {"post_processor": None, "decoder": None, "truncation": None, "padding": None}
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    lm = specbeam.load(folder)
+    with pytest.raises(SpecbeamError, match=says):
+        specbeam.generate(lm, "hello", max_new_tokens=1)
 
 
 def test_a_shard_that_is_missing_is_named(save):

@@ -343,9 +343,12 @@ def test_sentencepiece_is_that_of_transformers(prefix):
         assert ours.decode(ours(text).input_ids, skip_special_tokens=True) == text
 
 
-def test_a_file_without_a_tokenizer_is_refused(tmp_path):
-    with pytest.raises(SpecbeamError, match="no tokenizer"):
-        specbeam.load(write_gguf(tmp_path / "m.gguf", random_model("llama"), tokenizer=False))
+def test_without_a_vocabulary_prompts_are_token_ids(tmp_path):
+    lm = specbeam.load(write_gguf(tmp_path / "m.gguf", random_model("llama"), tokenizer=False))
+    result = specbeam.generate(lm, [1, 2, 3], max_new_tokens=5)
+    assert (result.text, len(result.token_ids)) == ("", 5)
+    with pytest.raises(SpecbeamError, match="has no tokenizer: give token ids"):
+        specbeam.generate(lm, "hello")
 
 
 def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path):

@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from specbeam.backends.contract import Segment
 from specbeam.backends.devices import choose_device, choose_dtype, memory_for_caches, peak_memory
 from specbeam.backends.torch.cache import TreeCache
-from specbeam.checkpoints.code import check_model, why_refused
+from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.files import read_json
 from specbeam.errors import SpecbeamError
 
@@ -242,13 +242,11 @@ def load_model(path: Path, device: str, dtype: str, own: str) -> Any:
     check_model(folder, {} if file else read_json(folder, "config.json"))
     where = {"local_files_only": True, "trust_remote_code": False, **file}
     how = {"dtype": choose_dtype(dtype, chosen, own), "use_safetensors": True}
-    try:
+    with refusing(f"transformers cannot load {path}"):
         config = AutoConfig.from_pretrained(folder, **where)
         config._attn_implementation = None  # a checkpoint may name one, which would be fetched from the hub and run
         kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model, info = kind.from_pretrained(folder, config=config, output_loading_info=True, **where, **how)
-    except Exception as error:  # transformers lets any exception pass
-        raise SpecbeamError(f"transformers cannot load {path}: {why_refused(error)}") from error
     if missing := sorted(info["missing_keys"]):  # transformers would go on with random weights
         raise SpecbeamError(
             f"{path} lacks {len(missing)} tensors of a {type(model).__name__}, among them {missing[0]}: "

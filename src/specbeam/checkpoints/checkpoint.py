@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from specbeam.checkpoints.architecture import Architecture, tensor_names
+from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.errors import SpecbeamError
@@ -87,7 +88,10 @@ class Checkpoint(ABC):
     @cached_property
     @abstractmethod
     def tokenizer(self) -> Any:
-        """A tokenizer of transformers (``PreTrainedTokenizerFast``), with its chat template if there is one."""
+        """A tokenizer of transformers (``PreTrainedTokenizerFast``), with its chat template if there is one.
+
+        None if the checkpoint has no vocabulary. Raises SpecbeamError for a damaged one.
+        """
 
     @cached_property
     @abstractmethod
@@ -158,18 +162,23 @@ class Checkpoint(ABC):
         return tensor_names(name, self.modules)
 
     def check_tokenizer(self, vocab_size: int) -> None:
-        """Raises SpecbeamError if a text may give the tokenizer tokens that the model lacks.
+        """Raises SpecbeamError if the tokenizer cannot read, or a text may give it tokens that the model lacks.
 
         A larger vocabulary of the model is fine: embeddings are padded. Special tokens beyond it are fine too, unless
         the chat template or every text has them. Gemma 3 has such a token for images, and transformers adds some. A
         prompt that spells one out is refused when it comes.
         """
         tokenizer = self.tokenizer
+        if tokenizer is None:
+            return
+        with refusing(f"{self.path}: its tokenizer is damaged"):
+            written = tokenizer("").input_ids
+            tokenizer.decode([0])
         beyond = sorted((i, token) for token, i in tokenizer.get_vocab().items() if i >= vocab_size)
         if not beyond:
             return
         special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        written, template = tokenizer("").input_ids, str(tokenizer.chat_template)
+        template = str(tokenizer.chat_template)
         for i, token in beyond:
             if i not in special or i in written or token in template:
                 raise SpecbeamError(

@@ -1,8 +1,12 @@
-"""A checkpoint is data: what transformers would run, or read elsewhere, because a checkpoint says so is refused."""
+"""A checkpoint is data. Refused are files for which transformers would run code or read files elsewhere.
+
+Libraries that read a checkpoint's files may raise anything. :func:`refusing` makes one line of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +44,25 @@ def check_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
                 file_inside(folder, name, f"{key} of tokenizer_config.json")
 
 
-def why_refused(error: BaseException) -> str:
-    """Why transformers does not load a checkpoint, in one line."""
+@contextmanager
+def refusing(what: str) -> Iterator[None]:
+    """Turn any error of a library that reads a checkpoint's files into one line that begins with ``what``.
+
+    Raises:
+        SpecbeamError: in place of the error.
+    """
+    try:
+        yield
+    except SpecbeamError:
+        raise
+    except BaseException as error:
+        # A panic of Rust code is no Exception, because Python programs should not go on after it. These may.
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise SpecbeamError(f"{what}: {_reason(error)}") from error
+
+
+def _reason(error: BaseException) -> str:
     if "trust_remote_code" in str(error):
         return f"it {NEEDS_CODE}"
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

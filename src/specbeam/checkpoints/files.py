@@ -11,6 +11,10 @@ from specbeam.errors import SpecbeamError
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
+"""The files that hold the vocabulary of a tokenizer. Tokenizers have one of them at least."""
+
+
 def check_links(folder: Path) -> None:
     """Raises SpecbeamError if a file of the folder is a link to a file outside it."""
     try:

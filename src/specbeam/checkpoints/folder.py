@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
-from specbeam.checkpoints.code import check_tokenizer, why_refused
+from specbeam.checkpoints.code import check_tokenizer, refusing
 from specbeam.checkpoints.config import Config
-from specbeam.checkpoints.files import WEIGHTS, check_links, read_json, weight_map
+from specbeam.checkpoints.files import VOCABULARIES, WEIGHTS, check_links, read_json, weight_map
 from specbeam.checkpoints.folder_config import config_from_hugging_face
 from specbeam.errors import SpecbeamError, Unsupported
 
@@ -94,11 +94,13 @@ class FolderCheckpoint(Checkpoint):
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        check_tokenizer(self.path, read_json(self.path, "tokenizer_config.json"))
-        try:
+        described = read_json(self.path, "tokenizer_config.json")
+        bytes_are_tokens = described.get("tokenizer_class") == "ByT5Tokenizer"
+        if not bytes_are_tokens and not any(next(self.path.glob(name), None) for name in VOCABULARIES):
+            return None  # transformers would make an empty one for some architectures
+        check_tokenizer(self.path, described)
+        with refusing(f"{self.path} has no tokenizer that can be loaded"):
             return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # transformers lets any exception pass; the files are the cause
-            raise SpecbeamError(f"{self.path} has no tokenizer that can be loaded: {why_refused(error)}") from error
 
     @cached_property
     def _generation_config(self) -> dict[str, Any]:
@@ -115,7 +117,7 @@ class FolderCheckpoint(Checkpoint):
                         f"{self.path}: eos_token_id {ids} of its configuration holds what is no token id"
                     )
                 return frozenset(ids)
-        eos = self.tokenizer.eos_token_id
+        eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return frozenset() if eos is None else frozenset([eos])
 
     @property

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
+from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.gguf_config import DIVISORS, config_from_gguf
 from specbeam.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
@@ -113,12 +114,10 @@ class GGUFCheckpoint(Checkpoint):
 
     @cached_property
     def tokenizer(self) -> Any:
-        try:
+        if not self.metadata.get("tokenizer.ggml.tokens"):
+            return None
+        with refusing(f"{self.path}: its tokenizer is damaged"):
             return tokenizer_from_gguf(self.metadata, self.path)
-        except SpecbeamError:
-            raise
-        except Exception as error:  # the tokenizers library raises nothing narrower
-            raise SpecbeamError(f"{self.path}: its tokenizer is damaged ({error}). Fetch it again") from error
 
     @cached_property
     def eos_token_ids(self) -> frozenset[int]:

@@ -36,18 +36,19 @@ GPT2_SPLIT = {"gpt-2", "default", "gpt2", "mpt", "olmo", "jais", "phi-2"}
 def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
     """A transformers tokenizer with the vocabulary, special tokens and chat template of a GGUF file's metadata.
 
+    Args:
+        metadata: all keys of a file that has a vocabulary.
+
     Raises:
-        SpecbeamError: the file has no tokenizer, or one of a kind that is not supported.
+        SpecbeamError: it is of a kind that is not supported.
     """
     from transformers import PreTrainedTokenizerFast
 
     def get(key: str, otherwise: Any = None) -> Any:
         return metadata.get(f"tokenizer.ggml.{key}", otherwise)
 
-    tokens: list[str] | None = get("tokens")
+    tokens: list[str] = get("tokens")
     kind = get("model")
-    if not tokens:
-        raise SpecbeamError(f"{path} carries no tokenizer")
     if kind == "gpt2":
         tokenizer = _byte_level(tokens, get("merges", []), _split(get("pre")), path)
     elif kind == "llama":

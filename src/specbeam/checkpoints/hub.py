@@ -29,8 +29,8 @@ def fetch(repository: str, revision: str | None = None) -> Path:
     ``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN`` and the rest of huggingface_hub's environment hold.
 
     Raises:
-        SpecbeamError: no such repository or revision, no access, no network and not in the cache, a full disk, or an
-            index that names files outside the repository.
+        SpecbeamError: no such repository or revision, no access, no network and not in the cache, or a full disk. Also
+            for an index that names files outside the repository.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError

@@ -57,6 +57,8 @@ def run(given: argparse.Namespace) -> int:
     from specbeam.prompts import render
 
     tokenizer = open_checkpoint(locate(given.model, given.revision)).tokenizer
+    if tokenizer is None:
+        raise SpecbeamError(f"{given.model} has no tokenizer")
     if given.chat:
         if not tokenizer.chat_template:
             raise SpecbeamError(f"{given.model} has no chat template: leave out --chat")

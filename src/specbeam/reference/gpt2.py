@@ -228,6 +228,8 @@ def pretrained(folder: Path) -> tuple[Any, dict[str, int], dict[str, Any]]:
             raise SpecbeamError(f"{folder}: {SIZES[name]} of its config.json is {size!r} and must be 1 or more")
     if hparams["n_embd"] % hparams["n_head"]:
         raise SpecbeamError(f"{folder}: n_embd={hparams['n_embd']} cannot be cut into {hparams['n_head']} heads")
+    if checkpoint.tokenizer is None:
+        raise SpecbeamError(f"{folder} has no tokenizer: its prompts are texts")
     checkpoint.check_tokenizer(hparams["n_vocab"])
     prefix = "transformer." if "transformer.wte.weight" in checkpoint.shapes else ""  # OpenAI's own have no prefix
 
