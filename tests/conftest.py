@@ -1,6 +1,7 @@
 """Tiny random models written by transformers, and the real ones where they are on the machine."""
 
 import os
+import sys
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -82,6 +83,26 @@ def examples(share=1.0):
 
 def in_thorough_mode():
     return settings.get_current_profile_name() == "thorough"
+
+
+def lines_run(function):
+    """The lines of specbeam that a call runs: a measure of its work that no other process disturbs."""
+    lines = 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        if "specbeam" not in frame.f_code.co_filename:
+            return None
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return lines
 
 
 def byte_tokenizer(chat_template=None, vocab_size=259):

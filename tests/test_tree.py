@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbeam.tree import Tree
+from tests.conftest import lines_run
 
 
 class Paths:
@@ -134,3 +135,41 @@ def test_a_finished_guess_is_not_found_again():
     assert again.tolist() != guess.tolist()
     tree.keep([0])
     assert tree.take_dropped().tolist() == again.tolist()
+
+
+def test_a_step_of_beams_that_share_only_the_prompt_costs_the_same_at_any_length():
+    """Adding, keeping and walking the paths of two beams and of their guesses, late in the text as early in it."""
+    tree = Tree([1, 2, 3])
+    tips = tree.add([2, 2], [4, 5])
+    work = []
+
+    def step():
+        nonlocal tips
+        guesses = tree.guess(tips, [7, 7])
+        tree.paths(guesses)
+        tips = tree.add(np.repeat(tips, 2), [6, 7, 6, 7])[1::2]
+        tree.keep(tips)
+        for tip, path in zip(tips.tolist(), tree.paths(tips).tolist(), strict=True):
+            assert path[-1] == tip
+            assert path[3] == 3 + tips.tolist().index(tip)
+            assert tree.parents(path).tolist() == [-1, *path[:-1]]
+
+    for _ in range(300):
+        work.append(lines_run(step))
+    assert len(tree.trunk) == 3
+    assert work[-1] <= work[10]
+
+
+def test_a_dropped_guess_costs_the_same_in_a_long_text():
+    tree = Tree([1])
+    work = []
+
+    def step():
+        (accepted, _) = tree.guess([tree.tip, tree.tip], [2, 3]).tolist()
+        tree.add(tree.tip, 2)
+        tree.keep(accepted)
+
+    for _ in range(300):
+        work.append(lines_run(step))
+    assert len(tree.trunk) == 301
+    assert work[-1] <= work[10]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 Nodes = NDArray[np.int64]
 
 NO_NODES: Nodes = np.empty(0, dtype=np.int64)
+NO_ROW = -1
 
 
 class Tree:
@@ -40,8 +41,13 @@ class Tree:
         self._growth_holders = np.ones(n, dtype=np.int64)
         self._trunk = np.arange(n, dtype=np.int64)  # the trunk's node at each depth
         self._trunk_length = n
-        self._branches = NO_NODES  # live nodes beyond the trunk, ascending
+        self._live = n
         self._kept = self._growing = np.array([n - 1])  # held by the strategy itself, ascending
+        # Paths are climbed only down to the nodes that grew at the last keep: theirs beyond the trunk are remembered.
+        self._row = np.full(n, NO_ROW, dtype=np.int64)  # by node, its row of remembered paths
+        self._remembered: Nodes = NO_NODES  # the nodes with a row
+        self._paths = np.empty((0, 0), dtype=np.int64)
+        self._paths_start = n  # the depth of the first column
         self._guesses: dict[tuple[int, int], int] = {}  # by parent and token
         self._dropped = NO_NODES
 
@@ -62,7 +68,7 @@ class Tree:
     @property
     def live(self) -> int:
         """The number of live nodes."""
-        return self._trunk_length + len(self._branches)
+        return self._live
 
     def tokens(self, nodes: Any) -> Nodes:
         """Token ids of nodes, int64, in the nodes' shape."""
@@ -127,8 +133,9 @@ class Tree:
         for holders in (self._holders, self._growth_holders):
             holders[nodes] = 1  # until the next keep, the strategy
             np.add.at(holders, parents, 1)
+        self._row[nodes] = NO_ROW
         self._size = end
-        self._branches = np.concatenate([self._branches, nodes])
+        self._live += len(nodes)
         self._kept = np.concatenate([self._kept, nodes])
         self._growing = np.concatenate([self._growing, nodes])
         return nodes
@@ -150,9 +157,9 @@ class Tree:
         if len(idle):
             self._dropped = np.concatenate([self._dropped, idle])
             if self._guesses:  # a finished node is no guess any more: its slot is gone
-                self._guesses = {pair: n for pair, n in self._guesses.items() if self._growth_holders[n] > 0}
-        if len(gone):
-            self._branches = self._branches[self._holders[self._branches] > 0]
+                self._forget_guesses(idle)
+        self._live -= len(gone)
+        self._remember_paths()
         self._advance()
 
     def take_dropped(self) -> Nodes:
@@ -172,16 +179,28 @@ class Tree:
             holders[let_go] -= children
         return np.concatenate(gone) if gone else NO_NODES
 
+    def _forget_guesses(self, nodes: Nodes) -> None:
+        pairs = zip(self._parents[nodes].tolist(), self._tokens[nodes].tolist(), strict=True)
+        for pair, node in zip(pairs, nodes.tolist(), strict=True):
+            if self._guesses.get(pair) == node:
+                del self._guesses[pair]
+
+    def _remember_paths(self) -> None:
+        paths = self.paths_beyond_trunk(self._growing)
+        self._row[self._remembered] = NO_ROW
+        self._row[self._growing] = np.arange(len(self._growing))
+        self._remembered, self._paths, self._paths_start = self._growing, paths, self._trunk_length
+
     def _advance(self) -> None:
         """Extend the trunk by each node that all live nodes share: the only child of a tip that is not itself kept."""
         held_itself = set(self._kept[self._depths[self._kept] >= self._trunk_length - 1].tolist())
+        length = self._trunk_length
+        (path,) = self._paths[:1] if len(self._paths) else self.paths_beyond_trunk(self._kept[:1])
         while self._holders[tip := self.tip] == 1 and tip not in held_itself:
-            at = int((self._parents[self._branches] == tip).argmax())
             if self._trunk_length == len(self._trunk):
                 self._trunk = np.resize(self._trunk, 2 * len(self._trunk))
-            self._trunk[self._trunk_length] = self._branches[at]
+            self._trunk[self._trunk_length] = path[self._trunk_length - length]
             self._trunk_length += 1
-            self._branches = np.delete(self._branches, at)
 
     def path(self, node: int) -> Nodes:
         """The nodes from the root down to a live node."""
@@ -192,15 +211,27 @@ class Tree:
         """The nodes from the root down to live nodes, int64 [n, longest path]; shorter paths repeat their last node."""
         nodes = np.asarray(nodes, dtype=np.int64)
         depths = self._depths[nodes]
-        columns = np.arange(depths.max() + 1)
+        columns = np.arange(min(self._trunk_length, depths.max() + 1))
+        shared = self._trunk[np.minimum(columns, depths[:, None])]
+        return np.concatenate([shared, self.paths_beyond_trunk(nodes)], axis=1)
+
+    def paths_beyond_trunk(self, nodes: Nodes) -> Nodes:
+        """The columns of :meth:`paths` from the trunk's end on; nodes on the trunk are repeated."""
+        begin, depths = self._trunk_length, self._depths[nodes]
+        climbed, at = [], np.arange(len(nodes))
+        known = nodes.copy()  # the nodes, or ancestors of theirs: on the trunk, or with a remembered path
+        while len(at := at[(self._row[known[at]] == NO_ROW) & (self._depths[known[at]] >= begin)]):
+            climbed.append((at, known[at]))
+            known[at] = self._parents[known[at]]
+        columns = np.arange(begin, depths.max(initial=begin - 1) + 1)
         paths = np.repeat(nodes[:, None], len(columns), axis=1)
-        trunk_depth = self._trunk_length - 1
-        climbing = nodes
-        for depth in range(len(columns) - 1, trunk_depth, -1):
-            paths[:, depth] = climbing
-            climbing = np.where(self._depths[climbing] == depth, self._parents[climbing], climbing)
-        shared = min(self._trunk_length, len(columns))
-        paths[:, :shared] = self._trunk[np.minimum(columns[:shared], depths[:, None])]
+        at = np.flatnonzero(self._row[known] != NO_ROW)
+        known_paths = self._paths[:, begin - self._paths_start :][:, : len(columns)]
+        paths[at, : known_paths.shape[1]] = known_paths[self._row[known[at]]]
+        for at, ancestors in climbed:
+            paths[at, self._depths[ancestors] - begin] = ancestors
+        if (shorter := np.flatnonzero(depths < depths.max(initial=0))).size:
+            paths[shorter] = np.where(columns <= depths[shorter, None], paths[shorter], nodes[shorter, None])
         return paths
 
     def new_tokens(self, node: int) -> list[int]:
@@ -221,7 +252,7 @@ class Tree:
 
     def _grow(self, size: int) -> None:
         room = max(2 * len(self._tokens), size, 64)
-        for name in ("_tokens", "_parents", "_depths", "_scores", "_holders", "_growth_holders"):
+        for name in ("_tokens", "_parents", "_depths", "_scores", "_holders", "_growth_holders", "_row"):
             old = getattr(self, name)
             new = np.empty(room, dtype=old.dtype)
             new[: self._size] = old[: self._size]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from specbeam.engine.slots import Slots
 from specbeam.tree import Tree
-from tests.conftest import examples
+from tests.conftest import examples, lines_run
 
 MOST_SLOTS = 200
 
@@ -98,3 +98,22 @@ def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data):
         needed = {ancestor for node in growing for ancestor in parents.path(node)}
         cache.nodes = {slot: node for slot, node in cache.nodes.items() if node in needed}
         assert slots.used == len(cache.nodes)
+
+
+def test_to_see_a_long_branch_costs_no_more_than_to_see_a_short_one():
+    tree, parents = Tree([1]), Parents({0: -1})
+    slots = Slots(tree, FakeBackend(), 1000)
+    tips, work = tree.tip, []
+    forward(slots, np.array([0]), parents)
+    for _ in range(200):
+        above = np.atleast_1d(tips) if len(work) else np.array([0, 0])
+        tips = tree.add(above, [3, 4])
+        parents.update(zip(tips.tolist(), above.tolist(), strict=True))
+        tree.keep(tips)
+        pending = slots.missing(tips)
+        work.append(lines_run(lambda pending=pending: slots.segment(pending, np.arange(2))))
+        slots.cache.nodes.update(
+            zip(slots.segment(pending, np.arange(2)).slots.tolist(), pending.tolist(), strict=True)
+        )
+    assert slots.used == 401
+    assert work[-1] <= work[10]

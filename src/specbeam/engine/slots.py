@@ -97,14 +97,8 @@ class Slots:
         on_trunk = self._slot[trunk]
         placed = on_trunk != NOWHERE
         visible[:, on_trunk[placed]] = self.tree.depths(trunk[placed]) <= self.tree.depths(nodes)[:, None]
-        rows, climbing = np.arange(len(nodes)), nodes
-        while True:
-            beyond = self.tree.depths(climbing) >= len(trunk)
-            rows, climbing = rows[beyond], climbing[beyond]
-            if not len(rows):
-                return visible
-            visible[rows, self._slot[climbing]] = True
-            climbing = self.tree.parents(climbing)
+        visible[np.arange(len(nodes))[:, None], self._slot[self.tree.paths_beyond_trunk(nodes)]] = True
+        return visible
 
     def _follow_tree(self) -> None:
         """Make room for the nodes added to the tree since the last call."""
