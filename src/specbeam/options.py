@@ -43,7 +43,7 @@ class Options:
         repetition_penalty: a value over 1 makes tokens of the prompt and of the text less likely to come again [1.0].
         num_beams: the number of beams of beam search. 1 is greedy search or sampling. More than 1 with sampling is beam
             sampling.
-        num_return_sequences: the number of best finished beams to return.
+        num_return_sequences: the number of texts to return: of beams the best finished ones, else independent samples.
         length_penalty: beams compete by log-probability / length ** length_penalty. A value over 0 favours long texts.
         early_stopping: True stops beam search when num_beams texts are finished. False stops it when the best beam, if
             it ended now, would not beat the worst of them. "never" stops it when no length would make the best beam
@@ -157,7 +157,9 @@ class Options:
         self._check("repetition_penalty", penalty is None or 0 < penalty < float("inf"), "over 0")
         self._check("num_beams", self.num_beams >= 1, "at least 1")
         returned = self.num_return_sequences
-        self._check("num_return_sequences", 1 <= returned <= self.num_beams, "1 to num_beams")
+        draws = self.samples and self.num_beams == 1
+        allowed = "1 to num_beams, or do_sample=True without beams"
+        self._check("num_return_sequences", 1 <= returned <= self.num_beams or (returned > 1 and draws), allowed)
         self._check("length_penalty", abs(self.length_penalty) <= 10, "-10 to 10")
         early = self.early_stopping
         never = isinstance(early, str) and early == "never"
@@ -204,6 +206,11 @@ class Options:
     def samples(self) -> bool:
         """Whether tokens are drawn (true) or the likeliest is taken (false)."""
         return self._asks_to_sample() if self.do_sample is None else self.do_sample
+
+    @property
+    def num_texts(self) -> int:
+        """The most texts that may grow at once: beams, or samples."""
+        return max(self.num_beams, self.num_return_sequences)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Options:
         """These options, with missing values filled in from a checkpoint's ``generation_config.json``."""

@@ -116,7 +116,7 @@ class FolderCheckpoint(Checkpoint):
                     raise SpecbeamError(
                         f"{self.path}: eos_token_id {ids} of its configuration holds what is no token id"
                     )
-                return frozenset(ids)
+                return frozenset(i for i in ids if i >= 0)  # -1 stands for no token
         eos = None if self.tokenizer is None else self.tokenizer.eos_token_id
         return frozenset() if eos is None else frozenset([eos])
 

@@ -28,6 +28,8 @@ from specbeam.errors import SpecbeamError
 SCALAR_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 """How struct reads a value, by the number of its type in the file."""
 STRING, ARRAY = 8, 9
+NO_TOKEN = 2**32 - 1
+"""llama.cpp's -1, the id of no token, as a header holds it."""
 END_TOKENS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -129,7 +131,7 @@ class GGUFCheckpoint(Checkpoint):
             for i, (token, kind) in enumerate(zip(tokens, types, strict=False))
             if kind == CONTROL and token in END_TOKENS
         }
-        return frozenset({i for i in named if i is not None} | known)
+        return frozenset({i for i in named if i is not None and 0 <= i < NO_TOKEN} | known)
 
     @property
     def ignored(self) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ def add_options_to(parser: argparse.ArgumentParser) -> None:
     add("--min-p", type=float, metavar="P", help="draw among tokens at least P times as likely as the likeliest")
     add("--repetition-penalty", type=float, metavar="R", help="over 1 makes repetition less likely")
     add("--num-beams", type=int, metavar="B", help="beam search with B beams (default 1)")
-    add("--num-return-sequences", type=int, metavar="N", help="return the N best beams (default 1)")
+    add("--num-return-sequences", type=int, metavar="N", help="return the N best beams, or N samples (default 1)")
     add("--length-penalty", type=float, metavar="X", help="over 0 favours long beams (default 1)")
     add("--early-stopping", type=early_stopping, metavar="E", help="true, false or never (default false)")
     add("--num-beam-groups", type=int, metavar="G", help="diverse beam search with G groups of beams (default 1)")

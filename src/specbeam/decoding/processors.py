@@ -48,6 +48,7 @@ class Processors:
         self.eos_token_ids = sorted(eos_token_ids)
         self.constraint = None if options.constraint is None else ConstraintMask(options.constraint, eos_token_ids)
         self.prefix_allowed_tokens_fn = options.prefix_allowed_tokens_fn
+        self.num_texts = options.num_texts
         self.functions = (*of_checkpoint, *options.logits_processor)
         self.raises = bool(options.logits_processor)
         self.forbids = self.constraint is not None or self.prefix_allowed_tokens_fn is not None
@@ -71,7 +72,14 @@ class Processors:
                 scores = scores.clone()
                 scores[np.flatnonzero(early)[:, None], self.eos_token_ids] = MASKED
         scores = self.forbid(tree, nodes, scores, drafting)
-        return self._call(tree, nodes, scores) if self.functions else scores
+        if self.functions:
+            scores = self._call(tree, nodes, scores, drafting)
+        complete = len(nodes) == self.num_texts and not drafting
+        if self.prefix_allowed_tokens_fn is not None and complete and not (scores > MASKED).any():
+            raise SpecbeamError(
+                "prefix_allowed_tokens_fn allows only tokens that other options forbid: allow another token there"
+            )
+        return scores
 
     def forbid(self, tree: Tree, nodes: Nodes, scores: Tensor, drafting: bool = False) -> Tensor:
         """Scores [n, vocab] with -inf where a token may not follow, whatever its score."""
@@ -82,12 +90,16 @@ class Processors:
             scores = only(scores, [self.prefix_allowed_tokens_fn(0, ids) for ids in texts], some=not drafting)
         return scores
 
-    def _call(self, tree: Tree, nodes: Nodes, scores: Tensor) -> Tensor:
-        """Call the functions on all nodes of one depth at once, since their texts are equally long."""
+    def _call(self, tree: Tree, nodes: Nodes, scores: Tensor, drafting: bool) -> Tensor:
+        """Call the functions on all nodes of one depth at once, since their texts are equally long.
+
+        A guess that no token may follow keeps its scores: functions may count on some token that is allowed.
+        """
         scores = scores.clone()
         depths = tree.depths(nodes)
-        for depth in np.unique(depths):
-            (rows,) = np.nonzero(depths == depth)
+        open_ = (scores > MASKED).any(-1).cpu().numpy() | (not drafting)
+        for depth in np.unique(depths[open_]):
+            (rows,) = np.nonzero((depths == depth) & open_)
             input_ids = torch.from_numpy(tree.tokens(tree.paths(nodes[rows]))).to(scores.device)
             at = torch.from_numpy(rows).to(scores.device)
             here = scores[at]
@@ -107,38 +119,53 @@ def processors_of_checkpoint(
     eos_token_ids: frozenset[int],
     prompt_length: int,
     max_length: int,
+    vocab_size: int,
     device: torch.device,
 ) -> list[Callable[..., Tensor]]:
     """Transformers' own processors for the tokens that a checkpoint's generation_config.json forces and forbids.
 
-    No processor among these raises a log-probability above 0.
+    No processor among these raises a log-probability above 0. A negative token id stands for no token.
 
     Args:
         prompt_length: the number of tokens that the text begins with. With an encoder these are its start tokens.
 
     Raises:
-        SpecbeamError: the file has a value that transformers refuses.
+        SpecbeamError: the file has a value that transformers refuses, or forces a token that the model lacks.
     """
-    given = {name: defaults[name] for name in FORCES_AND_FORBIDS if defaults.get(name) is not None}
-    if not given:
-        return []
-
-    from transformers import generation
-
-    eos = torch.tensor(sorted(eos_token_ids), device=device) if eos_token_ids else None
-    forced = given.get("forced_bos_token_id")
-    begin = prompt_length + (prompt_length == 1 and forced is not None)
-    make: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
-        "bad_words_ids": lambda words: generation.NoBadWordsLogitsProcessor(words, eos),
-        "forced_bos_token_id": lambda token: generation.ForcedBOSTokenLogitsProcessor(token),
-        "forced_eos_token_id": lambda ids: generation.ForcedEOSTokenLogitsProcessor(max_length, ids, device),
-        "suppress_tokens": lambda ids: generation.SuppressTokensLogitsProcessor(ids, device),
-        "begin_suppress_tokens": lambda ids: generation.SuppressTokensAtBeginLogitsProcessor(ids, begin, device),
-    }
+    given = {name: value for name in FORCES_AND_FORBIDS if (value := defaults.get(name)) is not None}
     try:
+        given = {name: kept for name, value in given.items() if (kept := _in_vocabulary(name, value, vocab_size))}
+        if not given:
+            return []
+
+        from transformers import generation
+
+        eos = torch.tensor(sorted(eos_token_ids), device=device) if eos_token_ids else None
+        begin = prompt_length + (prompt_length == 1 and "forced_bos_token_id" in given)
+        make: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
+            "bad_words_ids": lambda words: generation.NoBadWordsLogitsProcessor(words, eos),
+            "forced_bos_token_id": lambda ids: generation.ForcedBOSTokenLogitsProcessor(ids),
+            "forced_eos_token_id": lambda ids: generation.ForcedEOSTokenLogitsProcessor(max_length, ids, device),
+            "suppress_tokens": lambda ids: generation.SuppressTokensLogitsProcessor(ids, device),
+            "begin_suppress_tokens": lambda ids: generation.SuppressTokensAtBeginLogitsProcessor(ids, begin, device),
+        }
         return [make[name](value) for name, value in given.items()]
     except Exception as error:  # transformers lets any exception pass
         raise SpecbeamError(f"the model's generation_config.json: {error}") from error
+
+
+def _in_vocabulary(name: str, value: Any, vocab_size: int) -> list[Any]:
+    """The token ids of an option, or its words, without those that no text can contain.
+
+    Raises:
+        ValueError: a token is to be forced, and the vocabulary lacks it.
+    """
+    if name == "bad_words_ids":
+        return [word for word in value if all(0 <= token < vocab_size for token in word)]
+    tokens = [token for token in ([value] if isinstance(value, int) else value) if token >= 0]
+    if name.startswith("forced") and max(tokens, default=0) >= vocab_size:
+        raise ValueError(f"{name} {max(tokens)} is not in the vocabulary of {vocab_size}")
+    return tokens
 
 
 class Warpers:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
 
-from specbeam.decoding import Strategy
-from specbeam.decoding.greedy import greedy
+from specbeam.decoding import Evaluate, Hypothesis, Strategy
+from specbeam.decoding.greedy import greedy, log_prob
 from specbeam.decoding.processors import Processors, Warpers
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
@@ -18,6 +21,44 @@ def sample(
 ) -> Strategy:
     """The loop of greedy search, with each token drawn."""
     return greedy(tree, process, stop, record, pick=lambda scores: draw(warp(scores), generator))
+
+
+def sample_several(
+    tree: Tree,
+    process: Processors,
+    stop: Stopping,
+    record: Record,
+    warp: Warpers,
+    generators: Sequence[torch.Generator],
+) -> Strategy:
+    """Independent samples, one per generator. Texts that agree so far share their nodes, first of all the prompt's."""
+    tips = np.full(len(generators), tree.tip)
+    growing = np.arange(len(generators))
+    hypotheses: dict[int, Hypothesis] = {}
+    while True:
+        nodes, rows = np.unique(tips[growing], return_inverse=True)
+        logits = yield Evaluate(nodes)
+        scores = process(tree, nodes, logits)
+        warped = warp(scores)
+        tokens = [draw(warped[row], generators[i]) for row, i in zip(rows, growing, strict=True)]
+        drawn, texts = np.unique(np.stack([rows, tokens]), axis=1, return_inverse=True)
+        log_probs = [log_prob(logits[row], token, scores[row]) for row, token in drawn.T.tolist()]
+        tips[growing] = tree.add(nodes[drawn[0]], drawn[1], log_probs)[texts.ravel()]
+        record.round()
+        record.step(tips[growing], tree.scores(tips[growing]))
+        for i in growing.tolist():
+            if reason := stop(tree, tips[i]):
+                hypotheses[i] = Hypothesis(int(tips[i]), float(tree.scores(tips[i])), reason)
+        if len(hypotheses) == len(generators):
+            return [hypotheses[i] for i in range(len(generators))]
+        growing = np.array([i for i in growing.tolist() if i not in hypotheses])
+        tree.keep(tips[growing], tips[[*hypotheses]])
+
+
+def spawn(generator: torch.Generator, n: int) -> list[torch.Generator]:
+    """n independent generators. The first is the given one, and the others come from its seed."""
+    seeds = np.random.SeedSequence(generator.initial_seed()).spawn(n - 1)
+    return [generator, *(seeded(int(seed.generate_state(1, np.uint64)[0]) >> 1) for seed in seeds)]
 
 
 def seeded(seed: int | None) -> torch.Generator:

@@ -112,6 +112,11 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
             raise SpecbeamError(f"{name}={getattr(options, name)} has no effect without a draft model: leave it out")
     if draft is None:
         check_draft_sizes(options)
+    elif options.num_return_sequences > options.num_beams:
+        raise SpecbeamError(
+            f"num_return_sequences={options.num_return_sequences} samples cannot have a draft, since the "
+            "guesses would tie them to each other: leave one out"
+        )
     elif isinstance(draft, LanguageModel):
         _check_draft_model(lm, draft)
     elif not (isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in ("ngram", "suffix"))):

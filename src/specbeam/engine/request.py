@@ -83,7 +83,7 @@ class Request:
         """The most nodes that may be in a cache at once, with this many guesses per round."""
         new = self.max_length - self._setup.tree.prompt_length
         # Beams may share only the prompt. Guesses may last for two rounds. An encoder's output lies in the cache too.
-        return len(self.prompt_ids) + new * self._setup.options.num_beams + 2 * guesses
+        return len(self.prompt_ids) + new * self._setup.options.num_texts + 2 * guesses
 
     @property
     def most_slots(self) -> int:
@@ -295,7 +295,9 @@ def _make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> S
     # With an encoder, the text does not follow the prompt.
     begin = prompt_ids if backend.start_token_ids is None else backend.start_token_ids
     max_length = min(len(begin) + options.max_new_tokens, backend.context_length)
-    forced = processors_of_checkpoint(lm.generation_defaults, eos, len(begin), max_length, backend.device)
+    forced = processors_of_checkpoint(
+        lm.generation_defaults, eos, len(begin), max_length, backend.vocab_size, backend.device
+    )
     tree = Tree(begin)
     return Setup(
         options=options,

@@ -14,7 +14,7 @@ from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.greedy import greedy
 from specbeam.decoding.processors import Processors, Warpers
 from specbeam.decoding.record import Record
-from specbeam.decoding.sampling import sample
+from specbeam.decoding.sampling import sample, sample_several, spawn
 from specbeam.decoding.speculative import speculative, speculative_sampling
 from specbeam.decoding.speculative_beam import speculative_beam_search
 from specbeam.decoding.stopping import Stopping
@@ -59,6 +59,9 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
         if options.samples:
             return speculative_sampling(tree, process, stop, record, drafter, setup.warp, setup.generator)
         return speculative(tree, process, stop, record, drafter)
+    if options.num_return_sequences > 1:
+        generators = spawn(setup.generator, options.num_return_sequences)
+        return sample_several(tree, process, stop, record, setup.warp, generators)
     if options.samples:
         return sample(tree, process, stop, record, setup.warp, setup.generator)
     return greedy(tree, process, stop, record)

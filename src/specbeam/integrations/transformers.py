@@ -13,27 +13,38 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria
-from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, logits_process
+from transformers.generation import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateDecoderOnlyOutput,
+    PrefixConstrainedLogitsProcessor,
+)
 
 from specbeam.backends.encoder_decoder import backend_of
 from specbeam.compat import argument_of_generate
 from specbeam.decoding.beam import FORBIDDEN_SCORE
 from specbeam.engine import Engine
 from specbeam.errors import SpecbeamError
+from specbeam.integrations.transformers_processors import (
+    Row,
+    check_processors,
+    options_of,
+    unsupported,
+)
 from specbeam.model import LanguageModel
 from specbeam.results import Sequence
 
-PROCESSORS = {
-    logits_process.RepetitionPenaltyLogitsProcessor: ("repetition_penalty", "penalty"),
-    logits_process.MinLengthLogitsProcessor: ("min_new_tokens", "min_length"),
-    logits_process.MinNewTokensLengthLogitsProcessor: ("min_new_tokens", "min_new_tokens"),
-    logits_process.TemperatureLogitsWarper: ("temperature", "temperature"),
-    logits_process.TopKLogitsWarper: ("top_k", "top_k"),
-    logits_process.TopPLogitsWarper: ("top_p", "top_p"),
-    logits_process.MinPLogitsWarper: ("min_p", "min_p"),
-}
-"""Transformers' processors that specbeam has, in the order it applies them: our option, and their attribute."""
 GENERATION_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
+OTHER_MODES = (
+    "prompt_lookup_num_tokens",
+    "use_mtp",
+    "assistant_early_exit",
+    "penalty_alpha",
+    "dola_layers",
+    "num_beam_groups",
+    "constraints",
+    "force_words_ids",
+)
+"""Options that ask for another generation mode."""
 IGNORED_ARGUMENTS = ("use_cache", "logits_to_keep", "cache_position")
 """Arguments that transformers passes on to the model's forward, and that specbeam decides itself."""
 
@@ -55,7 +66,7 @@ def wrap(model: Any, tokenizer: Any = None) -> LanguageModel:
         source=model.name_or_path or type(model).__name__,
         backend=backend_of(model),
         tokenizer=tokenizer,
-        eos_token_ids=frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos),
+        eos_token_ids=frozenset(i for i in ([eos] if isinstance(eos, int) else eos or ()) if i >= 0),
         generation_defaults=defaults,
     )
 
@@ -74,13 +85,17 @@ def generate(
 
     Greedy search and beam search return what transformers returns; with ``assistant_model`` too, in fewer passes of the
     model, and for beams as well. Samples have the same distribution, but other draws. ``torch.manual_seed`` makes
-    them repeatable. A text ends where the model's context ends. Logits processors get the ids of texts of equal length,
-    prompts without padding, in any order: they must depend on their arguments alone.
+    them repeatable. Samples of one prompt share its pass. A text ends where the model's context ends.
+
+    Logits processors and ``prefix_allowed_tokens_fn`` get the token ids that transformers gives them, padding included.
+    The texts of a call have the same length and prompt. They may be in any order, so processors must depend on their
+    arguments alone.
 
     Returns:
-        The texts, prompts included, int64 [batch * num_return_sequences, length], padded with pad_token_id. With
-        ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput`` with ``sequences``, or for beams a
-        ``GenerateBeamDecoderOnlyOutput`` with ``sequences`` and ``sequences_scores``, without the scores of each step.
+        The texts, prompts included, int64 [batch * num_return_sequences, length], padded with pad_token_id. Where that
+        is 0, beams are padded with the first eos_token_id, as in transformers. With ``return_dict_in_generate`` a
+        ``GenerateDecoderOnlyOutput`` with ``sequences``, or for beams a ``GenerateBeamDecoderOnlyOutput`` with
+        ``sequences`` and ``sequences_scores``, without the scores of each step.
 
     Raises:
         SpecbeamError: an option that specbeam lacks, or a model or a prompt that it cannot decode.
@@ -90,44 +105,45 @@ def generate(
     _refuse((streamer or argument_of_generate("streamer")) is not None, "a streamer")
     beams = generation_config.num_beams or 1
     returned = generation_config.num_return_sequences or 1
-    _check_output(generation_config, beams)
+    do_sample = bool(generation_config.do_sample)
+    _check_config(generation_config, beams, assistant_model is not None)
 
-    prompts = _prompts(input_ids, model_kwargs)[:: max(beams, returned)]  # transformers has repeated each
+    engine = Engine(replace(wrap(model), generation_defaults={}))  # transformers has filled them in
+    check_processors(logits_processor, engine.lm.backend.vocab_size)
+    padding = _padding(input_ids, model_kwargs)
+    eos = _eos_token_ids(stopping_criteria, generation_config, beams)
     length = input_ids.shape[1]
-    eos = _eos_token_ids(stopping_criteria)
-    options = _options(logits_processor, length) | {
+    copies = max(beams, returned)  # transformers has repeated each prompt
+    # A prefix_allowed_tokens_fn gets the number of a sample, so samples are requests of their own.
+    together = 1 if beams == 1 and _has_numbered_texts(logits_processor) else copies
+    options: dict[str, Any] = {
         "max_new_tokens": stopping_criteria.max_length - length,
         "eos_token_id": eos,
-        "do_sample": bool(generation_config.do_sample),
+        "do_sample": do_sample,
+        "num_return_sequences": together if beams == 1 else returned,
     }
-    options["min_new_tokens"] = min(options.get("min_new_tokens", 0), options["max_new_tokens"])
     if beams > 1:
         options |= {
             "num_beams": beams,
-            "num_return_sequences": returned,
             "length_penalty": generation_config.length_penalty,
             "early_stopping": generation_config.early_stopping,
         }
 
-    engine = Engine(replace(wrap(model), generation_defaults={}))  # transformers has filled them in
     draft: dict[str, Any] = {} if assistant_model is None else {"draft": wrap(assistant_model)}
     requests = []
-    for number, prompt in enumerate(prompts):
-        if allowed := options.get("prefix_allowed_tokens_fn"):  # its first argument is the number of the prompt
-            own = {"prefix_allowed_tokens_fn": lambda _, ids, number=number: allowed(number, ids)}
-        else:
-            own = {}
-        for _ in range(1 if beams > 1 else returned):
-            seed = _seed() if options["do_sample"] else None
-            requests.append(engine.submit(prompt, {**options, **own, "seed": seed}, **draft))
+    for first in range(0, len(input_ids), together):
+        row = Row(input_ids, first, padding[first], beams)
+        own = options | options_of(logits_processor, row, eos, do_sample)
+        own["min_new_tokens"] = min(own.get("min_new_tokens", 0), own["max_new_tokens"])
+        requests.append(engine.submit(row.prompt, own | {"seed": _seed() if do_sample else None}, **draft))
     engine.run()
     texts = [sequence for request in requests for sequence in _filled(request.result().sequences, beams, returned)]
 
-    pad = generation_config._pad_token_tensor
-    sequences = torch.full((len(texts), length + max(len(t.token_ids) for t in texts)), -1 if pad is None else int(pad))
-    sequences[:, :length] = input_ids[:: max(beams, returned)].repeat_interleave(returned, 0)
-    for row, text in zip(sequences, texts, strict=True):
-        row[length : length + len(text.token_ids)] = torch.tensor(text.token_ids)
+    longest = length + max(len(text.token_ids) for text in texts)
+    sequences = torch.full((len(texts), longest), _fill_value(generation_config, beams))
+    sequences[:, :length] = input_ids[::copies].repeat_interleave(returned, 0)
+    for filled, text in zip(sequences, texts, strict=True):
+        filled[length : length + len(text.token_ids)] = torch.tensor(text.token_ids)
     sequences = sequences.to(input_ids.device)
     if not generation_config.return_dict_in_generate:
         return sequences
@@ -142,77 +158,71 @@ def _seed() -> int:
     return int(torch.randint(2**63 - 1, ()))
 
 
-def _options(processors: Iterable[Any], prompt_length: int) -> dict[str, Any]:
-    """Our options for logits processors, both from the generation config and the caller's own."""
-    options: dict[str, Any] = {"logits_processor": []}
-    last: type = type(None)
-    for processor in processors:
-        kind = type(processor)
-        _refuse(_turn(kind) < _turn(last), f"{kind.__name__} after {last.__name__}")
-        last = kind
-        _refuse(isinstance(getattr(processor, "prompt_ignore_length", None), int), "prompt_ignore_length")
-        if kind is logits_process.PrefixConstrainedLogitsProcessor:
-            options["prefix_allowed_tokens_fn"] = processor._prefix_allowed_tokens_fn
-        elif kind not in PROCESSORS:
-            options["logits_processor"].append(processor)
-        else:
-            option, attribute = PROCESSORS[kind]
-            value = getattr(processor, attribute)
-            if kind is logits_process.MinLengthLogitsProcessor:
-                value -= prompt_length
-            options[option] = max(value, options.get(option, 0)) if option == "min_new_tokens" else value
-    return options
-
-
-def _turn(kind: type) -> int:
-    """The order of processors in specbeam: penalties, then bans and the caller's own processors, then warpers."""
-    known = [*PROCESSORS]
-    warpers = known.index(logits_process.TemperatureLogitsWarper)
-    if kind in (type(None), logits_process.RepetitionPenaltyLogitsProcessor):
-        return 0
-    return max(1, 2 + known.index(kind) - warpers) if kind in known else 1
-
-
-def _prompts(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[list[int]]:
-    """The rows without their padding. Refuses all other arguments of the model's forward."""
+def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
+    """How many tokens of padding each row begins with. Refuses all other arguments of the model's forward."""
     mask = model_kwargs.pop("attention_mask", None)
-    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
-    if (mask.diff() < 0).any() or not mask[:, -1].all():
-        raise SpecbeamError("the attention mask hides tokens inside or after a prompt: pad prompts on the left")
     positions = model_kwargs.pop("position_ids", None)
-    expected = (mask.cumsum(-1) - 1).clamp(min=0)
-    if positions is not None:
-        positions = positions.to(input_ids.device)
-        _refuse(not torch.equal(positions, expected[: len(positions)]), "position_ids other than the usual")
     past = model_kwargs.pop("past_key_values", None)
-    _refuse(past is not None and past.get_seq_length() > 0, "past_key_values with something in them")
     for name, value in model_kwargs.items():
         _refuse(value is not None and name not in IGNORED_ARGUMENTS, name)
-    return [row[kept].tolist() for row, kept in zip(input_ids, mask.bool(), strict=True)]
+    _refuse(past is not None and past.get_seq_length() > 0, "past_key_values with something in them")
+    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
+    _refuse(mask.shape != input_ids.shape, "an attention mask of another shape than the prompts")
+    if not mask.shape[1] or (mask.diff() < 0).any() or not mask[:, -1].all():
+        raise SpecbeamError("the attention mask hides tokens inside or after a prompt: pad prompts on the left")
+    if positions is not None:
+        expected = (mask.cumsum(-1) - 1).clamp(min=0)
+        positions = positions.to(input_ids.device)
+        _refuse(not torch.equal(positions, expected[: len(positions)]), "position_ids other than the usual")
+    padding: list[int] = (mask == 0).sum(-1).tolist()
+    return padding
 
 
-def _eos_token_ids(stopping_criteria: Iterable[Any]) -> list[int]:
+def _eos_token_ids(stopping_criteria: Iterable[Any], generation_config: Any, beams: int) -> list[int]:
     ids: set[int] = set()
     for criterion in stopping_criteria:
         name = f"the stopping criterion {type(criterion).__name__}"
         _refuse(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria), name)
         if isinstance(criterion, EosTokenCriteria):
             ids.update(criterion.eos_token_id.tolist())
-    return sorted(i for i in ids if i >= 0)  # transformers' users give -1 for none
+    eos = sorted(i for i in ids if i >= 0)  # transformers' users give -1 for none
+    if beams > 1:  # the number of end tokens decides how many candidates a step has
+        named = generation_config._eos_token_tensor
+        ours, theirs = (max(2, 1 + n) for n in (len(eos), 0 if named is None else len(named)))
+        _refuse(ours > theirs, "beams with an EosTokenCriteria of more tokens than eos_token_id")
+        _refuse(ours < theirs and generation_config.do_sample, "beams that are drawn with an eos_token_id given twice")
+    return eos
 
 
-def _check_output(generation_config: Any, beams: int) -> None:
+def _check_config(generation_config: Any, beams: int, has_assistant: bool) -> None:
     mode = generation_config.get_generation_mode()
+    for name in OTHER_MODES if mode not in GENERATION_MODES else ():
+        _refuse(getattr(generation_config, name, None) not in (None, False, 1), name)
     _refuse(mode not in GENERATION_MODES, f"the generation mode {mode.value}")
+    _refuse(generation_config.cache_implementation == "quantized", "a quantized cache")
+    for name in ("assistant_ensemble_weight", "speculation_type") if has_assistant else ():
+        _refuse(getattr(generation_config, name, None) is not None, name)
     if generation_config.return_dict_in_generate:
         for name in ("output_logits", "output_attentions", "output_hidden_states"):
             _refuse(bool(getattr(generation_config, name)), name)
         _refuse(bool(generation_config.output_scores and beams == 1), "output_scores without beams")
 
 
+def _has_numbered_texts(processors: Iterable[Any]) -> bool:
+    return any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors)
+
+
 def _refuse(asked: bool, what: str) -> None:
     if asked:
-        raise SpecbeamError(f"specbeam.hf.generate does not support {what}: leave it out, or custom_generate")
+        raise unsupported(what)
+
+
+def _fill_value(generation_config: Any, beams: int) -> int:
+    """The token id after texts that ended, by transformers' rules."""
+    pad, eos = generation_config._pad_token_tensor, generation_config._eos_token_tensor
+    if beams > 1:
+        pad = None if eos is None else pad or eos[0]
+    return -1 if pad is None else int(pad)
 
 
 def _filled(sequences: list[Sequence], beams: int, returned: int) -> list[Sequence]:
