@@ -6,14 +6,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
+from scipy.stats import chi2_contingency, chisquare
 from transformers import (
     EosTokenCriteria,
     LogitsProcessorList,
     MaxTimeCriteria,
+    MinLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
+    SynthIDTextWatermarkingConfig,
     TextStreamer,
+    TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
+    WatermarkingConfig,
 )
 
 from specbeam import Engine, SpecbeamError, hf
@@ -102,7 +108,6 @@ def test_beams_equal_the_beams_of_transformers(
         "length_penalty": length_penalty,
         "early_stopping": early_stopping,
         "eos_token_id": eos,
-        "pad_token_id": eos[0],  # transformers pads beams with this wherever pad_token_id is 0
         "return_dict_in_generate": True,
         "output_scores": True,
     }
@@ -153,18 +158,66 @@ def test_samples_follow_the_global_seed(model):
     assert run(1, num_beams=3) == run(1, num_beams=3) != run(2, num_beams=3)
 
 
-def test_samples_have_transformers_distribution(model):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7, "top_k": 6, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"top_k": 0, "typical_p": 0.6, "temperature": 1.5},
+        {"top_k": 0, "top_h": 0.5},
+        {"top_k": 12, "epsilon_cutoff": 0.05, "eta_cutoff": 0.1, "renormalize_logits": True},
+        {"top_k": 8, "watermarking_config": WatermarkingConfig(bias=1.5)},
+    ],
+    ids=lambda options: list(options)[-1],
+)
+def test_samples_have_transformers_distribution(model, options):
     torch.manual_seed(0)
-    options = {"do_sample": True, "temperature": 0.7, "top_k": 6, "top_p": 0.9, "repetition_penalty": 1.2}
     draws = 2000 if in_thorough_mode() else 500
-    rows = model.generate(torch.tensor([[3, 4]]), max_new_tokens=1, num_return_sequences=draws, **options, **EXTRA)
-    out = model.generate(
-        torch.tensor([[3, 4]]), max_new_tokens=1, return_dict_in_generate=True, output_scores=True, **options
+    options = options | {"do_sample": True, "max_new_tokens": 1}
+    inputs = padded([[3, 4, 5], [6]])
+    rows = model.generate(**inputs, num_return_sequences=draws, **options, **EXTRA)
+    out = model.generate(**inputs, return_dict_in_generate=True, output_scores=True, **options)
+    for drawn, scores in zip(rows[:, -1].split(draws), out.scores[0], strict=True):
+        p = scores.double().softmax(-1)
+        counts = drawn.bincount(minlength=VOCAB)
+        assert not counts[p == 0].any()
+        if (p > 0).sum() > 1:
+            assert chisquare(counts[p > 0], draws * p[p > 0] / p.sum()).pvalue > 1e-3
+
+
+def test_sampled_beams_have_transformers_distribution(model):
+    """With beams, transformers' warpers keep more tokens than without."""
+    torch.manual_seed(0)
+    rows = 600 if in_thorough_mode() else 200
+    options = {"do_sample": True, "num_beams": 2, "top_k": 0, "top_p": 0.01, "max_new_tokens": 2, "eos_token_id": 1}
+    inputs = {"input_ids": torch.tensor([[3, 4]] * rows)}
+    drawn = [model.generate(**inputs, **options, **extra)[:, 2:].tolist() for extra in ({}, EXTRA)]
+    texts = sorted({tuple(text) for texts in drawn for text in texts})
+    counts = torch.tensor([[sum(tuple(text) == t for text in texts_of) for t in texts] for texts_of in drawn])
+    assert len(texts) > 2
+    assert chi2_contingency(counts[:, counts.sum(0) >= 10]).pvalue > 1e-3
+
+
+def test_samples_of_one_prompt_read_it_once(model):
+    read = []
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    p = out.scores[0][0].double().softmax(-1)
-    counts = rows[:, 2].bincount(minlength=VOCAB)
-    assert not counts[p == 0].any()
-    assert chisquare(counts[p > 0], draws * p[p > 0] / p.sum()).pvalue > 1e-3
+    options = {"do_sample": True, "num_return_sequences": 5, "max_new_tokens": 3}
+    rows = model.generate(torch.tensor([[3, 4] * 30]), **options, **EXTRA)
+    hook.remove()
+    assert rows.shape == (5, 63)
+    assert read[0] == 60
+    assert sum(read) <= 60 + 5 * 2
+
+
+def test_allowed_tokens_of_samples_get_the_number_of_the_sample(model):
+    options = {"do_sample": True, "num_return_sequences": 2, "max_new_tokens": 2, "eos_token_id": 19}
+    rows = model.generate(
+        **padded([[3, 4], [6]]), **options, prefix_allowed_tokens_fn=lambda row, ids: [5 + row, len(ids)], **EXTRA
+    )
+    for number, row in enumerate(rows.tolist()):
+        assert row[2] in (5 + number, 2)
+        assert row[3] in (5 + number, 3)
 
 
 def test_a_callers_own_processor_of_a_known_kind_counts(model):
@@ -178,13 +231,15 @@ def test_a_callers_own_processor_of_a_known_kind_counts(model):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (
-            {"do_sample": True, "temperature": 0.7, "top_k": 0, "typical_p": 0.5},
-            "TypicalLogitsWarper after TemperatureLogitsWarper",
-        ),
+        ({"guidance_scale": 1.5}, "guidance_scale"),
+        ({"watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=3)}, "SynthID"),
+        ({"forced_eos_token_id": VOCAB + 3}, "forced_eos_token_id: the token 23"),
+        ({"forced_bos_token_id": -1}, "forced_bos_token_id: the token -1"),
+        ({"bad_words_ids": [[3], [4, VOCAB]]}, "bad_words_ids: the token 20"),
+        ({"sequence_bias": {(VOCAB,): 1.0}}, "sequence_bias: the token 20"),
         ({"stopping_criteria": StoppingCriteriaList([lambda ids, scores: False])}, "stopping criterion function"),
         ({"max_time": 1.0}, MaxTimeCriteria.__name__),
-        ({"prompt_lookup_num_tokens": 3}, "assisted_generation"),
+        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
         ({"return_dict_in_generate": True, "output_logits": True}, "output_logits"),
         ({"return_dict_in_generate": True, "output_scores": True}, "output_scores without beams"),
         ({"streamer": TextStreamer(byte_tokenizer())}, "streamer"),
@@ -208,25 +263,99 @@ def test_a_callers_own_end_of_text_counts(model):
     assert model.generate(prompt, max_new_tokens=6, stopping_criteria=own, **EXTRA).tolist() == expected.tolist()
 
 
+def test_embeddings_alone_are_refused_by_name(model):
+    embeddings = model.get_input_embeddings()(torch.tensor([[3, 4]]))
+    with pytest.raises(SpecbeamError, match="inputs_embeds"):
+        model.generate(inputs_embeds=embeddings, max_new_tokens=3, **EXTRA)
+
+
+def test_a_lossy_assistant_is_refused_by_name(model, small):
+    with pytest.raises(SpecbeamError, match="assistant_ensemble_weight"):
+        model.generate(
+            torch.tensor([[3]]), do_sample=True, assistant_model=small, assistant_ensemble_weight=0.5, **EXTRA
+        )
+
+
+def test_a_quantized_cache_is_refused_by_name(model):
+    def generate(model, input_ids, generation_config, **given):
+        generation_config.cache_implementation = "quantized"  # generate itself needs another package for it
+        return hf.generate(model, input_ids, generation_config=generation_config, **given)
+
+    with pytest.raises(SpecbeamError, match="quantized cache"):
+        model.generate(torch.tensor([[3, 4]]), max_new_tokens=3, custom_generate=generate)
+
+
+OPTIONS = {
+    "no_repeat_ngram_size": {"no_repeat_ngram_size": 2},
+    "bad_words_ids": {"bad_words_ids": [[5], [7, 8]]},
+    "prefix_allowed_tokens_fn": {
+        "prefix_allowed_tokens_fn": lambda row, ids: [1, 3 + row, 9, 10, int(ids[-1]) // 2 + 3, len(ids)]
+    },
+    "function": {
+        "logits_processor": LogitsProcessorList(
+            [lambda ids, scores: scores + 3 * ((ids[:, -1:] + ids.shape[1]) % 2) * PREFERRED]
+        )
+    },
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "repetition_penalty_of_the_caller": {
+        "logits_processor": LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.4, prompt_ignore_length=2)])
+    },
+    "min_new_tokens": {"min_new_tokens": 4},
+    "min_length": {"min_length": 8},
+    "min_length_of_other_tokens": {"logits_processor": LogitsProcessorList([MinLengthLogitsProcessor(8, [1, 11])])},
+    "sequence_bias": {"sequence_bias": {(4,): 2.0, (9, 10): -3.0}},
+    "encoder_repetition_penalty": {"encoder_repetition_penalty": 1.6},
+    "encoder_no_repeat_ngram_size": {"encoder_no_repeat_ngram_size": 1},
+    "forced_bos_token_id": {"forced_bos_token_id": 7},
+    "forced_eos_token_id": {"forced_eos_token_id": [9, 1]},
+    "remove_invalid_values": {"remove_invalid_values": True},
+    "exponential_decay_length_penalty": {"exponential_decay_length_penalty": (2, 1.6)},
+    "suppress_tokens": {"suppress_tokens": [4, 9, 12, -1]},
+    "begin_suppress_tokens": {"begin_suppress_tokens": list(range(1, VOCAB, 2))},
+    "renormalize_logits": {"renormalize_logits": True},
+    "watermarking_config": {"watermarking_config": WatermarkingConfig(bias=2.0, context_width=2)},
+    "warpers": {"logits_processor": LogitsProcessorList([TopKLogitsWarper(3), TypicalLogitsWarper(0.8)])},
+}
+"""Options for each of transformers' processors that we support."""
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"no_repeat_ngram_size": 2},
-        {"bad_words_ids": [[5], [7, 8]]},
-        {"prefix_allowed_tokens_fn": lambda row, ids: [1, 3 + row, 9, 10, int(ids[-1]) // 2 + 3]},
-        {"logits_processor": LogitsProcessorList([lambda ids, scores: scores + 3 * (ids[:, -1:] % 2) * PREFERRED])},
-        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_processors_of_the_caller_hold_with_and_without_drafts(model, small, options, num_beams):
-    options = options | {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 12}
-    options |= {"eos_token_id": 1, "pad_token_id": 1}  # with which transformers pads beams wherever pad_token_id is 0
-    inputs = padded([[3, 4, 5], [6]])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_processor_counts_in_a_batch_with_and_without_drafts(model, small, name, num_beams):
+    options = OPTIONS[name] | {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 8}
+    options |= {"eos_token_id": [1, 11]}
+    inputs = padded([[3, 4, 5], [6], [12, 13, 14, 3]])
     expected = model.generate(**inputs, **options).tolist()
     assert model.generate(**inputs, **options, **EXTRA).tolist() == expected
     assert model.generate(**inputs, **options, assistant_model=small, **EXTRA).tolist() == expected
+
+
+@given(
+    architecture=st.sampled_from(["llama", "gpt2", "mistral"]),
+    prompts=PROMPTS,
+    names=st.sets(st.sampled_from([*OPTIONS]), max_size=5),
+    num_beams=st.integers(1, 3),
+    eos=st.sampled_from([-1, 4, [4, 8], [8, -1]]),
+    pad=st.sampled_from([None, 0, 3]),
+)
+def test_processors_go_together_in_any_batch(models, small, architecture, prompts, names, num_beams, eos, pad):
+    options = {"num_beams": num_beams, "max_new_tokens": 7, "eos_token_id": eos, "pad_token_id": pad}
+    if -1 in torch.tensor(eos).flatten():
+        names.discard("exponential_decay_length_penalty")  # transformers refuses this
+    for name in sorted(names):
+        options |= OPTIONS[name]
+    inputs = padded(prompts)
+    expected = models(architecture).generate(**inputs, **options).tolist()
+    assert models(architecture).generate(**inputs, **options, **EXTRA).tolist() == expected
+    assert models(architecture).generate(**inputs, **options, assistant_model=small, **EXTRA).tolist() == expected
+
+
+def test_tokens_that_other_options_forbid_are_not_forced(model):
+    """Newer releases of transformers force a forbidden token if prefix_allowed_tokens_fn allows no other."""
+    options = {"prefix_allowed_tokens_fn": lambda row, ids: [5], "bad_words_ids": [[5]], "max_new_tokens": 3}
+    for num_beams in (1, 3):
+        with pytest.raises(SpecbeamError, match="prefix_allowed_tokens_fn"):
+            model.generate(torch.tensor([[3, 4]]), num_beams=num_beams, **options, **EXTRA)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

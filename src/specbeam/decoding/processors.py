@@ -155,7 +155,7 @@ def processors_of_checkpoint(
 
 
 def _in_vocabulary(name: str, value: Any, vocab_size: int) -> list[Any]:
-    """The token ids of an option, or its words, without those that no text can contain.
+    """The token ids of an option, or its words, without tokens that no text can contain.
 
     Raises:
         ValueError: a token is to be forced, and the vocabulary lacks it.

@@ -40,7 +40,7 @@ def sample_several(
         logits = yield Evaluate(nodes)
         scores = process(tree, nodes, logits)
         warped = warp(scores)
-        tokens = [draw(warped[row], generators[i]) for row, i in zip(rows, growing, strict=True)]
+        tokens = [draw(warped[row], generators[i]) for row, i in zip(rows, growing.tolist(), strict=True)]
         drawn, texts = np.unique(np.stack([rows, tokens]), axis=1, return_inverse=True)
         log_probs = [log_prob(logits[row], token, scores[row]) for row, token in drawn.T.tolist()]
         tips[growing] = tree.add(nodes[drawn[0]], drawn[1], log_probs)[texts.ravel()]

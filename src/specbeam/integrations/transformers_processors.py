@@ -201,7 +201,7 @@ def _allowed_tokens(step: Any, row: Row) -> Callable[[int, Tensor], Any]:
 
 
 def _last_warpers(steps: list[Any]) -> list[Any]:
-    """The last of the steps, as far as they are warpers that specbeam has, in its order."""
+    """The longest end of the steps that consists of warpers that specbeam has, in its order."""
     order = [*WARPERS]
     found: list[Any] = []
     for step in reversed(steps):
