@@ -354,7 +354,7 @@ class Soak:
         draw = random.Random(f"{self.seed} {number}")
         engines = [Engine(self.models.lm, **_random_limits(draw)) for _ in self.places]
         for failing in self.failing:
-            failing.share = draw.choice((0.0, PASS_FAILURE_SHARE if "failures" in self.faults else 0.0))
+            failing.share = PASS_FAILURE_SHARE if "failures" in self.faults and number % 3 else 0.0
         full, drained = threading.Event(), threading.Event()  # no more requests come; all of them are done
         submitters = [
             threading.Thread(target=self._submit, args=(engines, full, random.Random(f"{self.seed} {number} {i}")))
@@ -363,7 +363,7 @@ class Soak:
         second = threading.Thread(target=self._serve, args=(engines[1], self.places[1], drained))
         rest = threading.Thread(
             target=self._conduct,
-            args=(seconds, full, submitters, drained, draw.random() < 0.7 and "interrupts" in self.faults, draw),
+            args=(seconds, full, submitters, drained, "interrupts" in self.faults and number % 4 > 0, draw),
         )
         for thread in (*submitters, second, rest):
             thread.start()

@@ -2,5 +2,18 @@
 
 Each harness is one file with ``seeds()``, the inputs to begin with, and ``run(data)``, which gives specbeam an input.
 ``run`` returns, or raises SpecbeamError. Everything else is a finding. ``mutate(data, longest, seed)``, if a harness
-has it, changes an input as data of its format; otherwise bytes are changed.
+has it, changes an input as data of its format. Where it returns None, bytes are changed.
 """
+
+HARNESSES = (
+    "gguf_file",
+    "folder_config",
+    "tokenizer_files",
+    "safetensors_index",
+    "safetensors_header",
+    "batch_rows",
+    "prompts_file",
+    "study_data",
+    "study_config",
+    "trie_outputs",
+)

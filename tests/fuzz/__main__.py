@@ -16,18 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-HARNESSES = (
-    "gguf_file",
-    "folder_config",
-    "tokenizer_files",
-    "safetensors_index",
-    "safetensors_header",
-    "batch_rows",
-    "prompts_file",
-    "study_data",
-    "study_config",
-    "trie_outputs",
-)
+from tests.fuzz import HARNESSES
 
 MEMORY = Path("/dev/shm")
 """A folder in memory, on most Linux machines. The inputs are written there."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+from unittest.mock import patch
 
 import pyarrow
 import pyarrow.parquet
 
-import specbeam.cli.batch
 from tests.fuzz.toys import command, model_folder, room, toy
 
-specbeam.cli.batch.load_model = lambda *_, **__: toy()  # loaded once
-specbeam.cli.batch.fingerprint = lambda *_, **__: "same"  # an interrupted run is always of the same input
 ENDINGS = (".jsonl", ".csv", ".parquet")
 ROWS = [
     {"prompt": "Hi", "id": 1},
@@ -55,4 +53,7 @@ def run(data: bytes) -> None:
         (room() / f"{output.name}.partial.jsonl").write_bytes(content)
     else:
         source.write_bytes(content)
-    command("batch", str(source), str(output), "--model", str(model_folder()), "--max-new-tokens", "1")
+    loaded_once = patch("specbeam.cli.batch.load_model", lambda *_, **__: toy())
+    same_input = patch("specbeam.cli.batch.fingerprint", lambda *_, **__: "same")  # of the run that was interrupted
+    with loaded_once, same_input:
+        command("batch", str(source), str(output), "--model", str(model_folder()), "--max-new-tokens", "1")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import patch
 
-import specbeam.cli.arguments
-import specbeam.cli.generate
 from tests.fuzz.toys import command, model_folder, room, toy
 
-specbeam.cli.generate.load_model = lambda *_, **__: toy()  # loaded once
 LINES = ["Hi", [1, 2], {"prompt": "é"}, {"messages": [{"role": "user", "content": "Hi"}]}, {"prompt": [256, 3]}]
 
 
@@ -23,6 +21,8 @@ def run(data: bytes) -> None:
     file.write_bytes(content)
     words = ["--max-new-tokens", "1", "--model", str(model_folder())]
     if kind & 2:
-        command("generate", "Hi", "--draft", "suffix", "--draft-corpus", str(file), *words)
+        words += ["Hi", "--draft", "suffix", "--draft-corpus", str(file)]
     else:
-        command("generate", "--prompts", str(file), *words)
+        words += ["--prompts", str(file)]
+    with patch("specbeam.cli.generate.load_model", lambda *_, **__: toy()):  # loaded once
+        command("generate", *words)

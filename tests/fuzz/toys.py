@@ -23,10 +23,12 @@ SIZES = {
 }
 
 
-@cache
+_room = tempfile.TemporaryDirectory()  # removed at exit
+
+
 def room() -> Path:
     """A folder for files, empty at first."""
-    return Path(tempfile.mkdtemp())
+    return Path(_room.name)
 
 
 @cache

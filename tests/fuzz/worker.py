@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,12 @@ def _place(error: BaseException) -> str:
     return f"{type(error).__name__}-{last}-{inner}"
 
 
+def mutated(mutate: Any, data: bytes, longest: int, seed: int) -> bytes:
+    """The input as a harness changes it, or with changed bytes."""
+    changed = mutate(data, longest, seed)
+    return atheris.Mutate(data, longest) if changed is None else changed
+
+
 def import_everything() -> None:
     """Import all of specbeam but its integrations: many of its imports wait for their first use."""
     import specbeam
@@ -112,7 +119,7 @@ def main() -> None:
         harness = importlib.import_module(f"tests.fuzz.{name}")
         for number, seed in enumerate(harness.seeds()):
             (corpus / f"seed-{number}").write_bytes(seed)
-        mutator = {"custom_mutator": harness.mutate} if hasattr(harness, "mutate") else {}
+        mutator = {"custom_mutator": partial(mutated, harness.mutate)} if hasattr(harness, "mutate") else {}
         options = {
             "max_total_time": seconds,
             "timeout": HANG_SECONDS,
