@@ -97,4 +97,4 @@ def test_rounding_differences_hardly_ever_change_a_draw():
 
 def test_a_value_of_a_checkpoint_that_transformers_refuses_is_one_line():
     with pytest.raises(SpecbeamError, match="generation_config"):  # the fuzzer found PyTorch's RuntimeError
-        processors_of_checkpoint({"suppress_tokens": [{"a": 5}]}, frozenset([2]), 3, 9, torch.device("cpu"))
+        processors_of_checkpoint({"suppress_tokens": [{"a": 5}]}, frozenset([2]), 3, 9, 20, torch.device("cpu"))

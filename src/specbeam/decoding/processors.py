@@ -97,9 +97,9 @@ class Processors:
         """
         scores = scores.clone()
         depths = tree.depths(nodes)
-        open_ = (scores > MASKED).any(-1).cpu().numpy() | (not drafting)
-        for depth in np.unique(depths[open_]):
-            (rows,) = np.nonzero((depths == depth) & open_)
+        alive = (scores > MASKED).any(-1).cpu().numpy() | (not drafting)
+        for depth in np.unique(depths[alive]):
+            (rows,) = np.nonzero((depths == depth) & alive)
             input_ids = torch.from_numpy(tree.tokens(tree.paths(nodes[rows]))).to(scores.device)
             at = torch.from_numpy(rows).to(scores.device)
             here = scores[at]
