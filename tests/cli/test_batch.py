@@ -7,12 +7,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import tracemalloc
 
 import pytest
 
 import specbeam
 from specbeam.backends.cpu import CpuBackend
 from specbeam.cli import batch, main
+from specbeam.jobs import formats
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
 from tests.jobs.faults import Crash, CrashingDisk, killed_at_sync
 
@@ -50,9 +53,9 @@ def run(folder, capsys, tmp_path, monkeypatch):
     return run
 
 
-def write(path, rows):
+def write(path, rows, **parquet):
     if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
+        pq.write_table(pa.Table.from_pylist(rows), path, **parquet)
     elif path.suffix == ".jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     else:
@@ -280,7 +283,30 @@ def test_a_full_disk_is_one_line_and_what_is_finished_stays(run, tmp_path, monke
         ("in.jsonl", "", ["out.jsonl"], "in.jsonl has no rows"),
         ("in.jsonl", '{"prompt": "x"}\n{"pro', ["out.jsonl"], "in.jsonl is damaged: line 2 is not JSON"),
         ("in.jsonl", '{"prompt": "x"}\n"x"', ["out.jsonl"], "in.jsonl is damaged: line 2 is no JSON object"),
-        ("in.jsonl", b"\xff", ["out.jsonl"], "in.jsonl is not UTF-8 text (byte 0)"),
+        ("in.jsonl", '{"prompt": "x"}\n[\0]\n', ["out.jsonl"], "in.jsonl is damaged: line 2 is not JSON"),
+        ("in.jsonl", '{"prompt": "x"}\n' * 300 + "{", ["out.jsonl"], "in.jsonl is damaged: line 301 is not JSON"),
+        ("in.csv", 'prompt\nx\n"y', ["out.jsonl"], "in.csv is damaged: line 3: unexpected end of data"),
+        ("in.csv", b"prompt\nx\n\xff\n", ["out.jsonl"], "line 3 is not UTF-8 text (byte 9)"),
+        ("in.jsonl", '{"prompt": "x", "n": {}}\n', ["out.parquet"], "in.jsonl cannot become a .parquet file"),
+        (
+            "in.jsonl",
+            '{"prompt": "x", "n": 1}\n' * 256 + '{"n": "a"}',
+            ["out.parquet"],
+            "Field n has incompatible types",
+        ),
+        (
+            "in.jsonl",
+            f'{{"prompt": "x", "n": {3**35}}}\n' * 300 + '{"n": 1.5}',
+            ["out.parquet"],
+            "column 'n' cannot be in",
+        ),
+        (
+            "out.jsonl.partial.jsonl",
+            '{"prompt": "x"}\n' * 2,
+            ["out.jsonl"],
+            "out.jsonl.partial.jsonl is of another run",
+        ),
+        ("in.jsonl", b"\xff", ["out.jsonl"], "line 1 is not UTF-8 text (byte 0)"),
         ("in.parquet", "PAR1 but no more", ["out.jsonl"], "in.parquet"),
         ("in.csv", "a,prompt\n1\n", ["out.jsonl"], "in.csv is damaged: line 2 has 1 cells, but there are 2 columns"),
         ("in.csv", "a,a\n1,2\n", ["out.jsonl"], "in.csv is damaged: two columns are called 'a'"),
@@ -299,11 +325,119 @@ def test_a_full_disk_is_one_line_and_what_is_finished_stays(run, tmp_path, monke
 def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, tmp_path, name, content, arguments, says):
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     source = "in.jsonl" if name == "other.jsonl" else name
+    before = (tmp_path / name).read_bytes()
     status, err = run(source, *arguments, model="/not/there")
     assert status == 2
     assert says in err
     assert len(err.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_bytes() == before
+
+
+def test_two_at_once_do_not_write_one_output(run, tmp_path, monkeypatch):
+    write(tmp_path / "in.jsonl", numbered())
+    generate, refusals = batch.generate, []
+
+    def second(*given):
+        refusals.append(run("in.jsonl", "out.jsonl", model="/not/there"))
+        return generate(*given)
+
+    monkeypatch.setattr(batch, "generate", second)
+    assert run("in.jsonl", "out.jsonl", "--max-new-tokens", 2) == (0, "")
+    says = "specbeam: another process writes out.jsonl: wait for it, or give another OUT\n"
+    assert refusals == [(2, says)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="signals")
+def test_a_killed_process_leaves_no_lock_behind(run, tmp_path):
+    write(tmp_path / "in.jsonl", numbered())
+    holds = "import sys; from pathlib import Path; from specbeam.jobs.lock import locked\n"
+    holds += "with locked(Path('.out.jsonl.lock'), Path('out.jsonl'), ''): print(flush=True); sys.stdin.read()"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", holds], cwd=tmp_path, **pipes) as process:
+        process.stdout.readline()
+        status, err = run("in.jsonl", "out.jsonl", model="/not/there")
+        assert (status, "another process writes out.jsonl" in err) == (2, True)
+        process.kill()
+    assert run("in.jsonl", "out.jsonl", "--max-new-tokens", 2) == (0, "")
+
+
+class Echo:
+    """A work that needs no model: the answer to a prompt is the prompt."""
+
+    def __init__(self, *_):
+        pass
+
+    def __call__(self):
+        return lambda job: [{**dict.fromkeys(batch.COLUMN_TYPES), "row": row, "text": text} for row, text in job]
+
+
+@pytest.mark.parametrize(
+    ("source", "into"), [("in.parquet", "out.parquet"), ("in.jsonl", "out.jsonl"), ("in.csv", "out.parquet")]
+)
+def test_memory_does_not_grow_with_the_rows(run, tmp_path, monkeypatch, source, into):
+    """Python's memory and pyarrow's, when five times as many rows come that have a kilobyte each."""
+    monkeypatch.setattr(batch, "Generation", Echo)
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    monkeypatch.setattr(formats, "ROW_GROUP_BYTES", 2**17)
+    pool, default = pa.proxy_memory_pool(pa.default_memory_pool()), pa.default_memory_pool()
+    peaks = []
+    for number in (300, 300, 1_500):  # the first one loads modules
+        rows = [{"prompt": f"{row:01000}"} for row in range(number)]
+        # One row group of many pages.
+        write(tmp_path / source, rows, use_dictionary=False, data_page_size=2**14, write_batch_size=16)
+        tracemalloc.start()
+        pa.set_memory_pool(pool)
+        try:
+            assert run(source, into) == (0, "")
+            peaks.append(tracemalloc.get_traced_memory()[1] + pool.max_memory())
+        finally:
+            pa.set_memory_pool(default)
+            tracemalloc.stop()
+        assert [row["text"] for row in read(tmp_path / into)] == [f"{row:01000}" for row in range(number)]
+        (tmp_path / into).unlink()
+    assert peaks[2] - peaks[1] < 1_200 * 100
+
+
+def test_an_input_that_changes_is_refused_and_what_is_finished_stays(run, tmp_path, monkeypatch):
+    source, generate = tmp_path / "in.jsonl", batch.generate
+    write(source, numbered())
+    before = source.read_bytes()
+
+    def changing(*given):
+        source.write_bytes(before.replace(b"last", b"lost"))
+        return generate(*given)
+
+    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "generate", changing)
+        status, err = run(*arguments)
+    assert (status, err) == (2, "specbeam: in.jsonl was changed while it was read: restore it, or begin anew\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl.partial.jsonl"]
+    assert "is of another run" in run(*arguments)[1]
+    source.write_bytes(before)
+    assert run(*arguments) == (0, "")
+    assert [row["prompt"] for row in read(tmp_path / "out.jsonl")] == PROMPTS
+
+
+@pytest.mark.skipif(os.name == "nt", reason="named pipes")
+def test_rows_may_come_through_a_pipe(run, tmp_path):
+    os.mkfifo(tmp_path / "in.jsonl")
+    writer = threading.Thread(target=write, args=(tmp_path / "in.jsonl", numbered()))
+    writer.start()
+    assert run("in.jsonl", "out.jsonl", "--max-new-tokens", 2) == (0, "")
+    writer.join()
+    assert [row["prompt"] for row in read(tmp_path / "out.jsonl")] == PROMPTS
+
+
+def test_an_output_that_another_command_made_meanwhile_stays(run, interrupted, tmp_path):
+    write(tmp_path / "in.jsonl", numbered())
+    interrupted("in.jsonl", "out.jsonl", "--batch-size", 1)
+    (tmp_path / "out.jsonl").write_text("mine")
+    status, err = run("in.jsonl", "out.jsonl", "--batch-size", 1)
+    assert (status, err) == (2, "specbeam: out.jsonl is there already: delete it, or name another\n")
+    assert (tmp_path / "out.jsonl").read_text() == "mine"
 
 
 def test_a_model_that_is_not_there_is_one_line(run, tmp_path):

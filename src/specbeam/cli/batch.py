@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,42 +100,59 @@ def launcher_of(given: argparse.Namespace) -> Callable[..., None]:
 
 
 def run(given: argparse.Namespace) -> int:
-    from tqdm import tqdm
-
-    from specbeam.jobs.finished_rows import FinishedRows
-    from specbeam.jobs.formats import columns_of, read_rows, writer
+    from specbeam.jobs.lock import locked
 
     options = checked_options(given)  # wrong input is refused before a model is loaded
     launch = launcher_of(given)
     source, output = Path(given.input), Path(given.output)
     check_output(source, output)
-    data, rows = read_rows(source)
-    column = prompt_column(source, columns_of(rows), given.column)
-    added = added_columns(source, columns_of(rows), given.tokens)
-    write = writer(output, data, rows, {new: COLUMN_TYPES[name] for name, new in added.items()})
+    with locked(output.with_name(f".{output.name}.lock"), output, "another OUT"):
+        return run_alone(given, options, launch, source, output)
 
-    with (
-        FinishedRows(output, fingerprint(data, column, given, options)) as finished,
-        tqdm(total=len(rows), initial=len(finished.answers), unit="row", disable=None) as bar,
-    ):
 
-        def keep(job: list[NumberedPrompt], result: Any) -> None:
-            if isinstance(result, Exception):
-                result = [failure(number, one_line(result)) for number, _ in job]
-            finished.add(result)
-            bar.update(len(result))
+def run_alone(
+    given: argparse.Namespace, options: Options, launch: Callable[..., None], source: Path, output: Path
+) -> int:
+    """Generate a text for each row that is not finished, and write all rows. Returns the exit status."""
+    from tqdm import tqdm
 
-        todo = ((number, row.get(column)) for number, row in enumerate(rows) if number not in finished.answers)
-        launch(jobs_of(todo, BATCHES_PER_JOB * given.batch_size), Generation(given, options), keep)
-        answers = [finished.answers[number] for number in range(len(rows))]
-        with finished.reporting_kept_rows():
-            write({new: [answer.get(name) for answer in answers] for name, new in added.items()})
-    finished.path.unlink()
+    from specbeam.jobs.finished_rows import FinishedRows
+    from specbeam.jobs.formats import chunks, open_rows, writer
 
-    errors = [(number, answer["error"]) for number, answer in enumerate(answers, 1) if answer["error"] is not None]
-    for number, error in errors[:1]:
-        print(f"specbeam: {len(errors)} of {len(rows)} rows failed, first row {number}: {error}", file=sys.stderr)
-    return 1 if errors else 0
+    with open_rows(source) as rows:
+        column = prompt_column(source, rows.columns, given.column)
+        added = added_columns(source, rows.columns, given.tokens)
+        write = writer(output, rows, {new: COLUMN_TYPES[name] for name, new in added.items()})
+        failed, first = 0, ""
+        with (
+            FinishedRows(output, fingerprint(rows.digest, column, given, options), len(rows)) as finished,
+            tqdm(total=len(rows), initial=finished.count, unit="row", disable=None) as bar,
+        ):
+            if output.exists() and finished.count < len(rows):
+                raise SpecbeamError(f"{output} is there already: delete it, or name another")
+
+            def keep(job: list[NumberedPrompt], result: Any) -> None:
+                if isinstance(result, Exception):
+                    result = [failure(number, one_line(result)) for number, _ in job]
+                finished.add(result)
+                bar.update(len(result))
+
+            def cells() -> Iterator[Answer]:
+                nonlocal failed, first
+                for number, answer in enumerate(finished, 1):
+                    if answer["error"] is not None:
+                        failed += 1
+                        first = first or f"first row {number}: {answer['error']}"
+                    yield {new: answer.get(name) for name, new in added.items()}
+
+            todo = ((number, row.get(column)) for number, row in enumerate(rows) if number not in finished)
+            launch(chunks(todo, BATCHES_PER_JOB * given.batch_size), Generation(given, options), keep)
+            with finished.reporting_kept_rows():
+                write(cells())
+        finished.path.unlink(missing_ok=True)
+    if failed:
+        print(f"specbeam: {failed} of {len(rows)} rows failed, {first}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def checked_options(given: argparse.Namespace) -> Options:
@@ -195,18 +211,11 @@ def added_columns(source: Path, columns: list[str], tokens: bool) -> dict[str, s
     return added
 
 
-def fingerprint(data: bytes, column: str, given: argparse.Namespace, options: Options) -> str:
+def fingerprint(digest: str, column: str, given: argparse.Namespace, options: Options) -> str:
     """A hash of all that the answers depend on. The number of workers, and their place, is no part of it."""
     names = ("model", "revision", "backend", "device", "dtype", "quantize", "system", "raw", "tokens")
     settings = {name: getattr(given, name) for name in (*names, "draft", "draft_corpus")}
-    about = json.dumps([column, settings, repr(options)])
-    return hashlib.sha256(about.encode() + b"\0" + data).hexdigest()
-
-
-def jobs_of(prompts: Iterator[NumberedPrompt], size: int) -> Iterator[list[NumberedPrompt]]:
-    """Jobs of ``size`` prompts; the last one may have fewer."""
-    while job := list(islice(prompts, size)):
-        yield job
+    return hashlib.sha256(json.dumps([column, settings, repr(options), digest]).encode()).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from specbeam.errors import SpecbeamError
-from specbeam.jobs.journal import Journal
+from specbeam.jobs.journal import Entry, Journal
+
+NOT_FINISHED = -1
 
 
 class FinishedRows:
-    """The answers to rows that are finished, in memory and in OUT.partial.jsonl.
+    """The answers to rows that are finished, in OUT.partial.jsonl. In memory a row takes eight bytes.
 
     A context manager that closes the file. The first line of the file holds the fingerprint, and each other line the
     answer to one row.
@@ -20,55 +24,77 @@ class FinishedRows:
     Args:
         output: the file that will hold all answers.
         fingerprint: changes with everything that the answers depend on.
+        rows: the number of rows. They are numbered from 0.
 
     Attributes:
         path: OUT.partial.jsonl.
-        answers: the answer to each finished row, by its number.
+        count: how many rows are finished.
 
     Raises:
         SpecbeamError: the file is of a run with another fingerprint, or cannot be written.
     """
 
-    def __init__(self, output: Path, fingerprint: str) -> None:
+    def __init__(self, output: Path, fingerprint: str, rows: int) -> None:
         self.path = Path(f"{output}.partial.jsonl")
-        self.answers: dict[int, dict[str, Any]] = {}
+        self.count = 0
+        self._fingerprint = fingerprint
+        self._head: Entry = {}
+        self._places = array("q", [NOT_FINISHED]) * rows  # the byte at which a row's answer begins
         try:
-            self._journal = Journal(self.path, drop_damaged=True)
+            self._journal = Journal(self.path, self._take, drop_damaged=True)
         except OSError as error:
             raise SpecbeamError(f"{self.path} cannot be written: {error.strerror}") from error
         try:
-            self._resume(fingerprint)
+            if not self.count:  # the process ended before it finished a row
+                with self.reporting_kept_rows():
+                    self._journal.clear()
+                    self._journal.append({"fingerprint": fingerprint})
+            self._file = self.path.open("rb")
         except BaseException:
             self._journal.close()
             raise
 
-    def _resume(self, fingerprint: str) -> None:
-        head, *rows = self._journal.entries or [{}]
-        if rows and "fingerprint" in head:
-            if head["fingerprint"] != fingerprint:
-                raise SpecbeamError(
-                    f"{self.path} is of another run (another input file, model or option): give the same again, or "
-                    "delete that file to begin anew"
-                )
-            self.answers = {row["row"]: row for row in rows if "row" in row}
-        else:  # the process ended before it finished a row
-            with self.reporting_kept_rows():
-                self._journal.clear()
-                self._journal.append({"fingerprint": fingerprint})
+    def _take(self, entry: Entry, place: int) -> None:
+        """Take an entry of an earlier process."""
+        if place == 0:
+            self._head = entry
+        elif self._head.get("fingerprint") != self._fingerprint:
+            raise SpecbeamError(
+                f"{self.path} is of another run (another input file, model or option): give the same again, or "
+                "delete that file to begin anew"
+            )
+        else:
+            self._keep(entry["row"], place)
+
+    def _keep(self, row: int, place: int) -> None:
+        self.count += self._places[row] == NOT_FINISHED
+        self._places[row] = place
 
     def __enter__(self) -> FinishedRows:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._journal.close()
-        if not self.answers:
+        self._file.close()
+        if not self.count:
             self.path.unlink(missing_ok=True)
+
+    def __contains__(self, row: int) -> bool:
+        return self._places[row] != NOT_FINISHED
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """The answers to the finished rows, read from the disk in the order of the rows."""
+        for place in self._places:
+            if place != NOT_FINISHED:
+                self._file.seek(place)
+                yield json.loads(self._file.readline())
 
     def add(self, answers: Sequence[dict[str, Any]]) -> None:
         """Keep answers, each with the number of its row as "row". When this returns, they are on the disk."""
         with self.reporting_kept_rows():
-            self._journal.append(*answers)
-        self.answers |= {answer["row"]: answer for answer in answers}
+            places = self._journal.append(*answers)
+        for answer, place in zip(answers, places, strict=True):
+            self._keep(answer["row"], place)
 
     @contextmanager
     def reporting_kept_rows(self) -> Iterator[None]:
@@ -76,6 +102,6 @@ class FinishedRows:
         try:
             yield
         except OSError as error:
-            rows = f"{len(self.answers):,} finished rows stay in {self.path}"
+            rows = f"{self.count:,} finished rows stay in {self.path}"
             message = f"{error.strerror}; {rows}, and the same command goes on from there"
             raise OSError(error.errno, message) from error

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,40 +24,49 @@ class Journal:
 
     Args:
         path: the file. It is made if it is not there.
+        take: called with each entry that the file holds, first to last, and with the byte at which it begins. Its
+            exceptions are passed on, and the file is left as it is.
         drop_damaged: drop a damaged line, and all lines after it, instead of raising. This suits entries that are
             appended several at a time: when a machine loses power, any of them may be damaged.
-
-    Attributes:
-        entries: the lines that the file held when it was opened, without a torn last line.
 
     Raises:
         SpecbeamError: a line is damaged.
         OSError: the file cannot be read or written.
     """
 
-    def __init__(self, path: Path, *, drop_damaged: bool = False) -> None:
+    def __init__(self, path: Path, take: Callable[[Entry, int], object], *, drop_damaged: bool = False) -> None:
         self.path = path
+        self._end = 0
         self._file = path.open("ab")
         try:
-            whole = [*entries_in(path, drop_damaged=drop_damaged)]
-            end = whole[-1][1] if whole else 0
-            if path.stat().st_size > end:
-                self._file.truncate(end)
+            for entry, end in entries_in(path, drop_damaged=drop_damaged):
+                take(entry, self._end)
+                self._end = end
+            if path.stat().st_size > self._end:
+                self._file.truncate(self._end)
         except BaseException:
             self._file.close()
             raise
-        self.entries: list[Entry] = [entry for entry, _ in whole]
 
-    def append(self, *entries: Entry) -> None:
-        """Write entries. When this returns, they are on the disk."""
-        self._file.write(b"".join(map(json_line, entries)))
+    def append(self, *entries: Entry) -> list[int]:
+        """Write entries. When this returns, they are on the disk.
+
+        Returns:
+            The bytes at which the entries begin.
+        """
+        places = []
+        for line in map(json_line, entries):
+            places.append(self._end)
+            self._file.write(line)
+            self._end += len(line)
         self._file.flush()
         os.fsync(self._file.fileno())
+        return places
 
     def clear(self) -> None:
         """Drop all entries."""
-        self.entries = []
         self._file.truncate(0)
+        self._end = 0
 
     def close(self) -> None:
         with suppress(OSError):  # append has reported a full disk
@@ -82,7 +91,7 @@ def entries_in(path: Path, *, drop_damaged: bool = False) -> Iterator[tuple[Entr
                 entry = json.loads(line)
                 if not isinstance(entry, dict):
                     raise ValueError("it is no JSON object")
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 if drop_damaged:
                     return
                 message = f"{path} is damaged before byte {end:,} ({error}): restore it, or start anew"

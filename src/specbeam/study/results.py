@@ -11,15 +11,14 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import replacing, write_whole
-from specbeam.jobs.journal import Journal, entries_in
+from specbeam.jobs.journal import Entry, Journal, entries_in
+from specbeam.jobs.lock import locked
 
 Record = dict[str, Any]
 GENERATIONS, SCORES, FINGERPRINT, CONFIG, SUMMARY = (
@@ -49,14 +48,20 @@ class Run:
     def __init__(self, folder: Path, fingerprint: Mapping[str, Any], config: str) -> None:
         self.folder = folder
         self.fingerprint = json.loads(json.dumps(fingerprint))
+        self.records: dict[str, Record] = {}
+        self.scores: dict[str, Any] = {}
+        with ExitStack() as opened:
+            self._open(opened, config)
+            self._opened = opened.pop_all()
+
+    def _open(self, opened: ExitStack, config: str) -> None:
+        """Open the folder and its journals; the stack closes them."""
+        folder = self.folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._lock = FileLock(folder / ".lock")
-            self._lock.acquire(timeout=0)
-        except Timeout as error:
-            raise SpecbeamError(f"another process uses {folder}: wait for it, or give output=FOLDER") from error
         except OSError as error:
             raise SpecbeamError(f"the run folder {folder} cannot be written: {error.strerror}") from error
+        opened.enter_context(locked(folder / ".lock", folder, "output=FOLDER"))
         before = read_json(folder / FINGERPRINT)
         if before is None and (folder / GENERATIONS).exists():
             raise SpecbeamError(f"{folder} has generations but no {FINGERPRINT}: give output=FOLDER for a new run")
@@ -64,13 +69,21 @@ class Run:
             raise SpecbeamError(
                 f"{folder} holds another run ({difference}): give output=FOLDER for a new one, or delete it"
             )
+
+        def take_record(record: Entry, _: int) -> None:
+            self.records[record["key"]] = record
+
+        def take_scores(entry: Entry, _: int) -> None:
+            self.scores[entry["key"]] = entry["scores"]
+
         with reporting_full_disk(folder):
             if before is None:
                 write_whole(folder / CONFIG, config)
                 write_whole(folder / FINGERPRINT, json.dumps(self.fingerprint, indent=2, ensure_ascii=False) + "\n")
-            self._generations, self._scores = Journal(folder / GENERATIONS), Journal(folder / SCORES)
-        self.records = {record["key"]: record for record in self._generations.entries}
-        self.scores = {entry["key"]: entry["scores"] for entry in self._scores.entries}
+            self._generations = Journal(folder / GENERATIONS, take_record)
+            opened.callback(self._generations.close)
+            self._scores = Journal(folder / SCORES, take_scores)
+            opened.callback(self._scores.close)
 
     def add(self, record: Record) -> None:
         """Keep a finished generation."""
@@ -85,9 +98,7 @@ class Run:
             self._scores.append({"key": key, "scores": scores})
 
     def close(self) -> None:
-        self._generations.close()
-        self._scores.close()
-        self._lock.release()
+        self._opened.close()
 
 
 def read(folder: Path) -> tuple[dict[str, Any], list[Record], dict[str, Any]]:
