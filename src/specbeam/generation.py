@@ -70,14 +70,15 @@ def generate(
         request = engine.submit(prompt, chosen, system=system, raw=raw, draft=draft)
         engine.run()
         return request.result()
-    requests = []
+    prompts: list[list[int]] = []
     for number, one in enumerate(prompt):
         try:
-            requests.append(engine.submit(one, chosen, system=system, raw=raw, draft=draft))
+            prompts.append(engine.check(one, chosen, system=system, raw=raw, draft=draft))
         except SpecbeamError as error:
             raise SpecbeamError(f"prompt {number}: {error}") from error
-    engine.run()
-    return [request.result() for request in requests]
+    submissions = ((number, engine.submit(ids, chosen, draft=draft)) for number, ids in enumerate(prompts))
+    results = {number: request.result() for number, request in engine.as_completed(submissions)}
+    return [results[number] for number in range(len(prompts))]
 
 
 def stream(

@@ -121,11 +121,12 @@ def run(given: argparse.Namespace) -> int:
         given.draft = "ngram"
     lm = load_model(given, given.model, revision=given.revision)
     draft = load_draft(given, lm)
+    engine = Engine(lm)
     where = {s: {"system": given.system, "raw": given.raw, "draft": draft if s in drafted else None} for s in chosen}
     for number, prompt in enumerate(prompts, 1):
         for strategy, options in chosen.items():
             try:
-                Engine(lm).submit(prompt, options, **where[strategy])  # raises for a prompt that cannot run
+                engine.check(prompt, options, **where[strategy])
             except SpecbeamError as error:
                 raise SpecbeamError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from error
 

@@ -117,8 +117,7 @@ def rungs_on(device: str, given: argparse.Namespace, prompt: Any, say: Callable[
         yield from (Rung(n, device, given.backend, given.dtype, failure=reason(error)) for n in given.rungs)
         return
     options = {"max_new_tokens": given.max_new_tokens}
-    # Raises for a prompt that cannot run.
-    ids = Engine(lm).submit(prompt, options, system=given.system, raw=given.raw).prompt_ids
+    ids = Engine(lm).check(prompt, options, system=given.system, raw=given.raw)
     yield from climb(
         lm,
         ids,

@@ -11,6 +11,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from specbeam.engine.drafters import Draft, check_draft
+from specbeam.engine.memory import Memory
 from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
 from specbeam.engine.scheduler import Scheduler
@@ -31,8 +32,13 @@ class Engine:
         max_requests: the most requests that share a pass. The others wait their turn.
         max_batch_tokens: the most nodes per pass. Longer prompts are read in chunks, so that they do not hold up the
             requests that are generating.
-        max_cache_tokens: cache slots for the keys and values of all live requests together. By default they fill a
-            quarter of the machine's memory, or four fifths of the GPU's free memory.
+        max_cache_tokens: cache slots for the keys and values of all live requests together. When they would not
+            suffice, the youngest request pauses: it gives up its slots and is read again later, to the same result. By
+            default all engines of the process share a quarter of its memory, or four fifths of the GPU's free memory.
+
+    A round is one pass of each draft model in use, and one of the target. Every live request advances in each pass of
+    the model that it waits for, unless more than ``max_batch_tokens`` requests take turns. The target waits for drafts
+    while they are made, which takes at most as many passes as the longest draft has tokens.
 
     ``submit`` and ``Request.cancel`` may be called from any thread, ``step`` and ``run`` from one thread at a time.
 
@@ -48,21 +54,16 @@ class Engine:
         max_batch_tokens: int = 512,
         max_cache_tokens: int | None = None,
     ) -> None:
-        if max_cache_tokens is None:
-            max_cache_tokens = max(1, lm.backend.memory_for_caches() // lm.backend.slot_bytes)
-        limits = {
-            "max_requests": max_requests,
-            "max_batch_tokens": max_batch_tokens,
-            "max_cache_tokens": max_cache_tokens,
-        }
-        for name, value in limits.items():
+        limits = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens}
+        for name, value in {**limits, "max_cache_tokens": max_cache_tokens}.items():
+            if name == "max_cache_tokens" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SpecbeamError(f"{name}={value!r} is not allowed: give at least 1")
         self.lm = lm
         self.max_requests = max_requests
-        self.max_batch_tokens = max_batch_tokens
-        self.max_cache_tokens = max_cache_tokens
-        self._scheduler = Scheduler(**limits)
+        self._memory = Memory(lm.backend, max_cache_tokens)
+        self._scheduler = Scheduler(memory=self._memory, **limits)
 
     def submit(
         self,
@@ -92,15 +93,37 @@ class Engine:
             SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, or a
                 draft that cannot draft for it.
         """
+        request = self._request(prompt, options, system=system, raw=raw, draft=draft, strategy=strategy)
+        self._scheduler.add(request)
+        return request
+
+    def check(
+        self,
+        prompt: Prompt,
+        options: Options | Mapping[str, Any] | None = None,
+        *,
+        system: str | None = None,
+        raw: bool = False,
+        draft: Draft | None = None,
+    ) -> list[int]:
+        """The token ids of a prompt that :meth:`submit` would take. Arguments and errors as there."""
+        return self._request(prompt, options, system=system, raw=raw, draft=draft).prompt_ids
+
+    def _request(
+        self,
+        prompt: Prompt,
+        options: Options | Mapping[str, Any] | None,
+        *,
+        system: str | None,
+        raw: bool,
+        draft: Draft | None,
+        strategy: MakeStrategy | None = None,
+    ) -> Request:
         chosen = Options.of(options or {})
         check_draft(self.lm, draft, chosen)
-        request = Request(self.lm, encode(self.lm, prompt, system=system, raw=raw), chosen, draft, strategy)
-        if request.most_slots > self.max_cache_tokens:
-            raise SpecbeamError(
-                f"prompt and max_new_tokens need {request.most_slots} cache slots, the engine has "
-                f"{self.max_cache_tokens}: ask for fewer new tokens or raise max_cache_tokens"
-            )
-        self._scheduler.add(request)
+        ids = encode(self.lm, prompt, system=system, raw=raw)
+        request = Request(self.lm, ids, chosen, draft, strategy, cancelled=self._scheduler.cancelled)
+        self._memory.check(request)
         return request
 
     def run(self) -> None:
@@ -130,10 +153,11 @@ class Engine:
     def step(self) -> bool:
         """One round: admit requests, evaluate nodes, advance strategies. Returns whether there is more to do."""
         scheduler = self._scheduler
-        scheduler.end_cancelled()
+        scheduler.end_requests()
         scheduler.admit()
-        if batch := scheduler.gather():
-            run_pass(batch, one_torch_thread=self.lm.backend.has_threads)
+        for batch in scheduler.gather():
+            if batch := scheduler.still_live(batch):
+                run_pass(batch, scheduler, one_torch_thread=self.lm.backend.has_threads)
         scheduler.drop_done()
         return not scheduler.is_empty
 

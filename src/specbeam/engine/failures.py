@@ -8,8 +8,8 @@ import torch
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether PyTorch found no memory, on a GPU or on the CPU."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    """Whether there was no memory, on a GPU or on the CPU."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def forget_frames(error: Exception) -> Exception:

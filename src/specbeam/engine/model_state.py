@@ -6,39 +6,57 @@ from typing import Any, cast
 
 from specbeam.backends.contract import Backend, EncodingBackend
 from specbeam.engine.slots import Slots
-from specbeam.tree import Tree
+from specbeam.tree import Nodes, Tree
 
 
 class ModelState:
     """The slots of a request's tree in the model's cache, and counts of the passes the request took part in.
 
     Args:
-        most_slots: the most cache slots that the request may need.
+        prompt_ids: the prompt's token ids. A model with an encoder keeps its output for them in the cache.
+        new_tokens: the most tokens per text.
+        texts: the number of texts that grow at once.
+        guesses: the most guesses per round.
 
     Attributes:
+        most_rows: the most nodes whose logits are needed at once.
         passes: forward passes that the request took part in.
         answered: passes that completed the logits of a wish of the strategy. Other passes read parts of a prompt.
         seconds: the request's share of the time of its passes, by its share of their nodes.
         nodes: nodes evaluated for the request.
     """
 
-    def __init__(self, backend: Backend[Any], tree: Tree, most_slots: int) -> None:
+    def __init__(
+        self, backend: Backend[Any], tree: Tree, prompt_ids: list[int], new_tokens: int, texts: int, guesses: int
+    ) -> None:
         self.backend = backend
         self.tree = tree
-        self.most_slots = most_slots
+        self.most_rows = texts + guesses
+        # Texts may share only the prompt. Guesses may last for two rounds.
+        self._most_slots = len(prompt_ids) + new_tokens * texts + 2 * guesses
+        self._least_slots = len(prompt_ids) + new_tokens + 2 * guesses
         self.passes = self.answered = self.nodes = 0
         self.seconds = 0.0
+        self._source = None if backend.start_token_ids is None else prompt_ids
         self._slots: Slots | None = None
+        self._peak_slots = 0  # until the last close
 
-    def open(self, prompt_ids: list[int]) -> None:
+    def open(self) -> None:
         """Take a cache. A model with an encoder reads the prompt now."""
-        self._slots = Slots(self.tree, self.backend, self.most_slots)
-        if self.backend.start_token_ids is not None:
-            cast(EncodingBackend[Any], self.backend).encode(self._slots.cache, prompt_ids)
+        slots = Slots(self.tree, self.backend, self._most_slots)
+        if self._source is not None:
+            cast(EncodingBackend[Any], self.backend).encode(slots.cache, self._source)
+        self._slots = slots
 
     def close(self) -> None:
         """Give up the cache."""
+        self._peak_slots = self.peak_slots
         self._slots = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a cache."""
+        return self._slots is not None
 
     @property
     def slots(self) -> Slots:
@@ -54,4 +72,26 @@ class ModelState:
     @property
     def peak_slots(self) -> int:
         """The most slots that were in use at once."""
-        return 0 if self._slots is None else self._slots.peak
+        return max(self._peak_slots, 0 if self._slots is None else self._slots.peak)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that the cache holds. Slots that were given back stay in it until they are used again."""
+        return 0 if self._slots is None else self._bytes(self._slots.length)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that the cache needs for one more round."""
+        return max(self.held_bytes, self._bytes(self.tree.live + self.most_rows))
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that the cache needs for one text of full length."""
+        return self._least_slots * self.backend.slot_bytes
+
+    def growth_bytes(self, nodes: Nodes) -> int:
+        """Bytes by which a pass over these nodes makes the cache grow."""
+        return self.slots.growth(nodes) * self.backend.slot_bytes
+
+    def _bytes(self, slots: int) -> int:
+        return (slots + len(self._source or ())) * self.backend.slot_bytes

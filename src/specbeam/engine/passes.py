@@ -3,49 +3,57 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
+from functools import cache
+from typing import Any
 
 import torch
+from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 from specbeam.engine.costs import pass_times
-from specbeam.engine.failures import forget_frames
-from specbeam.engine.request import Request
-from specbeam.engine.scheduler import Batch
-from specbeam.tree import Nodes
+from specbeam.engine.failures import forget_frames, is_out_of_memory
+from specbeam.engine.scheduler import Batch, Scheduler
 
 
-def run_pass(batch: Batch, one_torch_thread: bool) -> None:
+def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool:
     """Evaluate a batch in one pass, and let each request go on with its logits.
 
+    If the pass fails, its halves are tried. A request that fails alone is ended. If there is no memory for it while
+    others are live, the youngest is paused instead.
+
     Args:
+        scheduler: learns which batches are too large.
         one_torch_thread: let the requests use one thread of PyTorch, because the target's passes have their own.
+
+    Returns:
+        Whether every request got its logits.
     """
-    for request, nodes, logits in _evaluate(batch):
-        with _one_torch_thread(one_torch_thread):
-            request.receive(nodes, logits)
-
-
-def _evaluate(batch: Batch) -> Iterator[tuple[Request, Nodes, Tensor]]:
-    """One pass over the batch. If it fails, each request is tried alone. One that fails alone is ended."""
-    backend, start = batch[0][0].backend, time.perf_counter()
+    start = time.perf_counter()
     try:
         rows = _forward(batch)
     except Exception as error:
         failure = forget_frames(error)
     else:
-        for (request, nodes), row in zip(batch, rows, strict=True):
-            yield request, nodes, row
+        with _one_thread() if one_torch_thread else nullcontext():
+            for (request, nodes), row in zip(batch, rows, strict=True):
+                request.receive(nodes, row)
         # The time includes the use of the logits by the requests: choosing among them has a cost, too.
-        pass_times(backend).add(sum(len(nodes) for _, nodes in batch), time.perf_counter() - start)
-        return
+        pass_times(batch[0][0].backend).add(sum(len(nodes) for _, nodes in batch), time.perf_counter() - start)
+        scheduler.succeeded()
+        return True
     # Outside of the except block: inside it, Python would hold on to the memory of the failed pass.
     if len(batch) == 1:
-        batch[0][0].fail(failure)
-    else:
-        for one in batch:
-            yield from _evaluate([one])
+        if not (is_out_of_memory(failure) and scheduler.pause_youngest()):
+            batch[0][0].fail(failure)
+        return False
+    half = len(batch) // 2
+    fine = run_pass(batch[:half], scheduler, one_torch_thread)
+    if rest := scheduler.still_live(batch[half:]):
+        fine &= run_pass(rest, scheduler, one_torch_thread)
+    if fine:
+        scheduler.was_too_large(batch)
+    return fine
 
 
 def _forward(batch: Batch) -> tuple[Tensor, ...]:
@@ -63,15 +71,14 @@ def _forward(batch: Batch) -> tuple[Tensor, ...]:
     return torch.split(logits, [len(s.wanted) for s in segments])
 
 
-@contextmanager
-def _one_torch_thread(wanted: bool) -> Iterator[None]:
-    """Keep PyTorch's threads out of the way of a backend's own: idle, they would spin on its cores."""
-    before = torch.get_num_threads()
-    if not wanted or before == 1:
-        yield
-        return
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _one_thread() -> Any:
+    """Keep PyTorch's threads out of the way of a backend's own: idle, they would spin on its cores.
+
+    Only the calling thread is limited. ``torch.set_num_threads`` would limit threads that begin meanwhile, too.
+    """
+    return _openmp().limit(limits=1)
+
+
+@cache
+def _openmp() -> ThreadpoolController:
+    return ThreadpoolController().select(user_api="openmp")

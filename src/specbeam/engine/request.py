@@ -39,6 +39,7 @@ class Request:
         pieces: streamed pieces of text that nobody has taken yet.
         found: finished sequences that nobody has taken yet, best first. Each comes as soon as it is certain.
         done: there is a result or an error.
+        last_turn: when it last took part in a pass. Requests with lower numbers come first.
     """
 
     def __init__(
@@ -48,11 +49,14 @@ class Request:
         options: Options,
         draft: Draft | None = None,
         strategy: MakeStrategy | None = None,
+        *,
+        cancelled: deque[Request],
     ) -> None:
         self.prompt_ids = prompt_ids
         self.pieces: deque[Piece] = deque()
         self.found: deque[Sequence] = deque()
         self.done = False
+        self.last_turn = 0
         self.drafting = False  # whether the pending nodes are for the draft model
         self.pending = NO_NODES  # nodes still to be evaluated, ancestors first
         self._lm = lm
@@ -60,11 +64,11 @@ class Request:
         self.max_length = setup.stop.max_length
         self._drafter = None if draft is None else make_drafter(setup, lm, draft, len(prompt_ids))
         pace = None if self._drafter is None else self._drafter.pace
-        most = self._most_nodes(0 if pace is None else pace.most_guesses)
-        self._target = ModelState(lm.backend, setup.tree, most)
+        size = prompt_ids, self.max_length - setup.tree.prompt_length, setup.options.num_texts
+        self._target = ModelState(lm.backend, setup.tree, *size, guesses=0 if pace is None else pace.most_guesses)
         self._draft: ModelState | None = None
         if isinstance(draft, LanguageModel) and self._drafter is not None and pace is not None:
-            self._draft = ModelState(draft.backend, self._drafter.tree, self._most_nodes(pace.most_drafted))
+            self._draft = ModelState(draft.backend, self._drafter.tree, *size, guesses=pace.most_drafted)
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
         self._make_strategy = strategy or make_strategy
         self._strategy: Strategy | None = None
@@ -73,25 +77,36 @@ class Request:
         self._wanted = NO_NODES  # nodes whose logits the strategy asked for
         self._vocab: int | None = None  # how many of the first tokens' logits it asked for
         self._received: list[Tensor] = []
-        self._cancelled = False
+        self._cancelled = cancelled
+        self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
         self._result: Result | None = None
         self._error: Exception | None = None
         self._submitted = time.perf_counter()
         self._first_token: float | None = None  # seconds after submission
 
-    def _most_nodes(self, guesses: int) -> int:
-        """The most nodes that may be in a cache at once, with this many guesses per round."""
-        new = self.max_length - self._setup.tree.prompt_length
-        # Beams may share only the prompt. Guesses may last for two rounds. An encoder's output lies in the cache too.
-        return len(self.prompt_ids) + new * self._setup.options.num_texts + 2 * guesses
+    @property
+    def most_rows(self) -> int:
+        """The most nodes whose logits it needs at once."""
+        return max(state.most_rows for state in self._states)
 
     @property
-    def most_slots(self) -> int:
-        """The most cache slots it may need, in slots of the target. A draft's slots count by their bytes."""
-        if self._draft is None:
-            return self._target.most_slots
-        share = self._draft.backend.slot_bytes / self._target.backend.slot_bytes
-        return self._target.most_slots + round(self._draft.most_slots * share)
+    def least_bytes(self) -> int:
+        """Bytes that its caches need for one text of full length."""
+        return sum(state.least_bytes for state in self._states)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that its caches need for one more round."""
+        return sum(state.needed_bytes for state in self._states)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that its caches hold."""
+        return sum(state.held_bytes for state in self._states)
+
+    def growth_bytes(self, nodes: Nodes) -> int:
+        """Bytes by which a pass over some of its pending nodes makes a cache grow."""
+        return self._state.growth_bytes(nodes)
 
     @property
     def used_slots(self) -> int:
@@ -100,7 +115,7 @@ class Request:
 
     def cancel(self) -> None:
         """End the request before the next pass. Its result is the text so far. May be called from any thread."""
-        self._cancelled = True
+        self._cancelled.append(self)
 
     def result(self) -> Result:
         """The result, once done.
@@ -129,25 +144,46 @@ class Request:
             return self._draft
         return self._target
 
-    def start(self) -> None:
-        """Begin the strategy: it names the first nodes to evaluate."""
+    def open(self) -> None:
+        """Take caches, and begin the strategy or, after a pause, evaluate again the nodes that it needs."""
+        if all(state.is_open for state in self._states):
+            return
         with self._failing_alone():
             for state in self._states:
-                state.open(self.prompt_ids)
-            self._strategy = self._make_strategy(self._setup, self._drafter)
-            self._advance(None)
+                state.open()
+            if self._strategy is None:
+                self._strategy = self._make_strategy(self._setup, self._drafter)
+                self._advance(None)
+            else:
+                self._received = []
+                self.pending = self._state.slots.missing(self._wanted)
+
+    def pause(self) -> None:
+        """Give up the caches until :meth:`open`."""
+        for state in self._states:
+            state.close()
 
     def end_if_cancelled(self) -> None:
-        """Make the text so far the result, if the request was cancelled."""
-        if self._cancelled and not self.done:
+        """Make the text so far the result."""
+        self.end_if_torn()
+        if not self.done:
             tree = self._setup.tree
             with self._failing_alone():
                 self._finish([Hypothesis(tree.tip, float(tree.scores(tree.tip)), "cancelled")])
 
+    def end_if_torn(self) -> None:
+        """End the request if an interrupt, such as Ctrl-C, came in the middle of its own work."""
+        if self._is_torn:
+            if self._result is None and self._error is None:
+                self._error = SpecbeamError("the request was interrupted while it chose its tokens: submit it again")
+            self._release()
+            self._is_torn = False
+
     def segment(self, nodes: Nodes) -> Segment[Any]:
         """The request's part of a pass over some of its pending nodes."""
         wanted = np.flatnonzero(np.isin(nodes, self._wanted))
-        return self._state.slots.segment(nodes, wanted, self._vocab)
+        with self._tearing():
+            return self._state.slots.segment(nodes, wanted, self._vocab)
 
     def spend(self, seconds: float) -> None:
         """Count the request's share of the time of a pass."""
@@ -155,19 +191,20 @@ class Request:
 
     def receive(self, nodes: Nodes, logits: Tensor) -> None:
         """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on."""
-        state = self._state
-        state.passes += 1
-        state.nodes += len(nodes)
-        self.pending = self.pending[len(nodes) :]
-        self._received.append(logits[:, : self._vocab])
-        if not len(self.pending):
+        with self._failing_alone():
+            state = self._state
+            state.passes += 1
+            state.nodes += len(nodes)
+            self.pending = self.pending[len(nodes) :]
+            self._received.append(logits[:, : self._vocab])
+            if len(self.pending):
+                return
             state.answered += 1
-            with self._failing_alone():
-                logits = self._received[0] if len(self._received) == 1 else torch.cat(self._received)
-                self._received = []
-                if (np.diff(self._wanted) <= 0).any():  # rows come in the order of nodes, the strategy may have another
-                    logits = logits[np.searchsorted(np.unique(self._wanted), self._wanted)]
-                self._advance(logits)
+            logits = self._received[0] if len(self._received) == 1 else torch.cat(self._received)
+            self._received = []
+            if (np.diff(self._wanted) <= 0).any():  # rows come in the order of nodes, the strategy may have another
+                logits = logits[np.searchsorted(np.unique(self._wanted), self._wanted)]
+            self._advance(logits)
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
@@ -180,12 +217,25 @@ class Request:
         self._release()
 
     @contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """An interrupt in here leaves work half done. Other errors do not."""
+        self._is_torn = True
+        try:
+            yield
+        except Exception:
+            self._is_torn = False
+            raise
+        self._is_torn = False
+
+    @contextmanager
     def _failing_alone(self) -> Iterator[None]:
-        """An error in here ends this request, and no other."""
+        """An error in here ends this request, and no other. So does an interrupt, before the next pass."""
+        self._is_torn = True
         try:
             yield
         except Exception as error:
             self.fail(error)
+        self._is_torn = False
 
     def _advance(self, logits: Tensor | None) -> None:
         """Let the strategy take logits and name the next nodes, or finish."""

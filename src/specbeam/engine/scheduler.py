@@ -1,29 +1,49 @@
-"""Which requests are live, and which of their nodes the next pass evaluates."""
+"""Which requests are live, and which of their nodes the next passes evaluate."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 
+from specbeam.engine.memory import Memory
 from specbeam.engine.request import Request
 from specbeam.tree import Nodes
 
 Batch = list[tuple[Request, Nodes]]
 """Pending nodes of live requests, all of them for the same model."""
 
+EQUAL_SHARE = 0.5
+"""This share of a pass is divided equally among its requests. The rest goes to those with the fewest pending nodes."""
+MAX_OVERTAKING_REQUESTS = 32
+"""At most this many requests start before one that came first and waits for memory."""
+PASSES_BEFORE_LARGER = 64
+"""After a batch that was too large, this many passes succeed before larger ones are tried again."""
+
 
 class Scheduler:
-    """Admits requests first come, first served, and fills passes with the smallest wishes first.
+    """Admits requests, divides passes among them, and keeps their caches within memory.
+
+    Every live request advances: it gets nodes in each pass of the model that it waits for. Only if more requests wait
+    for a model than ``max_batch_tokens``, they take turns: one node in ``ceil(waiting / max_batch_tokens)`` passes.
 
     Args:
-        max_requests, max_batch_tokens, max_cache_tokens: as for :class:`specbeam.Engine`.
+        max_requests, max_batch_tokens: as for :class:`specbeam.Engine`.
+
+    Attributes:
+        cancelled: requests to be ended before the next pass. Any thread may append to it.
     """
 
-    def __init__(self, max_requests: int, max_batch_tokens: int, max_cache_tokens: int) -> None:
+    def __init__(self, max_requests: int, max_batch_tokens: int, memory: Memory) -> None:
         self.max_requests = max_requests
         self.max_batch_tokens = max_batch_tokens
-        self.max_cache_tokens = max_cache_tokens
+        self.memory = memory
+        self.cancelled: deque[Request] = deque()
         self._waiting: deque[Request] = deque()
-        self._live: list[Request] = []
+        self._live: dict[Request, None] = {}  # the youngest last
+        self._overtaking = 0  # requests that started before the first waiting one
+        self._is_full = False  # admit nobody until a live request ends
+        self._turns = 0  # nodes were chosen this many times for some request
+        self._pass_tokens = max_batch_tokens  # the most nodes per pass, for now
+        self._good_passes = 0  # since the last batch that was too large
 
     def add(self, request: Request) -> None:
         """Queue a request. May be called from any thread."""
@@ -39,48 +59,124 @@ class Scheduler:
         """Slots in use by live requests."""
         return sum(request.used_slots for request in self._live)
 
-    def end_cancelled(self) -> None:
-        """Give cancelled requests their result."""
-        for request in [*self._live, *self._waiting.copy()]:
-            request.end_if_cancelled()
-
-    def admit(self) -> None:
-        """Start waiting requests while there is room.
-
-        Every request counts with the most slots it may need, so a live request never runs out of room.
-        """
-        self.drop_done()
-        room = self.max_cache_tokens - sum(request.most_slots for request in self._live)
-        while self._waiting and len(self._live) < self.max_requests:
-            request = self._waiting[0]
-            if not request.done and request.most_slots > room:
-                return
-            self._waiting.popleft()
-            if not request.done:
-                room -= request.most_slots
-                self._live.append(request)
-                request.start()
-
-    def gather(self) -> Batch:
-        """The nodes of the next pass. Requests with few pending nodes come first, so a long prompt delays nobody.
-
-        While any request waits for a draft model, draft passes come first: then one pass of the target serves all.
-        """
-        waiting = [request for request in self._live if not request.done]
-        if any(request.drafting for request in waiting):
-            waiting = [request for request in waiting if request.drafting]
-        batch: Batch = []
-        room = self.max_batch_tokens
-        for request in sorted(waiting, key=lambda r: len(r.pending)):
-            nodes = request.pending[:room]
-            if not len(nodes):
-                break
-            if batch and request.backend is not batch[0][0].backend:  # another draft model, whose turn comes later
-                continue
-            room -= len(nodes)
-            batch.append((request, nodes))
-        return batch
+    def end_requests(self) -> None:
+        """End the requests that were cancelled, and the requests whose own work was interrupted half way."""
+        while self.cancelled:
+            self.cancelled[0].end_if_cancelled()
+            self.cancelled.popleft()
+        for request in self._live:
+            request.end_if_torn()
 
     def drop_done(self) -> None:
         """Forget live requests that are done."""
-        self._live = [request for request in self._live if not request.done]
+        live = {request: None for request in self._live if not request.done}
+        if len(live) < len(self._live) or not live:
+            self._is_full = False
+        self._live = live
+        self.memory.held = self._held_bytes
+
+    def admit(self) -> None:
+        """Start waiting requests while there is room. While the first does not fit, a few smaller ones may overtake."""
+        self.drop_done()
+        place = 0
+        while not self._is_full and len(self._live) < self.max_requests and place < len(self._waiting):
+            request = self._waiting[place]
+            if request.done or request in self._live:  # cancelled; or an interrupt came after the next statement
+                del self._waiting[place]
+            elif self._fits(request):
+                self._live[request] = None
+                del self._waiting[place]
+                self._overtaking = self._overtaking + 1 if place else 0
+            elif place + self._overtaking < MAX_OVERTAKING_REQUESTS:
+                place += 1
+            else:
+                break
+        for request in self._live:
+            request.open()
+
+    def _fits(self, request: Request) -> bool:
+        """Whether there is memory for a round of all live requests and this one. A request alone always tries."""
+        together = [*self._live, request]
+        return not self._live or (
+            sum(one.needed_bytes for one in together) <= self.memory.room
+            and self.memory.holds_logits([one.most_rows for one in together])
+        )
+
+    def gather(self) -> list[Batch]:
+        """The passes of the next round: of each draft model, then of the target.
+
+        The target waits for drafts, so that one pass serves all. It does not wait for a draft that reads a long prompt.
+        """
+        by_model: defaultdict[tuple[bool, int], list[Request]] = defaultdict(list)
+        for request in self._live:
+            if not request.done:
+                by_model[not request.drafting, id(request.backend)].append(request)
+        batches: list[Batch] = []
+        for (for_target, _), requests in sorted(by_model.items()):
+            drafts_only_read = all(len(nodes) < len(one.pending) for batch in batches for one, nodes in batch)
+            if not for_target or drafts_only_read:
+                batches.append(self._divide(requests))
+        return self._make_room(batches)
+
+    def _divide(self, requests: list[Request]) -> Batch:
+        """Divide a pass among requests, so that no long prompt and no crowd keeps others from advancing."""
+        room = self._pass_tokens
+        share = max(1, int(room * EQUAL_SHARE) // len(requests))
+        taken: dict[Request, int] = {}
+        for request in sorted(requests, key=lambda one: one.last_turn):
+            taken[request] = min(share, room, len(request.pending))
+            room -= taken[request]
+        for request in sorted(requests, key=lambda one: len(one.pending)):
+            more = min(room, len(request.pending) - taken[request])
+            taken[request] += more
+            room -= more
+        batch = [(request, request.pending[:count]) for request, count in taken.items() if count]
+        for request, _ in batch:
+            self._turns += 1
+            request.last_turn = self._turns
+        return batch
+
+    @property
+    def _held_bytes(self) -> int:
+        return sum(request.held_bytes for request in self._live)
+
+    def _make_room(self, batches: list[Batch]) -> list[Batch]:
+        """Pause the youngest requests while the caches would outgrow the memory, and leave them out of the passes."""
+        while True:
+            growth = sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
+            lacking = self._held_bytes + growth - (self.memory.room if len(self._live) > 1 else self.memory.cache_bytes)
+            if lacking <= 0:
+                return [batch for batch in batches if batch]
+            if not self.pause_youngest():
+                (request,) = self._live
+                request.fail(self.memory.too_small_for(request))
+                return []
+            batches = [self.still_live(batch) for batch in batches]
+
+    def pause_youngest(self) -> bool:
+        """Take the keys and values of the youngest request, unless it is alone. It goes on once another has ended.
+
+        Its nodes are evaluated again then, with the same results.
+        """
+        self._is_full = len(self._live) > 1
+        if self._is_full:
+            youngest = next(reversed(self._live))
+            self._waiting.appendleft(youngest)
+            del self._live[youngest]
+            youngest.pause()
+        return self._is_full
+
+    def still_live(self, batch: Batch) -> Batch:
+        """A batch without the requests that were paused."""
+        return [(request, nodes) for request, nodes in batch if request in self._live]
+
+    def succeeded(self) -> None:
+        """A pass went well. After many of them, larger passes are tried again."""
+        self._good_passes += 1
+        if self._good_passes % PASSES_BEFORE_LARGER == 0:
+            self._pass_tokens = min(2 * self._pass_tokens, self.max_batch_tokens)
+
+    def was_too_large(self, batch: Batch) -> None:
+        """A pass failed over this batch, and went well over its parts."""
+        self._pass_tokens = min(self._pass_tokens, max(1, sum(len(nodes) for _, nodes in batch) // 2))
+        self._good_passes = 0

@@ -77,6 +77,11 @@ class Slots:
                 heapq.heappush(self._free, slot)
         self._slot[nodes] = NOWHERE
 
+    def growth(self, nodes: Nodes) -> int:
+        """How many new slots these nodes need, beside slots that are free."""
+        self._follow_tree()
+        return max(0, int(np.count_nonzero(self._slot[nodes] == NOWHERE)) - len(self._free))
+
     @property
     def used(self) -> int:
         """Slots in use."""

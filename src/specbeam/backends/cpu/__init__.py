@@ -161,7 +161,7 @@ class CpuCache:
     def reserve(self, slots: int) -> None:
         if slots <= self.capacity:
             return
-        capacity = max(slots, min(max(2 * self.capacity, 64), self._most))
+        capacity = max(slots, min(max(self.capacity * 5 // 4, 64), self._most))
         if library().specbeam_cache_reserve(self.handle, capacity):
             raise MemoryError(f"not enough memory for a KV cache of {capacity} slots")
         self.capacity = capacity

@@ -11,7 +11,7 @@ from specbeam.backends.contract import Segment
 
 
 class TreeCache:
-    """Keys and values for each layer, [kv_heads, capacity, head_dim]. Capacity doubles as needed, up to ``most``."""
+    """Keys and values for each layer, [kv_heads, capacity, head_dim]. Capacity grows by quarters, up to ``most``."""
 
     def __init__(
         self, layers: int, kv_heads: int, head_dim: int, most: int, dtype: torch.dtype, device: torch.device
@@ -26,7 +26,7 @@ class TreeCache:
         """Make room for at least this many slots, and keep the stored ones. After a failure it may be tried again."""
         if slots <= self.capacity:
             return
-        capacity = max(slots, min(max(2 * self.capacity, 64), self._most))
+        capacity = max(slots, min(max(self.capacity * 5 // 4, 64), self._most))
         for tensors in (self._keys, self._values):
             for layer, old in enumerate(tensors):  # one by one: memory never holds all old and all new tensors
                 kv_heads, held, head_dim = old.shape

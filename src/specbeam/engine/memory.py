@@ -1,0 +1,85 @@
+"""The memory that the requests of an engine may hold."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+from specbeam.backends.contract import Backend
+from specbeam.backends.devices import memory_for_logits
+from specbeam.engine.request import Request
+from specbeam.errors import SpecbeamError
+
+LOGITS_COPIES = 6
+"""A strategy works on its logits in this many times their memory, the logits included."""
+
+
+class Memory:
+    """The memory for caches and logits of one engine's requests.
+
+    Without a limit of its own, an engine shares the backend's memory for caches with all such engines of the process.
+
+    Args:
+        max_cache_tokens: as for :class:`specbeam.Engine`.
+
+    Attributes:
+        cache_bytes: the most that the caches of this engine may hold.
+        held: bytes that the caches of this engine hold. Other engines read it from their threads.
+    """
+
+    def __init__(self, backend: Backend[Any], max_cache_tokens: int | None) -> None:
+        self.held = 0
+        self._slot_bytes = backend.slot_bytes
+        self._row_bytes = 4 * backend.vocab_size
+        self._logits_bytes = memory_for_logits(backend.device)
+        self._sharing: WeakSet[Memory] | None = None
+        if max_cache_tokens is None:
+            self.cache_bytes = max(backend.memory_for_caches(), backend.slot_bytes)
+            self._sharing = _sharing.setdefault(backend.device.type, WeakSet())
+            self._sharing.add(self)
+        else:
+            self.cache_bytes = max_cache_tokens * backend.slot_bytes
+
+    @property
+    def cache_tokens(self) -> int:
+        """The most slots that the caches of this engine may hold."""
+        return self.cache_bytes // self._slot_bytes
+
+    @property
+    def room(self) -> int:
+        """Bytes that the caches of this engine may hold beside other engines' caches."""
+        return self.cache_bytes - sum(one.held for one in [*(self._sharing or ())] if one is not self)
+
+    def holds_logits(self, rows: list[int]) -> bool:
+        """Whether there is memory for logits, with this many rows for each request. One request works at a time."""
+        copied_rows = sum(rows) + (LOGITS_COPIES - 1) * max(rows)
+        return copied_rows * self._row_bytes <= self._logits_bytes
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that could not end well, were it alone.
+
+        Raises:
+            SpecbeamError: says what it needs, and what there is.
+        """
+        if request.least_bytes > self.cache_bytes:
+            slots = -(-request.least_bytes // self._slot_bytes)
+            raise SpecbeamError(
+                f"prompt and max_new_tokens need {slots} cache slots, the engine has {self.cache_tokens}: ask for "
+                "fewer new tokens or raise max_cache_tokens"
+            )
+        if not self.holds_logits([request.most_rows]):
+            needed = LOGITS_COPIES * request.most_rows * self._row_bytes
+            raise SpecbeamError(
+                f"beams and guesses need {needed / 1e9:.1f} GB for the logits of {request.most_rows} nodes, and there "
+                f"are {self._logits_bytes / 1e9:.1f} GB: ask for fewer beams or shorter drafts"
+            )
+
+    def too_small_for(self, request: Request) -> SpecbeamError:
+        """The error of a request that outgrows the memory though it is alone."""
+        return SpecbeamError(
+            f"the texts of this request need more than the engine's {self.cache_tokens} cache slots: ask for fewer "
+            "beams or new tokens, or raise max_cache_tokens"
+        )
+
+
+_sharing: dict[str, WeakSet[Memory]] = {}  # by type of device

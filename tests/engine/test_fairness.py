@@ -1,0 +1,154 @@
+"""Every live request advances within a stated number of rounds, and no crowd or long prompt keeps it waiting."""
+
+import math
+import sys
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import specbeam
+from specbeam import Engine, SpecbeamError
+from specbeam.decoding import Evaluate, Hypothesis
+
+
+def watched(rounds, tokens=1000):
+    """A strategy that notes the round of each of its tokens. It never ends by itself."""
+
+    def strategy(setup, drafter):
+        tree = setup.tree
+        for _ in range(tokens):
+            yield Evaluate([tree.tip])
+            rounds.append(rounds.now)
+            tree.keep(tree.add(tree.tip, 1))
+        return [Hypothesis(tree.tip, 0.0, "length")]
+
+    return strategy
+
+
+class Rounds(list):
+    """The rounds in which a request got its logits."""
+
+    now = 0
+
+
+def run(engine, rounds, count):
+    for now in range(count):
+        for one in rounds:
+            one.now = now
+        engine.step()
+
+
+def test_a_long_prompt_in_a_crowd_is_read(lm):
+    engine = Engine(lm, max_requests=9, max_batch_tokens=8)
+    rounds = [Rounds() for _ in range(9)]
+    for one in rounds[:8]:
+        engine.submit([1], {"max_new_tokens": 200}, strategy=watched(one))
+    engine.submit([2] * 64, {"max_new_tokens": 20}, strategy=watched(rounds[8], 20))
+    run(engine, rounds, 80)
+    assert rounds[8]
+    assert rounds[8][0] <= 64 * 9 / 8
+
+
+@given(prompts=st.lists(st.integers(1, 60), min_size=1, max_size=12), tokens=st.integers(1, 40))
+def test_each_request_advances_within_the_promised_rounds(lm, prompts, tokens):
+    """``ceil(requests / tokens)`` passes per node, and an equal share of half of each pass where that is more."""
+    engine = Engine(lm, max_requests=12, max_batch_tokens=tokens)
+    rounds = [Rounds() for _ in prompts]
+    for length, one in zip(prompts, rounds, strict=True):
+        engine.submit([1] * length, {"max_new_tokens": 100}, strategy=watched(one))
+    per_node = math.ceil(len(prompts) / tokens)
+    share = max(1, tokens // 2 // len(prompts))
+    bounds = [math.ceil(length / share) * per_node for length in prompts]
+    run(engine, rounds, max(bounds) + 2 * per_node + 1)
+    for one, bound in zip(rounds, bounds, strict=True):
+        assert one[0] <= bound
+        assert all(after - before <= per_node for before, after in pairwise(one))
+
+
+def test_a_draft_that_reads_a_long_prompt_stalls_nobody(tiny):
+    _, lm = tiny("llama")
+    draft = tiny("qwen2", seed=5)[1]
+    engine = Engine(lm, max_batch_tokens=8)
+    rounds = Rounds()
+    engine.submit([1], {"max_new_tokens": 200}, strategy=watched(rounds))
+    drafted = engine.submit([2] * 120, {"max_new_tokens": 4, "num_draft_tokens": 2}, draft=draft)
+    run(engine, [rounds], 60)
+    assert drafted.done
+    gaps = [after - before for before, after in pairwise(rounds)]
+    assert max(gaps) <= 3  # the longest draft, and the pass itself
+    assert gaps.count(1) > 30  # while the draft reads
+
+
+def test_a_small_request_overtakes_one_that_does_not_fit(lm):
+    engine = Engine(lm, max_cache_tokens=200)
+    rounds = Rounds()
+    engine.submit([1], {"max_new_tokens": 100}, strategy=watched(rounds, 100))
+    large = engine.submit([2] * 190, {"max_new_tokens": 5})
+    small = engine.submit([3], {"max_new_tokens": 1})
+    run(engine, [rounds], 3)
+    assert small.done
+    assert not large.done
+    others = [engine.submit([3], {"max_new_tokens": 1}) for _ in range(80)]
+    while not large.done:
+        engine.step()
+    assert sum(one.done for one in others) < 40  # it is not overtaken for ever
+    engine.run()
+    assert all(one.done for one in others)
+
+
+def test_a_batch_that_is_too_large_is_not_tried_again_each_round(lm, monkeypatch):
+    forward, failures = lm.backend.forward, []
+
+    def failing(segments):
+        if len(segments) > 3:
+            failures.append(len(segments))
+            raise RuntimeError("too large")
+        return forward(segments)
+
+    monkeypatch.setattr(lm.backend, "forward", failing)
+    engine = Engine(lm)
+    requests = [engine.submit([i + 1], {"max_new_tokens": 60, "min_new_tokens": 60}) for i in range(8)]
+    engine.run()
+    assert all(len(request.result().token_ids) == 60 for request in requests)
+    assert len(failures) < 12
+
+
+def test_a_step_costs_no_more_when_many_wait(lm):
+    def calls(waiting):
+        engine = Engine(lm, max_requests=1)
+        engine.submit([1], {"max_new_tokens": 9, "min_new_tokens": 9})
+        for _ in range(waiting):
+            engine.submit([2], {"max_new_tokens": 1})
+        engine.step()
+        count = 0
+
+        def counting(frame, event, _):
+            nonlocal count
+            count += 1
+
+        sys.setprofile(counting)
+        engine.step()
+        sys.setprofile(None)
+        return count
+
+    assert calls(300) < calls(3) + 100
+
+
+def test_a_list_of_prompts_makes_its_requests_when_it_is_their_turn(lm, monkeypatch):
+    made = []
+    submit = Engine.submit
+    monkeypatch.setattr(Engine, "submit", lambda *args, **how: (made.append(submit(*args, **how)), made[-1])[1])
+    unfinished = []
+
+    def look(ids, scores):
+        unfinished.append(sum(not request.done for request in made))
+        return scores
+
+    results = specbeam.generate(lm, [[i + 1] for i in range(40)], max_new_tokens=2, logits_processor=look)
+    assert len(results) == 40
+    assert max(unfinished) <= 8
+    with pytest.raises(SpecbeamError, match="prompt 39: "):
+        specbeam.generate(lm, [*([1] for _ in range(39)), []], max_new_tokens=2)
+    assert len(made) == 40

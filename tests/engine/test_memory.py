@@ -1,0 +1,148 @@
+"""Admission follows what requests use. A pause puts a wrong guess right, and no text changes."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specbeam import Engine, SpecbeamError
+
+BEAMS = {"max_new_tokens": 30, "min_new_tokens": 30, "num_beams": 16}
+
+
+def result(lm, prompt, options, **how):
+    engine = Engine(lm)
+    request = engine.submit(prompt, options, **how)
+    engine.run()
+    return request.result()
+
+
+def sequences(request):
+    return [(one.token_ids, pytest.approx(one.score, abs=1e-4)) for one in request.result().sequences]
+
+
+def test_beams_count_with_the_slots_that_they_use(lm):
+    peak = result(lm, [1] * 10, BEAMS).stats.peak_slots
+    assert peak < (10 + 30 * 16) // 2
+    engine = Engine(lm, max_cache_tokens=peak + 32)
+    request = engine.submit([1] * 10, BEAMS)
+    engine.run()
+    assert request.result().sequences == result(lm, [1] * 10, BEAMS).sequences
+
+
+@given(
+    tokens=st.integers(70, 200),
+    kinds=st.lists(
+        st.tuples(st.integers(1, 30), st.sampled_from([1, 1, 2, 4]), st.sampled_from([None, "ngram"])), max_size=6
+    ),
+)
+def test_requests_pause_when_memory_is_short_and_their_texts_stay(lm, tokens, kinds):
+    engine = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32)
+    wishes = [([7, 8] * length, {"max_new_tokens": 12, "num_beams": beams}, draft) for length, beams, draft in kinds]
+    requests = []
+    for prompt, options, draft in wishes:
+        try:
+            requests.append(engine.submit(prompt, options, draft=draft))
+        except SpecbeamError:
+            requests.append(None)
+    for _ in range(600):
+        more = engine.step()
+        assert engine.cache_tokens <= tokens
+        if not more:
+            break
+    assert not more
+    for request, (prompt, options, draft) in zip(requests, wishes, strict=True):
+        if request is None:
+            continue
+        try:
+            got = sequences(request)
+        except SpecbeamError:
+            assert options["num_beams"] > 1  # one text of full length was promised room
+        else:
+            assert got == [(one.token_ids, one.score) for one in result(lm, prompt, options, draft=draft).sequences]
+
+
+def test_a_paused_request_goes_on_with_the_same_text(lm):
+    options = {"max_new_tokens": 40, "min_new_tokens": 40}
+    engine = Engine(lm, max_cache_tokens=70)
+    old, young = (engine.submit([n] * 10, options) for n in (1, 2))
+    paused = 0
+    while engine.step():
+        paused += bool(young.pieces) and not young.used_slots and not young.done
+    assert paused
+    for request, n in ((old, 1), (young, 2)):
+        assert request.result().token_ids == result(lm, [n] * 10, options).token_ids
+    assert young.result().stats.nodes_evaluated > 49  # it was read again
+    assert old.result().stats.nodes_evaluated == 49
+
+
+def test_a_paused_request_can_be_cancelled(lm):
+    options = {"max_new_tokens": 40, "min_new_tokens": 40}
+    engine = Engine(lm, max_cache_tokens=70)
+    old, young = (engine.submit([n] * 10, options) for n in (1, 2))
+    while not (young.pieces and not young.used_slots):
+        engine.step()
+    young.cancel()
+    engine.step()
+    assert young.result().finish_reason == "cancelled"
+    assert young.result().token_ids == result(lm, [2] * 10, options).token_ids[: len(young.result().token_ids)]
+    engine.run()
+    assert len(old.result().token_ids) == 40
+
+
+def test_texts_that_outgrow_the_memory_alone_end_with_the_numbers(lm):
+    engine = Engine(lm, max_cache_tokens=60)
+    request = engine.submit([1] * 10, BEAMS)
+    engine.run()
+    with pytest.raises(SpecbeamError, match="more than the engine's 60 cache slots: ask for fewer beams"):
+        request.result()
+    assert engine.cache_tokens == 0
+
+
+def test_when_memory_runs_out_in_a_pass_the_youngest_waits(lm, monkeypatch):
+    """The machine has less than the engine was allowed to use."""
+    forward = lm.backend.forward
+
+    def scarce(segments):
+        if sum(segment.length for segment in segments) > 60:
+            raise MemoryError("full")
+        return forward(segments)
+
+    monkeypatch.setattr(lm.backend, "forward", scarce)
+    engine = Engine(lm, max_batch_tokens=4)
+    options = {"max_new_tokens": 30, "min_new_tokens": 30}
+    requests = [engine.submit([n] * 25, options) for n in range(1, 5)]
+    engine.run()
+    monkeypatch.undo()
+    for n, request in enumerate(requests, 1):
+        assert request.result().token_ids == result(lm, [n] * 25, options).token_ids
+
+
+def test_logits_beyond_the_memory_are_refused(lm, monkeypatch):
+    row = 4 * lm.backend.vocab_size
+    monkeypatch.setattr("specbeam.engine.memory.memory_for_logits", lambda device: 6 * row * 10)
+    engine = Engine(lm)
+    engine.submit([1], {"num_beams": 10, "max_new_tokens": 2}).cancel()
+    with pytest.raises(SpecbeamError, match=r"logits of 11 nodes.*ask for fewer beams"):
+        engine.submit([1], {"num_beams": 11, "max_new_tokens": 2})
+    # Two of them wait for each other, as the second would need more than there is.
+    requests = [engine.submit([n], {"num_beams": 10, "max_new_tokens": 5, "min_new_tokens": 5}) for n in (1, 2)]
+    engine.step()
+    assert [request.used_slots > 0 for request in requests] == [True, False]
+    engine.run()
+    assert all(request.done for request in requests)
+
+
+def test_engines_of_one_process_share_the_memory_for_caches(lm, monkeypatch):
+    monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 100 * lm.backend.slot_bytes)
+    options = {"max_new_tokens": 30, "min_new_tokens": 30}
+    engines = [Engine(lm) for _ in range(3)]
+    requests = [[engine.submit([n] * 30, options) for n in (1, 2)] for engine in engines]
+    most = 0
+    while sum(engine.step() for engine in engines):
+        most = max(most, sum(engine.cache_tokens for engine in engines))
+    # One request per engine always runs, so that no engine waits for another for ever.
+    assert most <= 3 * 60
+    assert all(len(one.result().token_ids) == 30 for pair in requests for one in pair)
+    for engine, pair in zip(engines, requests, strict=True):
+        assert engine.cache_tokens == 0
+        assert [one.result().token_ids for one in pair] == [one.result().token_ids for one in requests[0]]
