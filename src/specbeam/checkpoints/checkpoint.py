@@ -22,6 +22,7 @@ from specbeam.checkpoints.architecture import Architecture, tensor_names
 from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
+from specbeam.checkpoints.fingerprint import Extent
 from specbeam.errors import SpecbeamError
 
 Piece = tuple[int, Callable[[], object]]
@@ -121,6 +122,11 @@ class Checkpoint(ABC):
     @abstractmethod
     def read(self, source: str, start: int, stop: int) -> Tensor:
         """Rows start to stop of a tensor, dequantized and in our order. Several threads may call it."""
+
+    @property
+    @abstractmethod
+    def extents(self) -> list[tuple[Path, list[Extent]]]:
+        """Its files of weights, and where in each of them the header and the tensors lie."""
 
     @property
     def ignored(self) -> tuple[str, ...]:

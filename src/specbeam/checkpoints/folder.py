@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from specbeam.checkpoints.checkpoint import Checkpoint, Facts
 from specbeam.checkpoints.code import check_tokenizer, refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.files import VOCABULARIES, WEIGHTS, check_links, read_json, weight_map
+from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.folder_config import config_from_hugging_face
 from specbeam.errors import SpecbeamError, Unsupported
 
@@ -143,6 +145,10 @@ class FolderCheckpoint(Checkpoint):
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return self._shapes
 
+    @property
+    def extents(self) -> list[tuple[Path, list[Extent]]]:
+        return [(file, _extents(file)) for file in sorted(set(self._files.values()))]
+
     def sources(self, name: str) -> list[str]:
         # Saved without its head, as the first GPT-2 was, a model's names lack what they begin with.
         found = super().sources(name)
@@ -172,3 +178,14 @@ class FolderCheckpoint(Checkpoint):
         if architecture.folder_norm_offset and source.endswith("norm.weight"):
             return piece.float() + architecture.folder_norm_offset
         return piece
+
+
+def _extents(file: Path) -> list[Extent]:
+    """Where the header and the tensors of a safetensors file lie."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    data = 8 + length
+    places = (tensor["data_offsets"] for tensor in header.values())
+    return [Extent(0, data, whole=True), *(Extent(data + start, end - start) for start, end in places)]

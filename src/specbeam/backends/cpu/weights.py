@@ -8,27 +8,25 @@ import logging
 import math
 import mmap
 import os
-import tempfile
+import re
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from filelock import FileLock
 from numpy.typing import NDArray
 
 from specbeam.backends.cpu.library import library
 from specbeam.backends.torch.transformer import Transformer
-from specbeam.checkpoints import registry
+from specbeam.checkpoints import packed
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
+from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.errors import SpecbeamError
 
 logger = logging.getLogger("specbeam")
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 """Of the packed layouts. A file of another version is packed again."""
 F32, Q8, Q4_MIN = 0, 1, 6
 """The formats of native/formats.h that weights are quantized to here."""
@@ -49,7 +47,6 @@ class Part:
         source: the name of the checkpoint's tensor.
         raw: whether the blocks of the GGUF file keep their values.
         offset, size: the place of its bytes in the packed data.
-        hash: of these bytes.
     """
 
     name: str
@@ -60,7 +57,6 @@ class Part:
     raw: bool
     offset: int
     size: int
-    hash: int = 0
 
 
 class Weights:
@@ -198,52 +194,56 @@ def _floats(checkpoint: Checkpoint, source: str, start: int, stop: int) -> NDArr
 
 
 def _path(checkpoint: Checkpoint, mode: str) -> Path:
-    """The file of packed weights for the current files of a checkpoint."""
-    files = sorted(checkpoint.path.rglob("*.safetensors")) if checkpoint.path.is_dir() else [checkpoint.path]
-    stats = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-    key = hashlib.sha256(repr((LAYOUT_VERSION, mode, stats, checkpoint.config)).encode()).hexdigest()[:16]
-    return registry.home() / "packed" / f"{checkpoint.path.stem}-{mode}-{key}.weights"
+    """The file of packed weights for the current content of a checkpoint's files."""
+    path = checkpoint.path.resolve()
+    extents = checkpoint.extents
+    files = [(str(file.resolve()), file.stat().st_mtime_ns) for file, _ in extents]
+    facts = (LAYOUT_VERSION, mode, files, fingerprint(extents), checkpoint.config)
+    key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
+    in_hub = path.parent.name == "snapshots"  # there a folder's name is a commit
+    name = path.parent.parent.name if in_hub else path.name if path.is_dir() else path.stem
+    name = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:80].lstrip(".")
+    return packed.folder() / f"{name}-{mode}-{key}{packed.SUFFIX}"
 
 
 def _read(path: Path, plan: list[Part], size: int) -> Weights | None:
-    """The packed weights in a file, mapped. None if the file is missing or damaged."""
+    """The packed weights in a file, mapped. None if the file is missing or damaged.
+
+    Only sampled blocks are read here: the weights of a large model come from the disk as passes need them.
+    """
     try:
         with path.open("rb") as file:
             head = file.read(16)
             length = int.from_bytes(head[8:], "little")
             if head[:8] != FILE_MAGIC or length > 1 << 26:
                 raise ValueError("its header is wrong")
-            parts = [Part(**part) for part in json.loads(file.read(length))]
-            start = _data_start(length)
-            if [_without_hash(p) for p in parts] != [_without_hash(p) for p in plan]:
+            header, start = json.loads(file.read(length)), _data_start(length)
+            if header["parts"] != [asdict(part) for part in plan]:
                 raise ValueError("it holds other tensors")
             if os.fstat(file.fileno()).st_size != start + size:
                 raise ValueError("its size is wrong")
+            if header["fingerprint"] != _fingerprint(path, plan, start):
+                raise ValueError("its content is wrong")
             data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[start:]
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         logger.warning("%s is damaged (%s) and is packed again", path, error)
         return None
-    with ThreadPoolExecutor(os.cpu_count()) as threads:
-        hashes = threads.map(lambda part: _hash(data, part), parts)
-        for part, found in zip(parts, hashes, strict=True):
-            if part.hash != found:
-                logger.warning("%s is damaged (tensor %s) and is packed again", path, part.source)
-                return None
-    return Weights(parts, data)
+    packed.note_use(path)
+    return Weights(plan, data)
 
 
 def _write(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> Weights:
     """Pack into a file, which gets its name when it is complete. Without a writable folder, pack into memory."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
-            if (found := _read(path, plan, size)) is not None:  # another process has packed it meanwhile
-                return found
-            for leftover in path.parent.glob(f".{path.stem}.*"):  # from a process that was killed
-                leftover.unlink()
-            return _write_alone(path, checkpoint, plan, size)
+        with packed.lock(path):
+            found = _read(path, plan, size)  # another process may have packed it meanwhile
+            if found is None:
+                found = _write_alone(path, checkpoint, plan, size)
+        packed.evict(keep=path)
+        return found
     except OSError as error:
         problem = "packed weights cannot be kept in %s (%s): set SPECBEAM_HOME to a writable folder"
         logger.warning(problem, path.parent, error.strerror)
@@ -252,24 +252,25 @@ def _write(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> W
 
 def _write_alone(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> Weights:
     """Pack into a file and map it. The caller holds the lock."""
-    header = _header([_with_hash(part, 2**64 - 1) for part in plan])
-    start = _data_start(len(header))
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.stem}.", delete=False) as file:
-        try:
+    new, start = packed.unfinished(path), _data_start(len(_header(plan, "")))
+    try:
+        with new.open("w+b") as file:
             # A full disk is an error here. Later, a write to the mapping would kill the process.
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, start + size)
             else:
                 file.truncate(start + size)
             mapped = mmap.mmap(file.fileno(), start + size)
-            data = _pack(checkpoint, plan, np.frombuffer(mapped, np.uint8)[start:])
-            hashed = [_with_hash(part, _hash(data, part)) for part in plan]
-            header = _header(hashed).ljust(len(header))
+            _pack(checkpoint, plan, np.frombuffer(mapped, np.uint8)[start:])
+            header = _header(plan, _fingerprint(new, plan, start))
             mapped[: 16 + len(header)] = FILE_MAGIC + len(header).to_bytes(8, "little") + header
-            os.replace(file.name, path)
-        except BaseException:
-            Path(file.name).unlink(missing_ok=True)
-            raise
+            # After a power failure it must not be there under its name without its content.
+            mapped.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
     found = _read(path, plan, size)
     if found is None:
         raise SpecbeamError(f"{path} was damaged while it was written: check the disk")
@@ -280,17 +281,9 @@ def _data_start(header: int) -> int:
     return -(-(16 + header) // PAGE_BYTES) * PAGE_BYTES
 
 
-def _header(parts: list[Part]) -> bytes:
-    return json.dumps([asdict(part) for part in parts]).encode()
+def _header(parts: list[Part], digest: str) -> bytes:
+    return json.dumps({"fingerprint": f"{digest:32}", "parts": [asdict(part) for part in parts]}).encode()
 
 
-def _hash(data: NDArray[np.uint8], part: Part) -> int:
-    return int(library().specbeam_hash(data.ctypes.data + part.offset, part.size))
-
-
-def _with_hash(part: Part, value: int) -> Part:
-    return Part(**(asdict(part) | {"hash": value}))
-
-
-def _without_hash(part: Part) -> dict[str, Any]:
-    return asdict(_with_hash(part, 0))
+def _fingerprint(path: Path, parts: list[Part], start: int) -> str:
+    return fingerprint([(path, [Extent(start + part.offset, part.size) for part in parts])])

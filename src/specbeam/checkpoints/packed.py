@@ -1,0 +1,117 @@
+"""The files of packed weights that earlier loads have kept, and which of them stay."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from specbeam.checkpoints import registry
+from specbeam.errors import SpecbeamError
+
+SUFFIX = ".weights"
+DEFAULT_LIMIT_GB = 20.0
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """A file of packed weights.
+
+    Attributes:
+        size: bytes on disk.
+        used: when a model was last loaded from it, in seconds since 1970.
+    """
+
+    path: Path
+    size: int
+    used: float
+
+
+def folder() -> Path:
+    """Where packed weights are kept."""
+    return registry.home() / "packed"
+
+
+def limit() -> int:
+    """How many bytes all packed files may have together: $SPECBEAM_PACKED_GB, else DEFAULT_LIMIT_GB.
+
+    Raises:
+        SpecbeamError: the variable holds no number, or a negative one.
+    """
+    given = os.environ.get("SPECBEAM_PACKED_GB") or DEFAULT_LIMIT_GB
+    try:
+        gigabytes = float(given)
+        if not 0 <= gigabytes < 1e9:
+            raise ValueError
+    except ValueError:
+        raise SpecbeamError(f"SPECBEAM_PACKED_GB={given!r} is not allowed: give a number of gigabytes") from None
+    return int(gigabytes * 1e9)
+
+
+def files() -> list[PackedFile]:
+    """All packed files, the least recently used first."""
+    found = []
+    for path in folder().glob(f"*{SUFFIX}"):
+        try:
+            facts = path.stat()
+        except OSError:  # another process has just removed it
+            continue
+        found.append(PackedFile(path, facts.st_size, facts.st_mtime))
+    return sorted(found, key=lambda file: file.used)
+
+
+def note_use(path: Path) -> None:
+    """Make a file the most recently used one."""
+    with suppress(OSError):  # it is another user's, or gone
+        os.utime(path)
+
+
+def lock(path: Path, timeout: float = -1) -> FileLock:
+    """The lock of a packed file. Who holds it may write or remove the file.
+
+    Args:
+        timeout: seconds to wait before filelock.Timeout is raised; -1 to wait as long as it takes.
+    """
+    return FileLock(path.with_suffix(".lock"), timeout=timeout)
+
+
+def unfinished(path: Path) -> Path:
+    """The file to pack into, before it gets the name ``path``. The lock of ``path`` is its lock too."""
+    return path.with_name(f".{path.stem}.new")
+
+
+def evict(keep: Path) -> None:
+    """Remove the least recently used files until the rest is within the limit.
+
+    A process that has mapped a removed file goes on with it: its disk space is freed when that process ends.
+
+    Args:
+        keep: the file in use, which stays even if it is above the limit alone.
+    """
+    kept = files()
+    total, most = sum(file.size for file in kept), limit()
+    for file in kept:
+        if total > most and file.path != keep and _remove(file.path):
+            total -= file.size
+
+
+def clear() -> int:
+    """Remove all packed files, and what killed processes have left behind. Returns the bytes that were removed."""
+    leftovers = [path.with_name(path.stem[1:] + SUFFIX) for path in folder().glob(".*.new")]
+    locks = [path.with_suffix(SUFFIX) for path in folder().glob("*.lock")]
+    sizes = {file.path: file.size for file in files()}
+    return sum(sizes.get(path, 0) for path in {*sizes, *leftovers, *locks} if _remove(path))
+
+
+def _remove(path: Path) -> bool:
+    """Whether a file could be removed. One that another process is packing just now stays."""
+    try:
+        with lock(path, timeout=0):
+            for file in (path, unfinished(path), path.with_suffix(".lock")):
+                file.unlink(missing_ok=True)
+    except (OSError, Timeout):
+        return False
+    return True

@@ -1,0 +1,283 @@
+"""Packed weights: which file belongs to a checkpoint, what a load reads of it, and which files are kept."""
+
+import os
+import re
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from filelock import FileLock
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import load_file, save_file
+
+import specbeam
+from specbeam import SpecbeamError
+from specbeam.backends.cpu import weights
+from specbeam.checkpoints import open_checkpoint, packed
+from specbeam.checkpoints.fingerprint import Extent, fingerprint
+from specbeam.cli import main
+from tests.checkpoints.test_gguf import write_gguf
+from tests.conftest import random_model
+
+
+def loaded(source, quantize="int8"):
+    return specbeam.load(source, backend="cpu", quantize=quantize, threads=1)
+
+
+def tokens(lm):
+    return specbeam.generate(lm, [1, 2], max_new_tokens=9).token_ids
+
+
+@pytest.fixture(scope="module")
+def folders(save):
+    """Three models of the same sizes."""
+    return [save(random_model("llama", seed=seed)) for seed in range(3)]
+
+
+@pytest.fixture
+def folder(folders):
+    return folders[0]
+
+
+@pytest.fixture
+def cached(monkeypatch, tmp_path):
+    """The folder of packed weights. Even the smallest weights get a file."""
+    monkeypatch.setattr(weights, "MIN_FILE_BYTES", 0)
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
+    return tmp_path / "home" / "packed"
+
+
+def limit(monkeypatch, size):
+    monkeypatch.setenv("SPECBEAM_PACKED_GB", str(size / 1e9))
+
+
+def test_the_second_load_maps_the_file(folder, cached, monkeypatch, caplog):
+    first = tokens(loaded(folder))
+    (file,) = cached.glob("*.weights")
+    again = []
+    monkeypatch.setattr(weights, "_pack", lambda *given: again.append(given))
+    assert tokens(loaded(folder)) == first
+    assert not again
+    assert [*cached.glob("*.weights")] == [file]
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut", "longer", "header", "empty", "magic"])
+def test_a_damaged_file_is_packed_again(folder, cached, caplog, damage):
+    first = tokens(loaded(folder))
+    (file,) = cached.glob("*.weights")
+    whole = file.read_bytes()
+    flipped = bytearray(whole)
+    flipped[-1000] ^= 1
+    damaged = {
+        "a bit": bytes(flipped),
+        "cut": whole[:-64],
+        "longer": whole + b"x",
+        "header": whole.replace(b'"rows"', b'"rowz"', 1),
+        "empty": b"",
+        "magic": b"x" * 99,
+    }
+    file.write_bytes(damaged[damage])
+    assert tokens(loaded(folder)) == first
+    assert "is damaged" in caplog.text
+    assert file.read_bytes() == whole
+
+
+def test_without_a_writable_folder_models_still_load(folder, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(weights, "MIN_FILE_BYTES", 0)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "file"))
+    assert tokens(loaded(folder))
+    assert "set SPECBEAM_HOME" in caplog.text
+
+
+# Which file
+
+
+def replace_at_the_same_time(path, write):
+    """Replace a file, and keep its size and time, as ``rsync -t`` and reproducible images do."""
+    before = path.stat()
+    write()
+    assert path.stat().st_size == before.st_size
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_another_model_of_the_same_size_and_time_is_packed_anew(save, folders, cached):
+    folder = save(random_model("llama"))
+    first = tokens(loaded(folder))
+    file = folder / "model.safetensors"
+    replace_at_the_same_time(file, lambda: shutil.copy(folders[1] / file.name, file))
+    second = tokens(loaded(folder))
+    assert second == tokens(loaded(folders[1])) != first
+
+
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "model.layers.2.input_layernorm.weight"])
+def test_a_model_that_differs_in_one_tensor_is_packed_anew(save, cached, name):
+    folder = save(random_model("llama"))
+    first = tokens(loaded(folder))
+    tensors, file = load_file(folder / "model.safetensors"), folder / "model.safetensors"
+    tensors[name] = -tensors[name]
+    replace_at_the_same_time(file, lambda: save_file(tensors, file, metadata={"format": "pt"}))
+    assert tokens(loaded(folder)) != first
+
+
+def test_another_gguf_file_of_the_same_size_and_time_is_packed_anew(tmp_path, cached):
+    sizes = {"hidden_size": 64, "intermediate_size": 96}
+    one, two = (
+        write_gguf(tmp_path / f"{seed}.gguf", random_model("llama", seed=seed, **sizes), Type.Q8_0) for seed in (0, 1)
+    )
+    first = tokens(loaded(one, "keep"))
+    replace_at_the_same_time(one, lambda: shutil.copy(two, one))
+    assert tokens(loaded(one, "keep")) == tokens(loaded(two, "keep")) != first
+
+
+def test_a_file_has_the_name_of_its_model(save, cached, tmp_path):
+    snapshot = tmp_path / "models--some--model" / "snapshots" / ("a" * 40)
+    shutil.copytree(save(random_model("llama")), snapshot)
+    loaded(snapshot)
+    long = tmp_path / ("Model 2.5 é" + "x" * 200)
+    shutil.copytree(snapshot, long)
+    loaded(long)
+    names = {re.sub("-[0-9a-f]{16}.weights", "", file.name) for file in cached.glob("*.weights")}
+    assert names == {"models--some--model-int8", "Model_2.5__" + "x" * 69 + "-int8"}
+
+
+# What is read
+
+
+def bytes_read():
+    """By this process so far, from files."""
+    return int(re.search(r"rchar: (\d+)", Path("/proc/self/io").read_text())[1])
+
+
+def test_a_fingerprint_costs_the_same_for_files_of_all_sizes(tmp_path):
+    read = []
+    for size in (1 << 20, 1 << 34):  # with holes: on the disk they are empty
+        path = tmp_path / str(size)
+        path.touch()
+        os.truncate(path, size)
+        before = bytes_read()
+        fingerprint([(path, [Extent(0, size)])])
+        read.append(bytes_read() - before)
+    assert read[0] == read[1] < 1 << 17  # the figure of /proc itself is in it
+
+
+def test_a_fingerprint_sees_both_ends_and_the_middle(tmp_path):
+    path = tmp_path / "file"
+    content = bytearray(90_000)
+    digests = set()
+    for place in (None, 0, 30_000, 60_000, 89_999):
+        changed = content.copy()
+        if place is not None:
+            changed[place] = 1
+        path.write_bytes(changed)
+        digests.add(fingerprint([(path, [Extent(0, 90_000)])]))
+    assert len(digests) == 5
+
+
+def test_a_load_reads_little_of_a_packed_file(save, cached):
+    """The rest is mapped, and comes into memory when a pass needs it."""
+    folder = save(random_model("llama", hidden_size=256, intermediate_size=2048, num_hidden_layers=2))
+    checkpoint = open_checkpoint(folder)
+    weights.load_weights(checkpoint, "int8")
+    (file,) = cached.glob("*.weights")
+    before = bytes_read()
+    held = weights.load_weights(checkpoint, "int8")
+    assert bytes_read() - before < file.stat().st_size / 2
+    (resident,) = re.findall(rf"{file.name}\nSize:.*?\nRss: +(\d+) kB", Path("/proc/self/smaps").read_text(), re.DOTALL)
+    assert int(resident) * 1024 < file.stat().st_size / 10
+    assert held.parts
+
+
+# Which files are kept
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_the_umask_says_who_may_read_a_file(folder, cached, umask, mode):
+    before = os.umask(umask)
+    try:
+        loaded(folder)
+    finally:
+        os.umask(before)
+    (file,) = cached.glob("*.weights")
+    assert file.stat().st_mode & 0o777 == mode
+
+
+def test_the_least_recently_used_files_go_first(folders, cached, monkeypatch):
+    def names():
+        return [folder.name for folder in folders if [*cached.glob(f"{folder.name}-int8-*.weights")]]
+
+    def use(folder, now):
+        lm = loaded(folder)
+        (file,) = cached.glob(f"{folder.name}-int8-*.weights")
+        os.utime(file, (now, now))  # two loads may be within one tick of the clock
+        return lm
+
+    first = use(folders[0], 1)
+    expected, second = tokens(first), use(folders[1], 2)
+    sizes = sum(file.size for file in packed.files())
+    limit(monkeypatch, sizes)
+    loaded(folders[0])  # now folders[1] is the least recently used
+    use(folders[2], 4)
+    assert names() == [folders[0].name, folders[2].name]
+    assert tokens(second)  # a model whose file is gone goes on
+    limit(monkeypatch, 1)
+    loaded(folders[1])
+    assert names() == [folders[1].name]  # the file in use stays, however small the limit
+    assert tokens(first) == expected
+
+
+def test_models_packed_shows_the_files_and_clears_them(folders, cached, monkeypatch, capsys):
+    assert main(["models", "packed"]) == 0
+    assert capsys.readouterr().out == ""
+    limit(monkeypatch, 5e9)
+    lm = loaded(folders[0])
+    expected = tokens(lm)
+    loaded(folders[1])
+    assert main(["models", "packed"]) == 0
+    shown = capsys.readouterr()
+    assert [line.rsplit("-", 4)[0].split("-int8")[0] for line in shown.out.splitlines()] == [
+        folders[1].name,
+        folders[0].name,
+    ]
+    assert "of at most 5,000 MB in" in shown.err
+    (cached / ".killed-int8-0123456789abcdef.new").write_bytes(b"half")
+    assert main(["models", "packed", "--clear"]) == 0
+    assert [*cached.iterdir()] == []
+    assert tokens(lm) == expected
+    assert tokens(loaded(folders[0])) == expected
+
+
+def test_a_file_that_is_being_packed_is_not_cleared(folder, cached):
+    loaded(folder)
+    (file,) = cached.glob("*.weights")
+    with FileLock(file.with_suffix(".lock")):
+        assert packed.clear() == 0
+    assert file.exists()
+    assert packed.clear() > 0
+    assert not file.exists()
+
+
+def test_a_file_of_a_killed_process_is_written_over(folder, cached):
+    expected = tokens(loaded(folder))
+    (file,) = cached.glob("*.weights")
+    file.unlink()
+    file.with_name(f".{file.stem}.new").write_bytes(b"half" * 1_000_000)
+    assert tokens(loaded(folder)) == expected
+    assert not [*cached.glob(".*.new")]
+
+
+def test_several_threads_may_pack_and_remove_at_once(folders, cached, monkeypatch):
+    expected = [tokens(loaded(folder)) for folder in folders]
+    limit(monkeypatch, 1)
+    with ThreadPoolExecutor(4) as threads:
+        found = threads.map(lambda i: (i % 3, tokens(loaded(folders[i % 3]))), range(12))
+        assert all(got == expected[i] for i, got in found)
+
+
+@pytest.mark.parametrize("value", ["many", "-1", "nan", "inf"])
+def test_a_limit_that_is_no_number_is_named(monkeypatch, value):
+    monkeypatch.setenv("SPECBEAM_PACKED_GB", value)
+    with pytest.raises(SpecbeamError, match=f"SPECBEAM_PACKED_GB='{value}' is not allowed: give a number of gigabytes"):
+        packed.limit()
