@@ -3,6 +3,7 @@
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+from specbeam.cli import main
 from specbeam.errors import SpecbeamError
 from specbeam.study.config import check, compose, methods, sweep
 
@@ -109,6 +110,110 @@ def test_what_is_wrong_is_named(override, message):
         override_list = [override]
     with pytest.raises(SpecbeamError, match=message.replace("?", r"\?").replace("(", r"\(")):
         study(*override_list)
+
+
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("hydra.run.dir=x", "give output=FOLDER"),
+        ("hydra.sweep.dir=x", "give --multirun and output=FOLDER"),
+        ("hydra.sweep.subdir=x", "give --multirun and output=FOLDER"),
+        ("hydra.mode=MULTIRUN", "give --multirun"),
+        ("hydra.sweeper.params={seed: 1}", "give --multirun and KEY=A,B"),
+        ("hydra/sweeper=basic", "give --multirun and KEY=A,B"),
+        ("hydra/launcher=joblib", "give launcher=ray"),
+        ("+hydra.launcher.n_jobs=2", "give launcher=ray"),
+        ("hydra.job.name=x", "give project_name=NAME"),
+        ("hydra.searchpath=[file:///tmp]", "give --config-dir DIR"),
+        *(
+            (key, "leave it out")
+            for key in (
+                "hydra.job.chdir=true",
+                "hydra.job.id=1",
+                "hydra.job.num=1",
+                "hydra.job.override_dirname=x",
+                "hydra.job.config.override_dirname.kv_sep=x",
+                "hydra.job.config_name=x",
+                "+hydra.job.env_set.A=1",
+                "hydra.job.env_copy=[A]",
+                "hydra.verbose=true",
+                "hydra.output_subdir=null",
+                "hydra.help.app_name=x",
+                "hydra.hydra_help.template=x",
+                "hydra.hydra_logging.version=1",
+                "hydra.job_logging=null",
+                "hydra.env={}",
+                "hydra.overrides.task=[]",
+                "hydra.runtime.cwd=x",
+                "++hydra.callbacks.mine=1",
+                "hydra/job_logging=disabled",
+                "hydra/hydra_logging=none",
+                "hydra/help=default",
+                "hydra/hydra_help=default",
+                "hydra/output=default",
+                "hydra/env=default",
+                "+hydra/callbacks=mine",
+                "~hydra.run_dir",
+                "~hydra",
+                "hydra=x",
+            )
+        ),
+    ],
+)
+def test_keys_of_hydras_own_are_refused(override, hint, capsys):
+    key = override.lstrip("+~").partition("=")[0]
+    for sweeping in ([], ["--multirun"]):
+        assert main(["study", "--show-config", "prompts=[hi]", override, *sweeping]) == 2
+        says = f"specbeam: {key} is a key of Hydra's own, and a study does not use it: {hint}\n"
+        assert capsys.readouterr() == ("", says)
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        *[
+            "--config-path=x",
+            "-cp=x",
+            "--config-name=x",
+            "-cn=x",
+            "-cd=x",
+            "--cfg=job",
+            "-c=job",
+            "--package=x",
+            "-p=x",
+        ],
+        *["--hydra-help", "--info", "-i", "--resolve", "--run", "-r", "--experimental-rerun=x", "--shell-completion"],
+    ],
+)
+def test_flags_of_hydras_own_are_refused(flag, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["study", "--show-config", "prompts=[hi]", flag])
+    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "key"),
+    [
+        ("config.yaml", "hydra: {run: {dir: x}}", "hydra.run.dir"),
+        ("config.yaml", "defaults: [{override hydra/job_logging: disabled}]", "hydra.job_logging"),
+        ("ablation/mine.yaml", "# @package _global_\nhydra: {sweep: {dir: x}}", "hydra.sweep.dir"),
+        ("ablation/mine.yaml", "# @package hydra\njob: {chdir: true}", "hydra.job.chdir"),
+    ],
+)
+def test_keys_of_hydras_own_are_refused_in_files(tmp_path, file, content, key):
+    folder = tmp_path / "it's, [my] {own}=1 $folder"
+    (folder / "ablation").mkdir(parents=True)
+    (folder / "ablation" / "mine.yaml").write_text("# @package _global_\nseed: 5")
+    assert study("ablation=mine", folder=folder).seed == 5
+    (folder / file).write_text(content)
+    with pytest.raises(SpecbeamError, match=f"{key}.* is a key of Hydra's own|override hydra/job_logging"):
+        study("ablation=mine", folder=folder)
+
+
+@pytest.mark.parametrize("word", ["seed=interval(0,1)", "data=glob(*)", "seed=range(1,1)", "seed=1,", "=1", "data=3"])
+def test_a_sweep_that_cannot_be_listed_is_one_line(word, capsys):
+    assert main(["study", "--multirun", "--show-config", "prompts=[hi]", word]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_nothing_to_decode_is_refused():

@@ -19,6 +19,18 @@ from specbeam.errors import SpecbeamError
 
 MODES = ("greedy", "sample", "beam", "speculative", "hybrid")
 """hybrid is speculative beam search."""
+INSTEAD_OF_HYDRAS = {
+    "hydra.run": "give output=FOLDER",
+    "hydra.sweep": "give --multirun and output=FOLDER",
+    "hydra.mode": "give --multirun",
+    "hydra.sweeper": "give --multirun and KEY=A,B",
+    "hydra.launcher": "give launcher=ray",
+    "hydra.job.name": "give project_name=NAME",
+    "hydra.searchpath": "give --config-dir DIR",
+}
+"""The study's own words for Hydra's keys. Hydra composes the configuration here, but does not run the study."""
+SET_BY_HYDRA = ("hydra.overrides", "hydra.runtime", "hydra.searchpath", "hydra.job.config_name", "hydra.job.override")
+"""The keys of Hydra's own that differ from run to run by themselves."""
 
 
 @dataclass(frozen=True)
@@ -232,22 +244,22 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
         folder: the user's own, with a ``config.yaml`` and groups (data/NAME.yaml, ablation/NAME.yaml, ...).
 
     Raises:
-        SpecbeamError: it cannot be read, or an override is not understood.
+        SpecbeamError: it cannot be read, an override is not understood, or a key of Hydra's own is set.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
+    from omegaconf import OmegaConf, open_dict
 
+    for override in _parsed(overrides):
+        _refuse_hydras(override.key_or_group.replace("/", "."), override.key_or_group)
     search, primary = [], "study"
     if folder is not None:
         if not folder.is_dir():
             raise SpecbeamError(f"--config-dir {folder} is not a folder")
-        search = [f"hydra.searchpath=[file://{folder.resolve()}]"]
+        quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
+        search = [f"hydra.searchpath=['file://{quoted}']"]
         if (folder / "config.yaml").exists():
             ConfigStore.instance().store("study_and_config", {"defaults": ["study", "config"]})
             primary = "study_and_config"
@@ -255,12 +267,21 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
     try:
         with initialize_config_dir(str(Path(__file__).parent / "conf"), version_base="1.3"):
             # ``check`` refuses unknown names and suggests the nearest one. Hydra's own message would be less clear.
-            composed = hydra_compose(primary, [*map(_may_add, overrides), *search])
+            composed = hydra_compose(primary, [*map(_may_add, overrides), *search], return_hydra_config=True)
+            with open_dict(composed):
+                hydras = composed.pop("hydra")
+            if folder is not None:
+                usual = _leaves("hydra", OmegaConf.to_container(hydra_compose("study", return_hydra_config=True).hydra))
+                for key, value in _leaves("hydra", OmegaConf.to_container(hydras)).items():
+                    if not key.startswith(SET_BY_HYDRA) and (key not in usual or usual[key] != value):
+                        _refuse_hydras(key, key)
             plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise SpecbeamError(f"the configuration cannot be composed: {_one_line(error)}") from error
+    except SpecbeamError:
+        raise
     except UnicodeDecodeError as error:
         raise SpecbeamError(f"a configuration file is not UTF-8 text (byte {error.start:,}): convert it") from error
+    except Exception as error:  # Hydra raises ValueError, AssertionError and others for wrong words and files, too
+        raise SpecbeamError(f"the configuration cannot be composed: {_one_line(error)}") from error
     assert isinstance(plain, dict)
     return typing.cast(dict[str, Any], plain)
 
@@ -269,30 +290,56 @@ def sweep(overrides: Sequence[str]) -> Iterator[list[str]]:
     """The combinations that ``key=a,b`` and ``key=range(...)`` stand for, in order.
 
     Raises:
-        SpecbeamError: an override is not understood.
+        SpecbeamError: an override is not understood, or stands for no value.
     """
+    from hydra.errors import HydraException
+
+    try:
+        each = [
+            [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+            if o.is_sweep_override()
+            else [str(o.input_line)]
+            for o in _parsed(overrides)
+        ]
+    except HydraException as error:
+        raise SpecbeamError(f"an override is not understood: {_one_line(error)}") from error
+    for override, values in zip(overrides, each, strict=True):
+        if not values:
+            raise SpecbeamError(f"{override} stands for no value: give at least one")
+    for combination in itertools.product(*each):
+        yield list(combination)
+
+
+def _parsed(overrides: Sequence[str]) -> list[Any]:
+    """Overrides in Hydra's grammar."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
+        return list(OverridesParser.create().parse_overrides(list(overrides)))
     except HydraException as error:
         raise SpecbeamError(f"an override is not understood: {_one_line(error)}") from error
-    each = [
-        [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
-        if o.is_sweep_override()
-        else [str(o.input_line)]
-        for o in parsed
-    ]
-    for combination in itertools.product(*each):
-        yield list(combination)
+
+
+def _refuse_hydras(key: str, given: str) -> None:
+    """Raise SpecbeamError if a key is Hydra's own, such as hydra.run.dir or hydra.launcher, as it was given."""
+    if key.partition(".")[0] == "hydra":
+        instead = (hint for prefix, hint in INSTEAD_OF_HYDRAS.items() if f"{key}.".startswith(f"{prefix}."))
+        hint = next(instead, "leave it out")
+        raise SpecbeamError(f"{given} is a key of Hydra's own, and a study does not use it: {hint}")
+
+
+def _leaves(path: str, value: Any) -> dict[str, Any]:
+    """The values in nested mappings, by dotted keys."""
+    if isinstance(value, Mapping) and value:
+        return {k: v for part in value for k, v in _leaves(f"{path}.{part}", value[part]).items()}
+    return {path: value}
 
 
 def _may_add(override: str) -> str:
     """Let Hydra accept a key that its files do not have: ``check`` knows all keys."""
     name = override.partition("=")[0]
-    groups = ("data", "tracking", "launcher", "ablation", "hydra")
-    if name[:1] in "+~" or name in groups or name.startswith("hydra."):
+    if name[:1] in "+~" or name in ("data", "tracking", "launcher", "ablation"):
         return override
     return f"++{override}"
 
