@@ -314,6 +314,14 @@ def press_ctrl_c(thread: int) -> None:
     signal.pthread_kill(thread, signal.SIGINT)
 
 
+def held_mb() -> float:
+    """Resident memory in MB, after free memory went back to the system."""
+    gc.collect()
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc
+        libc.malloc_trim(0)
+    return psutil.Process().memory_info().rss / 1e6
+
+
 # The soak.
 
 
@@ -343,8 +351,7 @@ class Soak:
         while time.monotonic() - begin < seconds and not self.wrong:
             self._round(number, min(ROUND_SECONDS, seconds))
             number += 1
-            gc.collect()
-            now, held = time.monotonic() - begin, psutil.Process().memory_info().rss / 1e6
+            now, held = time.monotonic() - begin, held_mb()
             self.memory.append((now, held))
             counts = ", ".join(f"{name} {count:,}" for name, count in sorted(self.counts.items()))
             print(f"{now:6.0f} s: {held:.0f} MB, slowest request {self.slowest:.1f} s, {counts}", flush=True)

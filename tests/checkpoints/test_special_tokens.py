@@ -105,7 +105,15 @@ def test_a_forced_token_that_the_model_lacks_is_refused_by_name(load, name):
 
 
 @pytest.mark.parametrize(
-    "entries", [{"forced_bos_token_id": "a"}, {"suppress_tokens": 1.5}, {"bad_words_ids": [3]}, {"bad_words_ids": 3}]
+    "entries",
+    [
+        {"forced_bos_token_id": "a"},
+        {"suppress_tokens": 1.5},
+        {"bad_words_ids": [3]},
+        {"bad_words_ids": 3},
+        {"forced_eos_token_id": False},
+        {"suppress_tokens": [True]},
+    ],
 )
 def test_values_of_another_kind_are_refused_in_one_line(load, entries):
     with pytest.raises(SpecbeamError, match=r"generation_config\.json") as raised:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -158,11 +159,14 @@ def _in_vocabulary(name: str, value: Any, vocab_size: int) -> list[Any]:
     """The token ids of an option, or its words, without tokens that no text can contain.
 
     Raises:
-        ValueError: a token is to be forced, and the vocabulary lacks it.
+        ValueError: a value is no token id, or a token is to be forced, and the vocabulary lacks it.
     """
+    words = value if name == "bad_words_ids" else [[value] if isinstance(value, int) else value]
+    if not all(isinstance(token, Integral) and not isinstance(token, bool) for word in words for token in word):
+        raise ValueError(f"{name} {value!r} holds a value that is no token id")
     if name == "bad_words_ids":
-        return [word for word in value if all(0 <= token < vocab_size for token in word)]
-    tokens = [token for token in ([value] if isinstance(value, int) else value) if token >= 0]
+        return [word for word in words if all(0 <= token < vocab_size for token in word)]
+    tokens = [token for token in words[0] if token >= 0]
     if name.startswith("forced") and max(tokens, default=0) >= vocab_size:
         raise ValueError(f"{name} {max(tokens)} is not in the vocabulary of {vocab_size}")
     return tokens
