@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-INCOMPLETE = "\ufffd"
-"""Decoders put this character where some bytes of a character are still missing."""
+from specbeam.detokenizing import Detokenizer, TextEnd
 
 
 class TextStream:
@@ -15,61 +14,57 @@ class TextStream:
     are the final text, which ends before the first stop string.
 
     Attributes:
-        text: the text so far, including the part that is held back.
         stopped: a stop string has come. Later tokens are ignored.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], stop_strings: Sequence[str] = ()) -> None:
-        self._decode = decode
+        self._detokenizer = Detokenizer(decode)
         self._stop_strings = stop_strings
-        self._ids: list[int] = []
-        # Tokens from start on are decoded together, because a token's text can depend on the token before it. The text
-        # of the tokens before read has been added.
-        self._start = self._read = 0
-        self._sent = 0
-        self.text = ""
+        self._end = TextEnd()
+        self._pieces: list[str] = []
+        self._held = ""  # text that may begin a stop string
         self.stopped = False
+
+    @property
+    def text(self) -> str:
+        """The text so far, including the part that may begin a stop string."""
+        return "".join([*self._pieces, self._held])
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take in tokens. Return the text that is now certain, which may be empty."""
+        pieces = []
         for token in token_ids:
-            self._ids.append(token)
-            self._take(complete=False)
-        return self._send(len(self.text) - self._held_back())
+            if self.stopped:
+                break
+            self._end = self._detokenizer.push(self._end, token)
+            pieces.append(self._take(self._end.added))
+        return "".join(pieces)
 
     def finish(self) -> str:
         """No more tokens come: return the text that was held back."""
-        self._take(complete=True)
-        return self._send(len(self.text))
+        piece = self._take("" if self.stopped else self._end.unsettled)
+        rest, self._held = self._held, ""
+        self._pieces.append(rest)
+        return piece + rest
 
-    def _take(self, complete: bool) -> None:
-        if self.stopped:
-            return
-        before = self._decode(self._ids[self._start : self._read])
-        after = self._decode(self._ids[self._start :])
-        if len(after) <= len(before) or (after.endswith(INCOMPLETE) and not complete):
-            return
-        new = after[len(before) :]
-        self._start, self._read = self._read, len(self._ids)
-        searched = max(0, len(self.text) - max((len(s) for s in self._stop_strings), default=0))
-        self.text += new
-        found = [at for s in self._stop_strings if (at := self.text.find(s, searched)) >= 0]
+    def _take(self, new: str) -> str:
+        """Add text, up to the first stop string. Return what can no longer begin one."""
+        text = self._held + new
+        found = [at for s in self._stop_strings if (at := text.find(s)) >= 0]
         if found:
-            self.text = self.text[: min(found)]
+            text = text[: min(found)]
             self.stopped = True
+        certain = len(text) if self.stopped else len(text) - self._begun(text)
+        self._held = text[certain:]
+        self._pieces.append(text[:certain])
+        return text[:certain]
 
-    def _held_back(self) -> int:
-        """The length of the longest end of the text that begins a stop string."""
-        if self.stopped:
-            return 0
+    def _begun(self, text: str) -> int:
+        """The length of the longest end of a text that begins a stop string."""
         lengths = (
             n
             for stop in self._stop_strings
-            for n in range(min(len(stop) - 1, len(self.text)), 0, -1)
-            if self.text.endswith(stop[:n])
+            for n in range(min(len(stop) - 1, len(text)), 0, -1)
+            if text.endswith(stop[:n])
         )
         return max(lengths, default=0)
-
-    def _send(self, end: int) -> str:
-        piece, self._sent = self.text[self._sent : end], max(self._sent, end)
-        return piece

@@ -70,6 +70,11 @@ class Tree:
         """The number of live nodes."""
         return self._live
 
+    @property
+    def kept(self) -> Nodes:
+        """The nodes of the last :meth:`keep` and all nodes added since, int64 [n]."""
+        return self._kept
+
     def tokens(self, nodes: Any) -> Nodes:
         """Token ids of nodes, int64, in the nodes' shape."""
         return self._tokens[nodes]

@@ -7,11 +7,17 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.detokenizing import Detokenizer, TextEnd
 from specbeam.tree import Nodes, Tree
+
+MIN_TEXTS_TO_FORGET = 256
+"""Remember at least this many ends of texts before the first is forgotten."""
 
 
 class Stopping:
     """Ends a sequence at an end-of-sequence token, after a stop string, or at the maximum length.
+
+    The texts of one tree are remembered by their last nodes, so that a stop string costs the same after any text.
 
     Args:
         eos_token_ids: tokens that end the sequence.
@@ -31,7 +37,9 @@ class Stopping:
         self._eos = np.array(sorted(eos_token_ids), dtype=np.int64)
         self.max_length = max_length
         self.stop_strings = stop_strings
-        self.decode = decode
+        self._detokenizer = Detokenizer(decode, reach=max(map(len, stop_strings), default=0))
+        self._text_ends: dict[int, TextEnd] = {}  # by node
+        self._most_text_ends = MIN_TEXTS_TO_FORGET
 
     def ended(self, tree: Tree, nodes: Nodes) -> NDArray[np.bool_]:
         """Which of the sequences that end at these nodes are finished, bool [n]."""
@@ -45,7 +53,32 @@ class Stopping:
         if int(tree.tokens(node)) in self.eos_token_ids:
             return "stop"
         if self.stop_strings:
-            text = self.decode(tree.new_tokens(node))  # all of it: a token's text can depend on any token before it
+            # A stop string that began before the window would have ended the sequence at an earlier node.
+            text = self._text_end(tree, node).text
             if any(s in text for s in self.stop_strings):
                 return "stop"
         return "length" if tree.depths(node) + 1 >= self.max_length else None
+
+    def _text_end(self, tree: Tree, node: int) -> TextEnd:
+        """The end of the generated text down to a node."""
+        unread = []
+        while (end := self._text_ends.get(node)) is None and node >= tree.prompt_length:
+            unread.append(node)
+            node = int(tree.parents(node))
+        end = end or TextEnd()
+        for node in reversed(unread):
+            end = self._text_ends[node] = self._detokenizer.push(end, int(tree.tokens(node)))
+        if len(self._text_ends) > self._most_text_ends:
+            self._forget(tree)
+        return end
+
+    def _forget(self, tree: Tree) -> None:
+        """Remember only the texts that all further ones begin with, or that may be returned."""
+        needed = {}
+        for node in tree.kept.tolist():
+            while node not in self._text_ends and node >= tree.prompt_length:
+                node = int(tree.parents(node))
+            if node in self._text_ends:
+                needed[node] = self._text_ends[node]
+        self._text_ends = needed
+        self._most_text_ends = max(MIN_TEXTS_TO_FORGET, 2 * len(needed))

@@ -1,0 +1,100 @@
+"""Texts that grow by tokens. The cost of a token does not depend on the length of its text.
+
+The text of some tokens is not the sum of the tokens' texts. A character may take several tokens, and a decoder may drop
+the space before the first word. So the last tokens of a text are decoded again with each new one, as vLLM and TGI do.
+How many are decoded again is not assumed: fewer are taken only where they were seen to decode to the same end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+INCOMPLETE = "\ufffd"
+"""Decoders put this character where some bytes of a character are still missing, and in place of invalid bytes."""
+MAX_INCOMPLETE_TOKENS = 3
+"""A character of UTF-8 has at most four bytes. So at most this many tokens wait for the rest of one."""
+MIN_WINDOW_TOKENS = 8
+"""Decode at least this many tokens again."""
+
+
+@dataclass(frozen=True)
+class TextEnd:
+    """The end of a text, with what is needed to decode further tokens.
+
+    Attributes:
+        ids: the window: the last tokens, as many as are decoded again.
+        texts: the text of the window, last; before it the texts without the window's last token, its last two, ...
+        settled: this many of the last text's characters can no longer change.
+        added: the characters that the last token settled.
+    """
+
+    ids: tuple[int, ...] = ()
+    texts: tuple[str, ...] = ("",)
+    settled: int = 0
+    added: str = ""
+
+    @property
+    def text(self) -> str:
+        """The text of the window, which ends the whole text."""
+        return self.texts[-1]
+
+    @property
+    def unsettled(self) -> str:
+        """The characters at the end that a later token may change."""
+        return self.text[self.settled :]
+
+
+class Detokenizer:
+    """Decodes texts token by token. It holds no text itself, so texts may branch.
+
+    Args:
+        decode: makes text of token ids.
+        reach: the window's text has at least this many settled characters, or it is the whole text.
+    """
+
+    def __init__(self, decode: Callable[[list[int]], str], reach: int = 1) -> None:
+        self._decode = decode
+        self._reach = max(1, reach)
+
+    def push(self, end: TextEnd, token: int) -> TextEnd:
+        """The end of the text after one more token."""
+        ids = (*end.ids, token)
+        text = self._decode([*ids])
+        if text == end.text and not self._decode([token, token]):
+            return replace(end, added="")  # a special token, which no text shows (once: a leading space may be dropped)
+        texts = (*end.texts[-MAX_INCOMPLETE_TOKENS:], text)
+        if not text.endswith(INCOMPLETE):
+            settled = len(text)
+        elif len(texts) > MAX_INCOMPLETE_TOKENS:  # what these tokens left as it was is invalid, not incomplete
+            settled = _shared_length(texts)
+        else:
+            settled = 0
+        settled = max(settled, end.settled)
+        after = TextEnd(ids, texts, settled, text[end.settled : settled])
+        return self._shorten(after) if len(ids) % (2 * MIN_WINDOW_TOKENS) == 0 else after
+
+    def _shorten(self, end: TextEnd) -> TextEnd:
+        """Let the window begin later, if the decoder's state at its end is surely the same then.
+
+        The texts of the last tokens must be equal. A single one could agree by chance: a byte fallback replaces each
+        byte of an invalid run, and also each byte of a run that is still incomplete.
+        """
+        length = MIN_WINDOW_TOKENS
+        while 2 * length <= len(end.ids):
+            for start in range(len(end.ids) - length, len(end.ids) - length - 1 - MAX_INCOMPLETE_TOKENS, -1):
+                ids = end.ids[max(0, start) :]
+                texts = tuple(self._decode([*ids[: len(ids) - k]]) for k in reversed(range(len(end.texts))))
+                settled = end.settled - (len(end.text) - len(texts[-1]))
+                if settled < self._reach:
+                    break
+                if all(whole.endswith(text) for whole, text in zip(end.texts, texts, strict=True)):
+                    return replace(end, ids=ids, texts=texts, settled=settled)
+            length *= 2
+        return end
+
+
+def _shared_length(texts: tuple[str, ...]) -> int:
+    """With how many equal characters the texts begin."""
+    different = (at for at, characters in enumerate(zip(*texts, strict=False)) if len({*characters}) > 1)
+    return next(different, min(map(len, texts)))

@@ -1,0 +1,159 @@
+"""Text decoded token by token, against the decoder of the tokenizers library on the whole text."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from specbeam.decoding.stopping import Stopping
+from specbeam.detokenizing import MIN_WINDOW_TOKENS, Detokenizer, TextEnd
+from specbeam.streaming import TextStream
+from specbeam.tree import Tree
+from tests.conftest import examples
+
+BYTE_LEVEL = sorted(pre_tokenizers.ByteLevel.alphabet())
+BYTES = {
+    name: f"<0x{value:02X}>" for name, value in {"newline": 10, "lead": 0xE4, "second": 0xBD, "third": 0xA0}.items()
+}
+WORDS = ["▁", "▁the", "▁sea", "a", "b", "é", ".", *BYTES.values(), "<0xFF>", "<0xF0>", "<0x9F>"]
+
+
+def whole_text(decoder, tokens):
+    """``decode`` of a tokenizer with this decoder; its last token is a special one, which texts leave out."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}, unk_token=tokens[0]))
+    tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<special>"])
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True), tokenizer.get_vocab_size()
+
+
+def llama():
+    return decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+
+
+def multi_byte_tokens():
+    """Bytes, and tokens that begin or end within a character, as byte-pair merges do."""
+    to_unicode = dict(zip([*range(256)], byte_order(), strict=True))
+    parts = [b"\xa0\xe4\xbd", b"\xbd\xa0", b"\xe4\xbd", b" the", b"\xff\xe4", b"\xf0\x9f\x98"]
+    return [
+        *"abcĠ",
+        *(to_unicode[b] for b in b"\xe4\xbd\xa0\xff\xf0\x9f\x98\x80"),
+        *("".join(to_unicode[b] for b in p) for p in parts),
+    ]
+
+
+def byte_order():
+    """The character that byte-level tokenizers write for each byte."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return [chr(b if b in printable else next(others)) for b in range(256)]
+
+
+DECODERS = {
+    "byte level": (decoders.ByteLevel(), multi_byte_tokens()),
+    "metaspace": (decoders.Metaspace(), [t for t in WORDS if not t.startswith("<")]),
+    "word piece": (decoders.WordPiece(), ["the", "sea", "##side", "##s", ".", "'", "s", "n't", "do"]),
+    "bpe": (decoders.BPEDecoder(), ["the</w>", "sea", "side</w>", "s</w>", "</w>", "."]),
+    "byte fallback": (llama(), WORDS),
+}
+EXACT = [name for name in DECODERS if name != "byte fallback"]
+
+
+def ids(name, **sizes):
+    """Token ids that repeat short patterns, so that unusual states last."""
+    _, tokens = DECODERS[name]
+    pattern = st.lists(st.integers(0, len(tokens)), min_size=1, max_size=5)
+    return st.lists(st.tuples(pattern, st.integers(1, 15)), max_size=6).map(
+        lambda parts: [token for pattern, times in parts for token in pattern * times]
+    )
+
+
+@pytest.mark.parametrize("name", EXACT)
+@given(st.data())
+def test_pieces_add_up_to_the_whole_text(name, data):
+    decode, _ = whole_text(*DECODERS[name])
+    tokens = data.draw(ids(name))
+    detokenizer, end, text = Detokenizer(decode), TextEnd(), ""
+    for n, token in enumerate(tokens, start=1):
+        end = detokenizer.push(end, token)
+        text += end.added
+        assert text + end.unsettled == decode(tokens[:n])
+        assert decode(tokens[:n]).endswith(end.text)
+    stream = TextStream(decode)
+    assert "".join([stream.push([token]) for token in tokens]) + stream.finish() == decode(tokens) == stream.text
+
+
+@given(st.text(alphabet="ab é你😀\n", max_size=60))
+def test_characters_of_single_bytes_add_up_to_the_whole_text(text):
+    """With byte fallback a character that is no token comes as its bytes."""
+    decode, _ = whole_text(llama(), ["▁", "a", "b", *(f"<0x{b:02X}>" for b in range(256))])
+    tokens = [t for c in text for t in ([" ab".index(c)] if c in " ab" else [3 + b for b in c.encode()])]
+    stream = TextStream(decode)
+    assert "".join([stream.push([token]) for token in tokens]) + stream.finish() == decode(tokens)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+@given(st.data())
+def test_a_stop_string_is_found_where_the_whole_text_first_has_it(name, data):
+    decode, _ = whole_text(*DECODERS[name])
+    tokens = data.draw(ids(name))
+    stops = tuple(data.draw(st.lists(st.text(alphabet="ab .s你", min_size=1, max_size=30), min_size=1, max_size=2)))
+    text = decode(tokens).replace("\ufffd", "")
+    if text and data.draw(st.booleans()):
+        start = data.draw(st.integers(0, len(text) - 1))
+        stops = (*stops, text[start : start + data.draw(st.integers(1, 40))])
+    tree, stop = Tree([0]), Stopping(frozenset(), 10_000, stops, decode)
+    for n, token in enumerate(tokens, start=1):
+        expected = "stop" if any(s in decode(tokens[:n]) for s in stops) else None
+        (node,) = tree.add(tree.tip, token).tolist()
+        tree.keep(node)
+        assert stop(tree, node) == expected
+        if expected:
+            break
+
+
+@settings(max_examples=examples(0.3))
+@given(st.integers(0, 1000))
+def test_stop_strings_of_beams_are_found_though_texts_are_forgotten(seed):
+    decode, _ = whole_text(*DECODERS["byte level"])
+    tree, stop = Tree([0]), Stopping(frozenset(), 10_000, ("a b", "bbb"), decode)
+    random, tips = np.random.default_rng(seed), np.array([0])
+    for _ in range(60):
+        nodes = tree.add(random.choice(tips, 16), random.integers(0, 5, 16))
+        expected = [any(s in decode(tree.new_tokens(node)) for s in stop.stop_strings) for node in nodes.tolist()]
+        assert stop.ended(tree, nodes).tolist() == expected
+        going = nodes[~np.array(expected)]
+        if not len(going):
+            break
+        tips = random.choice(going, 4)
+        tree.keep(tips, nodes[expected])
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_work_does_not_grow_with_the_text(name):
+    """Counts the tokens handed to ``decode``, for text that comes again and again and for lasting invalid bytes."""
+    whole, size = whole_text(*DECODERS[name])
+    handed = 0
+
+    def decode(ids):
+        nonlocal handed
+        handed += len(ids)
+        return whole(ids)
+
+    _, vocabulary = DECODERS[name]
+    invalid = next(i for i, token in enumerate(vocabulary) if "ÿ" in token or "FF" in token or token == ".")
+    for pattern in ([*range(size)], [0, 3], [invalid]):
+        tree, stop = Tree([0]), Stopping(frozenset(), 10_000, ("never said",), decode)
+        stream, work = TextStream(decode), []
+        for token in (pattern * 400)[:400]:
+            handed = 0
+            (node,) = tree.add(tree.tip, token).tolist()
+            tree.keep(node)
+            stop(tree, node)
+            stream.push([token])
+            work.append(handed)
+        assert sum(work[200:]) < 1.3 * sum(work[:200]) + 40 * MIN_WINDOW_TOKENS
+        if len(pattern) < size:
+            assert len(stream.text) > len(decode((pattern * 400)[:400])) - 8  # lasting invalid bytes are streamed, too
