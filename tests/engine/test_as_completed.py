@@ -59,3 +59,9 @@ def test_a_submission_that_is_refused_is_raised_and_a_request_that_fails_is_yiel
         failed.result()
     assert [len(request.result().token_ids) for request in good] == [2, 2]
     assert [*engine.as_completed([])] == []
+
+
+def test_a_request_of_another_engine_is_refused(lm):
+    engine, other = Engine(lm), Engine(lm)
+    with pytest.raises(SpecbeamError, match="submitted to another engine"):
+        dict(engine.as_completed([(0, other.submit([1]))]))

@@ -55,13 +55,11 @@ class Engine:
         max_cache_tokens: int | None = None,
     ) -> None:
         limits = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens}
-        for name, value in {**limits, "max_cache_tokens": max_cache_tokens}.items():
-            if name == "max_cache_tokens" and value is None:
-                continue
+        given = limits if max_cache_tokens is None else {**limits, "max_cache_tokens": max_cache_tokens}
+        for name, value in given.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SpecbeamError(f"{name}={value!r} is not allowed: give at least 1")
         self.lm = lm
-        self.max_requests = max_requests
         self._memory = Memory(lm.backend, max_cache_tokens)
         self._scheduler = Scheduler(memory=self._memory, **limits)
 
@@ -122,7 +120,7 @@ class Engine:
         chosen = Options.of(options or {})
         check_draft(self.lm, draft, chosen)
         ids = encode(self.lm, prompt, system=system, raw=raw)
-        request = Request(self.lm, ids, chosen, draft, strategy, cancelled=self._scheduler.cancelled)
+        request = Request(self.lm, ids, chosen, draft, strategy, cancellations=self._scheduler.cancelled)
         self._memory.check(request)
         return request
 
@@ -142,7 +140,10 @@ class Engine:
         submissions = iter(submissions)
         unfinished: list[tuple[Key, Request]] = []
         while True:
-            unfinished += islice(submissions, self.max_requests - len(unfinished))
+            for key, request in islice(submissions, self._scheduler.max_requests - len(unfinished)):
+                if not self._scheduler.owns(request):
+                    raise SpecbeamError("a request was submitted to another engine: submit all to this one")
+                unfinished.append((key, request))
             if not unfinished:
                 return
             self.step()

@@ -50,7 +50,7 @@ class Request:
         draft: Draft | None = None,
         strategy: MakeStrategy | None = None,
         *,
-        cancelled: deque[Request],
+        cancellations: deque[Request],
     ) -> None:
         self.prompt_ids = prompt_ids
         self.pieces: deque[Piece] = deque()
@@ -77,7 +77,7 @@ class Request:
         self._wanted = NO_NODES  # nodes whose logits the strategy asked for
         self._vocab: int | None = None  # how many of the first tokens' logits it asked for
         self._received: list[Tensor] = []
-        self._cancelled = cancelled
+        self.cancellations = cancellations  # the engine's queue of requests to end
         self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
         self._result: Result | None = None
         self._error: Exception | None = None
@@ -115,7 +115,7 @@ class Request:
 
     def cancel(self) -> None:
         """End the request before the next pass. Its result is the text so far. May be called from any thread."""
-        self._cancelled.append(self)
+        self.cancellations.append(self)
 
     def result(self) -> Result:
         """The result, once done.

@@ -49,6 +49,10 @@ class Scheduler:
         """Queue a request. May be called from any thread."""
         self._waiting.append(request)
 
+    def owns(self, request: Request) -> bool:
+        """Whether the request was made for this scheduler."""
+        return request.cancellations is self.cancelled
+
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing left to do."""
