@@ -9,7 +9,7 @@ their work. It checks, and exits with 1 if one of these does not hold:
 
 - no request takes longer than ``--patience`` seconds (if one does, the stacks of all threads are printed);
 - a text that finished has the bits of the same request alone: every sequence, score and streamed piece;
-- a request fails only by a pass that was made to fail, or by an interrupt;
+- a request fails only by a pass that was made to fail, or by an interrupt, and each of these ends at most one request;
 - after the first minute, memory grows by less than MAX_GROWTH_MB.
 
 A seed gives the same requests. The order of events still depends on the scheduler of the machine.
@@ -380,6 +380,9 @@ class Soak:
         self.counts["interrupts"] = sum(place.count for place in self.places)
         self.counts["failed passes"] = sum(failing.count for failing in self.failing)
         self.counts["passes"] = sum(failing.passes for failing in self.failing)
+        for faults in ("interrupts", "failed passes"):
+            if self.counts[f"ended by {faults}"] > self.counts[faults]:
+                self._report(f"{self.counts[f'ended by {faults}']} requests ended by {self.counts[faults]} {faults}")
         for engine in engines:
             if engine.cache_tokens:
                 self._report(f"an engine without requests holds {engine.cache_tokens} cache slots")
@@ -519,7 +522,7 @@ def _random_limits(draw: random.Random) -> dict[str, Any]:
     return {
         "max_requests": draw.choice((1, 2, 3, 8, 16)),
         "max_batch_tokens": draw.choice((1, 4, 8, 32, 512)),
-        "max_cache_tokens": draw.choice((400, 1000, 4000, None)),
+        "max_cache_tokens": draw.choice((350, 700, 4000, None)),
     }
 
 

@@ -1,5 +1,6 @@
 """The figures of benches: the files that are kept can be read, and two runs can be compared."""
 
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -58,3 +59,11 @@ def test_a_file_without_figures_is_refused(bench, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["compare", str(path), str(path)])
     assert compare.main() == 2
     assert "holds no figures" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+def test_a_short_soak_finds_nothing():
+    soak = [sys.executable, str(BENCH / "soak.py"), "--minutes", "0.6", "--patience", "100", "--seed", "3"]
+    run = subprocess.run(soak, capture_output=True, text=True, timeout=400, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "nothing wedged" in run.stdout
