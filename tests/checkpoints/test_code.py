@@ -146,7 +146,7 @@ def test_an_adapter_is_refused_before_its_base_is_read(save):
 
 
 @pytest.mark.parametrize(
-    "name", ["../other/model.safetensors", "/etc/passwd", "a/../../b", "C:\\x", "..\\x", "", "a\0b"]
+    "name", ["../other/model.safetensors", "/etc/passwd", "a/../../b", "C:\\x", "..\\x", "", ".", "a\0b", "9" * 5000]
 )
 def test_an_index_names_files_inside_the_folder(save, name):
     folder = save(random_model("llama"))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from gguf import GGUFValueType as ValueType
 from gguf import GGUFWriter, RopeScalingType, get_tensor_name_map, quants
 from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES
 from hypothesis import given, settings
@@ -85,7 +86,9 @@ def write_gguf(path, model, kind=Type.F32, tokenizer=True, **metadata):
         writer.add_add_bos_token(False)
         writer.add_chat_template(CHAT_TEMPLATE)
     for key, value in metadata.items():
-        writer.add_string(f"general.{key}", value)
+        key = key if "." in key else f"general.{key}"
+        writer.kv_data[0].pop(key, None)
+        writer.add_key_value(key, value, ValueType.UINT64 if type(value) is int else ValueType.get_type(value))
     names = get_tensor_name_map({v: k for k, v in MODEL_ARCH_NAMES.items()}[named], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if name in ("lm_head.weight", "embed_out.weight") and config.tie_word_embeddings:
@@ -341,6 +344,34 @@ def test_sentencepiece_is_that_of_transformers(prefix):
             expected = [vocabulary["▁"], *expected]
         assert ours(text).input_ids == [1, *expected]
         assert ours.decode(ours(text).input_ids, skip_special_tokens=True) == text
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer.ggml.tokens", 1.5),
+        ("tokenizer.ggml.tokens", [1, 2]),
+        ("tokenizer.ggml.token_type", 1.5),
+        ("tokenizer.ggml.eos_token_id", [1]),
+        ("tokenizer.ggml.eos_token_id", "1"),
+        ("tokenizer.chat_template", 7),
+        ("general.alignment", 0.5),
+    ],
+)
+def test_a_key_of_another_type_is_refused(tmp_path, key, value):
+    path = write_gguf(tmp_path / "m.gguf", random_model("llama"), **{key: value})
+    with pytest.raises(SpecbeamError, match=f"its key {key} has a value of a wrong type"):
+        specbeam.load(path)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"llama.attention.key_length": 2**31 - 2}, {"llama.rope.dimension_count": 2**20}, {"llama.block_count": 2**40}],
+)
+def test_a_size_that_no_file_has_takes_no_memory(tmp_path, sizes):
+    path = write_gguf(tmp_path / "m.gguf", random_model("llama"), **sizes)
+    with pytest.raises(SpecbeamError, match="the model's configuration says"):
+        specbeam.load(path)
 
 
 def test_without_a_vocabulary_prompts_are_token_ids(tmp_path):

@@ -27,7 +27,7 @@ def check_model(folder: Path, config: Mapping[str, Any]) -> None:
     Raises:
         SpecbeamError: transformers would run code of the folder, or read a file outside it.
     """
-    if any("auto_map" in part for value in config.values() for part in _dictionaries(value)):
+    if any("auto_map" in part for value in config.values() for part in dictionaries(value)):
         raise SpecbeamError(f"{folder}: a part of the model {NEEDS_CODE}")
     if config.get("transformers_weights") is not None:
         raise SpecbeamError(f"{folder}: config.json names a file of weights (transformers_weights): remove that key")
@@ -68,7 +68,7 @@ def _reason(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
-def _dictionaries(value: Any) -> Iterator[dict[str, Any]]:
+def dictionaries(value: Any) -> Iterator[dict[str, Any]]:
     """All dictionaries in a value that was read from JSON."""
     rest = [value]
     while rest:

@@ -9,6 +9,9 @@ from typing import Any
 
 from specbeam.errors import SpecbeamError
 
+MAX_SIZE, MAX_HEAD_DIM = 2**31 - 1, 2**16
+"""The largest sizes that are believed. Rotary frequencies are lists of head_dim / 2 numbers."""
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -142,7 +145,7 @@ class Config:
     def __post_init__(self) -> None:
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
         for name in (*sizes, "context_length"):
-            size(name, getattr(self, name))
+            size(name, getattr(self, name), MAX_HEAD_DIM if name == "head_dim" else MAX_SIZE)
         caps = (c for c in (self.attention_softcap, self.logits_softcap) if c is not None)
         for number in (self.norm_eps, self.attention_scale, self.embedding_scale, *caps):
             if not (math.isfinite(number) and number > 0):
@@ -175,8 +178,8 @@ def make_layers(number: Any, tensors: Sized, layer: Callable[[int], Layer]) -> t
     return tuple(layer(i) for i in range(number))
 
 
-def size(name: str, value: Any) -> int:
+def size(name: str, value: Any, most: int = MAX_SIZE) -> int:
     """The value, if it is a size. Raises SpecbeamError if it is not."""
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
         raise SpecbeamError(f"the model's configuration says {name} = {value!r}, which is no size")
     return value

@@ -11,6 +11,7 @@ from specbeam.errors import SpecbeamError
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
+MAX_NAME_BYTES = 255
 VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")
 """The files that hold the vocabulary of a tokenizer. Tokenizers have one of them at least."""
 
@@ -36,7 +37,10 @@ def file_inside(folder: Path, name: Any, named_in: str) -> Path:
     Raises:
         SpecbeamError: the name is no such path, or it is a link that leaves the folder.
     """
-    path = PureWindowsPath(name) if isinstance(name, str) and name.isprintable() else None  # splits at "/" and "\\"
+    if not isinstance(name, str) or not name.isprintable() or len(name.encode()) > MAX_NAME_BYTES:
+        path = None
+    else:
+        path = PureWindowsPath(name)  # it splits at "/" and at "\\"
     if path is None or not path.name or path.drive or path.root or ".." in path.parts:
         raise SpecbeamError(
             f"{folder}: {named_in} names the file {str(name)[:80]!r}. Only files inside the folder are read"

@@ -19,7 +19,7 @@ from specbeam.checkpoints.code import check_tokenizer, refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.files import VOCABULARIES, WEIGHTS, check_links, read_json, weight_map
 from specbeam.checkpoints.fingerprint import Extent
-from specbeam.checkpoints.folder_config import config_from_hugging_face
+from specbeam.checkpoints.folder_config import check_counts, config_from_hugging_face
 from specbeam.errors import SpecbeamError, Unsupported
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -61,13 +61,14 @@ class FolderCheckpoint(Checkpoint):
             raise SpecbeamError(f"{path}: the index names tensor {lost[0]}, but its file does not have it")
         if not self._shapes:
             raise SpecbeamError(f"{path} holds no tensors")
+        check_counts(self._config, self._shapes)
 
     @property
     def facts(self) -> Facts:
         return Facts(
             architecture=str(self._config.get("model_type", "unknown")),
             parameters=sum(map(prod, self._shapes.values())),
-            context=self._config.get("max_position_embeddings"),
+            context=number if isinstance(number := self._config.get("max_position_embeddings"), int) else None,
             quantization=self._quantized() or self.dtype,
             size=sum(file.stat().st_size for file in set(self._files.values())),
             license=self._license(),

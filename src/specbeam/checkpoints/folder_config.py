@@ -6,13 +6,16 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.code import dictionaries
 from specbeam.checkpoints.config import (
+    MAX_HEAD_DIM,
     Config,
     Layer,
     Rope,
     llama3_divisors,
     longrope_scale,
     make_layers,
+    size,
 )
 from specbeam.checkpoints.families import ARCHITECTURES, require_supported
 from specbeam.errors import SpecbeamError, Unsupported
@@ -27,7 +30,36 @@ ACTIVATIONS = {
 """Our names of the activations, by the names in transformers."""
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 """The keys without which a config.json is refused. transformers would take defaults for them."""
+LAYERS = (
+    "num_hidden_layers",
+    "num_layers",
+    "n_layer",
+    "n_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
+    "encoder_layers",
+    "decoder_layers",
+)
+"""The keys that say how many layers a model, or a part of it, has."""
+OTHER_COUNTS, MAX_COUNT = ("num_labels", "num_experts", "num_local_experts", "n_routed_experts"), 2**16
 UNSUPPORTED_FLAGS = ("qk_layernorm", "scale_attn_by_inverse_layer_idx", "use_bidirectional_attention")
+
+
+def check_counts(given: Mapping[str, Any], tensors: Collection[str]) -> None:
+    """Refuse numbers of layers, labels or experts for which transformers would make lists without end.
+
+    Args:
+        given: the content of config.json.
+        tensors: the names of the tensors beside it. A layer has one at least.
+
+    Raises:
+        SpecbeamError: a number in it, or in a part of it, is too large.
+    """
+    for part in dictionaries(given):
+        for names, most in ((LAYERS, len(tensors)), (OTHER_COUNTS, MAX_COUNT)):
+            for name in names:
+                if isinstance(number := part.get(name), int | float) and not number <= most:
+                    raise SpecbeamError(f"config.json says {name} = {number}, which is too large: at most {most} fit")
 
 
 def config_from_hugging_face(given: Mapping[str, Any], tensors: Collection[str]) -> Config:
@@ -80,7 +112,7 @@ def _read(architecture: Architecture, given: Any, tensors: Collection[str]) -> C
         features |= {"qkv_bias": bool(bias), "output_bias": bool(bias)}
 
     hidden, heads = given.hidden_size, given.num_attention_heads
-    head_dim = get("head_dim", otherwise=hidden // heads)
+    head_dim = size("head_dim", get("head_dim", otherwise=hidden // heads), MAX_HEAD_DIM)
     context = given.max_position_embeddings
     window, kinds = get("sliding_window"), get("layer_types")
     ropes = get("rope_parameters", otherwise={})
@@ -93,7 +125,8 @@ def _read(architecture: Architecture, given: Any, tensors: Collection[str]) -> C
         if not features.get("learned_positions"):
             parameters = ropes.get(kind, ropes)
             rotated = parameters.get("partial_rotary_factor") or get("partial_rotary_factor", otherwise=1.0)
-            rope = rope_from_transformers(parameters, int(head_dim * rotated), context)
+            dim = size("rotary dimension", int(head_dim * rotated), MAX_HEAD_DIM)
+            rope = rope_from_transformers(parameters, dim, context)
         return Layer(rope, window if kind == "sliding_attention" else None)
 
     layers = make_layers(given.num_hidden_layers, tensors, layer)

@@ -45,6 +45,23 @@ PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationTyp
 BLOCKS = set(GGMLQuantizationType) - PLAIN
 
 
+KINDS: dict[type, tuple[str, ...]] = {
+    str: ("general.architecture", "tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"),
+    bool: ("tokenizer.ggml.add_bos_token", "tokenizer.ggml.add_space_prefix"),
+    int: (
+        "general.alignment",
+        *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding")),
+    ),
+}
+"""The keys that are read, by the type of their values. gguf_config.py checks the sizes of the model itself."""
+KINDS_OF_ENTRIES: dict[type, tuple[str, ...]] = {
+    str: ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"),
+    int: ("tokenizer.ggml.token_type",),
+    float: ("tokenizer.ggml.scores",),
+}
+"""The keys that are arrays. All entries of an array have one type in the file."""
+
+
 class TensorInfo(NamedTuple):
     shape: tuple[int, ...]
     type: GGMLQuantizationType
@@ -93,10 +110,10 @@ class GGUFCheckpoint(Checkpoint):
         return Facts(
             architecture=architecture,
             parameters=sum(prod(t.shape) for t in self._tensors.values()),
-            context=self.metadata.get(f"{architecture}.context_length"),
+            context=number if isinstance(number := self.metadata.get(f"{architecture}.context_length"), int) else None,
             quantization=self._file_type() or self.dtype,
             size=self.path.stat().st_size,
-            license=self.metadata.get("general.license"),
+            license=name if isinstance(name := self.metadata.get("general.license"), str) else None,
         )
 
     def _file_type(self) -> str | None:
@@ -263,12 +280,13 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
     for _ in range(key_count):
         key = string()
         metadata[key] = value(scalar("<I"))
+    _check_kinds(path, metadata)
     described = []
     for _ in range(tensor_count):
         name = string()
         shape = tuple(scalar("<Q") for _ in range(scalar("<I")))[::-1]
         described.append((name, shape, GGMLQuantizationType(scalar("<I")), scalar("<Q")))
-    alignment = metadata.get("general.alignment", 32)
+    alignment = max(1, metadata.get("general.alignment", 32))
     start = -(-position // alignment) * alignment
     tensors = {}
     for name, shape, kind, offset in described:
@@ -277,3 +295,13 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
             raise SpecbeamError(f"{path} is damaged: tensor {name} of type {kind.name} has shape {list(shape)}")
         tensors[name] = TensorInfo(shape, kind, start + offset, shape[-1] // block * block_bytes)
     return metadata, tensors
+
+
+def _check_kinds(path: Path, metadata: Mapping[str, Any]) -> None:
+    for key, value in metadata.items():
+        wrong = any(key in keys and type(value) is not kind for kind, keys in KINDS.items())
+        for kind, keys in KINDS_OF_ENTRIES.items():
+            if key in keys:
+                wrong = not isinstance(value, list) or type(value[0] if value else kind()) is not kind
+        if wrong:
+            raise SpecbeamError(f"{path} is damaged: its key {key} has a value of a wrong type. Fetch it again")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specbeam.checkpoints.architecture import Architecture
-from specbeam.checkpoints.config import Config, Layer, Rope, longrope_scale, make_layers, size
+from specbeam.checkpoints.config import MAX_HEAD_DIM, Config, Layer, Rope, longrope_scale, make_layers, size
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES, require_supported
 from specbeam.errors import SpecbeamError, Unsupported
 
@@ -63,10 +63,11 @@ def _read(
     features["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
 
     heads, hidden, depth = size("num_heads", get("attention.head_count")), get("embedding_length"), get("block_count")
-    head_dim = metadata.get("attention.key_length") or hidden // heads
+    head_dim = size("head_dim", metadata.get("attention.key_length") or hidden // heads, MAX_HEAD_DIM)
     context, window = get("context_length"), metadata.get("attention.sliding_window") or None
 
-    theta, dim = float(get("rope.freq_base", 10000.0)), get("rope.dimension_count", head_dim)
+    theta = float(get("rope.freq_base", 10000.0))
+    dim = size("rope.dimension_count", get("rope.dimension_count", head_dim), MAX_HEAD_DIM)
     scaling, scale = metadata.get("rope.scaling.type", "none"), 1.0
     rope_divisors = divisors.get(LLAMA3_DIVISORS)
     if LONGROPE_DIVISORS in divisors:
