@@ -231,6 +231,21 @@ def test_another_run_does_not_go_on_where_one_was_interrupted(run, interrupted, 
     assert [row["id"] for row in read(tmp_path / "out.jsonl")] == [row["id"] for row in numbered()]
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"row": [1, 2]}, {"row": 99}, {"row": -1}, {"row": True}, {"row": 9, "text": "x"}, {"row": 9, "error": 1}],
+)
+def test_a_line_that_is_no_answer_is_made_again(run, interrupted, tmp_path, damage):
+    """The fuzzer found that such a line in the partial output gave a traceback."""
+    write(tmp_path / "in.jsonl", numbered())
+    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 2)
+    interrupted(*arguments)
+    with (tmp_path / "out.jsonl.partial.jsonl").open("a") as file:
+        file.write(json.dumps(damage) + "\n")
+    assert run(*arguments) == (0, "")
+    assert [row["error"] for row in read(tmp_path / "out.jsonl")] == [None] * 10
+
+
 @pytest.mark.parametrize("damage", ["", '{"fing', "\0" * 100, '{"row": 1}\n', "[]\n", '{"fingerprint": "x"}\n{"row'])
 def test_a_file_that_was_not_even_begun_is_begun_anew(run, tmp_path, damage):
     write(tmp_path / "in.jsonl", numbered())

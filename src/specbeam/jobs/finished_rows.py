@@ -63,8 +63,13 @@ class FinishedRows:
                 f"{self.path} is of another run (another input file, model or option): give the same again, or "
                 "delete that file to begin anew"
             )
-        else:
+        elif self._is_answer(entry):  # the row of a damaged answer is made again
             self._keep(entry["row"], place)
+
+    def _is_answer(self, entry: Entry) -> bool:
+        row = entry.get("row")
+        numbered = isinstance(row, int) and not isinstance(row, bool) and 0 <= row < len(self._places)
+        return numbered and "error" in entry and isinstance(entry["error"], str | None)
 
     def _keep(self, row: int, place: int) -> None:
         self.count += self._places[row] == NOT_FINISHED
