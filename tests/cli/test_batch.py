@@ -255,6 +255,13 @@ def test_a_file_that_was_not_even_begun_is_begun_anew(run, tmp_path, damage):
     assert [row["error"] for row in read(tmp_path / "out.jsonl")] == [None] * 10
 
 
+def test_two_columns_of_one_name_are_refused(run, tmp_path):
+    columns = [pa.array(["x"])] * 3
+    pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "n", "n"]), tmp_path / "in.parquet")
+    says = "specbeam: in.parquet is damaged: two columns are called 'n'\n"
+    assert run("in.parquet", "out.jsonl", model="/not/there") == (2, says)
+
+
 def test_what_is_finished_is_not_loaded_a_model_for(run, interrupted, tmp_path, monkeypatch):
     write(tmp_path / "in.jsonl", numbered(PROMPTS[: batch.BATCHES_PER_JOB]))
     arguments = ("in.jsonl", "out.parquet", "--batch-size", 1, "--max-new-tokens", 2)
@@ -302,6 +309,7 @@ def test_a_full_disk_is_one_line_and_what_is_finished_stays(run, tmp_path, monke
         ("in.jsonl", '{"prompt": "x"}\n' * 300 + "{", ["out.jsonl"], "in.jsonl is damaged: line 301 is not JSON"),
         ("in.csv", 'prompt\nx\n"y', ["out.jsonl"], "in.csv is damaged: line 3: unexpected end of data"),
         ("in.csv", b"prompt\nx\n\xff\n", ["out.jsonl"], "line 3 is not UTF-8 text (byte 9)"),
+        ("in.jsonl", '{"prompt": "x", "\\ud83d": 1}\n', ["out.parquet"], "cannot be in a .parquet file ('utf-8' codec"),
         ("in.jsonl", '{"prompt": "x", "n": {}}\n', ["out.parquet"], "in.jsonl cannot become a .parquet file"),
         (
             "in.jsonl",
@@ -434,6 +442,14 @@ def test_an_input_that_changes_is_refused_and_what_is_finished_stays(run, tmp_pa
     source.write_bytes(before)
     assert run(*arguments) == (0, "")
     assert [row["prompt"] for row in read(tmp_path / "out.jsonl")] == PROMPTS
+
+
+def test_a_disk_that_is_full_from_the_start_is_one_line_and_nothing_stays(run, tmp_path, monkeypatch):
+    write(tmp_path / "in.jsonl", numbered())
+    monkeypatch.setattr(os, "fsync", full)
+    says = "specbeam: cannot write the output: No space left on device\n"
+    assert run("in.jsonl", "out.jsonl", model="/not/there") == (1, says)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 @pytest.mark.skipif(os.name == "nt", reason="named pipes")

@@ -51,7 +51,7 @@ class FinishedRows:
                     self._journal.append({"fingerprint": fingerprint})
             self._file = self.path.open("rb")
         except BaseException:
-            self._journal.close()
+            self._close_journal()
             raise
 
     def _take(self, entry: Entry, place: int) -> None:
@@ -79,8 +79,11 @@ class FinishedRows:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._journal.close()
         self._file.close()
+        self._close_journal()
+
+    def _close_journal(self) -> None:
+        self._journal.close()
         if not self.count:
             self.path.unlink(missing_ok=True)
 
@@ -107,6 +110,8 @@ class FinishedRows:
         try:
             yield
         except OSError as error:
+            if not self.count:
+                raise
             rows = f"{self.count:,} finished rows stay in {self.path}"
             message = f"{error.strerror}; {rows}, and the same command goes on from there"
             raise OSError(error.errno, message) from error

@@ -11,6 +11,7 @@ import shutil
 import stat
 import tempfile
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
@@ -176,6 +177,7 @@ class ParquetRows(Rows):
             yield pyarrow().Table.from_arrays(batch.columns, schema=schema)
 
     def _rows(self) -> Iterator[Row]:
+        check_distinct(self._parquet_file().schema_arrow.names)
         for batch in self._batches():
             yield from batch.to_pylist()
 
@@ -211,9 +213,7 @@ class CsvRows(Rows):
         reader = csv.reader(self._lines(), strict=True)
         try:
             names = next(reader, [])
-            for name in names:
-                if names.count(name) > 1:
-                    raise ValueError(f"two columns are called {name!r}")
+            check_distinct(names)
             for cells in reader:
                 if cells and len(cells) != len(names):
                     raise ValueError(
@@ -227,6 +227,13 @@ class CsvRows(Rows):
     def _lines(self) -> Iterator[str]:
         for line in lines_of(self._file):
             yield from io.StringIO(line, newline="")  # a carriage return alone, too, ends a line
+
+
+def check_distinct(names: list[str]) -> None:
+    """Raise ValueError if two columns have one name."""
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ValueError(f"two columns are called {name!r}")
 
 
 def lines_of(file: Iterable[bytes]) -> Iterator[str]:
@@ -281,6 +288,7 @@ def table_of(rows: list[Row], types: Mapping[str, Any]) -> Any:
     columns = {}
     for name, kind in types.items():
         try:
+            name.encode()  # half of a surrogate pair is no text for pyarrow
             columns[name] = pa.array([row.get(name) for row in rows], kind)
         except (pa.ArrowException, ValueError, OverflowError) as error:
             raise SpecbeamError(f"column {name!r} cannot be in a .parquet file ({error}): name OUT .jsonl") from error
