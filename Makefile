@@ -1,7 +1,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test test-thorough fuzz lint docs wheel
+.PHONY: demo test test-thorough fuzz fuzz-native lint docs wheel
 
 # The main job: text from a real model (98 MB, fetched on first use), and the passes that lookup in the text saves.
 demo: .venv/specbeam
@@ -27,6 +27,11 @@ lint: .venv/installed
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 	$(BIN)/mypy
 	$(BIN)/python .ci/language
+
+# Coverage-guided fuzzing of the native boundary and of packed weights. It needs clang.
+SECONDS ?= 60
+fuzz-native:
+	tests/fuzz/native/run $(SECONDS)
 
 # The site, in site/. It loads nothing from other hosts, and a broken link is an error.
 docs: .venv/docs

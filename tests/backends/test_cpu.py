@@ -3,6 +3,7 @@
 test_conformance.py tests what all backends have in common.
 """
 
+import dataclasses
 import hashlib
 import importlib
 import os
@@ -284,16 +285,22 @@ def test_without_kernels_torch_serves_and_says_so(folder, monkeypatch, caplog):
         module.library.cache_clear()
 
 
-def test_a_pass_with_wrong_indices_is_refused(folder):
+def test_a_pass_with_wrong_indices_is_refused(folder, save):
     """Native code checks all indices, so wrong ones do not make it read other memory."""
     from specbeam.backends.contract import Segment
 
     backend = loaded(folder).backend
 
+    def ids(*values):
+        return np.array(values, np.int64)
+
+    def one_node(position, slot, length):
+        fields = {"tokens": ids(1), "positions": ids(position), "slots": ids(slot), "wanted": ids(0)}
+        return fields | {"length": length, "visible": np.ones((1, length), bool)}
+
     def segment(**changes):
         cache = backend.new_cache(8)
         cache.reserve(8)
-        ids = lambda *values: np.array(values, np.int64)  # noqa: E731
         fields = {"tokens": ids(1, 2), "positions": ids(0, 1), "slots": ids(0, 1), "length": 2}
         fields |= {"visible": np.array([[True, False], [True, True]]), "wanted": ids(1)}
         return Segment(cache=cache, **(fields | changes))
@@ -314,6 +321,34 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
     ):
         with pytest.raises(RuntimeError, match="a pass was refused"):
             backend.forward([segment(**changes)])
+    once = segment()
+    with pytest.raises(RuntimeError, match="two nodes have the same slot"):
+        backend.forward([once, once])
+    with pytest.raises(RuntimeError, match="empty"):  # a refused pass leaves nothing behind that another could read
+        backend.forward([dataclasses.replace(once, **one_node(position=2, slot=2, length=3))])
+    wider = loaded(save(random_model("llama", hidden_size=128, num_hidden_layers=2))).backend
+    with pytest.raises(RuntimeError, match="a cache belongs to another model"):
+        wider.forward([once])
+
+
+def test_a_model_that_kernels_cannot_hold_is_refused(folder):
+    checkpoint = open_checkpoint(folder)
+    checkpoint.config = dataclasses.replace(checkpoint.config, context_length=2**31)
+    with pytest.raises(SpecbeamError, match="the cpu backend refuses the configuration: a size is not between"):
+        CpuBackend(checkpoint, "int8", 1)
+
+
+def test_kernels_refuse_numbers_that_overflow():
+    raw = random_blocks(Type.Q4_K, 4, 256)
+    at, out = raw.ctypes.data, room(1 << 16).ctypes.data
+    native = library()
+    for form in range(8):
+        for rows, columns in ((2**62, 2**62), (2**60, 64), (2**31, 1), (1, -32), (-1, -1)):
+            assert native.specbeam_matrix_bytes(form, rows, columns) < 0
+    assert native.specbeam_pack(int(Type.Q4_K), at, 0, 4, 32, None, 0, 1, out) == -1  # not whole blocks
+    assert native.specbeam_pack(int(Type.Q8_0), at, -34, 1, -32, None, 0, 1, out) == -1
+    assert native.specbeam_quantize(F32, at, 2**62, 4, out) == -1
+    assert native.specbeam_multiply(b"", 1 << 30, F32, 1, 1, at, at, 1, out) == -1
 
 
 def test_a_library_of_another_version_is_refused(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import torch
 
 from specbeam.errors import SpecbeamError
+from specbeam.machine import usable_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -46,15 +46,17 @@ def choose_dtype(dtype: str, device: torch.device, own: str) -> torch.dtype:
 
 
 def memory_for_caches(device: torch.device) -> int:
-    """Bytes that the engine may fill with caches: four fifths of a GPU's free memory, else a quarter of all memory."""
+    """Bytes that the engine may fill with caches.
+
+    Four fifths of a GPU's free memory. Else a quarter of the memory that this process may use, but at most four fifths
+    of its free memory.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int((free + kept) * 0.8)
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
-    except (AttributeError, ValueError, OSError):  # not on Windows
-        return 4 << 30
+    memory = usable_memory()
+    return int(min(memory.total * 0.25, memory.free * 0.8))
 
 
 def memory_for_logits(device: torch.device) -> int:

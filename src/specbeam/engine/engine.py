@@ -20,6 +20,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.prompts import Prompt, encode
+from specbeam.whole_steps import whole_step
 
 Key = TypeVar("Key")
 
@@ -151,6 +152,7 @@ class Engine:
             unfinished = [(key, request) for key, request in unfinished if not request.done]
             yield from finished
 
+    @whole_step
     def step(self) -> bool:
         """One round: admit requests, evaluate nodes, advance strategies. Returns whether there is more to do."""
         scheduler = self._scheduler

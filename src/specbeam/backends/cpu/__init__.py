@@ -7,10 +7,11 @@ kernels add in an order that depends on the node alone.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,10 @@ from specbeam.backends.devices import memory_for_caches, peak_memory
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
 from specbeam.errors import SpecbeamError
+from specbeam.machine import usable_processors
+from specbeam.whole_steps import whole_step
+
+logger = logging.getLogger("specbeam")
 
 PRODUCTS_OF_LAYER = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
 NORMS_OF_LAYER = (
@@ -39,6 +44,8 @@ PRODUCTS_OF_MODEL = ("embedding", "positions", "head")
 """In the order of ``product_named`` and ``norm_named`` in native/api.cpp: a place here is a number there."""
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """In the order of ``Activation`` in native/model.h."""
+MAX_THREADS = 1024
+"""As in native/model.h."""
 
 
 class CpuBackend:
@@ -75,14 +82,19 @@ class CpuBackend:
         half = self.quantize != "float32"
         width = -(-config.head_dim // 16) * 16
         self.slot_bytes = 2 * config.num_layers * config.num_kv_heads * width * (2 if half else 4)
-        self._model = _new_model(config, self.threads, half, isa)
-        weakref.finalize(self, self._library.specbeam_model_delete, self._model)
+        self._model = _new_model(checkpoint, self.threads, half, isa)
+        _free_with(self, self._library.specbeam_model_delete, self._model)
         self._fill(config)
+        if (started := self._library.specbeam_model_threads(self._model)) < self.threads:
+            problem = "only %d of %d threads could be started: a limit on processes or on memory is reached"
+            logger.warning(problem, started, self.threads)
+            self.threads = started
         self._one_pass = threading.Lock()
 
     def new_cache(self, most: int) -> CpuCache:
         return CpuCache(self._model, most, owner=self)
 
+    @whole_step
     def forward(self, segments: list[Segment[CpuCache]]) -> Tensor:
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)], dtype=np.int64)
@@ -93,7 +105,7 @@ class CpuBackend:
             wrong = self._library.specbeam_forward(
                 self._model, structs, len(segments), wanted.ctypes.data, len(wanted), vocab, logits.ctypes.data
             )
-        del kept
+        del kept  # until here this frame kept alive all that the pass reads: self, the segments and their arrays
         if wrong:
             raise RuntimeError(f"a pass was refused: {wrong.decode()}")
         return torch.from_numpy(logits)
@@ -123,7 +135,8 @@ class CpuBackend:
                     self._model, frequencies.ctypes.data, len(frequencies), layer.rope.scale
                 )
             rope = -1 if layer.rope is None else ropes[layer.rope]
-            self._library.specbeam_model_layer(self._model, number, rope, layer.window or 0)
+            if self._library.specbeam_model_layer(self._model, number, rope, layer.window or 0):
+                raise RuntimeError(f"layer {number} does not fit into the native model")
         if missing := self._library.specbeam_model_incomplete(self._model):
             raise RuntimeError(f"the native model lacks {missing.decode()}")
 
@@ -137,13 +150,14 @@ class CpuBackend:
                 raise RuntimeError(f"{name} does not fit into the native model")
         if f"{name}.bias" in self._weights.parts:
             bias = self._weights.stacked(f"{name}.bias")
-            self._library.specbeam_model_bias(self._model, layer, which, bias.ctypes.data)
+            self._library.specbeam_model_bias(self._model, layer, which, bias.ctypes.data, len(bias))
 
     def _norm(self, layer: int, which: int, name: str) -> None:
         weight = self._weights.vector(f"{name}.weight")
         if weight is not None:
             bias = self._weights.vector(f"{name}.bias")
-            self._library.specbeam_model_norm(self._model, layer, which, weight, bias)
+            size = self._weights.parts[f"{name}.weight"][0].columns
+            self._library.specbeam_model_norm(self._model, layer, which, weight, bias, size)
 
 
 class CpuCache:
@@ -156,7 +170,7 @@ class CpuCache:
         self.handle = library().specbeam_cache_new(model)
         if not self.handle:
             raise MemoryError("not enough memory for a KV cache")
-        weakref.finalize(self, library().specbeam_cache_delete, self.handle)
+        _free_with(self, library().specbeam_cache_delete, self.handle)
 
     def reserve(self, slots: int) -> None:
         if slots <= self.capacity:
@@ -171,14 +185,14 @@ def choose_threads(threads: int | None) -> int:
     """The number of threads to use. Raises SpecbeamError unless it is a number from 1 to 1024."""
     given: Any = threads if threads is not None else os.environ.get("SPECBEAM_THREADS") or None
     if given is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return min(usable_processors(), MAX_THREADS)
     try:
         number = int(given)
     except ValueError:
         number = 0
-    if not 1 <= number <= 1024:
+    if not 1 <= number <= MAX_THREADS:
         name = "threads" if threads is not None else "SPECBEAM_THREADS"
-        raise SpecbeamError(f"{name}={given!r} is not allowed: give 1 to 1024")
+        raise SpecbeamError(f"{name}={given!r} is not allowed: give 1 to {MAX_THREADS}")
     return number
 
 
@@ -200,7 +214,13 @@ def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
     return quantize
 
 
-def _new_model(config: Config, threads: int, half: bool, isa: str) -> int:
+def _free_with(owner: object, free: Callable[[int], None], handle: int) -> None:
+    """Free native memory when its owner dies, but not at exit: there a daemon thread may still be using it."""
+    weakref.finalize(owner, free, handle).atexit = False
+
+
+def _new_model(checkpoint: Checkpoint, threads: int, half: bool, isa: str) -> int:
+    config = checkpoint.config
     numbers = ModelConfigStruct(
         vocab=config.vocab_size,
         hidden=config.hidden_size,
@@ -221,10 +241,10 @@ def _new_model(config: Config, threads: int, half: bool, isa: str) -> int:
         attention_softcap=config.attention_softcap or 0.0,
         logits_softcap=config.logits_softcap or 0.0,
     )
-    model = library().specbeam_model_new(ctypes.byref(numbers), threads, isa.encode())
-    if not model:
-        raise MemoryError("not enough memory for the native model")
-    return int(model)
+    model = ctypes.c_void_p()
+    if wrong := library().specbeam_model_new(ctypes.byref(numbers), threads, isa.encode(), ctypes.byref(model)):
+        raise SpecbeamError(f"{checkpoint.path}: the cpu backend refuses the configuration: {wrong.decode()}")
+    return int(model.value or 0)
 
 
 def _structs(segments: Sequence[Segment[CpuCache]]) -> tuple[Any, list[Any]]:

@@ -14,7 +14,7 @@ from specbeam.errors import SpecbeamError
 
 NAME = "libspecbeam_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 """As in native/model.h. Raise both when a function or a structure changes."""
 
 
@@ -54,11 +54,12 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "pack": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "quantize": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p]),
     "hash": (c_uint64, [c_void_p, c_int64]),
-    "model_new": (c_void_p, [POINTER(ModelConfigStruct), c_int32, c_char_p]),
+    "model_new": (c_char_p, [POINTER(ModelConfigStruct), c_int32, c_char_p, POINTER(c_void_p)]),
     "model_delete": (None, [c_void_p]),
+    "model_threads": (c_int32, [c_void_p]),
     "model_add": (c_int32, [c_void_p, c_int64, c_int32, c_int32, c_int64, c_int64, c_void_p, c_int64]),
-    "model_bias": (c_int32, [c_void_p, c_int64, c_int32, c_void_p]),
-    "model_norm": (c_int32, [c_void_p, c_int64, c_int32, c_void_p, c_void_p]),
+    "model_bias": (c_int32, [c_void_p, c_int64, c_int32, c_void_p, c_int64]),
+    "model_norm": (c_int32, [c_void_p, c_int64, c_int32, c_void_p, c_void_p, c_int64]),
     "model_rope": (c_int32, [c_void_p, c_void_p, c_int64, c_float]),
     "model_layer": (c_int32, [c_void_p, c_int64, c_int64, c_int64]),
     "model_incomplete": (c_char_p, [c_void_p]),

@@ -1,5 +1,6 @@
-// The functions that Python calls (backends/cpu/library.py). They check the sizes and indices of their arguments. On
-// failure a function returns null or -1. Functions that check return the error as text, or null if all is well.
+// The functions that Python calls (backends/cpu/library.py). They check all numbers and indices of their arguments. On
+// failure a function returns -1, or the error as text and null if all is well. Not checked are addresses: the caller
+// gives handles that were not deleted, and arrays as long as the numbers beside them say.
 
 #include <unistd.h>
 
@@ -9,6 +10,7 @@
 #include <sys/auxv.h>
 #endif
 
+#include <cmath>
 #include <exception>
 #include <memory>
 
@@ -19,6 +21,8 @@
 #include "threads.h"
 
 namespace specbeam {
+
+static const char *const OUT_OF_MEMORY = "out of memory";
 
 #define SPECBEAM_TABLE(isa) \
   namespace isa {           \
@@ -33,6 +37,7 @@ SPECBEAM_TABLE(neon)
 #endif
 
 static const Table *table_named(const char *name) {
+  if (!name) return nullptr;
   const auto is = [name](const Table &t) { return std::strcmp(name, t.name) == 0; };
 #if defined(SPECBEAM_X86)
   __builtin_cpu_init();
@@ -99,21 +104,43 @@ static Norm *norm_named(Model &model, int64_t layer, int which) {
   return which >= 0 && which < 6 ? all[which] : nullptr;
 }
 
+// The first error in a configuration, or null.
+static const char *wrong(const ModelConfig &c) {
+  for (int64_t size : {c.vocab, c.hidden, c.inner, c.layers, c.heads, c.kv_heads, c.head_dim, c.context})
+    if (size < 1 || size > INT32_MAX) return "a size is not between 1 and 2^31 - 1";
+  if (c.layers > MAX_LAYERS) return "there are too many layers";
+  if (c.heads % c.kv_heads) return "the number of heads is not a multiple of the number of key heads";
+  if (c.heads > INT32_MAX / 3 / c.head_dim || c.inner > INT32_MAX / 2) return "a layer is too wide";
+  if (c.activation < SILU || c.activation > GELU_TANH) return "the activation is not known";
+  for (int64_t flag : {c.layer_norm, c.gated, c.parallel, c.half_cache})
+    if (flag != 0 && flag != 1) return "a flag is neither 0 nor 1";
+  for (double number : {c.norm_eps, c.attention_scale, c.embedding_scale, c.attention_softcap, c.logits_softcap})
+    if (!std::isfinite(number)) return "a number is not finite";
+  if (c.norm_eps < 0 || c.attention_softcap < 0 || c.logits_softcap < 0) return "a number is negative";
+  return nullptr;
+}
+
 // The first parameter that is missing or has a wrong shape, or null.
 static const char *incomplete(const Model &m) {
   const ModelConfig &c = m.config;
   const auto shaped = [](const Product &p, int64_t rows, int64_t columns) {
     for (const Matrix &part : p.parts)
       if (part.columns != columns) return false;
-    return bool(p) && p.rows() == rows;
+    return bool(p) && p.rows() == rows && (!p.bias || p.bias_size == rows);
   };
+  const auto sized = [](const Norm &norm, int64_t size) { return norm && norm.size == size; };
   if (!shaped(m.embedding, c.vocab, c.hidden) || m.embedding.parts.size() != 1) return "the embedding";
   if (m.positions && (!shaped(m.positions, c.context, c.hidden) || m.positions.parts.size() != 1))
     return "the positions";
   if (!shaped(m.head, c.vocab, c.hidden)) return "the head";
-  if (!m.norm) return "the last norm";
+  if (!sized(m.norm, c.hidden)) return "the last norm";
   for (const Layer &l : m.layers) {
-    if (!l.attention_norm || (!l.mlp_norm && !c.parallel)) return "a norm";
+    if (!sized(l.attention_norm, c.hidden)) return "a norm";
+    if ((l.mlp_norm || !c.parallel) && !sized(l.mlp_norm, c.hidden)) return "a norm";
+    for (const Norm &norm : {l.post_attention_norm, l.post_mlp_norm})
+      if (norm && norm.size != c.hidden) return "a norm";
+    for (const Norm &norm : {l.q_norm, l.k_norm})
+      if (norm && norm.size != c.head_dim) return "a norm of heads";
     if (!shaped(l.qkv, (c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden)) return "query, key and value";
     if (!shaped(l.output, c.hidden, c.heads * c.head_dim)) return "the attention's output";
     if (!shaped(l.up, c.inner * (c.gated ? 2 : 1), c.hidden) || !shaped(l.down, c.hidden, c.inner)) return "the MLP";
@@ -127,12 +154,15 @@ static const char *incomplete(const Model &m) {
 static const char *wrong(const Model &m, const Segment *s, int64_t count, const int64_t *wanted, int64_t wanted_count) {
   const ModelConfig &c = m.config;
   int64_t nodes = 0;
+  if (!s || count < 1) return "there is no segment";
   for (int64_t i = 0; i < count; i++) {
-    if (!s[i].cache || s[i].nodes <= 0) return "a segment is empty";
+    if (!s[i].cache || !s[i].tokens || !s[i].positions || !s[i].slots || s[i].nodes < 1) return "a segment is empty";
+    if (s[i].nodes > INT32_MAX / 2 - nodes) return "there are too many nodes";
     const Cache &cache = *s[i].cache;
-    if (cache.layers != c.layers || cache.kv_heads != c.kv_heads || cache.item != (c.half_cache ? 2 : 4))
+    if (cache.layers != c.layers || cache.kv_heads != c.kv_heads || cache.width != padded(c.head_dim) ||
+        cache.item != (c.half_cache ? 2 : 4))
       return "a cache belongs to another model";
-    if (s[i].length <= 0 || s[i].length > cache.capacity) return "a segment is longer than its cache";
+    if (s[i].length < 1 || s[i].length > cache.capacity) return "a segment is longer than its cache";
     for (int64_t n = 0; n < s[i].nodes; n++) {
       if (s[i].tokens[n] < 0 || s[i].tokens[n] >= c.vocab) return "a token is not in the vocabulary";
       if (s[i].slots[n] < 0 || s[i].slots[n] >= s[i].length) return "a slot is not below the length";
@@ -141,8 +171,31 @@ static const char *wrong(const Model &m, const Segment *s, int64_t count, const 
     }
     nodes += s[i].nodes;
   }
+  if (wanted_count < 0 || (wanted_count && !wanted)) return "the wanted nodes are missing";
   for (int64_t i = 0; i < wanted_count; i++)
     if (wanted[i] < 0 || wanted[i] >= nodes) return "a wanted node is not in the pass";
+  return nullptr;
+}
+
+// Calls f(position in its slot, its number in the segment, the segment) for each node of a pass, in order.
+template <class F> static void each_slot(const Segment *segments, int64_t count, const F &f) {
+  for (const Segment *s = segments; s < segments + count; s++)
+    for (int64_t n = 0; n < s->nodes; n++) f(s->cache->positions[s->slots[n]], n, *s);
+}
+
+static void empty_slots(const Segment *segments, int64_t count) {
+  each_slot(segments, count, [](int32_t &in_slot, int64_t, const Segment &) { in_slot = -1; });
+}
+
+// Notes the nodes' positions in their slots. Returns the error, or null.
+static const char *fill_slots(const Segment *segments, int64_t count) {
+  int32_t mark = -1;  // each node leaves its own in its slot: if another node has the same slot, one mark is gone
+  bool distinct = true;
+  each_slot(segments, count, [&](int32_t &in_slot, int64_t, const Segment &) { in_slot = --mark; });
+  mark = -1;
+  each_slot(segments, count, [&](int32_t &in_slot, int64_t, const Segment &) { distinct &= in_slot == --mark; });
+  if (!distinct) return "two nodes have the same slot";
+  each_slot(segments, count, [](int32_t &in_slot, int64_t n, const Segment &s) { in_slot = int32_t(s.positions[n]); });
   return nullptr;
 }
 
@@ -164,8 +217,10 @@ const char *specbeam_isa(const char *name) {
 }
 
 int64_t specbeam_matrix_bytes(int32_t format, int64_t rows, int64_t columns) {
-  if (format < 0 || format >= FORMAT_COUNT || rows <= 0 || columns <= 0) return -1;
-  return blocks_of(rows) * block_bytes(Format(format), columns);
+  if (format < 0 || format >= FORMAT_COUNT) return -1;
+  if (rows < 1 || rows > INT32_MAX || columns < 1 || columns > INT32_MAX) return -1;
+  int64_t bytes;
+  return __builtin_mul_overflow(blocks_of(rows), block_bytes(Format(format), columns), &bytes) ? -1 : bytes;
 }
 
 int32_t specbeam_format_of(int32_t type) { return format_of(type) == FORMAT_COUNT ? -1 : format_of(type); }
@@ -173,9 +228,8 @@ int32_t specbeam_format_of(int32_t type) { return format_of(type) == FORMAT_COUN
 // Returns 0, or -1 if the sizes do not fit.
 int32_t specbeam_pack(int32_t type, const uint8_t *source, int64_t bytes, int64_t rows, int64_t columns,
                       const int64_t *order, int64_t first, int64_t last, uint8_t *out) {
-  if (format_of(type) == FORMAT_COUNT || columns % GROUP_COLUMNS || rows <= 0 ||
-      bytes != rows * row_bytes(type, columns))
-    return -1;
+  if (specbeam_matrix_bytes(format_of(type), rows, columns) < 0 || columns % columns_per_block(type)) return -1;
+  if (!source || !out || bytes != rows * row_bytes(type, columns)) return -1;
   if (first < 0 || last > blocks_of(rows)) return -1;
   for (int64_t row = 0; order && row < rows; row++)
     if (order[row] < 0 || order[row] >= rows) return -1;
@@ -184,7 +238,8 @@ int32_t specbeam_pack(int32_t type, const uint8_t *source, int64_t bytes, int64_
 }
 
 int32_t specbeam_quantize(int32_t format, const float *source, int64_t rows, int64_t columns, uint8_t *out) {
-  if ((format != F32_ROWS && format != Q8 && format != Q4_MIN) || rows <= 0 || columns <= 0) return -1;
+  if ((format != F32_ROWS && format != Q8 && format != Q4_MIN) || !source || !out) return -1;
+  if (specbeam_matrix_bytes(format, rows, columns) < 0) return -1;
   for (int64_t block = 0; block < blocks_of(rows); block++)
     quantize_block(Format(format), source, rows, columns, block, out);
   return 0;
@@ -207,64 +262,80 @@ uint64_t specbeam_hash(const uint8_t *p, int64_t bytes) {
   return hash;
 }
 
-void *specbeam_model_new(const ModelConfig *config, int32_t threads, const char *isa) {
+// Makes a model, without parameters. Returns the error, or null. `made` is deleted with specbeam_model_delete.
+const char *specbeam_model_new(const ModelConfig *config, int32_t threads, const char *isa, void **made) {
   const Table *table = table_named(isa);
-  if (!table || threads < 1) return nullptr;
-  const ModelConfig &c = *config;
-  for (int64_t number : {c.vocab, c.hidden, c.inner, c.layers, c.heads, c.kv_heads, c.head_dim, c.context})
-    if (number <= 0 || number >= int64_t(1) << 31) return nullptr;
-  if (c.heads % c.kv_heads || c.activation < SILU || c.activation > GELU_TANH) return nullptr;
+  if (!table) return "the instruction set is not available";
+  if (threads < 1 || threads > MAX_THREADS) return "the number of threads is not between 1 and 1024";
+  if (const char *reason = wrong(*config)) return reason;
   try {
     auto loaded = std::make_unique<Loaded>(table, threads);
-    loaded->model.config = c;
-    loaded->model.layers.resize(c.layers);
+    loaded->model.config = *config;
+    loaded->model.layers.resize(config->layers);
     loaded->threads.reset(new Threads(threads));
     loaded->workspace = table->new_workspace();
-    return loaded.release();
-  } catch (const std::exception &) {
+    *made = loaded.release();
     return nullptr;
+  } catch (const std::exception &) {
+    return OUT_OF_MEMORY;
   }
 }
 
+// No pass of the model may be running. A model and its caches may be deleted in any order.
 void specbeam_model_delete(void *model) {
   auto *loaded = static_cast<Loaded *>(model);
   if (loaded->process != getpid()) (void)loaded->threads.release();
   delete loaded;
 }
 
-// The data is not copied: the caller keeps it alive. Returns 0, or -1 if the product or the size is wrong.
+// The number of threads that the model's passes have: fewer than were asked for where the system makes no more.
+int32_t specbeam_model_threads(void *model) { return static_cast<Loaded *>(model)->pool().count(); }
+
+// Data is not copied: the caller keeps it alive. Returns 0, or -1 if the product or the size is wrong.
 int32_t specbeam_model_add(void *model, int64_t layer, int32_t which, int32_t format, int64_t rows, int64_t columns,
                            const uint8_t *data, int64_t bytes) {
   Product *product = product_named(static_cast<Loaded *>(model)->model, layer, which);
-  if (!product || !data || product->parts.size() >= MAX_PARTS || bytes != specbeam_matrix_bytes(format, rows, columns))
-    return -1;
+  if (!product || !data || uintptr_t(data) % alignof(float) || product->parts.size() >= MAX_PARTS) return -1;
+  if (bytes < 1 || bytes != specbeam_matrix_bytes(format, rows, columns)) return -1;
   product->parts.push_back({Format(format), rows, columns, data});
   return 0;
 }
 
-int32_t specbeam_model_bias(void *model, int64_t layer, int32_t which, const float *bias) {
+// bias: [size]
+int32_t specbeam_model_bias(void *model, int64_t layer, int32_t which, const float *bias, int64_t size) {
   Product *product = product_named(static_cast<Loaded *>(model)->model, layer, which);
-  if (!product) return -1;
-  product->bias = bias;
+  if (!product || !bias) return -1;
+  product->bias = bias, product->bias_size = size;
   return 0;
 }
 
-int32_t specbeam_model_norm(void *model, int64_t layer, int32_t which, const float *weight, const float *bias) {
+// weight, bias: [size]; bias may be null
+int32_t specbeam_model_norm(void *model, int64_t layer, int32_t which, const float *weight, const float *bias,
+                            int64_t size) {
   Norm *norm = norm_named(static_cast<Loaded *>(model)->model, layer, which);
-  if (!norm) return -1;
-  *norm = {weight, bias};
+  if (!norm || !weight) return -1;
+  *norm = {weight, bias, size};
   return 0;
 }
 
+// Returns the rotation's number, or -1. frequencies: [count], copied
 int32_t specbeam_model_rope(void *model, const float *frequencies, int64_t count, float scale) {
   Model &m = static_cast<Loaded *>(model)->model;
-  m.ropes.push_back({{frequencies, frequencies + count}, scale});
+  if (!frequencies || count < 1 || count > m.config.head_dim / 2 || int64_t(m.ropes.size()) >= m.config.layers)
+    return -1;
+  try {
+    m.ropes.push_back({{frequencies, frequencies + count}, scale});
+  } catch (const std::exception &) {
+    return -1;
+  }
   return int32_t(m.ropes.size()) - 1;
 }
 
+// rope: a rotation's number, or -1 for none. window: 0 for none
 int32_t specbeam_model_layer(void *model, int64_t layer, int64_t rope, int64_t window) {
   Model &m = static_cast<Loaded *>(model)->model;
   if (layer < 0 || layer >= int64_t(m.layers.size()) || window < 0) return -1;
+  if (rope < -1 || rope >= int64_t(m.ropes.size())) return -1;
   m.layers[layer].rope = rope;
   m.layers[layer].window = window;
   return 0;
@@ -276,7 +347,7 @@ void *specbeam_cache_new(void *model) {
   const ModelConfig &c = static_cast<Loaded *>(model)->model.config;
   auto *cache = new (std::nothrow) Cache{};
   if (!cache) return nullptr;
-  cache->layers = c.layers, cache->kv_heads = c.kv_heads, cache->width = (c.head_dim + 15) / 16 * 16;
+  cache->layers = c.layers, cache->kv_heads = c.kv_heads, cache->width = padded(c.head_dim);
   cache->item = c.half_cache ? 2 : 4;
   return cache;
 }
@@ -292,35 +363,46 @@ int32_t specbeam_cache_reserve(void *cache, int64_t slots) {
   }
 }
 
-// Returns the error, or null. logits: [wanted_count, vocab], for the first `vocab` tokens of the vocabulary.
+// Returns the error, or null. logits: [wanted_count, vocab], for the first `vocab` tokens of the vocabulary. After an
+// error the slots of the pass are empty.
 const char *specbeam_forward(void *model, const Segment *segments, int64_t count, const int64_t *wanted,
                              int64_t wanted_count, int64_t vocab, float *logits) {
   auto &loaded = *static_cast<Loaded *>(model);
   if (const char *reason = incomplete(loaded.model)) return reason;
   if (const char *reason = wrong(loaded.model, segments, count, wanted, wanted_count)) return reason;
   if (vocab < 1 || vocab > loaded.model.config.vocab) return "vocab is not between 1 and the size of the vocabulary";
+  if (wanted_count && !logits) return "there is no room for the logits";
+  const char *reason = fill_slots(segments, count);
   try {
-    for (int64_t i = 0; i < count; i++)
-      for (int64_t n = 0; n < segments[i].nodes; n++)
-        segments[i].cache->positions[segments[i].slots[n]] = int32_t(segments[i].positions[n]);
-    return loaded.table->forward(loaded.model, loaded.pool(), loaded.workspace, segments, count, wanted, wanted_count,
-                                 vocab, logits);
+    if (!reason)
+      reason = loaded.table->forward(loaded.model, loaded.pool(), loaded.workspace, segments, count, wanted,
+                                     wanted_count, vocab, logits);
   } catch (const std::exception &) {
-    return "out of memory";
+    reason = OUT_OF_MEMORY;
   }
+  if (reason) empty_slots(segments, count);
+  return reason;
 }
 
 // For tests: out[n, rows] = values[n, columns] times the transposed matrix.
 int32_t specbeam_multiply(const char *isa, int32_t threads, int32_t format, int64_t rows, int64_t columns,
                           const uint8_t *data, const float *values, int64_t n, float *out) {
   const Table *table = table_named(isa);
-  if (!table || specbeam_matrix_bytes(format, rows, columns) < 0 || n < 1 || threads < 1) return -1;
-  Threads pool(threads);
-  table->multiply({Format(format), rows, columns, data}, pool, values, n, out);
-  return 0;
+  if (!table || specbeam_matrix_bytes(format, rows, columns) < 0 || n < 1 || threads < 1 || threads > MAX_THREADS)
+    return -1;
+  try {
+    Threads pool(threads);
+    table->multiply({Format(format), rows, columns, data}, pool, values, n, out);
+    return 0;
+  } catch (const std::exception &) {
+    return -1;
+  }
 }
 
+// For tests: one weight of a matrix, or NaN if the row or the column does not exist.
 float specbeam_weight(int32_t format, int64_t rows, int64_t columns, const uint8_t *data, int64_t row, int64_t column) {
+  if (specbeam_matrix_bytes(format, rows, columns) < 0 || row < 0 || row >= rows || column < 0 || column >= columns)
+    return NAN;
   return portable::TABLE.weight({Format(format), rows, columns, data}, row, column);
 }
 }

@@ -16,7 +16,7 @@ namespace specbeam {
 
 // The version of the functions of api.cpp and of the structures they take. When one changes, raise it here and in
 // library.py.
-constexpr int32_t ABI_VERSION = 2;
+constexpr int32_t ABI_VERSION = 3;
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH };
 
@@ -28,12 +28,14 @@ struct ModelConfig {
   double attention_softcap, logits_softcap;  // 0: no softcap
 };
 
-constexpr int MAX_PARTS = 8;
+constexpr int MAX_PARTS = 8, MAX_THREADS = 1024;
+constexpr int64_t MAX_LAYERS = 1 << 16;
 
 // Matrices stacked along their rows, at most MAX_PARTS. They may have different formats.
 struct Product {
   std::vector<Matrix> parts;
   const float *bias = nullptr;
+  int64_t bias_size = 0;
   int64_t rows() const {
     int64_t n = 0;
     for (const Matrix &part : parts) n += part.rows;
@@ -41,7 +43,7 @@ struct Product {
   }
   // The product that yields only the first `outputs` outputs, or all if it has fewer.
   Product first(int64_t outputs) const {
-    Product some{{}, bias};
+    Product some{{}, bias, bias_size};
     for (Matrix part : parts) {
       part.rows = std::min(part.rows, outputs);
       if (part.rows > 0) some.parts.push_back(part);
@@ -54,6 +56,7 @@ struct Product {
 
 struct Norm {
   const float *weight = nullptr, *bias = nullptr;
+  int64_t size = 0;
   explicit operator bool() const { return weight != nullptr; }
 };
 
@@ -76,25 +79,33 @@ struct Model {
   Norm norm;
 };
 
+// The features of a head in a cache, padded to whole vectors.
+inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
+
 // Keys and values of one tree, [layers, 2, kv_heads, capacity, padded head_dim], in float16 or float32.
 struct Cache {
-  int64_t layers, kv_heads, width, item;  // width: head_dim, padded to whole vectors; item: bytes
+  int64_t layers, kv_heads, width, item;  // width: the padded head_dim; item: bytes
   int64_t capacity = 0;
   std::vector<std::unique_ptr<uint8_t, decltype(&std::free)>> data;  // keys and values, layer by layer
   std::vector<int32_t> positions;  // of each slot's node in the text; -1: an empty slot
 
   bool reserve(int64_t slots) {
     if (slots <= capacity) return true;
-    positions.resize(slots, -1);  // first, because it may throw
+    size_t head, all_heads;
+    if (slots > INT32_MAX || __builtin_mul_overflow(size_t(slots), size_t(width * item), &head) ||
+        __builtin_mul_overflow(head, size_t(kv_heads), &all_heads))
+      return false;
+    const size_t old = size_t(capacity) * width * item;
     std::vector<std::unique_ptr<uint8_t, decltype(&std::free)>> grown;
-    const size_t head = size_t(slots) * width * item, old = size_t(capacity) * width * item;
+    grown.reserve(2 * layers);
     for (int64_t i = 0; i < 2 * layers; i++) {
       void *bytes = nullptr;
-      if (posix_memalign(&bytes, 64, head * kv_heads)) return false;
+      if (posix_memalign(&bytes, 64, all_heads)) return false;
       grown.emplace_back((uint8_t *)bytes, &std::free);
       for (int64_t h = 0; h < kv_heads && old; h++)
         std::memcpy(grown[i].get() + h * head, data[i].get() + h * old, old);
     }
+    positions.resize(slots, -1);  // before the rest changes, because it may throw
     data = std::move(grown);
     capacity = slots;
     return true;

@@ -123,6 +123,9 @@ void pack_row(const Lane &to, int32_t type, const uint8_t *p) {
   }
 }
 
+// A whole number from `low` to `high`. NaN becomes 0.
+float rounded(float x, float low, float high) { return x == x ? std::clamp(std::nearbyint(x), low, high) : 0.0f; }
+
 void quantize_int8(const Lane &to, int64_t g, const float *x, int n) {
   float most = 0;
   for (int i = 0; i < n; i++) most = std::max(most, std::fabs(x[i]));
@@ -130,8 +133,8 @@ void quantize_int8(const Lane &to, int64_t g, const float *x, int n) {
   const float d = half_to_float(h);
   to.half(g, 0, h);
   for (int i = 0; i < GROUP_COLUMNS; i++) {
-    const float q = i < n && d > 0 ? std::nearbyint(x[i] / d) : 0.0f;
-    to.weight(g * GROUP_COLUMNS + i, int(std::clamp(q, -127.0f, 127.0f)) + 128);
+    const float q = i < n && d > 0 ? rounded(x[i] / d, -127.0f, 127.0f) : 0.0f;
+    to.weight(g * GROUP_COLUMNS + i, int(q) + 128);
   }
 }
 
@@ -149,7 +152,7 @@ void quantize_int4(const Lane &to, int64_t g, const float *x, int n) {
       if (!(d > 0)) break;
       float sq = 0, sqq = 0, sx = 0, sqx = 0;
       for (int i = 0; i < n; i++) {
-        q[i] = uint8_t(std::clamp(std::nearbyint((x[i] - m) / d), 0.0f, 15.0f));
+        q[i] = uint8_t(rounded((x[i] - m) / d, 0.0f, 15.0f));
         sq += q[i], sqq += float(q[i]) * q[i], sx += x[i], sqx += q[i] * x[i];
       }
       const float det = float(n) * sqq - sq * sq;
@@ -158,7 +161,7 @@ void quantize_int4(const Lane &to, int64_t g, const float *x, int n) {
       const float rd = half_to_float(hd), rm = half_to_float(hm);
       float error = 0;
       for (int i = 0; i < n; i++) {
-        q[i] = uint8_t(rd != 0 ? std::clamp(std::nearbyint((x[i] - rm) / rd), 0.0f, 15.0f) : 0.0f);
+        q[i] = uint8_t(rd != 0 ? rounded((x[i] - rm) / rd, 0.0f, 15.0f) : 0.0f);
         const float e = rd * q[i] + rm - x[i];
         error += e * e;
       }
@@ -188,6 +191,10 @@ Format format_of(int32_t type) {
     case Q4_K_BLOCKS: return Q4_K;
     default: return FORMAT_COUNT;
   }
+}
+
+int64_t columns_per_block(int32_t type) {
+  return type == Q4_K_BLOCKS || type == Q5_K_BLOCKS || type == Q6_K_BLOCKS ? 256 : 32;
 }
 
 int64_t row_bytes(int32_t type, int64_t columns) {

@@ -18,6 +18,7 @@ enum Blocks : int32_t {
 };
 
 Format format_of(int32_t type);                    // FORMAT_COUNT for a type without a format
+int64_t columns_per_block(int32_t type);           // in the file
 int64_t row_bytes(int32_t type, int64_t columns);  // of a row in the file
 
 // Packs one block of 16 rows into its place in `out`. order: the source row of each row, or null for the same order.

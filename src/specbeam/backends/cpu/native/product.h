@@ -47,6 +47,13 @@ struct Activations {
   }
 
  private:
+  // x times `inverse`, as whole numbers. NaN becomes 0.
+  static I32 rounded(F32 x, float inverse) {
+    const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const F32 q = multiply_add(x, all(inverse), magic) - magic;
+    return __builtin_convertvector(select(q == q, q, F32{}), I32);
+  }
+
   void quantize(int64_t row, const float *x) {
     const int64_t first = row / TILE_ROWS * TILE_ROWS, m = tile_rows(first, rows);
     for (int64_t g = 0; g < groups; g++) {
@@ -58,9 +65,7 @@ struct Activations {
       const F32 high = (F32)((I32)a & sign), low = (F32)((I32)b & sign);
       const float most = max(select(high > low, high, low)), scale = most / 127.0f;
       const float inverse = most > 0 ? 127.0f / most : 0;
-      const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-      const I32 qa = __builtin_convertvector(multiply_add(a, all(inverse), magic) - magic, I32);
-      const I32 qb = __builtin_convertvector(multiply_add(b, all(inverse), magic) - magic, I32);
+      const I32 qa = rounded(a, inverse), qb = rounded(b, inverse);
       int8_t *q = &bytes[at * GROUP_COLUMNS];
       store_bytes(q, qa);
       store_bytes(q + LANES, qb);

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <mutex>
 #include <new>
 #include <thread>
@@ -22,8 +23,13 @@ namespace specbeam {
 
 class Threads {
  public:
+  // Takes fewer threads than `count` where the system makes no more: a limit on processes or on memory.
   explicit Threads(int count) : ranges(count) {
-    for (int i = 1; i < count; i++) workers.emplace_back([this, i] { work(i); });
+    workers.reserve(count - 1);
+    try {
+      for (int i = 1; i < count; i++) workers.emplace_back([this, i] { work(i); });
+    } catch (const std::exception &) {
+    }
   }
 
   ~Threads() {
@@ -106,7 +112,7 @@ class Threads {
           for (int64_t item = first; item < last; item++) run(data, item);
         }
       }
-    } catch (const std::bad_alloc &) {  // an exception that leaves a thread would end the process
+    } catch (const std::exception &) {  // an exception that leaves a thread would end the process
       failed.store(true);
     }
   }

@@ -1,0 +1,115 @@
+"""The memory and the processors that this process may use: the machine's, or its container's where that has less.
+
+A container's limits are those of a control group of Linux, version 1 or 2, and of all groups above it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+UNKNOWN_MEMORY_BYTES = 16 << 30
+"""Assumed where the system does not say: outside of Linux and macOS."""
+
+
+class Memory(NamedTuple):
+    """Bytes.
+
+    Attributes:
+        total: the most that this process and its container may use.
+        free: the part of it that can still be taken, without the memory that files could give back.
+    """
+
+    total: int
+    free: int
+
+
+def usable_processors(root: Path = Path("/")) -> int:
+    """The number of processors that this process may keep busy, rounded up.
+
+    Args:
+        root: the folder with ``proc`` and ``sys``.
+    """
+    processors = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [_quota(group) for group in _groups("cpu", root)]
+    return max(1, math.ceil(min([processors, *quotas])))
+
+
+def usable_memory(root: Path = Path("/")) -> Memory:
+    """The memory that this process may use.
+
+    Args:
+        root: the folder with ``proc`` and ``sys``.
+    """
+    machine = _machine_memory(root)
+    groups = [found for group in _groups("memory", root) if (found := _group_memory(group)) is not None]
+    return Memory(*(min(sizes) for sizes in zip(machine, *groups, strict=True)))
+
+
+def _groups(controller: str, root: Path) -> Iterator[Path]:
+    """The folders of this process's control groups, and of those above them.
+
+    In a container the path of a group may be the host's, and not exist. Then the folders above it are the container's.
+    """
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number != "0" and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / ("" if number == "0" else controller)  # version 2 has the number 0
+        names = [name for name in path.split("/") if name not in ("", "..")]
+        for depth in range(len(names), -1, -1):
+            yield mount.joinpath(*names[:depth])
+
+
+def _quota(group: Path) -> float:
+    """The processors of a control group. Infinity if it has no limit."""
+    quota, _, period = _read(group / "cpu.max").partition(" ")
+    if not quota:
+        quota, period = _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us")
+    limit, length = _number(quota), _number(period)
+    return limit / length if limit and length else math.inf
+
+
+def _group_memory(group: Path) -> Memory | None:
+    """The memory of a control group, None if it has no limit."""
+    for limit, used, file_cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        if (total := _number(_read(group / limit))) is not None:
+            kept = (_number(_read(group / used)) or 0) - _facts(group / "memory.stat").get(file_cache, 0)
+            return Memory(total, max(0, total - max(0, kept)))
+    return None
+
+
+def _machine_memory(root: Path) -> Memory:
+    facts = _facts(root / "proc/meminfo")
+    if "MemTotal" in facts:
+        total = facts["MemTotal"] * 1024
+        return Memory(total, facts.get("MemAvailable", facts["MemTotal"]) * 1024)
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        total = UNKNOWN_MEMORY_BYTES
+    return Memory(total, total)
+
+
+def _facts(path: Path) -> dict[str, int]:
+    """The numbers in a file with lines such as ``name 7`` or ``name: 7 kB``."""
+    words = [line.replace(":", " ").split() for line in _read(path).splitlines()]
+    return {word[0]: int(word[1]) for word in words if len(word) > 1 and word[1].isdecimal()}
+
+
+def _number(text: str) -> int | None:
+    """A limit; None for "max", for -1 and for a missing file."""
+    return int(text) if text.strip().isdecimal() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
