@@ -3,6 +3,7 @@
 test_conformance.py tests what all backends have in common.
 """
 
+import ctypes
 import dataclasses
 import hashlib
 import importlib
@@ -26,7 +27,7 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.backends.cpu import CpuBackend, weights
-from specbeam.backends.cpu.library import library
+from specbeam.backends.cpu.library import ModelConfigStruct, library
 from specbeam.checkpoints import open_checkpoint
 from specbeam.model import LanguageModel
 from tests.checkpoints.test_gguf import write_gguf
@@ -331,11 +332,34 @@ def test_a_pass_with_wrong_indices_is_refused(folder, save):
         wider.forward([once])
 
 
-def test_a_model_that_kernels_cannot_hold_is_refused(folder):
-    checkpoint = open_checkpoint(folder)
-    checkpoint.config = dataclasses.replace(checkpoint.config, context_length=2**31)
-    with pytest.raises(SpecbeamError, match="the cpu backend refuses the configuration: a size is not between"):
-        CpuBackend(checkpoint, "int8", 1)
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"vocab": 0}, "a size is not between"),
+        ({"heads": 3, "kv_heads": 2}, "not a multiple"),
+        ({"layers": 2**31 - 1}, "too many layers"),
+        ({"heads": 2**20, "head_dim": 2**20}, "too wide"),
+        ({"gated": 2}, "a flag"),
+        ({"norm_eps": float("nan")}, "not finite"),
+    ],
+)
+def test_kernels_refuse_a_configuration(changes, says):
+    sizes = dict.fromkeys(("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "context"), 8)
+    made = ctypes.c_void_p()
+    config = ModelConfigStruct(**(sizes | changes))
+    assert says in library().specbeam_model_new(ctypes.byref(config), 1, b"", ctypes.byref(made)).decode()
+    assert made.value is None
+
+
+def test_kernels_survive_numbers_that_are_not_finite():
+    """Numbers without a finite scale must not spoil other rows, nor the sums of their own row."""
+    packed = quantize(Q8, np.ones((16, 64), np.float32))
+    x = np.ones((5, 64), np.float32)
+    x[1, :32], x[2, 3], x[3, 3] = 1e-44, np.inf, np.nan
+    for isa in ISAS:
+        out = multiply(Q8, packed, 16, 64, x, isa)
+        np.testing.assert_allclose(out[[0, 1, 4]], [[64] * 16, [32] * 16, [64] * 16], rtol=1e-2)
+        assert not np.isfinite(out[2]).any()
 
 
 def test_kernels_refuse_numbers_that_overflow():

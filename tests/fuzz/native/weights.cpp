@@ -37,7 +37,7 @@ std::unique_ptr<uint8_t[]> packed(Input &in, int32_t &format, int64_t rows, int6
     out = exactly<uint8_t>(size_t(std::max<int64_t>(room, 0)));
     constexpr int64_t BYTES_PER_256[] = {0, 0, 144, 160, 0, 0, 176, 192, 272, 0, 0, 0, 144, 176, 210, 0};
     int64_t given = in.wild();
-    if (room > 0 && type < 16 && !in.rarely()) given = rows * columns * BYTES_PER_256[type] / 256;
+    if (room > 0 && type >= 0 && type < 16 && !in.rarely()) given = rows * columns * BYTES_PER_256[type] / 256;
     if (given < 0 || given > MAX_BYTES) given = 0;
     const auto source = bytes_of(in, given);
     std::unique_ptr<int64_t[]> order;
