@@ -21,17 +21,16 @@ test-thorough: .venv/installed
 fuzz: .venv/installed .venv/fuzz
 	$(BIN)/python -m tests.fuzz --seconds $(or $(SECONDS),3600)
 
+# The same for the boundary to native code and for packed weights, with clang's libFuzzer.
+fuzz-native:
+	tests/fuzz/native/run $(or $(SECONDS),3600)
+
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h')
 	$(BIN)/mypy
 	$(BIN)/python .ci/language
-
-# Coverage-guided fuzzing of the native boundary and of packed weights. It needs clang.
-SECONDS ?= 60
-fuzz-native:
-	tests/fuzz/native/run $(SECONDS)
 
 # The site, in site/. It loads nothing from other hosts, and a broken link is an error.
 docs: .venv/docs

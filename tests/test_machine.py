@@ -54,7 +54,7 @@ def test_version_2_with_limits_at_several_levels(machine):
 
 
 def test_files_that_memory_can_be_taken_from_are_free(machine):
-    stat = f"anon {2 * GB}\ninactive_file {5 * GB}\nactive_file 7"
+    stat = f"anon {2 * GB}\ninactive_file {4 * GB}\nactive_file {3 * GB}\nfile_mapped {2 * GB}"
     root = machine("0::/", **group_2("", memory_max=8 * GB, memory_current=7 * GB, memory_stat=stat))
     assert usable_memory(root) == (8 * GB, 6 * GB)
 
@@ -65,7 +65,7 @@ def test_version_1_in_a_container(machine, path):
     root = machine(
         f"7:memory:{path}\n4:cpuacct,cpu:{path}\n1:name=systemd:{path}\n0::/unused",
         **group_1("memory", "", memory_limit_in_bytes=6 * GB, memory_usage_in_bytes=3 * GB),
-        **group_1("memory", "", memory_stat=f"inactive_file 1\ntotal_inactive_file {GB}"),
+        **group_1("memory", "", memory_stat=f"inactive_file 1\ntotal_inactive_file {GB}\ntotal_active_file 0"),
         **group_1("cpu", "", cpu_cfs_quota_us="50000", cpu_cfs_period_us="100000"),
     )
     assert usable_memory(root) == (6 * GB, 4 * GB)

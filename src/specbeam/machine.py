@@ -20,7 +20,7 @@ class Memory(NamedTuple):
 
     Attributes:
         total: the most that this process and its container may use.
-        free: the part of it that can still be taken, without the memory that files could give back.
+        free: the part of it that can still be taken. Copies of files count as free, unless a process has mapped them.
     """
 
     total: int
@@ -75,13 +75,15 @@ def _quota(group: Path) -> float:
 
 def _group_memory(group: Path) -> Memory | None:
     """The memory of a control group, None if it has no limit."""
-    for limit, used, file_cache in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    for limit, used, prefix, mapped in (
+        ("memory.max", "memory.current", "", "file_mapped"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_", "total_mapped_file"),
     ):
         if (total := _number(_read(group / limit))) is not None:
-            kept = (_number(_read(group / used)) or 0) - _facts(group / "memory.stat").get(file_cache, 0)
-            return Memory(total, max(0, total - max(0, kept)))
+            facts = _facts(group / "memory.stat")
+            cached = facts.get(f"{prefix}active_file", 0) + facts.get(f"{prefix}inactive_file", 0)
+            kept = (_number(_read(group / used)) or 0) - max(0, cached - facts.get(mapped, 0))
+            return Memory(total, min(max(0, total - kept), total))
     return None
 
 

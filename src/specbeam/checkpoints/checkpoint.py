@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.fingerprint import Extent
 from specbeam.errors import SpecbeamError
+from specbeam.machine import usable_processors
 
 Piece = tuple[int, Callable[[], object]]
 """How many weights to read, and the function that reads them."""
@@ -36,7 +36,7 @@ def read_all(pieces: list[Piece], what: str) -> None:
         what: the label of the bar.
     """
     with (
-        ThreadPoolExecutor(os.cpu_count()) as threads,
+        ThreadPoolExecutor(usable_processors()) as threads,
         tqdm(total=sum(n for n, _ in pieces), desc=what, unit="", unit_scale=True, leave=False, disable=None) as bar,
     ):
         try:
