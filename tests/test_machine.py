@@ -1,4 +1,4 @@
-"""What a process may use: fake trees of /proc and /sys, laid out as Linux and Docker lay them out."""
+"""Limits of machines and containers, in fake trees of /proc and /sys, laid out as Linux and Docker lay them out."""
 
 import os
 
@@ -12,7 +12,7 @@ MANY = {*range(64)}
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Write files below a root with a machine of 64 processors and 100 GB, of which 90 are free. Returns the root."""
+    """Write files below a root with a machine of 64 processors and 100 GB, with 90 GB free. Returns the root."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: MANY, raising=False)
 
     def machine(cgroup="", **files):
@@ -61,7 +61,7 @@ def test_files_that_memory_can_be_taken_from_are_free(machine):
 
 @pytest.mark.parametrize("path", ["/docker/0123abcd", "/", "/../../neighbour"])
 def test_version_1_in_a_container(machine, path):
-    """A container sees its own group where the host's groups begin, and may be told the host's path to it."""
+    """A container sees its own group where the host's groups begin, and its path may be the host's."""
     root = machine(
         f"7:memory:{path}\n4:cpuacct,cpu:{path}\n1:name=systemd:{path}\n0::/unused",
         **group_1("memory", "", memory_limit_in_bytes=6 * GB, memory_usage_in_bytes=3 * GB),

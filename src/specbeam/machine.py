@@ -1,6 +1,6 @@
 """The memory and the processors that this process may use: the machine's, or its container's where that has less.
 
-A container's limits are those of a control group of Linux, version 1 or 2, and of all groups above it.
+A container has the limits of its control group, version 1 or 2, and of all groups above that group.
 """
 
 from __future__ import annotations

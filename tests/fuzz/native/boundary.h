@@ -1,4 +1,4 @@
-// What the fuzz targets share: the functions of api.cpp, and numbers that are mostly right and sometimes wild.
+// For all fuzz targets: the functions of api.cpp, and numbers that are mostly right and sometimes wild.
 #pragma once
 
 #include <fuzzer/FuzzedDataProvider.h>
