@@ -44,8 +44,8 @@ class WholeSteps(ContextDecorator):
                     self._changed.wait()
                 if self._torn:
                     raise SpecbeamError(
-                        "this process was forked while another thread was inside a pass that did not end: fork earlier, "
-                        "or use multiprocessing's spawn method"
+                        "this process was forked while another thread was inside a pass that did not end: fork "
+                        "earlier, or use multiprocessing's spawn method"
                     )
             self._depths[me] = self._depths.get(me, 0) + 1
 
