@@ -1,5 +1,7 @@
 """GGUF files: written with gguf's own writer, read back as the model they came from."""
 
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -372,6 +374,21 @@ def test_a_size_that_no_file_has_takes_no_memory(tmp_path, sizes):
     path = write_gguf(tmp_path / "m.gguf", random_model("llama"), **sizes)
     with pytest.raises(SpecbeamError, match="the model's configuration says"):
         specbeam.load(path)
+
+
+def test_a_tensor_of_many_dimensions_takes_no_time(tmp_path):
+    sizes = np.full(200_000, 2**63, "<u8").tobytes()
+    header = struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sI", 1, b"x", 200_000) + sizes + struct.pack("<IQ", 0, 0)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + header)
+    with pytest.raises(SpecbeamError, match="is damaged"):
+        open_checkpoint(tmp_path / "m.gguf")
+
+
+def test_a_token_that_no_vocabulary_has_takes_no_time(tmp_path):
+    tokens = ["<unk>", "x" * 1_000_000]
+    metadata = {"model": "llama", "tokens": tokens, "scores": [0.0, 0.0]}
+    with pytest.raises(SpecbeamError, match="a token of 1000000 characters"):
+        tokenizer_from_gguf({f"tokenizer.ggml.{k}": v for k, v in metadata.items()}, tmp_path / "m.gguf")
 
 
 def test_without_a_vocabulary_prompts_are_token_ids(tmp_path):

@@ -1,6 +1,7 @@
 """Aliases: real pip and real wheels, from a folder instead of an index."""
 
 import hashlib
+import os
 import shutil
 import zipfile
 
@@ -45,6 +46,12 @@ def write_wheel(folder, name, data):
         wheel.writestr(f"{name}-1.0.dist-info/RECORD", "")
 
 
+def umask():
+    now = os.umask(0o022)
+    os.umask(now)
+    return now
+
+
 def left_behind(tmp_path):
     return sorted(p.name for p in (tmp_path / "home" / "models").glob("*") if p.suffix != ".lock")
 
@@ -52,6 +59,7 @@ def left_behind(tmp_path):
 def test_fetched_once_joined_checked_and_kept(index, tmp_path, monkeypatch):
     path = locate("toy")
     assert path.read_bytes() == WHOLE
+    assert path.stat().st_mode & 0o777 == 0o666 & ~umask()
     assert left_behind(tmp_path) == ["toy.gguf"]
     monkeypatch.setenv("PIP_FIND_LINKS", "/nowhere")  # no second download
     assert locate("toy") == path
@@ -74,12 +82,19 @@ def test_a_damaged_file_is_made_again(arrived, tmp_path):
 
 
 def test_a_wrong_hash_is_refused_and_nothing_is_left(arrived, tmp_path):
-    write_wheel(arrived(), "toy_part2", b"something else")
+    write_wheel(arrived(), "toy_part2", PARTS[1].upper())
     with pytest.raises(SpecbeamError, match="SHA-256"):
         locate("toy")
     assert left_behind(tmp_path) == []
     arrived()
     assert locate("toy").read_bytes() == WHOLE
+
+
+def test_a_wheel_with_more_data_than_the_model_is_refused_early(arrived, tmp_path):
+    write_wheel(arrived(), "toy_part1", bytes(10 * registry.COPY_BYTES))
+    with pytest.raises(SpecbeamError, match=r"toy_part1.* holds more data than the model has"):
+        locate("toy")
+    assert left_behind(tmp_path) == []
 
 
 def test_an_interrupted_fetch_goes_on_with_what_has_arrived(index, tmp_path):

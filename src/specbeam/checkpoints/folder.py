@@ -176,6 +176,8 @@ class FolderCheckpoint(Checkpoint):
             whole = tensors.get_slice(source)
             transposed = architecture.stores_transposed(source)
             piece: Tensor = whole[:, start:stop].t() if transposed else whole[start:stop]
+        if not piece.is_floating_point():
+            raise SpecbeamError(f"{self.path}: tensor {source} holds {piece.dtype}: load an unquantized folder")
         if architecture.folder_norm_offset and source.endswith("norm.weight"):
             return piece.float() + architecture.folder_norm_offset
         return piece

@@ -31,6 +31,8 @@ SCALAR_FORMATS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f",
 STRING, ARRAY = 8, 9
 NO_TOKEN = 2**32 - 1
 """llama.cpp's -1, the id of no token, as a header holds it."""
+MAX_DIMENSIONS = 4
+"""Of a tensor, as in llama.cpp. To multiply thousands of sizes takes minutes."""
 END_TOKENS = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -284,7 +286,9 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
     described = []
     for _ in range(tensor_count):
         name = string()
-        shape = tuple(scalar("<Q") for _ in range(scalar("<I")))[::-1]
+        if (dimensions := scalar("<I")) > MAX_DIMENSIONS:
+            raise ValueError(f"tensor {name} has {dimensions} dimensions")
+        shape = tuple(scalar("<Q") for _ in range(dimensions))[::-1]
         described.append((name, shape, GGMLQuantizationType(scalar("<I")), scalar("<Q")))
     alignment = max(1, metadata.get("general.alignment", 32))
     start = -(-position // alignment) * alignment

@@ -11,6 +11,8 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from specbeam.errors import SpecbeamError
 
 UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+MAX_TOKEN_LENGTH = 1024
+"""Characters. All ways to cut a token in two are tried, so the time goes with the square of its length."""
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 PUNCTUATION_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -126,6 +128,10 @@ def _sentencepiece(tokens: list[str], scores: list[float], space_prefix: bool, p
     """SentencePiece's byte-pair encoding, whose merges are implied: the pair that makes the best-scored token first."""
     if len(scores) != len(tokens):
         raise SpecbeamError(f"{path}: its tokenizer has {len(tokens)} tokens and {len(scores)} scores")
+    if (longest := max(map(len, tokens))) > MAX_TOKEN_LENGTH:
+        raise SpecbeamError(
+            f"{path}: its tokenizer has a token of {longest} characters, at most {MAX_TOKEN_LENGTH} fit"
+        )
     vocabulary = {token: i for i, token in enumerate(tokens)}
     merges = []
     for token, score in zip(tokens, scores, strict=True):

