@@ -222,9 +222,10 @@ def test_nothing_to_decode_is_refused():
 
 
 def test_an_unreadable_configuration_is_one_line(tmp_path):
-    (tmp_path / "config.yaml").write_text("a: [1,")
-    with pytest.raises(SpecbeamError, match="cannot be composed"):
-        compose([], tmp_path)
+    for content in ("a: [1,", "defaults:\n  m _self_\n"):  # no YAML, and a list of defaults that is a text
+        (tmp_path / "config.yaml").write_text(content)
+        with pytest.raises(SpecbeamError, match="cannot be composed"):
+            compose([], tmp_path)
     (tmp_path / "config.yaml").write_bytes(b"a: \xff\xfe")
     with pytest.raises(SpecbeamError, match=r"UTF-8|cannot be composed"):
         compose([], tmp_path)
