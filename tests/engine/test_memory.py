@@ -119,8 +119,8 @@ def test_when_memory_runs_out_in_a_pass_the_youngest_waits(lm, monkeypatch):
 
 def test_logits_beyond_the_memory_are_refused(lm, monkeypatch):
     row = 4 * lm.backend.vocab_size
-    monkeypatch.setattr("specbeam.engine.memory.memory_for_logits", lambda device: 6 * row * 10)
-    engine = Engine(lm)
+    monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 2 * 6 * row * 10)
+    engine = Engine(lm, max_cache_tokens=1000)
     engine.submit([1], {"num_beams": 10, "max_new_tokens": 2}).cancel()
     with pytest.raises(SpecbeamError, match=r"logits of 11 nodes.*ask for fewer beams"):
         engine.submit([1], {"num_beams": 11, "max_new_tokens": 2})

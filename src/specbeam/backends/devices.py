@@ -59,11 +59,6 @@ def memory_for_caches(device: torch.device) -> int:
     return int(min(memory.total * 0.25, memory.free * 0.8))
 
 
-def memory_for_logits(device: torch.device) -> int:
-    """Bytes that logits may take: half as much as caches on a CPU, an eighth as much on a GPU."""
-    return memory_for_caches(device) // (8 if device.type == "cuda" else 2)
-
-
 def peak_memory(device: torch.device) -> int | None:
     """Most bytes held so far: device memory on a GPU, the process's memory on a CPU; None if unknown."""
     if device.type == "cuda":

@@ -6,12 +6,13 @@ from typing import Any
 from weakref import WeakSet
 
 from specbeam.backends.contract import Backend
-from specbeam.backends.devices import memory_for_logits
 from specbeam.engine.request import Request
 from specbeam.errors import SpecbeamError
 
 LOGITS_COPIES = 6
 """A strategy works on its logits in this many times their memory, the logits included."""
+LOGITS_SHARE, LOGITS_SHARE_ON_GPU = 1 / 2, 1 / 8
+"""Logits may take memory beside the caches, up to this share of the memory for caches. On a GPU little else is free."""
 
 
 class Memory:
@@ -31,10 +32,11 @@ class Memory:
         self.held = 0
         self._slot_bytes = backend.slot_bytes
         self._row_bytes = 4 * backend.vocab_size
-        self._logits_bytes = memory_for_logits(backend.device)
+        for_caches = backend.memory_for_caches()
+        self._logits_bytes = for_caches * (LOGITS_SHARE_ON_GPU if backend.device.type == "cuda" else LOGITS_SHARE)
         self._sharing: WeakSet[Memory] | None = None
         if max_cache_tokens is None:
-            self.cache_bytes = max(backend.memory_for_caches(), backend.slot_bytes)
+            self.cache_bytes = max(for_caches, backend.slot_bytes)
             self._sharing = _sharing.setdefault(backend.device.type, WeakSet())
             self._sharing.add(self)
         else:
