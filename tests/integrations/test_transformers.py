@@ -350,6 +350,29 @@ def test_processors_go_together_in_any_batch(models, small, architecture, prompt
     assert models(architecture).generate(**inputs, **options, assistant_model=small, **EXTRA).tolist() == expected
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 1, "forced_eos_token_id": 5},  # one text is possible, and transformers returns it thrice
+        {"max_new_tokens": 3, "forced_eos_token_id": [15, 9], "eos_token_id": [5, -1]},  # equal scores
+        {"max_new_tokens": 3, "eos_token_id": [5, 5], "suppress_tokens": list(range(3, VOCAB - 1))},
+    ],
+)
+def test_where_few_texts_are_possible_beams_are_still_those_of_transformers(model, options):
+    options = options | {"num_beams": 4, "num_return_sequences": 3, "return_dict_in_generate": True}
+    expected = model.generate(torch.tensor([[6, 15, 7]]), output_scores=True, **options)
+    got = model.generate(torch.tensor([[6, 15, 7]]), **options, **EXTRA)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    torch.testing.assert_close(got.sequences_scores, expected.sequences_scores)
+
+
+def test_fewer_texts_than_asked_for_are_refused(model):
+    """transformers returns the prompt alone, or other texts in another batch."""
+    options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": VOCAB + 2, "no_repeat_ngram_size": 1}
+    with pytest.raises(SpecbeamError, match="num_return_sequences=3, but"):
+        model.generate(torch.tensor([[6, 15, 7]]), eos_token_id=6, **options, **EXTRA)
+
+
 def test_tokens_that_other_options_forbid_are_not_forced(model):
     """Newer releases of transformers force a forbidden token if prefix_allowed_tokens_fn allows no other."""
     options = {"prefix_allowed_tokens_fn": lambda row, ids: [5], "bad_words_ids": [[5]], "max_new_tokens": 3}

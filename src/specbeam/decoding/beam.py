@@ -211,7 +211,14 @@ class BeamSearch:
             yield hypothesis
 
     def hypotheses(self) -> list[Hypothesis]:
-        places = np.flatnonzero(self.finished.possible)[: self.num_return_sequences]
+        return self._texts(self.finished.possible)
+
+    def places(self) -> list[Hypothesis]:
+        """The texts to return, best first, with the forbidden texts where transformers fills places with these."""
+        return self._texts(self.finished.ended)
+
+    def _texts(self, wanted: NDArray[np.bool_]) -> list[Hypothesis]:
+        places = np.flatnonzero(wanted)[: self.num_return_sequences]
         ends = zip(self.finished.nodes[places].tolist(), self.finished.scores[places].tolist(), strict=True)
         return [Hypothesis(node, score, self.stop(self.tree, node) or "length") for node, score in ends]
 
@@ -254,13 +261,15 @@ class Finished:
 
     Attributes:
         nodes: the ends of the texts, int64 [places]; -1 where a place is empty.
-        possible: bool [places]. False for empty places, and for forbidden texts that took a place because there were
-            fewer candidates than places.
+        ended: bool [places]. False for empty places, and for unfinished texts. Rounding lets these take empty places.
+        possible: bool [places]. False also for forbidden texts that took a place because there were fewer candidates
+            than places.
         scores: log-probability / length ** length_penalty, float32 [places].
     """
 
     def __init__(self, places: int, length_penalty: float, early_stopping: bool | str) -> None:
         self.nodes: Nodes = np.full(places, -1)
+        self.ended = np.zeros(places, dtype=bool)
         self.possible = np.zeros(places, dtype=bool)
         self.scores = torch.full((places,), FORBIDDEN_SCORE)
         self.length_penalty = length_penalty
@@ -268,7 +277,7 @@ class Finished:
 
     @property
     def full(self) -> bool:
-        return bool((self.nodes >= 0).all())
+        return bool(self.ended.all())
 
     def compete(self, candidates: Candidates, ended: Tensor, length: int) -> None:
         """Let the candidates that have ended, bool [k], compete for the places.
@@ -282,8 +291,8 @@ class Finished:
         competing[places:] = False
         scores = forbid(candidates.scores / length**self.length_penalty, ~competing)
         self.scores, best = torch.cat([self.scores, scores]).topk(places)
-        nodes = np.where(competing.numpy(), candidates.nodes, -1)
-        self.nodes = np.concatenate([self.nodes, nodes])[best.numpy()]
+        self.nodes = np.concatenate([self.nodes, candidates.nodes])[best.numpy()]
+        self.ended = np.concatenate([self.ended, competing.numpy()])[best.numpy()]
         self.possible = np.concatenate([self.possible, (competing & candidates.possible).numpy()])[best.numpy()]
 
     def settled(self, best_running: Tensor, length: int, max_new_tokens: int) -> bool:

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from specbeam.decoding import Strategy
-from specbeam.decoding.beam import BeamSearch, DiverseBeamSearch, Search, beam_search, draw_without_replacement
+from specbeam.decoding.beam import BeamSearch, DiverseBeamSearch, beam_search, draw_without_replacement
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.greedy import greedy
 from specbeam.decoding.processors import Processors, Warpers
@@ -53,8 +53,8 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
     options, tree, process, stop, record = setup.options, setup.tree, setup.process, setup.stop, setup.record
     if options.num_beams > 1:
         if drafter is not None:
-            return speculative_beam_search(tree, _make_search(setup), record, drafter)
-        return beam_search(tree, _make_search(setup), record)
+            return speculative_beam_search(tree, make_search(setup), record, drafter)
+        return beam_search(tree, make_search(setup), record)
     if drafter is not None:
         if options.samples:
             return speculative_sampling(tree, process, stop, record, drafter, setup.warp, setup.generator)
@@ -67,7 +67,8 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
     return greedy(tree, process, stop, record)
 
 
-def _make_search(setup: Setup) -> Search:
+def make_search(setup: Setup) -> BeamSearch | DiverseBeamSearch:
+    """The search by beams that the options ask for."""
     options, process, warp = setup.options, setup.process, setup.warp
     search = partial(
         BeamSearch,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,12 @@ from transformers.generation import (
 
 from specbeam.backends.encoder_decoder import backend_of
 from specbeam.compat import argument_of_generate
-from specbeam.decoding.beam import FORBIDDEN_SCORE
-from specbeam.engine import Engine
+from specbeam.decoding import Strategy
+from specbeam.decoding.beam import BeamSearch, beam_search
+from specbeam.decoding.drafter import Drafter
+from specbeam.decoding.speculative_beam import speculative_beam_search
+from specbeam.engine import Engine, Setup
+from specbeam.engine.strategies import make_search
 from specbeam.errors import SpecbeamError
 from specbeam.integrations.transformers_processors import (
     Row,
@@ -31,7 +36,6 @@ from specbeam.integrations.transformers_processors import (
     unsupported,
 )
 from specbeam.model import LanguageModel
-from specbeam.results import Sequence
 
 GENERATION_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 OTHER_MODES = (
@@ -111,7 +115,7 @@ def generate(
     engine = Engine(replace(wrap(model), generation_defaults={}))  # transformers has filled them in
     check_processors(logits_processor, engine.lm.backend.vocab_size)
     padding = _padding(input_ids, model_kwargs)
-    eos = _eos_token_ids(stopping_criteria, generation_config, beams)
+    eos = _eos_token_ids(stopping_criteria)
     length = input_ids.shape[1]
     copies = max(beams, returned)  # transformers has repeated each prompt
     # A prefix_allowed_tokens_fn gets the number of a sample, so samples are requests of their own.
@@ -129,15 +133,17 @@ def generate(
             "early_stopping": generation_config.early_stopping,
         }
 
-    draft: dict[str, Any] = {} if assistant_model is None else {"draft": wrap(assistant_model)}
+    how: dict[str, Any] = {} if assistant_model is None else {"draft": wrap(assistant_model)}
+    if beams > 1:
+        how["strategy"] = partial(_beam_search, generation_config)
     requests = []
     for first in range(0, len(input_ids), together):
         row = Row(input_ids, first, padding[first], beams)
         own = options | options_of(logits_processor, row, eos, do_sample)
         own["min_new_tokens"] = min(own.get("min_new_tokens", 0), own["max_new_tokens"])
-        requests.append(engine.submit(row.prompt, own | {"seed": _seed() if do_sample else None}, **draft))
+        requests.append(engine.submit(row.prompt, own | {"seed": _seed() if do_sample else None}, **how))
     engine.run()
-    texts = [sequence for request in requests for sequence in _filled(request.result().sequences, beams, returned)]
+    texts = [sequence for request in requests for sequence in request.result().sequences]
 
     longest = length + max(len(text.token_ids) for text in texts)
     sequences = torch.full((len(texts), longest), _fill_value(generation_config, beams))
@@ -178,20 +184,40 @@ def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
     return padding
 
 
-def _eos_token_ids(stopping_criteria: Iterable[Any], generation_config: Any, beams: int) -> list[int]:
+def _eos_token_ids(stopping_criteria: Iterable[Any]) -> list[int]:
     ids: set[int] = set()
     for criterion in stopping_criteria:
         name = f"the stopping criterion {type(criterion).__name__}"
         _refuse(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria), name)
         if isinstance(criterion, EosTokenCriteria):
             ids.update(criterion.eos_token_id.tolist())
-    eos = sorted(i for i in ids if i >= 0)  # transformers' users give -1 for none
-    if beams > 1:  # the number of end tokens decides how many candidates a step has
-        named = generation_config._eos_token_tensor
-        ours, theirs = (max(2, 1 + n) for n in (len(eos), 0 if named is None else len(named)))
-        _refuse(ours > theirs, "beams with an EosTokenCriteria of more tokens than eos_token_id")
-        _refuse(ours < theirs and generation_config.do_sample, "beams that are drawn with an eos_token_id given twice")
-    return eos
+    return sorted(i for i in ids if i >= 0)  # transformers' users give -1 for none
+
+
+def _beam_search(generation_config: Any, setup: Setup, drafter: Drafter | None) -> Strategy:
+    """Our beam search with the candidates of transformers, and with all its places.
+
+    Where fewer texts are possible than beams, transformers returns forbidden texts, too. It counts each end token of
+    the configuration as a candidate more per beam, even if it is -1 or there twice.
+
+    Raises:
+        SpecbeamError: not enough texts come to an end. The result of transformers then depends on the batch.
+    """
+    eos = generation_config._eos_token_tensor
+    search = make_search(setup)
+    assert isinstance(search, BeamSearch)
+    search.num_candidates = max(2, 1 + (0 if eos is None else len(eos))) * search.num_beams
+    if drafter is None:
+        yield from beam_search(setup.tree, search, setup.record)
+    else:
+        yield from speculative_beam_search(setup.tree, search, setup.record, drafter)
+    texts = search.places()
+    if len(texts) < search.num_return_sequences:
+        raise SpecbeamError(
+            f"num_return_sequences={search.num_return_sequences}, but only {len(texts)} texts of a prompt are "
+            "possible with these options: ask for fewer texts, or allow more tokens"
+        )
+    return texts
 
 
 def _check_config(generation_config: Any, beams: int, has_assistant: bool) -> None:
@@ -223,9 +249,3 @@ def _fill_value(generation_config: Any, beams: int) -> int:
     if beams > 1:
         pad = None if eos is None else pad or eos[0]
     return -1 if pad is None else int(pad)
-
-
-def _filled(sequences: list[Sequence], beams: int, returned: int) -> list[Sequence]:
-    """As many texts as transformers returns. If fewer beams finish, it fills up with empty texts of the worst score."""
-    missing = returned - len(sequences) if beams > 1 else 0
-    return sequences + [Sequence("", [], FORBIDDEN_SCORE, "length")] * missing
