@@ -76,7 +76,7 @@ def workplace(stand_ins, tmp_path, monkeypatch):
     def locate(source, revision=None):
         return stand_ins["translator" if "opus-mt" in str(source) else "causal"]
 
-    for module in ("specbeam.checkpoints", "specbeam.model"):
+    for module in ("specbeam.model", "specbeam.checkpoints"):  # to import the first reads the second
         monkeypatch.setattr(f"{module}.locate", locate)
     for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
         monkeypatch.setattr(loader, "from_pretrained", from_folder(loader.from_pretrained, locate))
