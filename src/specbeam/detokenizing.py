@@ -20,7 +20,7 @@ MIN_WINDOW_TOKENS = 8
 
 @dataclass(frozen=True)
 class TextEnd:
-    """The end of a text, with what is needed to decode further tokens.
+    """The end of a text, and the tokens that are decoded again with the next one.
 
     Attributes:
         ids: the window: the last tokens, as many as are decoded again.
@@ -77,8 +77,8 @@ class Detokenizer:
     def _shorten(self, end: TextEnd) -> TextEnd:
         """Let the window begin later, if the decoder's state at its end is surely the same then.
 
-        The texts of the last tokens must be equal. A single one could agree by chance: a byte fallback replaces each
-        byte of an invalid run, and also each byte of a run that is still incomplete.
+        The texts of the last tokens must be equal. A single text could agree by chance. A byte fallback replaces each
+        byte of an invalid run. It replaces each byte of an incomplete run, too.
         """
         length = MIN_WINDOW_TOKENS
         while 2 * length <= len(end.ids):

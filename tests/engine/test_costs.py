@@ -2,7 +2,10 @@
 
 import pytest
 
-from specbeam.engine.costs import PassTimes
+import specbeam
+from specbeam.drafting.pace import Pace
+from specbeam.drafting.sizes import Sizes
+from specbeam.engine.costs import PassTimes, SharedCost
 
 
 def test_what_a_pass_takes_is_learned_from_passes():
@@ -47,3 +50,51 @@ def test_passes_that_were_never_measured_are_taken_for_fast():
     for _ in range(2):
         times.add(1, 0.9)
     assert times.expected(32) <= 1.0
+
+
+def linear_times(fixed, per_node):
+    times = PassTimes()
+    for nodes in (1, 2, 4, 8, 16, 32, 64):
+        for _ in range(2):
+            times.add(nodes, fixed + per_node * nodes)
+    return times
+
+
+def test_passes_of_about_the_same_size_are_one_point_between_them():
+    times = PassTimes()
+    for _ in range(100):
+        times.add(14, 14.0)
+        times.add(18, 18.0)
+        times.add(32, 32.0)
+    assert times.expected(16) == pytest.approx(16.0, rel=0.05)
+    assert times.expected(24) == pytest.approx(24.0, rel=0.05)
+
+
+def test_a_request_bears_its_part_of_a_shared_pass_and_all_that_its_guesses_add():
+    cost = SharedCost(linear_times(8.0, 1.0), own_nodes=1)
+    assert [cost(1), cost(5)] == pytest.approx([9.0, 13.0])  # alone
+    cost.join(other_nodes=15, requests=16)
+    assert [cost(1), cost(5)] == pytest.approx([1.5, 5.5])
+    assert cost(0) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize(("live", "drafts"), [(1, True), (2, True), (16, False)])
+def test_a_guess_that_pays_alone_does_not_pay_in_a_crowd(live, drafts):
+    """Two of three guesses are expected to be accepted. With 16 live, a guess costs two thirds of a request's part."""
+    cost = SharedCost(linear_times(8.0, 1.0), own_nodes=1)
+    cost.join(other_nodes=live - 1, requests=live)
+    pace = Pace(Sizes(None, None, None, num_beams=1, target=cost, draft=None, chains=True))
+    pace.begin_round()
+    assert (pace.shape()[1] > 0) == drafts
+
+
+def test_requests_learn_who_shares_their_passes(lm, monkeypatch):
+    joined = []
+    monkeypatch.setattr(SharedCost, "join", lambda self, other_nodes, requests: joined.append((other_nodes, requests)))
+    engine = specbeam.Engine(lm, max_requests=3)
+    for beams in (1, 1, 4):
+        engine.submit("hello", {"max_new_tokens": 8, "num_beams": beams, "eos_token_id": []})
+    for _ in range(4):
+        engine.step()
+    assert sorted(joined[:3]) == [(2, 3)] * 3  # each has read a prompt, and will bring one node at least
+    assert sorted(joined[-3:]) == [(2, 3), (5, 3), (5, 3)]

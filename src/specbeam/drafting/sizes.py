@@ -15,6 +15,8 @@ MAX_ADAPTIVE_GUESSES = 128
 """Guesses per pass of the target, where sizes adapt."""
 MAX_ADAPTIVE_GUESSES_PER_BEAM = 8
 """The same for many beams, if that is more."""
+MIN_GAIN = 1.1
+"""Draft only if that promises this many times as many steps per second. The guessing itself takes time, too."""
 
 Cost = Callable[[int], float]
 """The cost of a pass over a number of nodes, in seconds."""
@@ -103,13 +105,14 @@ class Sizes:
             survival: by width, the probability that a step chooses among the guesses for it.
         """
         best_rate, best, most = 0.0, self.none, self.most_guesses
+        least = MIN_GAIN * self._steps_per_second(*self.none, 0.0)
         for width in self.widths:
             surviving = survival(width)
             for depth in self.depths:
                 if self._guesses(width, depth) > most and best_rate:
                     break
                 rate = self._steps_per_second(width, depth, surviving)
-                if rate > best_rate:
+                if rate > best_rate and (not depth or rate > least or self.depths[0]):
                     best_rate, best = rate, (width, depth)
         return self._within_budget(*best)
 

@@ -35,23 +35,29 @@ class PassTimes:
     """Seconds that a backend's passes took lately, by their number of nodes. They include the use of the logits."""
 
     def __init__(self) -> None:
-        self._sizes = self._seconds = np.empty(0)  # powers of two, ascending, and the seconds of passes of that size
-        self._first: dict[float, float] = {}  # seconds of the first pass of each size, which may have been slow
+        self._bins = np.empty(0)  # powers of two, ascending: passes of about the same size are counted together
+        self._sizes = self._seconds = np.empty(0)  # by bin, the typical number of nodes and of seconds
+        self._first: dict[float, tuple[float, int]] = {}  # by bin, the first pass, which may have been slow
+        self._expected: dict[int, float] = {}  # since the last measurement
 
     def add(self, nodes: int, seconds: float) -> None:
         """Take in a measured pass."""
         size = 2.0 ** round(np.log2(nodes))
-        at = int(np.searchsorted(self._sizes, size))
+        at = int(np.searchsorted(self._bins, size))
+        self._expected = {}
         if size not in self._first:
-            self._first[size] = seconds
-        elif size not in self._sizes:
-            self._sizes = np.insert(self._sizes, at, size)
-            self._seconds = np.insert(self._seconds, at, min(self._first[size], seconds))
+            self._first[size] = seconds, nodes
+        elif size not in self._bins:
+            seconds, nodes = min(self._first[size], (seconds, nodes))
+            self._bins = np.insert(self._bins, at, size)
+            self._sizes = np.insert(self._sizes, at, nodes)
+            self._seconds = np.insert(self._seconds, at, seconds)
         else:
             # A busy machine slows down passes of all sizes, including sizes that were last measured a while ago.
             slowdown = np.clip(seconds / self._seconds[at], 0.5, 2.0) ** DRIFT_WEIGHT
             self._seconds *= slowdown
             self._seconds[at] *= slowdown
+            self._sizes[at] += DRIFT_WEIGHT * (nodes - self._sizes[at])
 
     def expected(self, nodes: int) -> float:
         """Expected seconds of a pass.
@@ -59,20 +65,53 @@ class PassTimes:
         Where no pass of about this size was measured, the estimate is low on purpose: only sizes that are tried come to
         be measured.
         """
+        if nodes not in self._expected:  # in a round, all requests ask about the same few sizes
+            self._expected[nodes] = self._estimate(nodes)
+        return self._expected[nodes]
+
+    def _estimate(self, nodes: int) -> float:
         if not len(self._sizes):
             return UNMEASURED_SECONDS * nominal_cost(nodes)
         below = int(np.searchsorted(self._sizes, nodes, side="right")) - 1
+        if below < 0 and 2.0 ** round(np.log2(max(1, nodes))) >= self._bins[0]:  # in the first bin
+            return float(self._seconds[0] * nominal_cost(nodes) / nominal_cost(self._sizes[0]))
         if below < 0:  # smaller than all measured sizes: a share of the smallest, and little for each further node
             one = self._seconds[0] / self._sizes[0]
             return float(min(one * nominal_cost(nodes) / nominal_cost(1), self._seconds[0]))
-        sizes, seconds = self._sizes[below : below + 2], self._seconds[below : below + 2]
-        if len(sizes) == 2 and sizes[1] <= MAX_SIZE_RATIO * sizes[0]:
+        sizes, seconds, bins = (array[below : below + 2] for array in (self._sizes, self._seconds, self._bins))
+        if len(sizes) == 2 and bins[1] <= MAX_SIZE_RATIO * bins[0]:
             return float(np.interp(nodes, sizes, seconds))
         growth = nominal_cost(nodes) / nominal_cost(sizes[0])
-        if below and sizes[0] <= MAX_SIZE_RATIO * self._sizes[below - 1]:  # go on with the slope between the last two
+        if below and bins[0] <= MAX_SIZE_RATIO * self._bins[below - 1]:  # go on with the slope between the last two
             slope = (seconds[0] - self._seconds[below - 1]) / (sizes[0] - self._sizes[below - 1])
             growth = max(growth, min(1 + slope * (nodes - sizes[0]) / seconds[0], nodes / sizes[0]))
         return float(min([seconds[0] * growth, *seconds[1:]]))
+
+
+class SharedCost:
+    """One request's cost of a pass that other requests share, in seconds.
+
+    Its nodes cost what they add to the pass. The pass itself has to be run for all: each request bears an equal part.
+    So a guess pays if it brings the request more than its time would bring all requests.
+
+    Args:
+        own_nodes: the request's nodes in a pass without guesses.
+    """
+
+    def __init__(self, times: PassTimes, own_nodes: int) -> None:
+        self._times = times
+        self._own_nodes = own_nodes
+        self._other_nodes, self._requests = 0, 1
+
+    def join(self, other_nodes: int, requests: int) -> None:
+        """Take in the number of requests in the latest pass, and the nodes that the others bring to the next one."""
+        self._other_nodes, self._requests = other_nodes, requests
+
+    def __call__(self, nodes: int) -> float:
+        """The cost of a number of its nodes. It is at least a part of the cost of the pass without guesses."""
+        others, expected = self._other_nodes, self._times.expected
+        together = expected(others + self._own_nodes)
+        return together / self._requests + max(0.0, expected(others + nodes) - together)
 
 
 _pass_times: WeakKeyDictionary[Backend[Any], PassTimes] = WeakKeyDictionary()

@@ -14,7 +14,7 @@ from specbeam.drafting.pace import Pace
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.drafting.sizes import Cost, Sizes
 from specbeam.drafting.suffix import SuffixAutomaton, SuffixDrafter
-from specbeam.engine.costs import nominal_cost, nominal_draft_cost, pass_times
+from specbeam.engine.costs import nominal_cost, nominal_draft_cost
 from specbeam.engine.strategies import Setup
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -24,18 +24,25 @@ Draft = LanguageModel | SuffixAutomaton | str
 """A draft model, "ngram", "suffix", or an automaton over earlier texts."""
 
 
-def make_drafter(setup: Setup, lm: LanguageModel, draft: Draft, prompt_length: int) -> Drafter:
+def make_drafter(
+    setup: Setup, lm: LanguageModel, draft: Draft, prompt_length: int, target_cost: Cost, draft_cost: Cost | None
+) -> Drafter:
     """The drafter of one request.
 
     Args:
         draft: has passed :func:`check_draft`.
+        target_cost, draft_cost: of the request's passes; None for a draft that is no model.
         prompt_length: in tokens.
 
     Raises:
         SpecbeamError: the draft has another vocabulary, which text cannot bridge.
     """
     shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
-    pace = _make_pace(setup.options, lm, draft, prompt_length, chains=not shares_tokenizer)
+    if setup.options.samples:  # with measured costs, the text of a seed would depend on the load of the machine
+        target_cost = nominal_cost
+        if isinstance(draft, LanguageModel):
+            draft_cost = nominal_cost if draft.backend is lm.backend else nominal_draft_cost
+    pace = _make_pace(setup.options, prompt_length, target_cost, draft_cost, chains=not shares_tokenizer)
     if isinstance(draft, LanguageModel) and shares_tokenizer:
         return _make_model_drafter(setup, lm, draft, pace)
     chains = Chains(setup.tree, setup.process, setup.stop, lm.backend.vocab_size, pace)
@@ -46,21 +53,14 @@ def make_drafter(setup: Setup, lm: LanguageModel, draft: Draft, prompt_length: i
     return SuffixDrafter(setup.tree, chains, draft if isinstance(draft, SuffixAutomaton) else None)
 
 
-def _make_pace(options: Options, lm: LanguageModel, draft: Draft, prompt_length: int, chains: bool) -> Pace:
-    draft_backend = draft.backend if isinstance(draft, LanguageModel) else None
-    target_cost: Cost = pass_times(lm.backend).expected
-    draft_cost: Cost | None = None if draft_backend is None else pass_times(draft_backend).expected
-    if options.samples:  # with measured costs, the text of a seed would depend on the load of the machine
-        target_cost = nominal_cost
-        if draft_backend is not None:
-            draft_cost = nominal_cost if draft_backend is lm.backend else nominal_draft_cost
+def _make_pace(options: Options, prompt_length: int, target: Cost, draft: Cost | None, chains: bool) -> Pace:
     sizes = Sizes(
         num_draft_tokens=options.draft_size("num_draft_tokens"),
         draft_width=options.draft_size("draft_width"),
         draft_budget=options.draft_size("draft_budget"),
         num_beams=options.num_beams,
-        target=target_cost,
-        draft=draft_cost,
+        target=target,
+        draft=draft,
         chains=chains,
     )
     return Pace(sizes, unread=prompt_length)

@@ -66,9 +66,11 @@ def _forward(batch: Batch) -> tuple[Tensor, ...]:
         torch.cuda.synchronize(logits.device)
     seconds = time.perf_counter() - start
     together = sum(len(s.tokens) for s in segments)
-    for request, nodes in batch:
-        request.spend(seconds * len(nodes) / together)
-    return torch.split(logits, [len(s.wanted) for s in segments])
+    wanted = [len(s.wanted) for s in segments]
+    ahead = [max(1, rows) for rows in wanted]  # nodes of the next pass, roughly: who reads a prompt will bring one
+    for (request, nodes), own in zip(batch, ahead, strict=True):
+        request.spend(seconds * len(nodes) / together, sum(ahead) - own, len(batch))
+    return torch.split(logits, wanted)
 
 
 def _one_thread() -> Any:

@@ -18,6 +18,7 @@ from specbeam.decoding.processors import Processors, Warpers, processors_of_chec
 from specbeam.decoding.record import Record
 from specbeam.decoding.sampling import seeded
 from specbeam.decoding.stopping import Stopping
+from specbeam.engine.costs import SharedCost, pass_times
 from specbeam.engine.drafters import Draft, make_drafter
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.model_state import ModelState
@@ -62,7 +63,10 @@ class Request:
         self._lm = lm
         self._setup = setup = _make_setup(lm, prompt_ids, options)
         self.max_length = setup.stop.max_length
-        self._drafter = None if draft is None else make_drafter(setup, lm, draft, len(prompt_ids))
+        self._target_cost = SharedCost(pass_times(lm.backend), setup.options.num_beams)
+        self._draft_cost = SharedCost(pass_times(draft.backend), 1) if isinstance(draft, LanguageModel) else None
+        costs = self._target_cost, self._draft_cost
+        self._drafter = None if draft is None else make_drafter(setup, lm, draft, len(prompt_ids), *costs)
         pace = None if self._drafter is None else self._drafter.pace
         size = prompt_ids, self.max_length - setup.tree.prompt_length, setup.options.num_texts
         self._target = ModelState(lm.backend, setup.tree, *size, guesses=0 if pace is None else pace.most_guesses)
@@ -185,9 +189,18 @@ class Request:
         with self._tearing():
             return self._state.slots.segment(nodes, wanted, self._vocab)
 
-    def spend(self, seconds: float) -> None:
-        """Count the request's share of the time of a pass."""
+    def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
+        """Take in its latest pass.
+
+        Args:
+            seconds: its share of the pass's time.
+            other_nodes: the nodes that other requests are expected to bring to the next pass.
+            requests: the number of requests in the pass.
+        """
         self._state.seconds += seconds
+        cost = self._draft_cost if self.drafting else self._target_cost
+        if cost is not None:
+            cost.join(other_nodes, requests)
 
     def receive(self, nodes: Nodes, logits: Tensor) -> None:
         """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on."""
