@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.conftest import random_model
+from tests.conftest import in_thorough_mode, random_model
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks, and limits memory")
 
@@ -21,7 +21,6 @@ from specbeam import Engine, SpecbeamError, whole_steps
 from specbeam.backends.cpu import CpuBackend
 from specbeam.checkpoints import open_checkpoint
 
-CHILDREN = 6
 lm = specbeam.load(sys.argv[1], backend="cpu", threads=2)
 
 def text(lm=lm):
@@ -50,7 +49,7 @@ def in_children(count, work):
             sys.exit()  # a whole end of the interpreter
     return codes
 
-results = {"ends": in_children(CHILDREN, decode_in_a_daemon_thread)}
+results = {"ends": in_children(int(sys.argv[2]), decode_in_a_daemon_thread)}
 expected = text()
 
 # Each thread needs 8 MB of address space, and there is room for some of them only.
@@ -86,7 +85,7 @@ forked.set()
 thread.join()
 
 decode_in_a_daemon_thread()
-results["forks"] = in_children(CHILDREN, lambda: os._exit(0 if text() == expected else 9))
+results["forks"] = in_children(6, lambda: os._exit(0 if text() == expected else 9))
 print(json.dumps(results | {"parent": text() == expected}))
 """
 
@@ -94,7 +93,8 @@ print(json.dumps(results | {"parent": text() == expected}))
 @pytest.fixture(scope="module")
 def results(save):
     folder = save(random_model("llama", hidden_size=128, vocab_size=20_000))
-    command = [sys.executable, "-c", SCRIPT, str(folder)]
+    ends = 12 if in_thorough_mode() else 2  # each takes a second or two: PyTorch is large
+    command = [sys.executable, "-c", SCRIPT, str(folder), str(ends)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, (result.returncode, result.stderr[-2000:])
     return json.loads(result.stdout) | {"warnings": result.stderr}
@@ -102,7 +102,7 @@ def results(save):
 
 def test_processes_end_while_a_daemon_thread_decodes(results):
     """Also the process that prints the results ends so."""
-    assert results["ends"] == [0] * 6
+    assert set(results["ends"]) == {0}
 
 
 def test_children_work_that_were_forked_while_a_thread_decodes(results):
