@@ -1,5 +1,7 @@
 """Configurations: composed as Hydra does, checked name by name, and what methods they mean."""
 
+import re
+
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -93,6 +95,8 @@ def test_presets_are_studies(name):
         ("metrics.confidence=95", "give 0.95"),
         ("metrics.baseline=greed", "did you mean 'greedy'?"),
         ("methods={a: {mod: beam}}", "did you mean methods.a.mode?"),
+        ("methods={a: {mode: []}}", "methods.a.mode=[] is not allowed: give one of greedy"),
+        ("methods={a: {mode: [beam]}}", "methods.a.mode=['beam'] is not allowed: did you mean 'beam'?"),
         ("methods={a: 3}", "methods.a=3 is not allowed"),
         ("prompts=hi", "prompts='hi' is not allowed: give a list"),
         ("ablation=kk", "Could not find 'ablation/kk'"),
@@ -108,7 +112,7 @@ def test_what_is_wrong_is_named(override, message):
         override_list = [override, "decode.mode=speculative", "decode.do_sample=true"]
     else:
         override_list = [override]
-    with pytest.raises(SpecbeamError, match=message.replace("?", r"\?").replace("(", r"\(")):
+    with pytest.raises(SpecbeamError, match=re.sub(r"([?(\[\]])", r"\\\1", message)):
         study(*override_list)
 
 

@@ -4,6 +4,7 @@ import gzip
 import json
 
 import pandas
+import pyarrow.parquet
 import pytest
 
 from specbeam.errors import SpecbeamError
@@ -135,7 +136,7 @@ def test_unreadable_files_are_one_line(tmp_path):
             read_rows(Data(source=str(tmp_path / name)), [], 0)
 
 
-DAMAGED_GZIP = bytearray(gzip.compress(b'{"prompt": "Hi"}\n' * 9))
+DAMAGED_GZIP = bytearray(gzip.compress(b'{"prompt": "Hi"}\n' * 9, mtime=0))
 DAMAGED_GZIP[12] ^= 0xFF
 
 
@@ -161,3 +162,17 @@ def test_a_cell_of_a_csv_file_may_be_long(tmp_path):
     (tmp_path / "a.csv").write_text(f"question\n{long}\n")
     (row,) = read_rows(Data(source=str(tmp_path / "a.csv")), [], 0)
     assert row.turns == [long]
+
+
+def test_half_of_a_surrogate_pair_is_refused_before_work_is_lost(tmp_path):
+    (tmp_path / "t.jsonl").write_text('{"prompt": "\\ud83d"}\n')
+    for source, prompts in ((str(tmp_path / "t.jsonl"), []), (None, ["\udcff"])):
+        with pytest.raises(SpecbeamError, match="1 has half a surrogate pair"):
+            read_rows(Data(source=source), prompts, 0)
+
+
+def test_dates_that_python_does_not_have_are_one_line(tmp_path):
+    far = pyarrow.array([2**62], pyarrow.timestamp("us"))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a"], "day": far}), tmp_path / "t.parquet")
+    with pytest.raises(SpecbeamError, match="cannot be read: date value out of range"):
+        read_rows(Data(source=str(tmp_path / "t.parquet")), [], 0)

@@ -330,3 +330,16 @@ def test_two_processes_do_not_share_a_folder(words, tmp_path):
     with pytest.raises(SpecbeamError, match="another process"):
         results.Run(tmp_path / "x", {"config": {}}, "")
     run.close()
+
+
+@pytest.mark.parametrize("file", [results.GENERATIONS, results.SCORES, results.FINGERPRINT])
+@pytest.mark.parametrize("content", ["{}\n", '{"key": 3}\n', "[]\n", "3\n"])
+def test_a_damaged_file_of_a_run_is_one_error(tmp_path, file, content):
+    results.Run(tmp_path, {"config": {}}, "").close()
+    (tmp_path / file).write_text(content)
+    if file != results.FINGERPRINT or content[0] != "{":
+        with pytest.raises(SpecbeamError, match=f"{file} is damaged"):
+            results.read(tmp_path)
+    with pytest.raises(SpecbeamError, match=f"{file} is damaged|holds another run"):
+        results.Run(tmp_path, {"config": {}}, "")
+    (tmp_path / file).unlink()

@@ -345,7 +345,7 @@ def _may_add(override: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:400]
+    return " ".join(str(error).split())[:400] or type(error).__name__
 
 
 def check(given: Mapping[str, Any]) -> Study:
@@ -420,7 +420,7 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
         "draft_model": str,
     }
     v = base | {key: _value(kinds[key], value, f"methods.{name}.{key}") for key, value in changes.items()}
-    mode = v["mode"] if isinstance(v["mode"], str) else v["mode"][0]
+    mode = v["mode"] if isinstance(v["mode"], str) or "mode" in changes else next(iter(v["mode"]), "")
     one_of(f"methods.{name}.mode", mode, MODES)
     beams, drafts = mode in ("beam", "hybrid"), mode in ("speculative", "hybrid")
     samples = mode == "sample" or (mode == "speculative" and v["do_sample"])

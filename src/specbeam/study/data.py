@@ -113,7 +113,7 @@ def _records(path: Path) -> Iterator[Any]:
 
         try:
             yield from pyarrow.parquet.read_table(path).to_pylist()
-        except (OSError, pyarrow.ArrowException) as error:
+        except (OSError, ValueError, ArithmeticError, LookupError, pyarrow.ArrowException) as error:
             raise SpecbeamError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error
         return
     text = _read(path)
@@ -252,6 +252,10 @@ def _of_human_eval(data: Data, record: Mapping[str, Any], i: int) -> Row:
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value.strip():
         raise SpecbeamError(f"{name} has no text: fill it, or leave the row out")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise SpecbeamError(f"{name} has half a surrogate pair, which is no character: give valid Unicode") from error
     return value
 
 

@@ -30,6 +30,8 @@ GENERATIONS, SCORES, FINGERPRINT, CONFIG, SUMMARY = (
 )
 FINGERPRINT_PARTS = ("config", "models", "data", "versions", "machine")
 """They must not change in the middle of a run."""
+RECORD_KEYS = ("key", "method", "row", "turn", "repeat", "mode", "prompt", "error", "wall")
+"""The keys that every generation has, also one that failed."""
 
 
 class Run:
@@ -62,7 +64,7 @@ class Run:
         except OSError as error:
             raise SpecbeamError(f"the run folder {folder} cannot be written: {error.strerror}") from error
         opened.enter_context(locked(folder / ".lock", folder, "output=FOLDER"))
-        before = read_json(folder / FINGERPRINT)
+        before = read_fingerprint(folder)
         if before is None and (folder / GENERATIONS).exists():
             raise SpecbeamError(f"{folder} has generations but no {FINGERPRINT}: give output=FOLDER for a new run")
         if before is not None and (difference := _difference(before, self.fingerprint)):
@@ -71,9 +73,11 @@ class Run:
             )
 
         def take_record(record: Entry, _: int) -> None:
+            checked(record, RECORD_KEYS, folder / GENERATIONS)
             self.records[record["key"]] = record
 
         def take_scores(entry: Entry, _: int) -> None:
+            checked(entry, ("key", "scores"), folder / SCORES)
             self.scores[entry["key"]] = entry["scores"]
 
         with reporting_full_disk(folder):
@@ -105,13 +109,14 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Record], dict[str, Any]]:
     """The fingerprint, generations and scores of a run, which may still be going on.
 
     Raises:
-        SpecbeamError: the folder holds no run.
+        SpecbeamError: the folder holds no run, or a file in it is damaged.
     """
-    fingerprint = read_json(folder / FINGERPRINT)
+    fingerprint = read_fingerprint(folder)
     if fingerprint is None:
         raise SpecbeamError(f"{folder} is no run folder: it has no {FINGERPRINT}")
-    records = {record["key"]: record for record, _ in entries_in(folder / GENERATIONS)}
-    scores = {entry["key"]: entry["scores"] for entry, _ in entries_in(folder / SCORES)}
+    generations, scored = folder / GENERATIONS, folder / SCORES
+    records = {checked(r, RECORD_KEYS, generations)["key"]: r for r, _ in entries_in(generations)}
+    scores = {checked(e, ("key", "scores"), scored)["key"]: e["scores"] for e, _ in entries_in(scored)}
     return fingerprint, [*records.values()], scores
 
 
@@ -125,6 +130,22 @@ def reporting_full_disk(folder: Path) -> Iterator[None]:
             f"{folder} cannot be written ({error.strerror}): finished generations are kept, so make room and give the "
             "same command again"
         ) from error
+
+
+def checked(entry: Entry, names: Iterable[str], path: Path) -> Entry:
+    """An entry of a journal. Raises SpecbeamError unless it has these names."""
+    for name in names:
+        if name not in entry:
+            raise SpecbeamError(f"{path} is damaged (an entry has no {name!r}): restore it, or start anew")
+    return entry
+
+
+def read_fingerprint(folder: Path) -> dict[str, Any] | None:
+    """The fingerprint of a run; None if the folder has no such file yet."""
+    fingerprint = read_json(folder / FINGERPRINT)
+    if not isinstance(fingerprint, dict | None):
+        raise SpecbeamError(f"{folder / FINGERPRINT} is damaged (it is no JSON object): restore it, or start anew")
+    return fingerprint
 
 
 def read_json(path: Path) -> Any:
