@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 from transformers import (
+    EncoderRepetitionPenaltyLogitsProcessor,
     EosTokenCriteria,
     LogitsProcessorList,
     MaxTimeCriteria,
@@ -319,9 +320,18 @@ OPTIONS = {
 """Options for each of transformers' processors that we support."""
 
 
+PENALIZED = EncoderRepetitionPenaltyLogitsProcessor(2.0, torch.tensor([[0]]))(
+    torch.zeros(2, 1).long(), torch.ones(2, 2)
+)
+OLD_MISTAKES = () if PENALIZED[1, 0] != 1 else ("encoder_repetition_penalty", "exponential_decay_length_penalty")
+"""Options that older releases of transformers get wrong: for all beams but the first, and for forbidden end tokens."""
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_processor_counts_in_a_batch_with_and_without_drafts(model, small, name, num_beams):
+    if name in OLD_MISTAKES and num_beams > 1:
+        pytest.skip("this release of transformers penalizes the first beam alone")
     options = OPTIONS[name] | {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 8}
     options |= {"eos_token_id": [1, 11]}
     inputs = padded([[3, 4, 5], [6], [12, 13, 14, 3]])
@@ -342,6 +352,7 @@ def test_processors_go_together_in_any_batch(models, small, architecture, prompt
     options = {"num_beams": num_beams, "max_new_tokens": 7, "eos_token_id": eos, "pad_token_id": pad}
     if -1 in torch.tensor(eos).flatten():
         names.discard("exponential_decay_length_penalty")  # transformers refuses this
+    names.difference_update(OLD_MISTAKES)
     for name in sorted(names):
         options |= OPTIONS[name]
     inputs = padded(prompts)
