@@ -1,5 +1,5 @@
-// Fuzzes models, caches and passes. A pass without a mistake must be accepted, and give each node the bits that its path
-// has alone. A pass with a mistake may be refused.
+// Fuzzes models, caches and passes. A pass without a mistake must be accepted, and give each node the bits that its
+// path has alone. A pass with a mistake may be refused.
 
 #include "boundary.h"
 
