@@ -115,7 +115,7 @@ def test_a_file_that_is_not_finished_leaves_nothing(tmp_path):
 
 @pytest.mark.parametrize("power", [False, True])
 def test_rows_are_finished_once_whenever_the_process_ends(tmp_path, power):
-    rows = [[{"row": 2 * n, "text": "a"}, {"row": 2 * n + 1, "text": "b"}] for n in range(3)]  # two per job
+    rows = [[{"row": n, "text": "a", "error": None}, {"row": n + 1, "text": "b", "error": None}] for n in (0, 2, 4)]
 
     def work(output):
         with FinishedRows(output, "x", 6) as finished:
