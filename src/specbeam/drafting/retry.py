@@ -6,7 +6,7 @@ from enum import Enum, auto
 
 MIN_REST_ROUNDS, MAX_REST_ROUNDS = 8, 128
 """Wait this many rounds before retrying; double after each failure, up to the cap."""
-MIN_GAIN_IF_ALL_ACCEPTED = 1.1
+MIN_GAIN_IF_ALL_ACCEPTED = 1.25
 """Retry only if rounds would be this many times as fast with every guess accepted."""
 MAX_RETRY_COST_SHARE = 0.25
 """A retry may cost this share of the time that the rounds of rest could have saved with every guess accepted."""
