@@ -217,7 +217,7 @@ def test_logits_of_the_first_tokens_are_those_of_all(pair, family, vocab):
     some = lm.backend.forward([slots.segment(np.arange(4), np.arange(4), vocab)])
     assert some.shape[1] in (min(vocab, 259), 259)
     torch.testing.assert_close(some, whole[:, : some.shape[1]], atol=2e-4, rtol=0)
-    both = [slots.segment(np.arange(4), np.arange(4), v) for v in (vocab, None)]
+    both = [Slots(tree, lm.backend, 256).segment(np.arange(4), np.arange(4), v) for v in (vocab, None)]
     assert lm.backend.forward(both).shape == (8, 259)
 
 
