@@ -74,6 +74,18 @@ class Detokenizer:
         after = TextEnd(ids, texts, settled, text[end.settled : settled])
         return self._shorten(after) if len(ids) % (2 * MIN_WINDOW_TOKENS) == 0 else after
 
+    def end_of(self, tokens: list[int]) -> TextEnd:
+        """The end of the text of these tokens. It decodes all of them once, and then the last ones."""
+        text = self._decode(tokens)
+        length = 2 * MIN_WINDOW_TOKENS
+        while True:
+            end = TextEnd()
+            for token in tokens[-length:]:
+                end = self.push(end, token)
+            if text.endswith(end.text) or length >= len(tokens):
+                return end
+            length *= 2
+
     def _shorten(self, end: TextEnd) -> TextEnd:
         """Let the window begin later, if the decoder's state at its end is surely the same then.
 

@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.decoding import Evaluate
+from specbeam.detokenizing import INCOMPLETE, Detokenizer, TextEnd
 from specbeam.drafting import DECLINED, Guesses, Proposal
 from specbeam.drafting.chains import Chains
+from specbeam.drafting.encoding import EncodedEnd, extend, shorten
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.tree import Nodes, Tree
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the text down to a node of the target's tree stands in the draft's tree.
+
+    Attributes:
+        end: of the text, as the target's tokens make it.
+        node: of the draft's tree. The path to it is the text without its unread part.
+        encoded: the end of that path's text, with the draft's token ids.
+        unread: text that is not in the draft's tree yet.
+    """
+
+    end: TextEnd
+    node: int
+    encoded: EncodedEnd
+    unread: str = ""
 
 
 class RetokenizingDrafter:
     """Continues the text at a tip greedily with the draft.
 
     The text is encoded with the draft's tokenizer, and the continuation with the target's. The second encoding may be
-    a poor guess, but never leads to a wrong text, because guesses are checked.
+    a poor guess, but never leads to a wrong text, because guesses are checked. Each round decodes and encodes the end
+    of the text only, where the target's new tokens are.
 
     Args:
         tree, chains: of the request.
@@ -52,9 +73,11 @@ class RetokenizingDrafter:
                 )
         ids = self.draft_encode(prompt)
         # The draft's BOS token, if its texts begin with one.
-        self.bos: list[int] = [bos for bos in draft.tokenizer("a").input_ids[:1] if bos == draft.tokenizer.bos_token_id]
-        self.tree = Tree([*self.bos, *ids, 0][:1])  # a prompt without any text still needs a root
-        self._path: Nodes = self.tree.trunk.copy()  # from the root to the end of the text placed last
+        bos: list[int] = [bos for bos in draft.tokenizer("a").input_ids[:1] if bos == draft.tokenizer.bos_token_id]
+        self.tree = Tree([*bos, *ids, 0][:1])  # a prompt without any text still needs a root
+        self._before_text = len(bos) - 1  # the node before the first token of each text; -1 is the root's parent
+        self._detokenizer = Detokenizer(self.decode)
+        self._places: dict[int, Place] = {}  # by node of the target's tree: of the last tips, which all later are below
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         self.pace.begin_round()
@@ -62,48 +85,89 @@ class RetokenizingDrafter:
         if not depth:
             return DECLINED
         tips = np.unique(tips)
-        texts = [self.decode(self.text_tree.tokens(self.text_tree.path(tip)).tolist()) for tip in tips.tolist()]
-        drafted = [[*self.bos, *self.draft_encode(text)] for text in texts]
-        able = [
-            not text.endswith("\ufffd")
-            and ids[:1] == self.tree.tokens([0]).tolist()
-            and len(ids) + depth <= self.context
-            for text, ids in zip(texts, drafted, strict=True)
-        ]
-        places = [self._place(ids) if ok else 0 for ids, ok in zip(drafted, able, strict=True)]
-        going = np.array(places, dtype=np.int64)[able]
-        if not len(going):
+        if not self._places:
+            self._places = {self.text_tree.prompt_length - 1: self._place_of_prompt()}
+        self._places = {tip: self._read(tip, depth) for tip in tips.tolist()}
+        able = {tip: place for tip, place in self._places.items() if self._can_continue(place, depth)}
+        if not able:
             return Guesses()
-        self.tree.keep([0, *going.tolist()])  # with the root, so that the trunk never grows: texts may be retokenized
+        places = self._places.values()
+        # New text may change the tokens of a window, so the trunk must not grow into it.
+        windows = [self._above(place.node, len(place.encoded.ids) - place.encoded.apart) for place in places]
+        self.tree.keep([*(place.node for place in places), *(max(node, 0) for node in windows)])
+        going = np.array([place.node for place in able.values()])
         tokens: list[NDArray[np.int64]] = []
         for _ in range(depth):
             logits = yield Evaluate(going, drafting=True)
             tokens.append(logits.argmax(-1).cpu().numpy())
             going = self.tree.guess(going, tokens[-1])
-        continued = iter(np.stack(tokens, axis=1).tolist())
+        continued = dict(zip(able, np.stack(tokens, axis=1).tolist(), strict=True))
         found = [
-            [self._continuation(tip, text, ids, next(continued))] if ok else []
-            for tip, text, ids, ok in zip(tips.tolist(), texts, drafted, able, strict=True)
+            [self._continuation(able[tip].encoded, continued[tip])] if tip in able else [] for tip in tips.tolist()
         ]
         return self.chains.guess(tips, found, width)
 
-    def _place(self, ids: list[int]) -> int:
-        """The node of the draft's tree at which this text ends. The beginning shared with the last text is reused."""
-        length = min(len(ids), len(self._path))
-        differs = np.flatnonzero(self.tree.tokens(self._path[:length]) != ids[:length])
-        shared = int(differs[0]) if len(differs) else length
-        path: list[int] = self._path[:shared].tolist()
-        for token in ids[shared:]:
-            path += self.tree.guess(path[-1], token).tolist()
-        self._path = np.array(path)
-        return path[-1]
+    def _can_continue(self, place: Place, depth: int) -> bool:
+        """The text ends with a character, and the draft's context has room for this many more tokens."""
+        length = int(self.tree.depths(place.node)) + 1
+        return not place.end.text.endswith(INCOMPLETE) and length + depth <= self.context
 
-    def _continuation(self, tip: int, text: str, ids: list[int], more: list[int]) -> list[int]:
+    def _read(self, tip: int, depth: int) -> Place:
+        """The place of a tip. The new text goes into the draft's tree, if the draft can continue it."""
+        place = self._arrive(tip)
+        if not place.unread or not self._can_continue(place, depth):
+            return place
+        node, encoded = self._put(place.node, place.encoded, place.unread)
+        return Place(place.end, node, encoded)
+
+    def _arrive(self, node: int) -> Place:
+        """The place of a node of the target's tree. Text after its nearest known ancestor is unread."""
+        path = []
+        while node not in self._places:
+            path.append(node)
+            node = int(self.text_tree.parents(node))
+        place = self._places[node]
+        for node in reversed(path):
+            end = self._detokenizer.push(place.end, int(self.text_tree.tokens(node)))
+            place = self._places[node] = replace(place, end=end, unread=place.unread + end.added)
+        return place
+
+    def _place_of_prompt(self) -> Place:
+        tokens: list[int] = self.text_tree.tokens(np.arange(self.text_tree.prompt_length)).tolist()
+        end = self._detokenizer.end_of(tokens)
+        text = self.decode(tokens)
+        node, encoded = self._put(self._before_text, EncodedEnd(), text[: len(text) - len(end.unsettled)])
+        return Place(end, node, encoded)
+
+    def _put(self, node: int, before: EncodedEnd, new: str) -> tuple[int, EncodedEnd]:
+        """Put new text into the draft's tree, after text that ends at a node. Return its last node and its end."""
+        if extended := extend(self.draft_encode, before, new):
+            after, unchanged = extended
+            above, ids = self._above(node, len(before.ids) - unchanged), after.ids[unchanged:]
+            if above < 0 and ids[:1] == tuple(self.tree.tokens([0]).tolist()):
+                above, ids = 0, ids[1:]
+            if above >= 0:
+                return self._descend(above, ids), shorten(self.draft_encode, after)
+        # The tokens before the window would change, or the root. These must stay, so the new text has its own tokens.
+        ids = tuple(self.draft_encode(new))
+        return self._descend(max(node, 0), ids), shorten(self.draft_encode, EncodedEnd(new, ids))
+
+    def _above(self, node: int, levels: int) -> int:
+        for _ in range(levels):
+            node = int(self.tree.parents(node))
+        return node
+
+    def _descend(self, node: int, ids: tuple[int, ...]) -> int:
+        for token in ids:
+            node = int(self.tree.guess(node, token)[0])
+        return node
+
+    def _continuation(self, end: EncodedEnd, more: list[int]) -> list[int]:
         """The target's tokens for the draft's continuation."""
-        new = self.draft_decode(ids + more)[len(self.draft_decode(ids)) :].rstrip("\ufffd")
-        path: list[int] = self.text_tree.tokens(self.text_tree.path(tip)).tolist()
-        whole = self.encode(text + new)
-        return whole[len(path) :] if whole[: len(path)] == path else self.encode(new)
+        ids = [*end.ids]
+        new = self.draft_decode(ids + more)[len(self.draft_decode(ids)) :].rstrip(INCOMPLETE)
+        before, whole = self.encode(end.text), self.encode(end.text + new)
+        return whole[len(before) :] if whole[: len(before)] == before else self.encode(new)
 
 
 def both_ways(lm: LanguageModel) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]]:
