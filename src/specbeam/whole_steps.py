@@ -10,53 +10,87 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
-from contextlib import ContextDecorator
+import time
+from collections.abc import Callable
+from functools import wraps
+from types import CodeType, FrameType, FunctionType
+from typing import ParamSpec, TypeVar, cast
 
 from specbeam.errors import SpecbeamError
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 MAX_WAIT_SECONDS = 30.0
 """A step that takes longer may itself be waiting for the thread that forks or ends."""
+SECONDS_BETWEEN_LOOKS = 0.05
 
 
-class WholeSteps(ContextDecorator):
-    """A context, or a decorator, for the code of a step. Steps of threads may overlap, and one may contain another.
+class WholeSteps:
+    """A decorator for the function of a step. Steps of threads may overlap, and one may contain another.
+
+    An interrupt may come anywhere, also here. So a thread counts as inside a step only while its stack says so, too.
 
     Raises:
         SpecbeamError: this process was forked inside a step of another thread, which did not end in time.
     """
 
     def __init__(self) -> None:
+        self._is_ending = False
         self._start()
 
-    def _start(self, depths: dict[int, int] | None = None, torn: bool = False) -> None:
+    def _start(self, torn: bool = False) -> None:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._depths = depths or {}  # of steps inside steps, by thread
+        self._inside: set[int] = set()  # threads that began a step
         self._alone: int | None = None  # the thread that forks or ends: no other begins a step
         self._torn = torn  # whether a fork cut a step in two
 
-    def __enter__(self) -> None:
-        me = threading.get_ident()
-        with self._lock:
-            if me not in self._depths:
-                while self._alone not in (None, me):
-                    self._changed.wait()
-                if self._torn:
-                    raise SpecbeamError(
-                        "this process was forked while another thread was inside a pass that did not end: fork "
-                        "earlier, or use multiprocessing's spawn method"
-                    )
-            self._depths[me] = self._depths.get(me, 0) + 1
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        @wraps(function)
+        def step(*args: P.args, **kwargs: P.kwargs) -> R:
+            if self._is_inside(threading.get_ident(), sys._getframe(1)):
+                return function(*args, **kwargs)
+            self._begin()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._end()
 
-    def __exit__(self, *_: object) -> None:
+        _steps.add(cast(FunctionType, step).__code__)
+        return step
+
+    def _is_inside(self, thread: int, frame: FrameType | None) -> bool:
+        """Whether a thread, whose stack ends with this frame, began a step and has not ended it."""
+        if thread in self._inside:
+            while frame is not None:
+                if frame.f_code in _steps:
+                    return True
+                frame = frame.f_back
+        return False
+
+    def _begin(self) -> None:
         me = threading.get_ident()
         with self._lock:
-            self._depths[me] -= 1
-            if not self._depths[me]:
-                del self._depths[me]
-                if self._alone is not None:
-                    self._changed.notify_all()
+            self._inside.discard(me)  # left by an interrupt
+            while self._alone not in (None, me):
+                if self._is_ending:
+                    raise SystemExit  # ends this thread silently, as the end of the interpreter would
+                self._changed.wait()
+            if self._torn:
+                raise SpecbeamError(
+                    "this process was forked while another thread was inside a pass that did not end: fork earlier, or "
+                    "use multiprocessing's spawn method"
+                )
+            self._inside.add(me)
+
+    def _end(self) -> None:
+        with self._lock:
+            self._inside.discard(threading.get_ident())
+            if self._alone is not None:
+                self._changed.notify_all()
 
     def be_alone(self) -> None:
         """Wait until no other thread is inside a step, at most ``MAX_WAIT_SECONDS``. Let none begin."""
@@ -65,7 +99,22 @@ class WholeSteps(ContextDecorator):
             while self._alone not in (None, me):
                 self._changed.wait()
             self._alone = me
-            self._changed.wait_for(lambda: self._depths.keys() <= {me}, MAX_WAIT_SECONDS)
+            end = time.monotonic() + MAX_WAIT_SECONDS
+            while self._others() and (left := end - time.monotonic()) > 0:
+                self._changed.wait(min(left, SECONDS_BETWEEN_LOOKS))  # an interrupted step notifies nobody
+            self._inside.intersection_update({me, *self._others()})
+
+    def _others(self) -> list[int]:
+        """The other threads inside a step."""
+        me = threading.get_ident()
+        return [t for t, frame in sys._current_frames().items() if t != me and self._is_inside(t, frame)]
+
+    def end(self) -> None:
+        """Let no thread begin a step any more: the interpreter ends."""
+        with self._lock:
+            self._is_ending = True
+            self.be_alone()
+            self._changed.notify_all()
 
     def go_on(self) -> None:
         """Let other threads begin steps again."""
@@ -75,13 +124,14 @@ class WholeSteps(ContextDecorator):
 
     def go_on_in_child(self) -> None:
         """Go on in a forked process, where only this thread is left."""
-        me = threading.get_ident()
-        mine = {thread: depth for thread, depth in self._depths.items() if thread == me}
-        self._start(mine, self._torn or mine != self._depths)
+        mine = self._inside & {threading.get_ident()}
+        self._start(torn=self._torn or mine != self._inside)
+        self._inside = mine
 
 
+_steps: set[CodeType] = set()
 whole_step = WholeSteps()
-atexit.register(whole_step.be_alone)
+atexit.register(whole_step.end)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=whole_step.be_alone, after_in_parent=whole_step.go_on, after_in_child=whole_step.go_on_in_child

@@ -1,4 +1,4 @@
-"""Drafts of another vocabulary: the guesses are those of whole texts encoded and decoded anew, and cost less."""
+"""Drafts of another vocabulary: the guesses equal the guesses from whole texts encoded anew, and cost less."""
 
 import functools
 import itertools
@@ -170,7 +170,7 @@ PAIRS = [  # target and draft
 
 
 def prompt_of(target, tokens, length):
-    """The first tokens, at least so many, that end with a character."""
+    """At least this many of the first tokens, which end with a character."""
     while target.decode(tokens[:length]).endswith("\ufffd"):
         length += 1
     return tokens[:length]

@@ -1,10 +1,13 @@
 """Expected costs of passes, learned from measured ones."""
 
+import sys
+
 import pytest
 
 import specbeam
 from specbeam.drafting.pace import Pace
 from specbeam.drafting.sizes import Sizes
+from specbeam.engine import costs
 from specbeam.engine.costs import PassTimes, SharedCost
 
 
@@ -98,3 +101,34 @@ def test_requests_learn_who_shares_their_passes(lm, monkeypatch):
         engine.step()
     assert sorted(joined[:3]) == [(2, 3)] * 3  # each has read a prompt, and will bring one node at least
     assert sorted(joined[-3:]) == [(2, 3), (5, 3), (5, 3)]
+
+
+def test_an_interrupt_at_any_line_leaves_the_times_usable():
+    line = 0
+    interrupted = True
+    while interrupted:
+        line += 1
+        times, interrupted, lines = PassTimes(), False, 0
+
+        def trace(frame, event, _):
+            nonlocal lines
+            if event == "line" and frame.f_code.co_filename == costs.__file__:
+                lines += 1
+                if lines == line:  # noqa: B023
+                    raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            for nodes in (1, 1, 8, 8, 8, 1):
+                times.add(nodes, 0.01 * nodes)
+                times.expected(nodes)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(before)
+        times.add(8, 0.1)
+        times.add(8, 0.1)
+        assert times.expected(8) > 0
+    assert line > 50

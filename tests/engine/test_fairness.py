@@ -152,3 +152,31 @@ def test_a_list_of_prompts_makes_its_requests_when_it_is_their_turn(lm, monkeypa
     with pytest.raises(SpecbeamError, match="prompt 39: "):
         specbeam.generate(lm, [*([1] for _ in range(39)), []], max_new_tokens=2)
     assert len(made) == 40
+
+
+def test_new_requests_do_not_go_before_live_ones(lm):
+    engine = Engine(lm, max_requests=2, max_batch_tokens=1)
+    rounds, small = Rounds(), None
+    engine.submit([1], {"max_new_tokens": 200}, strategy=watched(rounds))
+    for now in range(100):
+        if small is None or small.done:
+            small = engine.submit([2], {"max_new_tokens": 1})
+        rounds.now = now
+        engine.step()
+    assert len(rounds) >= 40
+
+
+def test_a_stream_of_small_requests_does_not_keep_a_large_one_waiting(lm):
+    engine = Engine(lm, max_cache_tokens=110, max_batch_tokens=8)
+    small, large = [], None
+    for now in range(600):
+        small = [one for one in small if not one.done]
+        while len(small) < 8:
+            length = 5 if len(small) % 2 else 30
+            small.append(engine.submit([2 + now % 200], {"max_new_tokens": length, "min_new_tokens": length}))
+        if now == 20:
+            large = engine.submit([1] * 90, {"max_new_tokens": 4, "min_new_tokens": 4})
+        engine.step()
+        if large is not None and large.done:
+            break
+    assert large.done

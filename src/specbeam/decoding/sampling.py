@@ -43,6 +43,7 @@ def sample_several(
         tokens = [draw(warped[row], generators[i]) for row, i in zip(rows, growing.tolist(), strict=True)]
         drawn, texts = np.unique(np.stack([rows, tokens]), axis=1, return_inverse=True)
         log_probs = [log_prob(logits[row], token, scores[row]) for row, token in drawn.T.tolist()]
+        del logits, scores, warped  # they would take memory until the next logits come
         tips[growing] = tree.add(nodes[drawn[0]], drawn[1], log_probs)[texts.ravel()]
         record.round()
         record.step(tips[growing], tree.scores(tips[growing]))

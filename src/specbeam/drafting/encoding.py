@@ -22,7 +22,7 @@ class EncodedEnd:
     Attributes:
         text: the window: the last characters, as many as are encoded again. At first the whole text.
         ids: of the window alone.
-        apart: the number of first ids that may not be those of the whole text. The ids after them are.
+        apart: the number of first ids that the whole text may not have. It has all ids after them.
     """
 
     text: str = ""
@@ -41,7 +41,7 @@ def extend(encode: Callable[[str], list[int]], end: EncodedEnd, new: str) -> tup
 
 
 def shorten(encode: Callable[[str], list[int]], end: EncodedEnd) -> EncodedEnd:
-    """Let the window begin later, if at least half of its ids are surely those of the whole text then."""
+    """Let the window begin later, if the whole text surely has at least half of its ids then."""
     length = MIN_WINDOW_CHARACTERS
     while 2 * length <= len(end.text):
         text = end.text[-length:]

@@ -35,29 +35,30 @@ class PassTimes:
     """Seconds that a backend's passes took lately, by their number of nodes. They include the use of the logits."""
 
     def __init__(self) -> None:
-        self._bins = np.empty(0)  # powers of two, ascending: passes of about the same size are counted together
-        self._sizes = self._seconds = np.empty(0)  # by bin, the typical number of nodes and of seconds
+        # By bin: its size, a power of two, ascending; the typical number of nodes and of seconds of its passes. It is
+        # replaced as a whole, because an interrupt may come between any two statements, and other threads read it.
+        self._measured = np.empty((3, 0))
         self._first: dict[float, tuple[float, int]] = {}  # by bin, the first pass, which may have been slow
         self._expected: dict[int, float] = {}  # since the last measurement
 
     def add(self, nodes: int, seconds: float) -> None:
         """Take in a measured pass."""
         size = 2.0 ** round(np.log2(nodes))
-        at = int(np.searchsorted(self._bins, size))
-        self._expected = {}
+        bins, sizes, all_seconds = self._measured
+        at = int(np.searchsorted(bins, size))
         if size not in self._first:
             self._first[size] = seconds, nodes
-        elif size not in self._bins:
+        elif size not in bins:
             seconds, nodes = min(self._first[size], (seconds, nodes))
-            self._bins = np.insert(self._bins, at, size)
-            self._sizes = np.insert(self._sizes, at, nodes)
-            self._seconds = np.insert(self._seconds, at, seconds)
+            self._measured = np.insert(self._measured, at, [size, nodes, seconds], axis=1)
         else:
             # A busy machine slows down passes of all sizes, including sizes that were last measured a while ago.
-            slowdown = np.clip(seconds / self._seconds[at], 0.5, 2.0) ** DRIFT_WEIGHT
-            self._seconds *= slowdown
-            self._seconds[at] *= slowdown
-            self._sizes[at] += DRIFT_WEIGHT * (nodes - self._sizes[at])
+            slowdown = np.clip(seconds / all_seconds[at], 0.5, 2.0) ** DRIFT_WEIGHT
+            measured = self._measured * [[1], [1], [slowdown]]
+            measured[2, at] *= slowdown
+            measured[1, at] += DRIFT_WEIGHT * (nodes - sizes[at])
+            self._measured = measured
+        self._expected = {}
 
     def expected(self, nodes: int) -> float:
         """Expected seconds of a pass.
@@ -65,25 +66,27 @@ class PassTimes:
         Where no pass of about this size was measured, the estimate is low on purpose: only sizes that are tried come to
         be measured.
         """
-        if nodes not in self._expected:  # in a round, all requests ask about the same few sizes
-            self._expected[nodes] = self._estimate(nodes)
-        return self._expected[nodes]
+        expected = self._expected  # in a round, all requests ask about the same few sizes
+        if nodes not in expected:
+            expected[nodes] = self._estimate(nodes)
+        return expected[nodes]
 
     def _estimate(self, nodes: int) -> float:
-        if not len(self._sizes):
+        all_bins, all_sizes, all_seconds = self._measured
+        if not len(all_bins):
             return UNMEASURED_SECONDS * nominal_cost(nodes)
-        below = int(np.searchsorted(self._sizes, nodes, side="right")) - 1
-        if below < 0 and 2.0 ** round(np.log2(max(1, nodes))) >= self._bins[0]:  # in the first bin
-            return float(self._seconds[0] * nominal_cost(nodes) / nominal_cost(self._sizes[0]))
+        below = int(np.searchsorted(all_sizes, nodes, side="right")) - 1
+        if below < 0 and 2.0 ** round(np.log2(max(1, nodes))) >= all_bins[0]:  # in the first bin
+            return float(all_seconds[0] * nominal_cost(nodes) / nominal_cost(all_sizes[0]))
         if below < 0:  # smaller than all measured sizes: a share of the smallest, and little for each further node
-            one = self._seconds[0] / self._sizes[0]
-            return float(min(one * nominal_cost(nodes) / nominal_cost(1), self._seconds[0]))
-        sizes, seconds, bins = (array[below : below + 2] for array in (self._sizes, self._seconds, self._bins))
+            one = all_seconds[0] / all_sizes[0]
+            return float(min(one * nominal_cost(nodes) / nominal_cost(1), all_seconds[0]))
+        sizes, seconds, bins = (array[below : below + 2] for array in (all_sizes, all_seconds, all_bins))
         if len(sizes) == 2 and bins[1] <= MAX_SIZE_RATIO * bins[0]:
             return float(np.interp(nodes, sizes, seconds))
         growth = nominal_cost(nodes) / nominal_cost(sizes[0])
-        if below and bins[0] <= MAX_SIZE_RATIO * self._bins[below - 1]:  # go on with the slope between the last two
-            slope = (seconds[0] - self._seconds[below - 1]) / (sizes[0] - self._sizes[below - 1])
+        if below and bins[0] <= MAX_SIZE_RATIO * all_bins[below - 1]:  # go on with the slope between the last two
+            slope = (seconds[0] - all_seconds[below - 1]) / (sizes[0] - all_sizes[below - 1])
             growth = max(growth, min(1 + slope * (nodes - sizes[0]) / seconds[0], nodes / sizes[0]))
         return float(min([seconds[0] * growth, *seconds[1:]]))
 

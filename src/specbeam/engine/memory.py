@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
@@ -37,8 +38,9 @@ class Memory:
         self._sharing: WeakSet[Memory] | None = None
         if max_cache_tokens is None:
             self.cache_bytes = max(for_caches, backend.slot_bytes)
-            self._sharing = _sharing.setdefault(backend.device.type, WeakSet())
-            self._sharing.add(self)
+            with _sharing_lock:
+                self._sharing = _sharing.setdefault(str(backend.device), WeakSet())
+                self._sharing.add(self)
         else:
             self.cache_bytes = max_cache_tokens * backend.slot_bytes
 
@@ -50,7 +52,10 @@ class Memory:
     @property
     def room(self) -> int:
         """Bytes that the caches of this engine may hold beside other engines' caches."""
-        return self.cache_bytes - sum(one.held for one in [*(self._sharing or ())] if one is not self)
+        if self._sharing is None:
+            return self.cache_bytes
+        with _sharing_lock:
+            return self.cache_bytes - sum(one.held for one in self._sharing if one is not self)
 
     def holds_logits(self, rows: list[int]) -> bool:
         """Whether there is memory for logits, with this many rows for each request. One request works at a time."""
@@ -84,4 +89,5 @@ class Memory:
         )
 
 
-_sharing: dict[str, WeakSet[Memory]] = {}  # by type of device
+_sharing: dict[str, WeakSet[Memory]] = {}  # by device
+_sharing_lock = Lock()

@@ -32,9 +32,10 @@ class ModelState:
         self.backend = backend
         self.tree = tree
         self.most_rows = texts + guesses
-        # Texts may share only the prompt. Guesses may last for two rounds.
-        self._most_slots = len(prompt_ids) + new_tokens * texts + 2 * guesses
-        self._least_slots = len(prompt_ids) + new_tokens + 2 * guesses
+        # Texts may share only the prompt. Guesses may last for two rounds. A draft may read the prompt as other tokens.
+        others = max(len(prompt_ids), tree.prompt_length) + 2 * guesses
+        self._most_slots = others + new_tokens * texts
+        self._least_slots = others + new_tokens
         self.passes = self.answered = self.nodes = 0
         self.seconds = 0.0
         self._source = None if backend.start_token_ids is None else prompt_ids

@@ -40,6 +40,8 @@ class Request:
         pieces: streamed pieces of text that nobody has taken yet.
         found: finished sequences that nobody has taken yet, best first. Each comes as soon as it is certain.
         done: there is a result or an error.
+        number: the engine numbers requests in the order of submission.
+        overtaken: how many later requests have started while it waited.
         last_turn: when it last took part in a pass. Requests with lower numbers come first.
     """
 
@@ -57,7 +59,7 @@ class Request:
         self.pieces: deque[Piece] = deque()
         self.found: deque[Sequence] = deque()
         self.done = False
-        self.last_turn = 0
+        self.number = self.overtaken = self.last_turn = 0
         self.drafting = False  # whether the pending nodes are for the draft model
         self.pending = NO_NODES  # nodes still to be evaluated, ancestors first
         self._lm = lm
@@ -209,9 +211,11 @@ class Request:
             state.passes += 1
             state.nodes += len(nodes)
             self.pending = self.pending[len(nodes) :]
-            self._received.append(logits[:, : self._vocab])
             if len(self.pending):
+                if len(logits):  # a view would keep the logits of the whole pass
+                    self._received.append(logits[:, : self._vocab].clone())
                 return
+            self._received.append(logits[:, : self._vocab])
             state.answered += 1
             logits = self._received[0] if len(self._received) == 1 else torch.cat(self._received)
             self._received = []
@@ -226,8 +230,9 @@ class Request:
                 f"out of memory with {len(self._setup.tree)} nodes in the request's tree: ask for fewer new tokens, a "
                 "shorter prompt, or a smaller dtype"
             )
-        self._error = forget_frames(error)
-        self._release()
+        with self._tearing():
+            self._error = forget_frames(error)
+            self._release()
 
     @contextmanager
     def _tearing(self) -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from itertools import count
 
 from specbeam.engine.memory import Memory
 from specbeam.engine.request import Request
@@ -38,8 +39,8 @@ class Scheduler:
         self.memory = memory
         self.cancelled: deque[Request] = deque()
         self._waiting: deque[Request] = deque()
-        self._live: dict[Request, None] = {}  # the youngest last
-        self._overtaking = 0  # requests that started before the first waiting one
+        self._numbers = count()
+        self._live: dict[Request, None] = {}
         self._is_full = False  # admit nobody until a live request ends
         self._turns = 0  # nodes were chosen this many times for some request
         self._pass_tokens = max_batch_tokens  # the most nodes per pass, for now
@@ -47,6 +48,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request. May be called from any thread."""
+        request.number = next(self._numbers)
         self._waiting.append(request)
 
     def owns(self, request: Request) -> bool:
@@ -82,28 +84,37 @@ class Scheduler:
     def admit(self) -> None:
         """Start waiting requests while there is room. While the first does not fit, a few smaller ones may overtake."""
         self.drop_done()
+        needed = sum(one.needed_bytes for one in self._live)
+        rows = [one.most_rows for one in self._live]
         place = 0
         while not self._is_full and len(self._live) < self.max_requests and place < len(self._waiting):
             request = self._waiting[place]
             if request.done or request in self._live:  # cancelled; or an interrupt came after the next statement
                 del self._waiting[place]
-            elif self._fits(request):
+            elif self._fits(request, needed, rows):
+                needed += request.needed_bytes
+                rows.append(request.most_rows)
+                self._turns += 1
+                request.last_turn = self._turns  # behind the requests that are live already
+                for overtaken in range(place):
+                    self._waiting[overtaken].overtaken += 1
                 self._live[request] = None
                 del self._waiting[place]
-                self._overtaking = self._overtaking + 1 if place else 0
-            elif place + self._overtaking < MAX_OVERTAKING_REQUESTS:
+            elif max(place, request.overtaken) < MAX_OVERTAKING_REQUESTS:
                 place += 1
             else:
                 break
         for request in self._live:
             request.open()
 
-    def _fits(self, request: Request) -> bool:
-        """Whether there is memory for a round of all live requests and this one. A request alone always tries."""
-        together = [*self._live, request]
-        return not self._live or (
-            sum(one.needed_bytes for one in together) <= self.memory.room
-            and self.memory.holds_logits([one.most_rows for one in together])
+    def _fits(self, request: Request, needed: int, rows: list[int]) -> bool:
+        """Whether there is memory for a round of the live requests and this one. A request alone always tries.
+
+        Args:
+            needed, rows: bytes and rows of logits that the live requests need.
+        """
+        return not rows or (
+            needed + request.needed_bytes <= self.memory.room and self.memory.holds_logits([*rows, request.most_rows])
         )
 
     def gather(self) -> list[Batch]:
@@ -160,14 +171,18 @@ class Scheduler:
     def pause_youngest(self) -> bool:
         """Take the keys and values of the youngest request, unless it is alone. It goes on once another has ended.
 
-        Its nodes are evaluated again then, with the same results.
+        Its nodes are evaluated again then, with the same results. It waits at its old place. So the oldest request is
+        never paused beside others, and ends.
         """
         self._is_full = len(self._live) > 1
         if self._is_full:
-            youngest = next(reversed(self._live))
-            self._waiting.appendleft(youngest)
-            del self._live[youngest]
+            youngest = max(self._live, key=lambda one: one.number)
             youngest.pause()
+            place = 0
+            while place < len(self._waiting) and self._waiting[place].number < youngest.number:
+                place += 1
+            self._waiting.insert(place, youngest)
+            del self._live[youngest]
         return self._is_full
 
     def still_live(self, batch: Batch) -> Batch:
