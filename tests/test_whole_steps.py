@@ -10,7 +10,7 @@ import specbeam.whole_steps
 from specbeam.whole_steps import WholeSteps
 
 ENDED_WITHIN_SECONDS = 20
-"""For what would hang for ever, or for MAX_WAIT_SECONDS."""
+"""Without the repairs, these threads would wait for MAX_WAIT_SECONDS or for ever."""
 
 
 def ends(function):
