@@ -51,6 +51,19 @@ def test_a_long_prompt_in_a_crowd_is_read(lm):
     assert rounds[8][0] <= 64 * 9 / 8
 
 
+def test_a_long_prompt_gets_its_share_while_shorter_ones_keep_coming(lm):
+    engine = Engine(lm, max_requests=4, max_batch_tokens=16)
+    rounds = Rounds()
+    engine.submit([2] * 64, {"max_new_tokens": 4}, strategy=watched(rounds, 4))
+    for now in range(40):
+        rounds.now = now
+        for _ in range(3):
+            engine.submit([1] * 8, {"max_new_tokens": 1})
+        engine.step()
+    assert rounds
+    assert rounds[0] <= 64 / (16 / 2 / 4)
+
+
 @given(prompts=st.lists(st.integers(1, 60), min_size=1, max_size=12), tokens=st.integers(1, 40))
 def test_each_request_advances_within_the_promised_rounds(lm, prompts, tokens):
     """``ceil(requests / tokens)`` passes per node, and an equal share of half of each pass where that is more."""
