@@ -29,6 +29,28 @@ def test_messages_are_rendered_as_transformers_renders_them(chat):
     assert encode(chat, MESSAGES) == list(expected)
 
 
+BEGUN = [{"role": "user", "content": "Count."}, {"role": "assistant", "content": "One, "}]
+
+
+def test_a_message_of_the_assistant_at_the_end_is_continued(chat, lm):
+    theirs = chat.tokenizer.apply_chat_template(BEGUN, continue_final_message=True, return_dict=False)
+    assert encode(chat, BEGUN) == list(theirs)
+    assert specbeam.show_prompt(chat, BEGUN) == "<bos>user: Count.\n<bos>assistant: One, "
+    assert specbeam.show_prompt(chat, BEGUN, system="Be brief.").endswith("<bos>assistant: One, ")
+    assert specbeam.show_prompt(lm, BEGUN) == specbeam.show_prompt(chat, BEGUN, raw=True) == "Count.\n\nOne, "
+    closed = [*BEGUN, {"role": "user", "content": "On."}]
+    assert specbeam.show_prompt(chat, closed) == (
+        "<bos>user: Count.\n<bos>assistant: One, \n<bos>user: On.\nassistant: "
+    )
+
+
+def test_parts_of_text_are_joined_by_line_breaks(chat):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    for role, end in (("user", "\nassistant: "), ("assistant", "")):
+        assert specbeam.show_prompt(chat, [{"role": role, "content": parts}]) == f"<bos>{role}: a\nb{end}"
+    assert len(parts) == 2  # the caller's messages are not changed
+
+
 def test_plain_text_without_a_template_or_when_raw(chat, lm):
     assert specbeam.show_prompt(lm, "Hi") == "Hi"
     assert specbeam.show_prompt(chat, "Hi", raw=True) == "Hi"
@@ -59,6 +81,11 @@ def test_arrays_make_a_batch(lm):
         (b"Hi", {}, "not bytes"),
         ("a\ud800b", {}, "half a surrogate pair"),
         ("Hi", {"system": 5}, '"role" and "content"'),
+        (MESSAGES, {"system": "Be long."}, "system= gives another one: leave one out"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}, "a part of type 'image_url'"),
+        ([{"role": "user", "content": [{"text": "no type"}]}], {}, '"role" and "content"'),
+        ([{"role": "user", "content": ["Hi"]}], {}, '"role" and "content"'),
+        ([{"content": []}], {}, '"role" and "content"'),
     ],
 )
 def test_what_is_no_prompt_is_refused(chat, prompt, keywords, says):

@@ -15,7 +15,10 @@ from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 
 Message = dict[str, Any]
-"""A chat message: a dictionary with the texts "role" and "content"."""
+"""A chat message: a dictionary with the text "role" and the "content", a text or a list of parts.
+
+A part is ``{"type": "text", "text": ...}``. A line break joins the parts, as in vLLM and llama.cpp.
+"""
 
 Prompt = str | Sequence[int] | Sequence[Message] | NDArray[np.integer[Any]] | Tensor
 """Text, token ids (a list, or a vector of NumPy or PyTorch), or chat messages."""
@@ -34,11 +37,13 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
     Args:
         prompt: text, a list of chat messages (dictionaries with "role" and "content"), or token ids. A chat model gets
             text as a user's message, other models get it unchanged. Token ids are used unchanged.
-        system: a system message to put first.
+            A message of the assistant at the end is continued: the chat template does not close it.
+        system: a system message to put first. It is refused beside one in the messages.
         raw: use no chat template. Messages and the system message are joined by blank lines.
 
     Raises:
-        SpecbeamError: an empty prompt, one of another kind, or messages the chat template refuses.
+        SpecbeamError: an empty prompt, one of another kind, messages the chat template refuses, or two sources of the
+            system message.
     """
     if hasattr(prompt, "tolist"):  # a NumPy array or a tensor
         prompt = prompt.tolist()
@@ -57,6 +62,8 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
     else:
         raise SpecbeamError("a prompt is text, a list of messages or a list of token ids; this list mixes kinds")
     if system is not None:
+        if any(message["role"] == "system" for message in messages):
+            raise SpecbeamError("the messages have a system message, and system= gives another one: leave one out")
         messages = [*_messages([{"role": "system", "content": system}]), *messages]
 
     if lm.tokenizer is None:
@@ -83,11 +90,16 @@ def show_prompt(lm: LanguageModel, prompt: Any, *, system: str | None = None, ra
 def render(tokenizer: Any, messages: list[Message]) -> str:
     """Messages as text by the tokenizer's chat template, up to the place where the model should answer.
 
+    If the assistant has the last message, that place is the end of its content.
+
     Raises:
         SpecbeamError: the template refuses them.
     """
+    begun = messages[-1]["role"] == "assistant"
     with refusing("the model's chat template refuses these messages"):
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
+        )
     return text
 
 
@@ -108,10 +120,28 @@ def tokenize(tokenizer: Any, text: str, add_special_tokens: bool, **details: boo
 
 
 def _messages(prompt: Sequence[Message]) -> list[Message]:
-    for message in prompt:
-        if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-            raise SpecbeamError(f'a chat message needs the texts "role" and "content": {message!r}')
-    return list(prompt)
+    """The messages, with the content of each as one text."""
+    return [message | {"content": _content(message)} for message in prompt]
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    texts = [_text(part) for part in content] if isinstance(content, list) else [content]
+    if not isinstance(message.get("role"), str) or not all(isinstance(text, str) for text in texts):
+        raise SpecbeamError(f'a chat message needs the texts "role" and "content": {message!r}')
+    return "\n".join(texts)
+
+
+def _text(part: Any) -> Any:
+    """The text of a part of a message; None if it is no part.
+
+    Raises:
+        SpecbeamError: it is a part of another kind, such as an image.
+    """
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind not in (None, "text"):
+        raise SpecbeamError(f"a chat message has a part of type {kind!r}, but models read text only: remove it")
+    return part.get("text") if kind else None
 
 
 def _in_vocabulary(lm: LanguageModel, ids: Sequence[int]) -> list[int]:

@@ -122,7 +122,7 @@ def test_logits_beyond_the_memory_are_refused(lm, monkeypatch):
     monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 2 * 6 * row * 10)
     engine = Engine(lm, max_cache_tokens=1000)
     engine.submit([1], {"num_beams": 10, "max_new_tokens": 2}).cancel()
-    with pytest.raises(SpecbeamError, match=r"logits of 11 nodes.*ask for fewer beams"):
+    with pytest.raises(SpecbeamError, match=r"logits of 11 nodes.*ask for fewer beams or samples"):
         engine.submit([1], {"num_beams": 11, "max_new_tokens": 2})
     # Two of them wait for each other, as the second would need more than there is.
     requests = [engine.submit([n], {"num_beams": 10, "max_new_tokens": 5, "min_new_tokens": 5}) for n in (1, 2)]

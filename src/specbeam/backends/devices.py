@@ -20,8 +20,20 @@ def devices() -> list[str]:
     return [name for name, is_there in there.items() if is_there]
 
 
+def _names() -> list[str]:
+    """Each device of this machine, by the name that PyTorch has for it."""
+    there = devices()
+    gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())] if "cuda" in there else []
+    return [*(name for name in there if name != "cuda"), *gpus]
+
+
 def choose_device(device: str) -> torch.device:
-    """The device of a name. It is tried out, so that a missing device is refused before anything is loaded."""
+    """The device of a name. It is tried out, so that a missing device is refused before anything is loaded.
+
+    Raises:
+        SpecbeamError: there is no such device. The message names the devices of this machine, and leaves out PyTorch's
+            own text, which may take a kilobyte.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -30,8 +42,9 @@ def choose_device(device: str) -> torch.device:
             raise RuntimeError("it holds no data")
         torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        reason = str(error).splitlines()[0]
-        raise SpecbeamError(f"device {device!r} cannot be used here ({reason}): give auto, cpu or cuda") from error
+        raise SpecbeamError(
+            f"there is no device {device!r} here: give auto, or one of {', '.join(_names())}"
+        ) from error
     return chosen
 
 

@@ -77,8 +77,8 @@ class Memory:
         if not self.holds_logits([request.most_rows]):
             needed = LOGITS_COPIES * request.most_rows * self._row_bytes
             raise SpecbeamError(
-                f"beams and guesses need {needed / 1e9:.1f} GB for the logits of {request.most_rows} nodes, and there "
-                f"are {self._logits_bytes / 1e9:.1f} GB: ask for fewer beams or shorter drafts"
+                f"beams, samples and guesses need {needed / 1e9:.1f} GB for the logits of {request.most_rows} nodes. "
+                f"There are {self._logits_bytes / 1e9:.1f} GB: ask for fewer beams or samples, or for shorter drafts"
             )
 
     def too_small_for(self, request: Request) -> SpecbeamError:
