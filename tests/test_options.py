@@ -21,6 +21,28 @@ from specbeam import Options, SpecbeamError
         {"top_p": 0},
         {"top_p": 1.1},
         {"min_p": 1.5},
+        {"typical_p": 0},
+        {"typical_p": 1.1},
+        {"no_repeat_ngram_size": -1},
+        {"no_repeat_ngram_size": 2.5},
+        {"frequency_penalty": 2.1},
+        {"frequency_penalty": None},
+        {"presence_penalty": float("nan")},
+        {"logit_bias": [3, 1.0]},
+        {"logit_bias": {"x": 1.0}},
+        {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {True: 1.0}},
+        {"logit_bias": {3: "much"}},
+        {"logit_bias": {3: float("inf")}},
+        {"logit_bias": {3: float("nan")}},
+        {"bad_words_ids": 3},
+        {"bad_words_ids": [3]},
+        {"bad_words_ids": ["Paris"]},
+        {"bad_words_ids": "Paris"},
+        {"bad_words_ids": [[]]},
+        {"bad_words_ids": [[-1]]},
+        {"bad_words_ids": [[1.5]]},
+        {"distinct": "yes", "num_beams": 2},
         {"repetition_penalty": 0},
         {"seed": -1},
         {"seed": True},
@@ -63,6 +85,10 @@ def test_contradictions_are_refused(wrong):
         ({"temperature": 0, "top_p": 0.9}, False),
         ({"temperature": 1.0}, True),
         ({"top_k": 5}, True),
+        ({"typical_p": 0.9}, True),
+        ({"top_k": 0}, False),
+        ({"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}, False),
+        ({"top_k": 0, "top_p": 0.9}, True),
         ({"do_sample": True}, True),
         ({"do_sample": False, "temperature": 1.0, "top_p": 1.0}, False),
         ({"repetition_penalty": 1.2}, False),
@@ -77,6 +103,7 @@ def test_a_checkpoint_fills_in_what_was_not_said():
     greedy = Options().with_defaults(defaults)
     assert not greedy.samples
     assert (greedy.repetition_penalty, greedy.temperature) == (1.1, None)
+    assert Options().with_defaults({"no_repeat_ngram_size": 3, "typical_p": 0.5}).no_repeat_ngram_size == 3
     sampled = Options(do_sample=True, top_k=3).with_defaults(defaults)
     assert (sampled.temperature, sampled.top_k, sampled.repetition_penalty) == (0.7, 3, 1.1)
 
@@ -99,6 +126,50 @@ def test_a_checkpoints_wrong_value_is_not_blamed_on_the_caller():
         Options(do_sample=True).with_defaults({"top_k": -1})
 
 
-def test_an_unknown_name_is_refused_with_the_nearest():
-    with pytest.raises(SpecbeamError, match="did you mean 'temperature'"):
-        Options.of({"temprature": 1})
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("temprature", "temperature"),
+        ("max_tokens", "max_new_tokens"),  # OpenAI, vLLM
+        ("n_predict", "max_new_tokens"),  # llama.cpp
+        ("max-new-tokens", "max_new_tokens"),
+        ("n", "num_return_sequences"),
+        ("num_return", "num_return_sequences"),
+        ("num_hypotheses", "num_return_sequences"),  # CTranslate2
+        ("beams", "num_beams"),
+        ("beam_size", "num_beams"),
+        ("repeat_penalty", "repetition_penalty"),
+        ("stop", "stop_strings"),
+        ("eos", "eos_token_id"),
+        ("sampling_topk", "top_k"),
+        ("assistant_model", "draft"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_one_that_was_meant(wrong, meant):
+    with pytest.raises(SpecbeamError, match=f"did you mean '{meant}'"):
+        Options.of({wrong: 1})
+
+
+def test_a_name_that_resembles_none_gets_the_list():
+    with pytest.raises(SpecbeamError, match=r"'xyzzy': there are max_new_tokens, .*, draft"):
+        Options.of({"xyzzy": 1})
+
+
+def test_an_argument_beside_the_options_is_no_option():
+    with pytest.raises(SpecbeamError, match="give it beside the options, as in draft='ngram'"):
+        Options.of({"draft": "ngram"})
+
+
+def test_options_can_be_changed():
+    options = Options(num_beams=4, length_penalty=0.5)
+    assert Options.of(options) is options
+    assert Options.of(options, max_new_tokens=5) == Options(num_beams=4, length_penalty=0.5, max_new_tokens=5)
+    assert Options.of({"num_beams": 4}, num_beams=2) == Options(num_beams=2)
+    with pytest.raises(SpecbeamError, match=r"length_penalty=0.5 has no effect without beams"):
+        Options.of(options, num_beams=1)
+
+
+def test_the_ids_of_json_are_texts_and_words_may_be_arrays():
+    options = Options(logit_bias={"50256": -100, np.int64(3): np.float32(0.5)}, bad_words_ids=[np.array([1, 2]), (3,)])
+    assert options.logit_bias == {50256: -100.0, 3: 0.5}
+    assert options.bad_words_ids == ((1, 2), (3,))

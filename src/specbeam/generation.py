@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Unpack, overload
 
 from specbeam.engine import Engine, Request
 from specbeam.engine.drafters import Draft
 from specbeam.errors import SpecbeamError
-from specbeam.keywords import OptionKeywords
+from specbeam.keywords import OptionKeywords, show_option_keywords
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.prompts import Prompt, is_batch
@@ -21,30 +21,34 @@ from specbeam.results import Sequence as FoundSequence
 def generate(  # type: ignore[overload-overlap]
     lm: LanguageModel,
     prompt: Prompt,
+    options: Options | Mapping[str, Any] | None = None,
     *,
     system: str | None = None,
     raw: bool = False,
     draft: Draft | None = None,
-    **options: Unpack[OptionKeywords],
+    **keywords: Unpack[OptionKeywords],
 ) -> Result: ...
 @overload
 def generate(
     lm: LanguageModel,
     prompt: Sequence[Prompt],
+    options: Options | Mapping[str, Any] | None = None,
     *,
     system: str | None = None,
     raw: bool = False,
     draft: Draft | None = None,
-    **options: Unpack[OptionKeywords],
+    **keywords: Unpack[OptionKeywords],
 ) -> list[Result]: ...
+@show_option_keywords
 def generate(
     lm: LanguageModel,
     prompt: Any,
+    options: Options | Mapping[str, Any] | None = None,
     *,
     system: str | None = None,
     raw: bool = False,
     draft: Draft | None = None,
-    **options: Any,
+    **keywords: Any,
 ) -> Result | list[Result]:
     """Generate from one prompt, or from several at once.
 
@@ -56,7 +60,8 @@ def generate(
         raw: do not apply the model's chat template.
         draft: guesses how the text goes on, so that it comes sooner: a loaded model, "ngram", "suffix", or an automaton
             that :func:`specbeam.suffix_automaton` returned.
-        options: the fields of :class:`specbeam.Options`, such as ``max_new_tokens=64``.
+        options: :class:`specbeam.Options`, or a mapping of its fields.
+        keywords: fields of :class:`specbeam.Options`, such as ``max_new_tokens=64``. They override ``options``.
 
     Returns:
         A :class:`specbeam.Result`; for a list of prompts, a list of them in the same order.
@@ -65,7 +70,7 @@ def generate(
         SpecbeamError: a prompt or an option is not allowed. Nothing has been generated then.
     """
     engine = Engine(lm)
-    chosen = Options.of(options)
+    chosen = Options.of(options, **keywords)
     if not is_batch(prompt):
         request = engine.submit(prompt, chosen, system=system, raw=raw, draft=draft)
         engine.run()
@@ -81,14 +86,16 @@ def generate(
     return [results[number] for number in range(len(prompts))]
 
 
+@show_option_keywords
 def stream(
     lm: LanguageModel,
     prompt: Prompt,
+    options: Options | Mapping[str, Any] | None = None,
     *,
     system: str | None = None,
     raw: bool = False,
     draft: Draft | None = None,
-    **options: Unpack[OptionKeywords],
+    **keywords: Unpack[OptionKeywords],
 ) -> Iterator[Piece]:
     """Generate from one prompt, and yield pieces of text as soon as they are certain.
 
@@ -98,18 +105,20 @@ def stream(
     if is_batch(prompt):
         raise SpecbeamError("stream takes one prompt: use Engine to stream several at once")
     engine = Engine(lm)
-    request = engine.submit(prompt, Options.of(options), system=system, raw=raw, draft=draft)
+    request = engine.submit(prompt, Options.of(options, **keywords), system=system, raw=raw, draft=draft)
     return _pieces(engine, request)
 
 
+@show_option_keywords
 def nbest(
     lm: LanguageModel,
     prompt: Prompt,
+    options: Options | Mapping[str, Any] | None = None,
     *,
     system: str | None = None,
     raw: bool = False,
     draft: Draft | None = None,
-    **options: Unpack[OptionKeywords],
+    **keywords: Unpack[OptionKeywords],
 ) -> Iterator[FoundSequence]:
     """The texts that beam search finishes, best first, each as soon as no other can come before it.
 
@@ -122,10 +131,10 @@ def nbest(
     """
     if is_batch(prompt):
         raise SpecbeamError("nbest takes one prompt: call it once for each")
-    num_beams = options.setdefault("num_beams", 4)
-    options.setdefault("num_return_sequences", num_beams)
+    given: dict[str, Any] = {**(options.given if isinstance(options, Options) else options or {}), **keywords}
+    given.setdefault("num_return_sequences", given.setdefault("num_beams", 4))
     engine = Engine(lm)
-    request = engine.submit(prompt, Options.of(options), system=system, raw=raw, draft=draft)
+    request = engine.submit(prompt, Options.of(given), system=system, raw=raw, draft=draft)
     return _found(engine, request)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from typing import TypedDict
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from typing import TypedDict, TypeVar, get_type_hints
 
 from torch import Tensor
 
 from specbeam.constraints import Constraint
+from specbeam.options import Options
 
 AllowedTokens = Callable[[int, Tensor], Collection[int] | Tensor]
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -26,12 +29,19 @@ class OptionKeywords(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     min_p: float | None
+    typical_p: float | None
     repetition_penalty: float | None
+    no_repeat_ngram_size: int | None
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    bad_words_ids: Iterable[Iterable[int]] | None
     seed: int | None
     num_beams: int
     num_return_sequences: int
-    length_penalty: float
-    early_stopping: bool | str
+    distinct: bool | None
+    length_penalty: float | None
+    early_stopping: bool | str | None
     num_beam_groups: int
     diversity_penalty: float
     num_draft_tokens: int | str
@@ -46,3 +56,18 @@ class OptionKeywords(TypedDict, total=False):
     constraint: Constraint | None
     prefix_allowed_tokens_fn: AllowedTokens | None
     logits_processor: LogitsProcessor | list[LogitsProcessor] | tuple[LogitsProcessor, ...] | None
+
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def show_option_keywords(function: Function) -> Function:
+    """Let ``help``, ``inspect.signature`` and notebooks show the options that a function takes as keywords."""
+    signature = inspect.signature(function, eval_str=True)
+    own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    added = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation)
+        for field, annotation in zip(fields(Options), get_type_hints(OptionKeywords).values(), strict=True)
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    return function

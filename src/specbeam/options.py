@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any
 
 from specbeam.errors import SpecbeamError
+from specbeam.option_names import nearest_name
 
 MAX_DRAFT_SIZES = {"num_draft_tokens": 64, "draft_width": 1024, "draft_budget": 4096}
 """The largest allowed values of the draft sizes: tokens ahead, guesses per level, guesses per pass."""
-SAMPLING_OPTIONS = ("temperature", "top_k", "top_p", "min_p")
+NEUTRAL_VALUES = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
+"""The options that shape the distribution tokens are drawn from, and the values with which they leave it alone."""
+SAMPLING_OPTIONS = tuple(NEUTRAL_VALUES)
+BEAM_OPTIONS = ("length_penalty", "early_stopping", "distinct")
+"""Options that have no effect without beams, None if they are not given."""
+FILLED_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids")
+"""Options that a checkpoint's generation_config.json fills in for every method."""
+ARGUMENTS = ("draft", "system", "raw")
+"""Names beside the options in calls such as ``generate``."""
 
 
 def check_names(given: Iterable[str], names: Sequence[str], kind: str) -> None:
-    """Refuse a given name that is not among the names, and suggest the nearest of them."""
+    """Refuse a given name that is not among the names, and suggest the one that was likely meant."""
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
+            near = nearest_name(str(name), names)
+            hint = f"did you mean {near!r}?" if near else f"there are {', '.join(names)}"
             raise SpecbeamError(f"unknown {kind} {name!r}: {hint}")
 
 
@@ -34,23 +42,36 @@ class Options:
     Attributes:
         max_new_tokens: the largest number of tokens to generate. The model's context may end a text earlier.
         min_new_tokens: the number of tokens before which no end-of-sequence token can be chosen.
-        do_sample: draw tokens instead of taking the likeliest. If not given: sample when temperature (other than 0),
-            top_k, top_p or min_p is given.
+        do_sample: draw tokens instead of taking the likeliest. If not given: sample when a temperature other than 0 is
+            given, or one of top_k, top_p, min_p and typical_p that is not off.
         temperature: logits are divided by it [1.0]; 0 is greedy.
         top_k: draw among the k likeliest tokens [0: all of them; transformers' own default is 50].
-        top_p: draw among the likeliest tokens whose probabilities first sum to this [1.0].
-        min_p: draw among tokens at least this fraction as likely as the likeliest one [0.0].
+        top_p: draw among the likeliest tokens whose probabilities first sum to this [1.0: off].
+        min_p: draw among tokens at least this fraction as likely as the likeliest one [0.0: off].
+        typical_p: draw among the tokens whose surprise is nearest to the expected one, and whose probabilities first
+            sum to this [1.0: off] (Meister et al. 2023, "Locally Typical Sampling", 4).
         repetition_penalty: a value over 1 makes tokens of the prompt and of the text less likely to come again [1.0].
+        no_repeat_ngram_size: no n-gram of this size comes twice, in prompt and text together [0: off].
+        frequency_penalty, presence_penalty: OpenAI's, -2 to 2. For each token that the text (without the prompt) has
+            count times, its score loses count * frequency_penalty + presence_penalty.
+        logit_bias: OpenAI's: numbers that are added to the scores of tokens, by token id. -inf forbids a token.
+        bad_words_ids: token id lists. The text contains none of them, but the prompt may. A list of one end token alone
+            has no effect, as in transformers [the checkpoint's].
         num_beams: the number of beams of beam search. 1 is greedy search or sampling. More than 1 with sampling is beam
             sampling.
         num_return_sequences: the number of texts to return: of beams the best finished ones, else independent samples.
-        length_penalty: beams compete by log-probability / length ** length_penalty. A value over 0 favours long texts.
+        distinct: the texts that beam search returns differ as decoded texts. The best of those that decode alike is
+            kept, and the search goes on for others in their places (docs/exactness.md). Without a tokenizer, texts
+            differ by their tokens without the end token [True under a constraint, else False, as in transformers].
+        length_penalty: beams compete by log-probability / length ** length_penalty. A value over 0 favours long texts
+            [1.0].
         early_stopping: True stops beam search when num_beams texts are finished. False stops it when the best beam, if
             it ended now, would not beat the worst of them. "never" stops it when no length would make the best beam
-            beat that.
+            beat that [False].
         num_beam_groups: the number of groups in diverse beam search. Each group is kept off the tokens of the groups
             before it.
-        diversity_penalty: the score a token loses for each beam of an earlier group that chose it in the same step.
+        diversity_penalty: the score a token loses for each beam of an earlier group that chose it in the same step. It
+            is over 0 if there are groups.
         num_draft_tokens: how many tokens ahead drafts guess. "auto" adapts to acceptance and to the cost of passes.
         draft_width: for a draft model, guesses per level below the text, or below all beams. For lookups, guesses per
             level below each text or beam. "auto" adapts.
@@ -60,7 +81,8 @@ class Options:
             of a text.
         bound_rule: a speculative step of beam search may do without beams that provably cannot matter
             (docs/exactness.md). False waits for all of them. The resulting beams are the same.
-        seed: the seed of this request's random draws. It gives the same text whatever else runs in the batch.
+        seed: the seed of this request's random draws. It gives the same text whatever else runs in the batch. Without
+            draws it is refused.
         eos_token_id: one id or several (kept as a tuple) that end the text [the checkpoint's].
         stop_strings: one string or several (kept as a tuple). The text ends before the first that appears.
         trace: record in the result the drafted, accepted and chosen tokens of each round.
@@ -73,7 +95,7 @@ class Options:
             log-probabilities in beam search, else logits, after all other processors.
 
     Raises:
-        SpecbeamError: a value is out of its range, or two options contradict each other.
+        SpecbeamError: a value is out of its range, two options contradict each other, or one has no effect.
     """
 
     max_new_tokens: int = 256
@@ -83,12 +105,19 @@ class Options:
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
     repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Any = None
+    bad_words_ids: Any = None
     seed: int | None = None
     num_beams: int = 1
     num_return_sequences: int = 1
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
+    distinct: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
     num_beam_groups: int = 1
     diversity_penalty: float = 0.0
     num_draft_tokens: int | str = "auto"
@@ -105,65 +134,112 @@ class Options:
     logits_processor: Any = ()
 
     def __post_init__(self) -> None:
-        for name in (
-            "max_new_tokens",
-            "min_new_tokens",
-            "top_k",
-            "draft_top_k",
-            "seed",
-            "num_beams",
-            "num_return_sequences",
-        ):
-            self._make_number(name, Integral, int)
-        self._make_number("num_beam_groups", Integral, int)
-        for name, largest in MAX_DRAFT_SIZES.items():
-            size = getattr(self, name)
-            if not (isinstance(size, str) and size == "auto"):
-                whole = isinstance(size, Integral) and not isinstance(size, bool)
-                self._check(name, whole and 1 <= size <= largest, f'"auto", or 1 to {largest}')
-        for name in (
-            "temperature",
-            "draft_temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "length_penalty",
-            "diversity_penalty",
-        ):
-            self._make_number(name, Real, float)
+        self._make_number("max_new_tokens", int)
+        self._make_number("min_new_tokens", int)
         self._check("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
         self._check("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
+        self._check("trace", self.trace is True or self.trace is False, "true or false")
+        self._check_ends()
+        self._check_sampling()
+        self._check_penalties()
+        self._check_beams()
+        self._check_drafts()
+        self._check_constraints()
+
+    def _check_ends(self) -> None:
+        stops = self._make_tuple("stop_strings", self.stop_strings if self.stop_strings is not None else (), str)
+        self._check("stop_strings", all(stops), "text that is not empty")
+        if self.eos_token_id is not None:
+            ids = self._make_tuple("eos_token_id", self.eos_token_id, Integral)
+            self._check("eos_token_id", all(i >= 0 for i in ids), "token ids")
+
+    def _check_sampling(self) -> None:
+        for name in SAMPLING_OPTIONS:
+            self._make_number(name, int if name == "top_k" else float)
+        self._make_number("seed", int)
         self._check("do_sample", any(self.do_sample is value for value in (None, True, False)), "true or false")
-        temperature = self.temperature
-        self._check(
-            "temperature",
-            temperature is None or temperature == 0 or 1e-5 <= temperature <= 1e5,
-            "0, or 0.00001 to 100000",
-        )
-        temperature = self.draft_temperature
-        in_range = temperature is None or 1e-5 <= temperature <= 1e5
-        self._check("draft_temperature", in_range, "0.00001 to 100000")
-        self._check("draft_top_k", self.draft_top_k is None or self.draft_top_k >= 0, "0 (all tokens) or more")
-        for name in ("draft_temperature", "draft_top_k"):
-            if getattr(self, name) is not None and not self.samples:
-                raise SpecbeamError(
-                    f"{name}={getattr(self, name)} has no effect on a text that is not drawn: leave it out"
-                )
-        self._check("bound_rule", self.bound_rule is True or self.bound_rule is False, "true or false")
+        value = self.temperature
+        self._check("temperature", value is None or value == 0 or 1e-5 <= value <= 1e5, "0, or 0.00001 to 100000")
         self._check("top_k", self.top_k is None or self.top_k >= 0, "0 (all tokens) or more")
         self._check("top_p", self.top_p is None or 0 < self.top_p <= 1, "over 0 and at most 1")
         self._check("min_p", self.min_p is None or 0 <= self.min_p <= 1, "0 to 1")
+        self._check("typical_p", self.typical_p is None or 0 < self.typical_p <= 1, "over 0 and at most 1")
+        self._check("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1")
+        if self.do_sample and self.temperature == 0:
+            raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out")
+        if self.do_sample is False and self.temperature != 0 and (shaping := self._shaping):
+            name = shaping[0]
+            raise SpecbeamError(f"{name}={getattr(self, name)} has no effect with do_sample=False: leave one out")
+        if self.seed is not None and not self.samples:
+            raise SpecbeamError(
+                f"seed={self.seed} has no effect on a text that is not drawn: give do_sample=True or a temperature "
+                "over 0, or leave it out"
+            )
+
+    def _check_penalties(self) -> None:
+        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
+            self._make_number(name, float)
+        self._make_number("no_repeat_ngram_size", int)
         penalty = self.repetition_penalty
         self._check("repetition_penalty", penalty is None or 0 < penalty < float("inf"), "over 0")
+        size = self.no_repeat_ngram_size
+        self._check("no_repeat_ngram_size", size is None or size >= 0, "0 (off) or more")
+        self._check("frequency_penalty", abs(self.frequency_penalty) <= 2, "-2 to 2")
+        self._check("presence_penalty", abs(self.presence_penalty) <= 2, "-2 to 2")
+        self._make_logit_bias()
+        self._make_bad_words()
+
+    def _make_logit_bias(self) -> None:
+        given = self.logit_bias
+        if given is None:
+            return
+        self._check("logit_bias", isinstance(given, Mapping), "a number for each token id, such as {50256: -100}")
+        whole = all(isinstance(token, Integral | str) and not isinstance(token, bool) for token in given)
+        try:  # keys of JSON objects are texts
+            bias = {int(token): float(value) for token, value in given.items()} if whole else {-1: 0.0}
+        except (TypeError, ValueError, OverflowError):
+            bias = {-1: 0.0}
+        for token, value in bias.items():
+            self._check("logit_bias", token >= 0 and value < float("inf"), "token ids with numbers")
+        object.__setattr__(self, "logit_bias", bias)
+
+    def _make_bad_words(self) -> None:
+        given = self.bad_words_ids
+        if given is None:
+            return
+        allowed = "lists of token ids, such as lm.tokenizer([...], add_special_tokens=False).input_ids"
+        try:
+            words = tuple(() if isinstance(word, str) else tuple(word) for word in given)
+        except TypeError:
+            words = ((),)
+        for word in words:
+            whole = all(isinstance(token, Integral) and not isinstance(token, bool) for token in word)
+            self._check("bad_words_ids", bool(word) and whole and all(token >= 0 for token in word), allowed)
+        object.__setattr__(self, "bad_words_ids", tuple(tuple(map(int, word)) for word in words))
+
+    def _check_beams(self) -> None:
+        for name in ("num_beams", "num_return_sequences", "num_beam_groups"):
+            self._make_number(name, int)
+        for name in ("length_penalty", "diversity_penalty"):
+            self._make_number(name, float)
         self._check("num_beams", self.num_beams >= 1, "at least 1")
         returned = self.num_return_sequences
         draws = self.samples and self.num_beams == 1
         allowed = "1 to num_beams, or do_sample=True without beams"
         self._check("num_return_sequences", 1 <= returned <= self.num_beams or (returned > 1 and draws), allowed)
-        self._check("length_penalty", abs(self.length_penalty) <= 10, "-10 to 10")
+        self._check("length_penalty", self.length_penalty is None or abs(self.length_penalty) <= 10, "-10 to 10")
         early = self.early_stopping
         never = isinstance(early, str) and early == "never"
-        self._check("early_stopping", early is True or early is False or never, 'true, false or "never"')
+        known = never or any(early is value for value in (None, True, False))
+        self._check("early_stopping", known, 'true, false or "never"')
+        self._check("distinct", any(self.distinct is value for value in (None, True, False)), "true or false")
+        self._check("bound_rule", self.bound_rule is True or self.bound_rule is False, "true or false")
+        for name in BEAM_OPTIONS:
+            if getattr(self, name) is not None and self.num_beams == 1:
+                raise SpecbeamError(
+                    f"{name}={getattr(self, name)} has no effect without beams: give num_beams of 2 or more, or "
+                    "leave it out"
+                )
         groups = self.num_beam_groups
         self._check(
             "num_beam_groups", groups >= 1 and self.num_beams % groups == 0, f"a divisor of {self.num_beams} beams"
@@ -175,19 +251,29 @@ class Options:
             raise SpecbeamError(
                 "diverse beam search does not sample: leave out num_beam_groups or the sampling options"
             )
-        self._check("trace", self.trace is True or self.trace is False, "true or false")
-        self._check_constraints()
-        self._check("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1")
-        stops = self._make_tuple("stop_strings", self.stop_strings if self.stop_strings is not None else (), str)
-        self._check("stop_strings", all(stops), "text that is not empty")
-        if self.eos_token_id is not None:
-            ids = self._make_tuple("eos_token_id", self.eos_token_id, Integral)
-            self._check("eos_token_id", all(i >= 0 for i in ids), "token ids")
-        if self.do_sample is False and self._asks_to_sample():
-            given = next(name for name in SAMPLING_OPTIONS if getattr(self, name) is not None)
-            raise SpecbeamError(f"{given}={getattr(self, given)} has no effect with do_sample=False: leave one out")
-        if self.do_sample and self.temperature == 0:
-            raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out")
+        if groups > 1 and not self.diversity_penalty:
+            raise SpecbeamError(
+                f"num_beam_groups={groups} needs a diversity_penalty over 0, such as 0.5: with 0 all groups find the "
+                "same texts"
+            )
+
+    def _check_drafts(self) -> None:
+        for name, largest in MAX_DRAFT_SIZES.items():
+            size = getattr(self, name)
+            if not (isinstance(size, str) and size == "auto"):
+                whole = isinstance(size, Integral) and not isinstance(size, bool)
+                self._check(name, whole and 1 <= size <= largest, f'"auto", or 1 to {largest}')
+        self._make_number("draft_temperature", float)
+        self._make_number("draft_top_k", int)
+        temperature = self.draft_temperature
+        in_range = temperature is None or 1e-5 <= temperature <= 1e5
+        self._check("draft_temperature", in_range, "0.00001 to 100000")
+        self._check("draft_top_k", self.draft_top_k is None or self.draft_top_k >= 0, "0 (all tokens) or more")
+        for name in ("draft_temperature", "draft_top_k"):
+            if getattr(self, name) is not None and not self.samples:
+                raise SpecbeamError(
+                    f"{name}={getattr(self, name)} has no effect on a text that is not drawn: leave it out"
+                )
 
     def draft_size(self, name: str) -> int | None:
         """The value of num_draft_tokens, draft_width or draft_budget; None if it adapts."""
@@ -195,17 +281,40 @@ class Options:
         return None if isinstance(size, str) else int(size)
 
     @classmethod
-    def of(cls, given: Options | Mapping[str, Any]) -> Options:
-        """Options from a mapping; an unknown name is refused with the nearest valid one."""
-        if isinstance(given, Options):
+    def of(cls, given: Options | Mapping[str, Any] | None = None, /, **changes: Any) -> Options:
+        """Options from options or a mapping, with changes. An unknown name is refused, and the likely one suggested."""
+        if isinstance(given, Options) and not changes:
             return given
-        check_names(given, [field.name for field in fields(cls)], "option")
-        return cls(**given)
+        values = {**(given.given if isinstance(given, Options) else given or {}), **changes}
+        for name in ARGUMENTS:
+            if name in values:
+                raise SpecbeamError(f"{name} is no option: give it beside the options, as in {name}={values[name]!r}")
+        names = [field.name for field in fields(cls)]
+        if any(name not in names for name in values):
+            check_names(values, [*names, *ARGUMENTS], "option")
+        return cls(**values)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The options that differ from their defaults."""
+        return {name: value for name, default in _DEFAULTS.items() if (value := getattr(self, name)) != default}
 
     @property
     def samples(self) -> bool:
         """Whether tokens are drawn (true) or the likeliest is taken (false)."""
-        return self._asks_to_sample() if self.do_sample is None else self.do_sample
+        if self.do_sample is not None:
+            return self.do_sample
+        return self.temperature != 0 and (self.temperature is not None or bool(self._shaping))
+
+    @property
+    def _shaping(self) -> list[str]:
+        """The sampling options that change the distribution. Users of other tools pass neutral values along."""
+        return [name for name, neutral in NEUTRAL_VALUES.items() if getattr(self, name) not in (None, neutral)]
+
+    @property
+    def is_distinct(self) -> bool:
+        """Whether the texts of beam search must differ as decoded texts."""
+        return self.constraint is not None if self.distinct is None else self.distinct
 
     @property
     def num_texts(self) -> int:
@@ -214,7 +323,7 @@ class Options:
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Options:
         """These options, with missing values filled in from a checkpoint's ``generation_config.json``."""
-        names = ("repetition_penalty", *(SAMPLING_OPTIONS if self.samples else ()))
+        names = (*FILLED_OPTIONS, *(SAMPLING_OPTIONS if self.samples else ()))
         fill = {name: defaults[name] for name in names if getattr(self, name) is None and name in defaults}
         if fill.get("temperature") == 0:  # the checkpoint asks for greedy, but the caller asked to sample
             del fill["temperature"]
@@ -222,15 +331,6 @@ class Options:
             return replace(self, **fill)
         except SpecbeamError as error:
             raise SpecbeamError(f"the model's generation_config.json: {error}, or set the option yourself") from error
-
-    def _asks_to_sample(self) -> bool:
-        if self.temperature == 0:
-            return False
-        neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-        given = [name for name in SAMPLING_OPTIONS if getattr(self, name) is not None]
-        if self.do_sample is False:  # transformers' users pass neutral values along with do_sample=False
-            given = [name for name in given if getattr(self, name) != neutral[name]]
-        return bool(given)
 
     def _check_constraints(self) -> None:
         from specbeam.constraints import Constraint  # it imports NumPy, which the command line's help does not need
@@ -252,12 +352,12 @@ class Options:
         if not holds:
             raise SpecbeamError(f"{name}={getattr(self, name)!r} is not allowed: give {allowed}")
 
-    def _make_number(self, name: str, kind: type, make: type) -> None:
+    def _make_number(self, name: str, make: type) -> None:
         """Check the kind of an option and make it a Python number. It may be a NumPy number."""
         value = getattr(self, name)
         if value is None and _DEFAULTS[name] is None:
             return
-        number = "a whole number" if make is int else "a number"
+        kind, number = (Integral, "a whole number") if make is int else (Real, "a number")
         self._check(name, isinstance(value, kind) and not isinstance(value, bool), number)
         object.__setattr__(self, name, make(value))
 

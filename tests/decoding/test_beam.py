@@ -197,10 +197,11 @@ def test_diverse_beam_search_is_the_one_written_out(tiny, groups, size, draft):
     assert [s.score for s in result.sequences] == pytest.approx([score for _, score in expected], abs=1e-4)
 
 
-def test_groups_without_a_penalty_are_searches_of_their_own(lm):
+def test_groups_hardly_kept_apart_are_searches_of_their_own(lm):
     options = {"max_new_tokens": 10, "length_penalty": 0.0}
     alone = specbeam.generate(lm, [3], num_beams=3, num_return_sequences=3, **options)
-    groups = specbeam.generate(lm, [3], num_beams=6, num_beam_groups=2, num_return_sequences=6, **options)
+    options |= {"num_beams": 6, "num_beam_groups": 2, "diversity_penalty": 1e-6}
+    groups = specbeam.generate(lm, [3], num_return_sequences=6, **options)
     assert [s.token_ids for s in groups.sequences] == [s.token_ids for s in alone.sequences for _ in range(2)]
 
 
@@ -210,7 +211,13 @@ def test_groups_without_a_penalty_are_searches_of_their_own(lm):
         ({"num_beams": 4, "num_beam_groups": 3}, "num_beam_groups=3"),
         ({"num_beams": 4, "diversity_penalty": 1.0}, "needs num_beam_groups"),
         ({"num_beams": 4, "num_beam_groups": 2, "temperature": 0.5}, "does not sample"),
+        ({"num_beams": 4, "num_beam_groups": 2}, "num_beam_groups=2 needs a diversity_penalty"),
         ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences=3"),
+        ({"length_penalty": 0.5}, "length_penalty=0.5 has no effect without beams"),
+        ({"early_stopping": True}, "early_stopping=True has no effect without beams"),
+        ({"distinct": False, "temperature": 1.0}, "distinct=False has no effect without beams"),
+        ({"seed": 5}, "seed=5 has no effect on a text that is not drawn"),
+        ({"seed": 5, "top_k": 0}, "seed=5 has no effect"),
         ({"num_draft_tokens": 3}, "without a draft"),
         ({"draft": "ngrams"}, "draft='ngrams'"),
         ({"draft": "ngram", "num_draft_tokens": 0}, "num_draft_tokens=0"),

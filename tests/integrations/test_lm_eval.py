@@ -220,6 +220,11 @@ def test_a_draft_model_changes_nothing(folder, lm, monkeypatch):
         ({"do_sample": False}, {"do_sample": True, "temperature": 0.8}, {"samples": False, "temperature": None}),
         ({"num_beams": 3}, {"num_beams": 1}, {"num_beams": 3}),
         ({}, {"num_beams": 2, "early_stopping": True}, {"num_beams": 2, "early_stopping": True}),
+        ({}, {"num_beams": 1, "length_penalty": 0.5, "early_stopping": True}, {"length_penalty": None}),
+        ({"num_beams": 1}, {"num_beams": 4, "length_penalty": 0.5}, {"num_beams": 1, "length_penalty": None}),
+        ({"seed": 3}, {"seed": 4}, {"samples": False, "seed": None}),
+        ({}, {"seed": 4, "do_sample": True}, {"samples": True, "seed": 4}),
+        ({"seed": 3}, {"seed": 4, "do_sample": True}, {"samples": True, "seed": 3}),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ TWINS = {"greedy": None, "speculative": "greedy", "beam": None, "speculative-bea
 """The strategies in the order they run. Each has the strategy whose text it must reproduce, or None."""
 BEAM_OPTIONS = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups")
 ONLY: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(SAMPLING_OPTIONS, ("sample",)),
+    **dict.fromkeys((*SAMPLING_OPTIONS, "seed"), ("sample",)),
     **dict.fromkeys((*BEAM_OPTIONS, "diversity_penalty"), ("beam", "speculative-beam")),
     **dict.fromkeys(("draft", "draft_corpus", *MAX_DRAFT_SIZES), ("speculative", "speculative-beam")),
 }

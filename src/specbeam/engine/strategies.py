@@ -76,8 +76,8 @@ def make_search(setup: Setup) -> BeamSearch | DiverseBeamSearch:
         (lambda *at: warp(process(*at))) if options.samples else process,
         setup.stop,
         num_return_sequences=options.num_return_sequences,
-        length_penalty=options.length_penalty,
-        early_stopping=options.early_stopping,
+        length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
+        early_stopping=False if options.early_stopping is None else options.early_stopping,
         select=draw_without_replacement(setup.generator) if options.samples else None,
         constrained=options.constraint is not None,
     )

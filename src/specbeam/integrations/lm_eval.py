@@ -22,7 +22,7 @@ from specbeam.engine import Engine
 from specbeam.engine.drafters import check_draft, check_draft_sizes
 from specbeam.errors import BAD_INPUT, SpecbeamError
 from specbeam.model import LanguageModel, load
-from specbeam.options import SAMPLING_OPTIONS, Options, check_names
+from specbeam.options import BEAM_OPTIONS, SAMPLING_OPTIONS, Options, check_names
 from specbeam.scoring import score
 
 logger = logging.getLogger("lm_eval.models.specbeam")  # below the logger that the harness sets up
@@ -79,6 +79,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         check_names(options, [*ARGUMENTS, *OPTIONS], "model argument")
         if pretrained is None:
             raise SpecbeamError("no model is named: give the model argument pretrained=SOURCE")
+        self._seed = Options.of(seed=options.pop("seed", None), do_sample=True).seed  # for the tasks that sample
         self._given = options
         self._options = Options.of(options)
         if draft is None:
@@ -244,7 +245,11 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         sampling = {name: task.pop(name) for name in ("do_sample", *SAMPLING_OPTIONS) if name in task}
         check_names(task, OPTIONS, "option in the task's generation_kwargs")
 
-        # Tasks give sampling options even where they do not sample, and do_sample together with temperature=0.
+        # Tasks give options of beams and samples even without these, and do_sample together with temperature=0.
+        if {**task, **self._given}.get("num_beams", 1) == 1:
+            task = {name: value for name, value in task.items() if name not in BEAM_OPTIONS}
+        of_task = task.pop("seed", None)
+        seed = of_task if self._seed is None else self._seed
         warmth, samples = sampling.get("temperature"), sampling.get("do_sample")
         if self._greedy or warmth == 0 or not (samples or (samples is None and warmth)):
             sampling = {}
@@ -255,10 +260,9 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         # Texts do not contain special tokens. A stop string that is a special token must end the text as a token.
         ends = self._eos_token_ids if options.eos_token_id is None else frozenset(options.eos_token_id)
         ends |= {self._special[stop] for stop in stops if stop in self._special}
-        seed = options.seed
         if options.samples:  # the harness repeats requests for several samples, and seeds torch
-            seed = int(torch.randint(2**63 - 1, ())) if seed is None else seed + number
-        return replace(options, eos_token_id=sorted(ends), seed=seed)
+            options = replace(options, seed=int(torch.randint(2**63 - 1, ())) if seed is None else seed + number)
+        return replace(options, eos_token_id=sorted(ends))
 
 
 def _strings(given: str | Iterable[str] | None) -> list[str]:
