@@ -1,48 +1,42 @@
-"""The documentation is true: its code runs, its commands parse, and the paths it names exist."""
+"""The documentation is true: its code and its commands run, and the names in it exist."""
 
+import builtins
+import dis
+import io
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
-from itertools import groupby
+from functools import cache
 from pathlib import Path
+from types import CodeType
 
+import pandas
 import pytest
 import transformers
 from transformers import MarianConfig, MarianMTModel
 
 import specbeam
+from docs.hooks import help_of
 from specbeam import cli
-from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, random_model
+from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, in_thorough_mode, random_model
+from tests.pages import COOKBOOK, PAGES, ROOT, blocks, inline_code, named, program, shell, text_of
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-TARGETS = re.findall(r"^([\w./-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-RUN = ("generate", "compare", "tokens", "models", "batch")
-"""Commands that are run, not only parsed. A study and a ladder take too long."""
-
-
-def blocks(page):
-    return [(language, code) for _, language, code in BLOCK.findall(page.read_text(encoding="utf-8"))]
-
-
-def named(pages):
-    return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
-
-
-def program(page):
-    """The Python of a page, at the lines where it stands there."""
-    text, lines = page.read_text(encoding="utf-8"), {}
-    for found in BLOCK.finditer(text):
-        if found[2] == "python":
-            lines |= dict(enumerate(found[3].splitlines(), text.count("\n", 0, found.start(3))))
-    return "\n".join(lines.get(number, "") for number in range(max(lines) + 1))
-
-
-def with_block(language):
-    return named(page for page in PAGES if language in dict(blocks(page)))
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = re.findall(r"^([\w./-]+):", MAKEFILE, re.MULTILINE)
+SHORT = {
+    "generate": {"--max-new-tokens": "8"},
+    "compare": {"--max-new-tokens": "8"},
+    "batch": {"--max-new-tokens": "8"},
+    "ladder": {"--max-new-tokens": "4", "--runs": "1", "--rungs": "3,5"},  # tests/test_ladder.py compiles
+    "study": {"decode.max_tokens": "4", "data.limit": "2"},
+}
+"""The sizes that commands have in these tests, unless a page gives them."""
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +67,7 @@ def stand_ins(save):
 def workplace(stand_ins, tmp_path, monkeypatch):
     """A folder with the files that the pages name, where every source of a model is a tiny one."""
 
-    def locate(source, revision=None):
+    def locate(source, *_, **__):
         return stand_ins["translator" if "opus-mt" in str(source) else "causal"]
 
     for module in ("specbeam.model", "specbeam.checkpoints"):  # to import the first reads the second
@@ -81,13 +75,31 @@ def workplace(stand_ins, tmp_path, monkeypatch):
     for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
         monkeypatch.setattr(loader, "from_pretrained", from_folder(loader.from_pretrained, locate))
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("sys.stdin", io.StringIO())  # a conversation ends at once
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "docs").symlink_to(ROOT / "docs")
     (tmp_path / "models").mkdir()
     (tmp_path / "models/gpt2").symlink_to(stand_ins["gpt2"])
-    (tmp_path / "prompts.parquet").touch()
+    rows = [{"prompt": "one"}, {"prompt": "two"}]
     for name in ("prompts.jsonl", "questions.jsonl"):
-        (tmp_path / name).write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = [{"question_id": n, "category": "ab"[n], "turns": ["one", "two"], "reference": []} for n in range(2)]
+    (tmp_path / "spec_bench.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
     return tmp_path
+
+
+@pytest.fixture
+def no_plots(monkeypatch):
+    """tests/study/test_report.py draws them."""
+    monkeypatch.setattr("specbeam.study.plots.draw_all", lambda *_: [])
+
+
+@pytest.fixture(scope="session")
+def finished_study(stand_ins, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("study") / "run"
+    words = [f"target_model={stand_ins['causal']}", f"output={folder}", "prompts=[one,two]", "decode.max_tokens=4"]
+    assert cli.main(["study", *words]) == 0
+    return folder
 
 
 def from_folder(load, locate):
@@ -98,13 +110,44 @@ def from_folder(load, locate):
 @pytest.mark.parametrize("page", named(PAGES))
 def test_every_block_is_python_or_shell_or_marked_as_text(page):
     assert {language for language, _ in blocks(page)} <= {"python", "sh", "text"}
+    assert 2 * len(blocks(page)) == len(re.findall(r"^\s*(?:```|~~~)", text_of(page), re.MULTILINE))
+    outputs = [code for language, code in blocks(page) if language == "text"]
+    assert not [code for code in outputs if re.match(r"(make|specbeam|python|pip|import|from|\.ci/\w+) ", code)]
 
 
-@pytest.mark.parametrize("page", with_block("python"))
+@pytest.mark.parametrize("page", named(page for page in PAGES if "python" in dict(blocks(page))))
 def test_python_runs(page, workplace, monkeypatch):
-    if page.name == "evaluate.md":
+    if page.name == "evaluate.md" and page not in COOKBOOK:
         no_downloads(monkeypatch)
-    exec(compile(program(page), page, "exec"), {"__name__": "page"})
+    variables = {"__name__": "page"}
+    code = compile(program(page), page, "exec")
+    exec(code, variables)
+    assert names_read(code) <= variables.keys() | vars(builtins).keys()
+
+
+def test_the_greedy_search_of_the_architecture_page_is_greedy_search(stand_ins):
+    page = {}
+    exec(program(ROOT / "docs/architecture.md"), page)
+    engine = specbeam.Engine(specbeam.load(stand_ins["causal"]))
+    options = {"max_new_tokens": 8}
+    texts = [
+        engine.submit("one", options, strategy=strategy)
+        for strategy in (None, lambda s, drafter: page["greedy"](s.tree, s.process, s.stop, s.record))
+    ]
+    engine.run()
+    assert texts[0].result().token_ids == texts[1].result().token_ids
+
+
+def names_read(code):
+    """The global names that a program reads, also in functions that it only defines."""
+    reads = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
+    return reads.union(*map(names_in_function, inner))
+
+
+def names_in_function(code):
+    reads = {i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"}
+    return reads.union(*(names_in_function(const) for const in code.co_consts if isinstance(const, CodeType)))
 
 
 def no_downloads(monkeypatch):
@@ -120,56 +163,64 @@ def no_downloads(monkeypatch):
     monkeypatch.setattr(lm_eval, "simple_evaluate", simple_evaluate)
 
 
-def commands(code):
-    """The commands of a shell block, as words, without comments and with continued lines joined."""
-    for line in code.replace("\\\n", " ").splitlines():
-        words = shlex.split(line, comments=True)
-        words = words[: words.index(">")] if ">" in words else words
-        for is_and, command in groupby(words, lambda word: word == "&&"):
-            if not is_and:
-                yield list(command)
-
-
-@pytest.mark.parametrize("page", with_block("sh"))
-def test_shell_commands_are_right(page, workplace, monkeypatch, capsys):
-    for language, code in blocks(page):
-        for words in commands(code) if language == "sh" else ():
-            with monkeypatch.context() as patch:
-                check_command(words, patch)
+@pytest.mark.parametrize("page", named(page for page in PAGES if [*shell(page)]))
+def test_shell_commands_run(page, workplace, no_plots, request, capsys):
+    for words in shell(page):
+        check_command(words, request)
     assert "Traceback" not in capsys.readouterr().err
 
 
-def check_command(words, monkeypatch):
+def check_command(words, request):
+    """Run a command of specbeam. Of another program, check the files and the names that it is given."""
     program = words[0].removeprefix(".venv/bin/")
     match [program, *words[1:]]:
-        case ["make", target, *_]:
+        case ["specbeam", command, *_]:
+            check_specbeam(command, words[1:], request)
+        case ["make", target, *settings]:
             assert target in TARGETS
+            assert all(re.search(rf"\$\((or )?{name.partition('=')[0]}\b", MAKEFILE) for name in settings)
         case ["pip", "install", *what]:
             for extra in re.findall(r"\[(.*?)\]", " ".join(what)):
                 assert set(extra.split(",")) <= set(EXTRAS)
             assert all((ROOT / word).is_file() for word in what if word.endswith(".txt"))
         case ["python", "-m", "specbeam.lm_eval", *options]:
             check_evaluation(options)
-        case ["python", script, *_]:
-            assert (ROOT / script).is_file()
-        case ["specbeam", command, *_]:
-            check_specbeam(command, words[1:], monkeypatch)
+        case ["python", script, *options]:
+            source = (ROOT / script).read_text(encoding="utf-8")
+            assert all(f'"{option}"' in source for option in options if option.startswith("--") and option != "--json")
         case ["jupyter", "execute", notebook]:
-            assert (ROOT / notebook).is_file()
+            assert (ROOT / notebook).is_file()  # tests/test_notebooks.py runs it
+        case [".", activate]:
+            assert activate == ".venv/bin/activate"
         case [".ci/run" | ".ci/release" | ".ci/language", *_]:
             assert (ROOT / program).is_file()
         case _:
             pytest.fail(f"no test knows the command {shlex.join(words)}")
 
 
-def check_specbeam(command, words, monkeypatch):
-    """Run a command where that is quick; else have the real parser read it, and a study's configuration checked."""
-    if command == "study" and not {"show", "diff"} & set(words):
-        words = [*words, "--show-config"]
-    elif command not in RUN or {"ray", "prompts.parquet"} & set(words):
-        monkeypatch.setattr(f"specbeam.cli.{command}.run", lambda given: 0)
-    limit = ["--max-new-tokens", "8"] if command in ("generate", "compare") and "--max-new-tokens" not in words else []
-    assert cli.main([*words, *limit]) == 0, words
+def check_specbeam(command, words, request):
+    """Run a command on tiny models and short texts."""
+    for word in words:
+        if word.startswith("runs/"):
+            shutil.copytree(request.getfixturevalue("finished_study"), word, dirs_exist_ok=True)
+    if "prompts.parquet" in words:
+        pandas.DataFrame({"prompt": ["one", "two"]}).to_parquet("prompts.parquet")
+    given = {word.partition("=")[0] for word in words}
+    sizes = {name: size for name, size in SHORT.get(command, {}).items() if name not in given}
+    shorter = [word for size in sizes.items() for word in size]
+    if command == "study":
+        runs = not {"show", "diff", "--show-config"} & given
+        shorter = [f"{name}={size}" for name, size in sizes.items()] if runs else []
+    if "ray" in words and not in_thorough_mode():  # starting a cluster takes long
+        words, shorter = [command], ["--help"]
+    assert run([*words, *shorter]) == 0, words
+
+
+def run(words):
+    try:
+        return cli.main(words)
+    except SystemExit as stop:  # after --help
+        return stop.code
 
 
 def check_evaluation(options):
@@ -178,6 +229,105 @@ def check_evaluation(options):
     given = dict(zip(options[::2], options[1::2], strict=False))
     arguments = simple_parse_args_string(given["--model_args"])
     specbeam.Options.of({name: value for name, value in arguments.items() if name not in ("pretrained", "draft")})
+
+
+# Names in prose.
+
+DOTTED = re.compile(r"specbeam(?:\.\w+)+")
+RESOLVE = """
+import json, sys
+import specbeam
+
+def missing(name):
+    found, *parts = specbeam, *name.split(".")[1:]
+    for part in parts:
+        if not hasattr(found, part):
+            return True
+        found = getattr(found, part)
+
+print(json.dumps([name for name in json.load(sys.stdin) if missing(name)]))
+"""
+
+
+def test_dotted_names_resolve():
+    """Every specbeam.x.y of prose and programs is there after ``import specbeam``, in a process of its own."""
+    places = {}
+    for page in PAGES:
+        code = [code for language, code in blocks(page) if language == "python"]
+        for name in DOTTED.findall("\n".join([*inline_code(page), *code])):
+            places.setdefault(name, page.name)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run(
+        [sys.executable, "-c", RESOLVE],
+        input=json.dumps([*places]),
+        capture_output=True,
+        text=True,
+        env=env,
+        check=True,
+    )
+    assert {name: places[name] for name in json.loads(found.stdout)} == {}
+
+
+@cache
+def command_help():
+    """The help of each command of specbeam."""
+    commands = re.findall(r"^    (\w+) ", help_of([]), re.MULTILINE)
+    return {command: help_of([command]) for command in commands}
+
+
+@cache
+def other_options():
+    """The options of the programs in bench, and of the evaluation harness."""
+    import lm_eval
+
+    files = [
+        *(ROOT / "bench").glob("*.py"),
+        *(ROOT / "tests/fuzz").glob("*.py"),
+        *Path(lm_eval.__file__).parent.rglob("*cli*/**/*.py"),
+    ]
+    return {option for file in files for option in re.findall(r"\"(--[\w-]+)\"", file.read_text(encoding="utf-8"))}
+
+
+@pytest.mark.parametrize("page", named(PAGES))
+def test_commands_and_options_in_prose_exist(page):
+    for span in inline_code(page):
+        words = span.split()
+        program = words[0].removeprefix(".venv/bin/")
+        if program == "make" and len(words) > 1:
+            assert words[1] in TARGETS, span
+        if program == "specbeam" and len(words) > 1:
+            assert words[1] in command_help(), span
+        if program == "python" and words[1].endswith(".py"):
+            assert (ROOT / words[1]).is_file(), span
+        known = {option for text in command_help().values() for option in re.findall(r"--[\w-]+", text)}
+        if program == "specbeam" and len(words) > 1:
+            known = set(re.findall(r"--[\w-]+", command_help()[words[1]]))
+        for option in re.findall(r"(?<![\w-])--\w[\w-]*", span):
+            assert option.replace("_", "-") in known or (program != "specbeam" and option in other_options()), span
+
+
+@cache
+def words_of_the_code():
+    """Every word of the files that git tracks, and of their names, without the pages."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    files = [ROOT / name for name in tracked.splitlines() if not name.endswith((".md", ".png"))]
+    text = tracked + "".join(file.read_text(encoding="utf-8", errors="ignore") for file in files)
+    return {*re.findall(r"\w+", text), *re.findall(r"[^\W_]+", tracked)}
+
+
+OF_OTHERS = {
+    *("jupyterlab", "lab"),
+    *("manylinux_2_35", "vpdpbusd", "TORCHINDUCTOR_FORCE_DISABLE_CACHES"),
+    *("SPECBEAM_", "xe6"),
+}
+"""Names of other programs, and parts of names."""
+
+
+@pytest.mark.parametrize("page", named(PAGES))
+def test_names_in_code_style_occur_in_the_code(page):
+    """A name that was renamed or removed, or that is misspelled, stands nowhere else."""
+    names = {word for span in inline_code(page) for word in re.findall(r"[^\W\d]\w{2,}", span)}
+    assert names - words_of_the_code() - OF_OTHERS == set()
 
 
 PATH = re.compile(r"`((?:\.?[\w-]+/)*[\w-]+(?:/|\.(?:py|cpp|h|ipynb)|(?<=/)[\w-]*\.(?:md|yaml|txt)))`")

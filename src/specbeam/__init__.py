@@ -47,13 +47,15 @@ _HOMES = {
     "suffix_automaton": "drafting.suffix",
 }
 
+_MODULES = ("constraints", "hf", "ladder", "lm_eval", "reference", "scoring")
+
 __all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use, so that the command line answers before PyTorch has loaded."""
-    if name == "hf":
-        return import_module("specbeam.hf")
+    """Import a public name or module on first use, so that the command line answers before PyTorch has loaded."""
+    if name in _MODULES:
+        return import_module(f"specbeam.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'specbeam' has no attribute {name!r}")
     return getattr(import_module(f"specbeam.{_HOMES[name]}"), name)
