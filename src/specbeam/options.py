@@ -280,6 +280,23 @@ class Options:
         size = getattr(self, name)
         return None if isinstance(size, str) else int(size)
 
+    def check_drafting(self, drafts: bool) -> None:
+        """Refuse options that contradict having a draft, or having none.
+
+        Raises:
+            SpecbeamError: sizes of a draft without a draft, or several samples with one.
+        """
+        for name in MAX_DRAFT_SIZES:
+            if not drafts and self.draft_size(name) is not None:
+                raise SpecbeamError(
+                    f"{name}={self.draft_size(name)} has no effect without a draft: give one, or leave it out"
+                )
+        if drafts and self.num_return_sequences > self.num_beams:
+            raise SpecbeamError(
+                f"num_return_sequences={self.num_return_sequences} samples cannot have a draft, since the "
+                "guesses would tie them to each other: leave one out"
+            )
+
     @classmethod
     def of(cls, given: Options | Mapping[str, Any] | None = None, /, **changes: Any) -> Options:
         """Options from options or a mapping, with changes. An unknown name is refused, and the likely one suggested."""

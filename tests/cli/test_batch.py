@@ -24,6 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 PROMPTS = ["hi", "hello hello", "x", "why is the sky blue?", "one\ntwo", "ö", 'a, "b"', "3", "0", "last"]
+NOT_FETCHED = "not/there"
+"""A hub id. It is not looked up before a model is loaded."""
 NEW = ["text", "finish_reason", "new_tokens", "seconds", "error"]
 
 
@@ -259,7 +261,7 @@ def test_two_columns_of_one_name_are_refused(run, tmp_path):
     columns = [pa.array(["x"])] * 3
     pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "n", "n"]), tmp_path / "in.parquet")
     says = "specbeam: in.parquet is damaged: two columns are called 'n'\n"
-    assert run("in.parquet", "out.jsonl", model="/not/there") == (2, says)
+    assert run("in.parquet", "out.jsonl", model=NOT_FETCHED) == (2, says)
 
 
 def test_what_is_finished_is_not_loaded_a_model_for(run, interrupted, tmp_path, monkeypatch):
@@ -349,7 +351,7 @@ def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, tmp_
     (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     source = "in.jsonl" if name == "other.jsonl" else name
     before = (tmp_path / name).read_bytes()
-    status, err = run(source, *arguments, model="/not/there")
+    status, err = run(source, *arguments, model=NOT_FETCHED)
     assert status == 2
     assert says in err
     assert len(err.splitlines()) == 1
@@ -362,7 +364,7 @@ def test_two_at_once_do_not_write_one_output(run, tmp_path, monkeypatch):
     generate, refusals = batch.generate, []
 
     def second(*given):
-        refusals.append(run("in.jsonl", "out.jsonl", model="/not/there"))
+        refusals.append(run("in.jsonl", "out.jsonl", model=NOT_FETCHED))
         return generate(*given)
 
     monkeypatch.setattr(batch, "generate", second)
@@ -380,7 +382,7 @@ def test_a_killed_process_leaves_no_lock_behind(run, tmp_path):
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", holds], cwd=tmp_path, **pipes) as process:
         process.stdout.readline()
-        status, err = run("in.jsonl", "out.jsonl", model="/not/there")
+        status, err = run("in.jsonl", "out.jsonl", model=NOT_FETCHED)
         assert (status, "another process writes out.jsonl" in err) == (2, True)
         process.kill()
     assert run("in.jsonl", "out.jsonl", "--max-new-tokens", 2) == (0, "")
@@ -448,7 +450,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line_and_nothing_stays(run, t
     write(tmp_path / "in.jsonl", numbered())
     monkeypatch.setattr(os, "fsync", full)
     says = "specbeam: cannot write the output: No space left on device\n"
-    assert run("in.jsonl", "out.jsonl", model="/not/there") == (1, says)
+    assert run("in.jsonl", "out.jsonl", model=NOT_FETCHED) == (1, says)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

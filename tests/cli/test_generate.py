@@ -91,8 +91,99 @@ def test_a_file_of_prompts_gives_one_line_per_prompt(run, model, tmp_path, name,
     assert status == 0
     expected = specbeam.generate(model, ["one", "two", "three"], max_new_tokens=6)
     assert [json.loads(line)["token_ids"] for line in out.splitlines()] == [r.token_ids for r in expected]
+    rows = [(row["index"], row["prompt"], row.get("id")) for row in map(json.loads, out.splitlines())]
+    messages = name == "p.jsonl"
+    three = [{"role": "user", "content": "three"}] if messages else "three"
+    assert rows == [(0, "one", None), (1, "two", None), (2, three, 3 if messages else None)]
     _, out, _ = run("--prompts", str(tmp_path / name), "--max-new-tokens", "6")
-    assert out == "".join(r.text + "\n" for r in expected)
+    prompts = ("one", "two", "three")
+    assert out == "\n".join(f"[prompt {n + 1} of 3: {prompts[n]}]\n{expected[n].text}\n" for n in range(3))
+
+
+def test_a_line_may_have_options_of_its_own(run, model, tmp_path):
+    lines = [
+        {"prompt": "hi", "category": "greeting", "length": None},
+        {"prompt": "hi", "max_new_tokens": 3},
+        {"prompt": "hi", "temperature": 0.9, "seed": 7, "num_beams": None},
+        {"prompt": "hi", "num_beams": 3, "num_return_sequences": 2, "system": "Be brief."},
+    ]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    status, out, _ = run("--prompts", str(tmp_path / "p.jsonl"), "--max-new-tokens", "6", "--json")
+    assert status == 0
+    own = [
+        {},
+        {"max_new_tokens": 3},
+        {"temperature": 0.9, "seed": 7},
+        {"num_beams": 3, "num_return_sequences": 2, "system": "Be brief."},
+    ]
+    for line, options in zip(out.splitlines(), own, strict=True):
+        expected = specbeam.generate(model, "hi", **{"max_new_tokens": 6} | options)
+        assert [s["token_ids"] for s in json.loads(line)["sequences"]] == [s.token_ids for s in expected.sequences]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"max_new_tokens": 0}, "line 2: max_new_tokens=0 is not allowed"),
+        ({"max_new_token": 5}, "line 2: unknown option 'max_new_token': did you mean 'max_new_tokens'?"),
+        ({"num_draft_tokens": 5}, "line 2: num_draft_tokens=5 has no effect without a draft"),
+        ({"messages": []}, "line 2 has both"),
+    ],
+)
+def test_wrong_options_of_a_line_are_refused_before_a_model_is_loaded(run, tmp_path, wrong, says):
+    (tmp_path / "p.jsonl").write_text('"good"\n' + json.dumps({"prompt": "hi"} | wrong) + "\n")
+    status, out, err = run("--prompts", str(tmp_path / "p.jsonl"), model="not/fetched")
+    assert (status, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_several_texts_are_numbered_and_have_their_scores(run, model):
+    options = {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 3}
+    status, out, _ = run("hi", "--max-new-tokens", "6", "--num-beams", "3", "--num-return-sequences", "3")
+    blocks = [
+        f"[{number} of 3, score {s.score:.4f}, {s.finish_reason}]\n{s.text}\n"
+        for number, s in enumerate(specbeam.generate(model, "hi", **options).sequences, 1)
+    ]
+    assert (status, out) == (0, "\n".join(blocks))
+    _, out, _ = run("hi", "--max-new-tokens", "6", "--temperature", "1.5", "--seed", "1", "--num-return-sequences", "2")
+    options = {"max_new_tokens": 6, "temperature": 1.5, "seed": 1, "num_return_sequences": 2}
+    first, second = specbeam.generate(model, "hi", **options).sequences  # their scores are their log-probabilities
+    assert out.startswith(f"[1 of 2, score {first.score:.4f}, {first.finish_reason}]\n{first.text}\n\n[2 of 2, ")
+    assert out.endswith(f"\n{second.text}\n")
+
+
+@pytest.mark.parametrize("name", ["texts.txt", "texts.jsonl", "texts"])
+def test_the_output_can_be_a_file(run, tmp_path, name):
+    (tmp_path / "p.txt").write_text("one\nö\n")
+    arguments = ("--prompts", str(tmp_path / "p.txt"), "--max-new-tokens", "6", *(["--json"] * (name == "texts")))
+    _, expected, _ = run(*arguments, *(["--json"] * (name == "texts.jsonl")))
+    (tmp_path / name).write_text("of an earlier run")
+    status, out, err = run(*arguments, "--output", str(tmp_path / name))
+    assert (status, out) == (0, "")
+    assert len(err.splitlines()) == (2 if name == "texts.txt" else 0)
+    written = (tmp_path / name).read_text("utf-8")
+    if name == "texts.txt":
+        assert written == expected
+    else:
+        rows, in_terminal = ([json.loads(line) for line in lines.splitlines()] for lines in (written, expected))
+        assert [row["prompt"] for row in rows] == ["one", "ö"]
+        assert [row["token_ids"] for row in rows] == [row["token_ids"] for row in in_terminal]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["p.txt", name])
+
+
+@pytest.mark.parametrize(("name", "says"), [("no/x.txt", "there is no folder"), ("", "it is a folder")])
+def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(run, tmp_path, name, says):
+    status, out, err = run("hi", "--output", str(tmp_path / name), model="not/fetched")
+    assert (status, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="devices")
+def test_a_device_as_output_stays_a_device(run):
+    assert run("hi", "--max-new-tokens", "2", "--output", os.devnull)[:2] == (0, "")
+    assert not os.path.isfile(os.devnull)
 
 
 def test_beams_are_printed_best_first(run, model):
@@ -117,9 +208,12 @@ def test_beams_are_printed_best_first(run, model):
         (("hi", "--top-p", "1.5"), "top_p=1.5 is not allowed"),
         (("hi", "--max-new-tokens", "0"), "max_new_tokens=0 is not allowed"),
         (("hi", "--max-new-tokens", "many"), "invalid int value: 'many'"),
-        (("hi", "--max-tokens", "5"), "unrecognized arguments: --max-tokens"),
-        (("hi", "--backend", "gpu"), "unknown backend 'gpu'"),
-        (("hi", "--dtype", "int1"), "unknown dtype 'int1'"),
+        (("hi", "--max-tokens", "5"), "unknown option --max-tokens: did you mean --max-new-tokens?"),
+        (("hi", "--tempature=2"), "unknown option --tempature=2: did you mean --temperature?"),
+        (("-why",), "unknown option -why: put -- before a text that begins with a dash"),
+        (("hi", "there"), "unexpected arguments: there"),
+        (("hi", "--backend", "gpu"), "argument --backend: 'gpu' is not allowed: give auto, cpu, torch or transformers"),
+        (("hi", "--dtype", "float23"), "argument --dtype: 'float23' is not allowed: did you mean 'float32'?"),
         (("hi", "--device", "cuda:77"), "device 'cuda:77' cannot be used"),
         (("x" * 300, "--raw"), "the prompt has 300 tokens"),
         (("--prompts", "/not/there.txt"), "/not/there.txt cannot be read: No such file"),
@@ -198,9 +292,63 @@ def test_a_bad_model_is_one_line_and_status_2(run, model):
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("models",), ("models", "show")])
-def test_wrong_commands(specbeam_command, arguments):
-    assert specbeam_command(*arguments)[0] == 2
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "give a command: generate, "),
+        (("nonsense",), "unknown command 'nonsense': give generate, "),
+        (("genrate", "hi"), "unknown command 'genrate': did you mean 'generate'?"),
+        (("help", "genrate"), "unknown command 'genrate': did you mean 'generate'?"),
+        (("models",), "required"),
+        (("models", "shwo"), "unknown action 'shwo': did you mean 'show'?"),
+        (("models", "show"), "required"),
+    ],
+)
+def test_wrong_commands(specbeam_command, arguments, says):
+    status, out, err = specbeam_command(*arguments)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [(), ("generate",), ("models", "show")])
+def test_help_is_a_command_too(specbeam_command, words):
+    status, out, _ = specbeam_command("help", *words)
+    assert (status, out) == specbeam_command(*words, "--help")[:2]
+    assert out.startswith(f"usage: {' '.join(['specbeam', *words])} [")
+
+
+SLOW_MODULES = {"torch", "numpy", "transformers", "pyarrow"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["--help"], 0),
+        (["generate", "--help"], 0),
+        (["generate", "--prompts", "/not/there.txt"], 2),
+        (["generate", "hi", "--model", "/not/there"], 2),
+        (["generate", "hi", "--draft", "foo"], 2),
+        (["batch", "/not/there.jsonl", "out.jsonl"], 2),
+        (["tokens", "hi", "--model", "not-there.gguf"], 2),
+    ],
+)
+def test_help_and_missing_files_need_no_slow_imports(arguments, status, tmp_path):
+    """NumPy alone, which checks of options import, takes a tenth of a second."""
+    program = "import sys; from specbeam.cli import main\ntry: status = main(sys.argv[1:])\n"
+    program += "except SystemExit as stop: status = stop.code\nprint(status, *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, cwd=tmp_path)
+    found, *modules = done.stdout.splitlines()[-1].split()
+    assert int(found) == status, done.stderr
+    assert {*modules} & SLOW_MODULES <= ({"numpy"} if status else {*()})
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes")
+@pytest.mark.parametrize("arguments", ["--help", "generate --help", "models list"])
+def test_output_that_nobody_reads_is_no_error(arguments):
+    command = f"({sys.executable} -m specbeam {arguments}; echo $? >&2) | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stderr.strip() in ("0", "1")
 
 
 def test_version(capsys):
@@ -291,7 +439,7 @@ def test_the_trace_has_every_round(run):
         (("--draft-corpus", "x"), "--draft-corpus goes with --draft suffix"),
         (("--num-draft-tokens", "3"), "num_draft_tokens=3 has no effect without a draft"),
         (("--draft", "ngram", "--draft-width", "wide"), "invalid number value: 'wide'"),
-        (("--draft", "nowhere"), "nowhere"),
+        (("--draft", "foo"), "--draft foo: give ngram, suffix or a model; unknown model 'foo'"),
         (("--num-beams", "4", "--num-beam-groups", "3"), "num_beam_groups=3"),
     ],
 )

@@ -7,32 +7,62 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from specbeam.cli.arguments import nearest
 from specbeam.errors import BAD_INPUT, FAILED, INTERRUPTED, SpecbeamError
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports a usage error in one line."""
+    """Reports a usage error in one line, and suggests the nearest name for an unknown one."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:  # type: ignore[override]
+        given, rest = super().parse_known_args(args, namespace)
+        for word in rest:
+            if word == "--":
+                break
+            if word.startswith("-"):  # the names are this command's, not those of the whole command line
+                self.error(f"unknown option {word}{self._hint(word)}")
+        return given, rest
+
+    def _hint(self, word: str) -> str:
+        names = [name for name in self._option_string_actions if name.startswith("--")]
+        if near := nearest(word.partition("=")[0], names):
+            return f": did you mean {near}?"
+        return ": put -- before a text that begins with a dash" if word[1:2] != "-" else ""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        names = [str(name) for name in action.choices]
+        near = nearest(str(value), names)
+        hint = f"did you mean {near!r}?" if near else f"give {', '.join(names[:-1])} or {names[-1]}"
+        if isinstance(action, argparse._SubParsersAction):
+            self.error(f"unknown {action.dest} {value!r}: {hint}")
+        raise argparse.ArgumentError(action, f"{value!r} is not allowed: {hint}")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit status: 0, or FAILED, BAD_INPUT or INTERRUPTED."""
+    """Run a command. Returns the exit status: 0, or FAILED, BAD_INPUT or INTERRUPTED.
+
+    A command may raise ``KeyboardInterrupt(message)``, to say after Ctrl-C what is finished and how to go on.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a character shows "?"
     try:
-        status = _run(list(sys.argv[1:] if arguments is None else arguments))
-        sys.stdout.flush()
-        return status
+        try:
+            return _run(list(sys.argv[1:] if arguments is None else arguments))
+        finally:  # after --help, too
+            sys.stdout.flush()
     except SpecbeamError as error:
         print(f"specbeam: {' '.join(str(error).split())}", file=sys.stderr)
         return BAD_INPUT
-    except KeyboardInterrupt:
-        print("specbeam: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(": ".join(["specbeam: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
         return INTERRUPTED
     except OSError as error:
         # The reader of our output is gone, or the disk is full. Without this, Python complains again at exit.
@@ -50,19 +80,22 @@ def _run(words: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in (generate, compare, batch, study, ladder, tokens, models):
         command.add_to(commands)
+    commands.add_parser("help", help="explain a command, as COMMAND --help does", usage="specbeam help [COMMAND]")
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     end = words.index("--") if "--" in words else len(words)
     given, rest = parser.parse_known_args([*map(_dashes, words[:end]), *words[end:]])
     if given.command == "study" and not any(word.startswith("-") and word != "--" for word in rest):
         given.words += [word for word in rest if word != "--"]  # argparse stops taking words at an option
     elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parser.error(f"unexpected arguments: {' '.join(rest)}")
     if given.version:
         from specbeam import __version__
 
         print(__version__)
         return 0
     if given.command is None:
-        parser.error("give a command: generate, compare, batch, study, ladder, tokens or models")
+        parser.error(f"give a command: {', '.join(commands.choices)}")
     status: int = given.run(given)
     return status
 

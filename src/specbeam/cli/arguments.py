@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import re
+from collections.abc import Iterable
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.prompts import read_prompts
+from specbeam.errors import SpecbeamError
+from specbeam.options import Options
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.model import LanguageModel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+BACKENDS = ("auto", "cpu", "torch", "transformers")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+FORMATS = ("auto", "keep", "int8", "int4", "float32")
+LOOKUPS = ("ngram", "suffix")
+"""The drafts that are no model."""
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(:.+)?(?<!\.gguf)")
+
+
+MIN_LIKENESS = 0.7
+"""From 0 to 1 (difflib's ratio): a name that is less like another one was not meant for it."""
+
+
+def nearest(name: str, names: Iterable[str]) -> str | None:
+    """The name that was probably meant, if any."""
+    return next(iter(difflib.get_close_matches(name, [*names], n=1, cutoff=MIN_LIKENESS)), None)
 
 
 def add_source_to(parser: Any) -> None:
@@ -29,12 +50,11 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
     """The options for a model: its source, backend, device and number types."""
     model = parser.add_argument_group("model")
     add_source_to(model)
-    model.add_argument("--backend", default="auto", help="auto, cpu, torch or transformers (default %(default)s)")
-    model.add_argument("--device", default="auto", help="auto, cpu, cuda, ... (default %(default)s)")
-    model.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16 (default %(default)s)")
-    model.add_argument(
-        "--quantize", default="auto", help="on a CPU: auto, keep, int8, int4 or float32 (default %(default)s)"
-    )
+    add = partial(model.add_argument, default="auto")
+    add("--backend", choices=BACKENDS, metavar="NAME", help=f"{', '.join(BACKENDS)} (default %(default)s)")
+    add("--device", help="auto, cpu, cuda, ... (default %(default)s)")
+    add("--dtype", choices=DTYPES, metavar="TYPE", help=f"{', '.join(DTYPES)} (default %(default)s)")
+    add("--quantize", choices=FORMATS, metavar="TYPE", help=f"on a CPU: {', '.join(FORMATS)} (default %(default)s)")
     model.add_argument("--threads", type=int, metavar="N", help="on a CPU: the number of threads (default: all)")
 
 
@@ -92,12 +112,37 @@ def early_stopping(value: str) -> bool | str:
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
-def options_of(given: argparse.Namespace) -> Any:
-    """The Options from the command line."""
-    from specbeam.options import Options
-
+def options_of(given: argparse.Namespace, own: dict[str, Any] | None = None) -> Options:
+    """The options from the command line. A prompt's ``own`` options take their place."""
     values = {field.name: getattr(given, field.name, None) for field in fields(Options)}
-    return Options.of({name: value for name, value in values.items() if value is not None})
+    return Options.of({name: value for name, value in values.items() if value is not None} | (own or {}))
+
+
+def check_sources(given: argparse.Namespace) -> None:
+    """Refuse a model or draft that is not there. The imports that loading needs take seconds, so this comes first.
+
+    Raises:
+        SpecbeamError: no such file, folder or alias.
+    """
+    if given.draft_corpus is not None and given.draft != "suffix":
+        raise SpecbeamError("--draft-corpus goes with --draft suffix")
+    if given.draft_corpus is not None:
+        next(read_prompts(None, given.draft_corpus))
+    check_source(given.model)
+    if given.draft is not None and given.draft not in LOOKUPS:
+        try:
+            check_source(given.draft)
+        except SpecbeamError as error:
+            raise SpecbeamError(f"--draft {given.draft}: give ngram, suffix or a model; {error}") from error
+
+
+def check_source(source: str) -> None:
+    """Refuse a model that is not there. An alias or a hub id may still have to be fetched, and is not looked up."""
+    from specbeam.checkpoints import locate
+    from specbeam.checkpoints.registry import ALIASES
+
+    if source not in ALIASES and not HUB_ID.fullmatch(source):
+        locate(source)
 
 
 def load_model(given: argparse.Namespace, source: str, revision: str | None = None) -> LanguageModel:
@@ -114,6 +159,6 @@ def load_draft(given: argparse.Namespace, lm: Any) -> Any:
 
     if given.draft_corpus is not None:
         return suffix_automaton(lm, (text for _, text in read_prompts(None, given.draft_corpus)))
-    if given.draft in (None, "ngram", "suffix"):
+    if given.draft in (None, *LOOKUPS):
         return given.draft
     return load_model(given, given.draft)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,8 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.arguments import add_draft_to, add_model_to, add_options_to, load_draft, load_model, options_of
-from specbeam.cli.printing import one_line
+from specbeam.cli.arguments import (
+    add_draft_to,
+    add_model_to,
+    add_options_to,
+    check_sources,
+    load_draft,
+    load_model,
+    options_of,
+)
+from specbeam.cli.printing import check_writable, one_line
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options, check_names
 
@@ -103,6 +110,7 @@ def run(given: argparse.Namespace) -> int:
     from specbeam.jobs.lock import locked
 
     options = checked_options(given)  # wrong input is refused before a model is loaded
+    check_sources(given)
     launch = launcher_of(given)
     source, output = Path(given.input), Path(given.output)
     check_output(source, output)
@@ -157,17 +165,12 @@ def run_alone(
 
 def checked_options(given: argparse.Namespace) -> Options:
     """The options for all rows. Raises SpecbeamError for options that cannot go together here."""
-    options: Options = options_of(given)
+    options = options_of(given)
     if options.num_return_sequences > 1:
         raise SpecbeamError("--num-return-sequences is for specbeam generate: a row has one text")
     if given.batch_size < 1:
         raise SpecbeamError(f"--batch-size {given.batch_size} is not allowed: give at least 1")
-    if given.draft_corpus is not None and given.draft != "suffix":
-        raise SpecbeamError("--draft-corpus goes with --draft suffix")
-    if given.draft is None:
-        from specbeam.engine.drafters import check_draft_sizes
-
-        check_draft_sizes(options)
+    options.check_drafting(given.draft is not None)
     return options
 
 
@@ -181,10 +184,7 @@ def check_output(source: Path, output: Path) -> None:
         pyarrow()
     if output.exists() and not Path(f"{output}.partial.jsonl").exists():
         raise SpecbeamError(f"{output} is there already: delete it, or name another")
-    if not output.parent.is_dir():
-        raise SpecbeamError(f"{output} cannot be written: there is no folder {output.parent}")
-    if not os.access(output.parent, os.W_OK):
-        raise SpecbeamError(f"{output} cannot be written: the folder {output.parent} is not yours to write in")
+    check_writable(output, output)
 
 
 def prompt_column(source: Path, columns: list[str], asked: str | None) -> str:

@@ -5,14 +5,34 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TextIO
 
-from specbeam.cli.arguments import add_draft_to, add_model_to, add_options_to, load_draft, load_model, options_of
-from specbeam.cli.printing import json_line, one_line
-from specbeam.cli.prompts import read_prompts
+from specbeam.cli.arguments import (
+    add_draft_to,
+    add_model_to,
+    add_options_to,
+    check_sources,
+    load_draft,
+    load_model,
+    nearest,
+    options_of,
+)
+from specbeam.cli.printing import json_line, one_line, printing_to
+from specbeam.cli.prompts import PromptRow, read_rows
 from specbeam.cli.trace import show_trace
 from specbeam.errors import FAILED, SpecbeamError
+from specbeam.options import Options, check_names
+
+if TYPE_CHECKING:
+    from specbeam.engine.request import Request
+    from specbeam.results import Result, Sequence
+
+OTHER_FIELDS = ("id", "system")
+"""What a line of --prompts may have besides its prompt and options. Further fields are data of the user's own."""
+SHOWN_PROMPT_WIDTH = 80
 
 
 def add_to(commands: Any) -> None:
@@ -23,7 +43,14 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="the prompt; - reads it from standard input")
     parser.add_argument(
-        "--prompts", metavar="FILE", help="one prompt per line; in a .jsonl file each is a JSON text, list or object"
+        "--prompts",
+        metavar="FILE",
+        help="one prompt per line; in a .jsonl file each is a JSON text, list or object, which may have options",
+    )
+    parser.add_argument(
+        "--output",
+        metavar="FILE",
+        help="write the texts to a file instead, which appears once it is whole; .jsonl and .json as with --json",
     )
     add_model_to(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
@@ -34,7 +61,7 @@ def add_to(commands: Any) -> None:
         "--stream",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="print the text while it is generated (default)",
+        help="print a single text while it is generated (default)",
     )
     parser.add_argument("--show-prompt", action="store_true", help="first print the exact prompt that the model sees")
     parser.add_argument(
@@ -48,90 +75,146 @@ def add_to(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    options = options_of(given)  # wrong input is refused before a model is loaded
-    if given.draft_corpus is not None and given.draft != "suffix":
-        raise SpecbeamError("--draft-corpus goes with --draft suffix")
-    if given.draft is None:
-        from specbeam.engine.drafters import check_draft_sizes
+    rows = [*read_rows(given.prompt, given.prompts)]  # wrong input is refused before the slow imports
+    options = [options_of_row(given, row) for row in rows]
+    check_sources(given)
+    with printing_to(given.output) as out:
+        return generate(given, rows, options, out)
 
-        check_draft_sizes(options)
-    prompts = list(read_prompts(given.prompt, given.prompts))
 
+def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
+    """The options for a prompt: the command line's, and in their place those of the prompt's own line.
+
+    Raises:
+        SpecbeamError: an option is wrong, or a field looks like an option with a wrong name.
+    """
+    names = [field.name for field in fields(Options)]
+    try:
+        strange = [name for name in row.fields if name not in (*names, *OTHER_FIELDS)]
+        check_names([name for name in strange if nearest(name, names)], names, "option")
+        own = {name: value for name, value in row.fields.items() if name in names and value is not None}
+        options = options_of(given, own)
+        options.check_drafting(given.draft is not None)
+    except SpecbeamError as error:
+        raise SpecbeamError(f"{row.name}: {error}" if row.fields else str(error)) from error
+    return options
+
+
+def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Options], out: TextIO) -> int:
+    """Generate the texts and print them. Returns the exit status."""
     from specbeam.engine import Engine
     from specbeam.prompts import show_prompt
 
     lm = load_model(given, given.model, revision=given.revision)
     draft = load_draft(given, lm)
     engine = Engine(lm)
-    requests = {}
-    for name, prompt in prompts:
+    requests, shown_prompts = [], []
+    for row, row_options in zip(rows, options, strict=True):
+        how = {"system": row.fields.get("system", given.system), "raw": given.raw}
         try:
-            requests[name] = engine.submit(prompt, options, system=given.system, raw=given.raw, draft=draft)
+            requests.append(engine.submit(row.prompt, row_options, draft=draft, **how))
+            shown_prompts.append(show_prompt(lm, row.prompt, **how) if given.show_prompt else None)
         except SpecbeamError as error:
-            raise SpecbeamError(f"{name}: {error}" if name else str(error)) from error
+            raise SpecbeamError(f"{row.name}: {error}" if row.name else str(error)) from error
 
-    stream = given.stream and not given.json and len(requests) == 1
-    printer = Printer(requests, as_json=given.json, stream=stream)
+    as_json = given.json or str(given.output).endswith((".jsonl", ".json"))
+    one_text = len(rows) == 1 and options[0].num_return_sequences == 1
+    stream = given.stream and one_text and not as_json and out is sys.stdout
+    printer = Printer(rows, requests, shown_prompts, out, as_json, stream)
     try:
-        for _, prompt in prompts if given.show_prompt else ():
-            shown = show_prompt(lm, prompt, system=given.system, raw=given.raw)
-            print(shown, file=sys.stderr if given.json else sys.stdout, flush=True)
         while engine.step():
             printer.print_ready()
         printer.print_ready()
     except KeyboardInterrupt:
-        for request in requests.values():
+        finished = sum(request.done for request in requests)
+        for request in requests:
             request.cancel()
         engine.step()  # ends the cancelled requests without another pass
         printer.print_ready()
-        raise
+        said = [f"{finished} of {len(rows)} prompts were finished"] if len(rows) > 1 else []
+        said += [] if out is sys.stdout else [f"{given.output} was not written"]
+        raise KeyboardInterrupt(*([", ".join(said)] if said else [])) from None
     return FAILED if printer.failed else 0
 
 
 class Printer:
-    """Prints finished texts in the order of the prompts, and failed prompts as lines on standard error."""
+    """Prints finished texts in the order of the prompts, and failed prompts as lines on standard error.
 
-    def __init__(self, requests: dict[str, Any], as_json: bool, stream: bool) -> None:
+    Args:
+        shown_prompts: the prompts as the model sees them, to be printed first; None for each that is not to be shown.
+        out: where the texts go. Statistics go to standard error.
+        stream: print the text of the only request while it comes.
+    """
+
+    def __init__(
+        self,
+        rows: list[PromptRow],
+        requests: list[Request],
+        shown_prompts: list[str | None],
+        out: TextIO,
+        as_json: bool,
+        stream: bool,
+    ) -> None:
         from tqdm import tqdm
 
-        self.waiting = list(requests.items())
+        self.waiting = [*enumerate(zip(rows, requests, shown_prompts, strict=True))]
+        self.number_of_prompts = len(rows)
         self.failed = 0
+        self.out = out
         self.as_json = as_json
         self.stream = stream
-        several = len(requests) > 1
-        self.bar = tqdm(total=len(requests), desc="prompts", leave=False, disable=None if several else True)
+        several = len(rows) > 1
+        self.bar = tqdm(total=len(rows), desc="prompts", leave=False, disable=None if several else True)
+        if stream:
+            self._print_heading(rows[0], 0, shown_prompts[0])
 
     def print_ready(self) -> None:
-        if self.stream:
-            for piece in drain(self.waiting[0][1].pieces) if self.waiting else ():
-                print(piece.text, end="", flush=True)
-        while self.waiting and self.waiting[0][1].done:
-            name, request = self.waiting.pop(0)
+        if self.stream and self.waiting:
+            _, (_, request, _) = self.waiting[0]
+            for piece in drain(request.pieces):
+                self._print(piece.text, end="")
+        while self.waiting and self.waiting[0][1][1].done:
+            index, (row, request, shown_prompt) = self.waiting.pop(0)
             self.bar.update()
             try:
                 result = request.result()
             except Exception as error:  # the other prompts go on after any error
                 self.failed += 1
-                with self.bar.external_write_mode(file=sys.stderr):
-                    print(f"specbeam: {name or 'the prompt'} failed: {one_line(error)}", file=sys.stderr, flush=True)
+                self._print(f"specbeam: {row.name or 'the prompt'} failed: {one_line(error)}", file=sys.stderr)
                 continue
-            with self.bar.external_write_mode(file=sys.stdout):
-                if self.as_json:
-                    print(json_line(result.to_dict()), flush=True)
-                else:
-                    print("" if self.stream else result.text, flush=True)
-                    if result.trace is not None:
-                        for line in show_trace(
-                            result.trace, colour=sys.stdout.isatty() and "NO_COLOR" not in os.environ
-                        ):
-                            print(line, flush=True)
-                    for other in result.sequences[1:]:
-                        print(other.text, flush=True)
-            if not self.as_json:
-                with self.bar.external_write_mode(file=sys.stderr):
-                    print(summary(result), file=sys.stderr, flush=True)
+            if self.as_json:
+                if shown_prompt is not None:
+                    self._print(shown_prompt, file=sys.stderr)
+                self._print(json_line(self._about(row, index) | result.to_dict(), out=self.out))
+                continue
+            if self.stream:
+                self._print("")
+            else:
+                self._print_heading(row, index, shown_prompt)
+                self._print(*texts(result))
+            if result.trace is not None:
+                self._print(*show_trace(result.trace, colour=self.out.isatty() and "NO_COLOR" not in os.environ))
+            self._print(summary(result), file=sys.stderr)
         if not self.waiting:
             self.bar.close()
+
+    def _about(self, row: PromptRow, index: int) -> dict[str, Any]:
+        """What tells the results of a file's prompts from each other."""
+        own = {"id": row.fields["id"]} if "id" in row.fields else {}
+        return {"index": index, **own, "prompt": row.prompt} if row.name else {}
+
+    def _print_heading(self, row: PromptRow, index: int, shown_prompt: str | None) -> None:
+        if self.number_of_prompts > 1:
+            between = [""] if index else []
+            which = f"prompt {index + 1} of {self.number_of_prompts}"
+            self._print(*between, f"[{which}: {shortened(row.prompt)}]")
+        if shown_prompt is not None:
+            self._print(shown_prompt)
+
+    def _print(self, *lines: str, end: str = "\n", file: TextIO | None = None) -> None:
+        out = file or self.out
+        with self.bar.external_write_mode(file=out):
+            print(*lines, sep="\n", end=end, file=out, flush=True)
 
 
 def drain(pieces: Any) -> Iterator[Any]:
@@ -139,7 +222,33 @@ def drain(pieces: Any) -> Iterator[Any]:
         yield pieces.popleft()
 
 
-def summary(result: Any) -> str:
+def texts(result: Result) -> Iterator[str]:
+    """The text. Several texts come best first, each with a heading above it and an empty line between them."""
+    several = len(result.sequences)
+    if several == 1:
+        yield result.text
+        return
+    for number, sequence in enumerate(result.sequences, 1):
+        if number > 1:
+            yield ""
+        yield f"[{number} of {several}, {score_of(sequence)}, {sequence.finish_reason}]"
+        yield sequence.text
+
+
+def score_of(sequence: Sequence) -> str:
+    """The log-probability of a text, and its score if the texts are ranked by another number."""
+    return f"score {sequence.score:.4f}"
+
+
+def shortened(prompt: Any) -> str:
+    """A prompt on one line: the beginning of a text, or of the last message."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+        prompt = prompt[-1].get("content")
+    text = prompt if isinstance(prompt, str) else str(prompt)
+    return textwrap.shorten(text, SHOWN_PROMPT_WIDTH, placeholder=" ...")
+
+
+def summary(result: Result) -> str:
     """The statistics in one line."""
     stats = result.stats
     parts = [f"{stats.prompt_tokens} + {stats.new_tokens} tokens", f"{stats.tokens_per_second:.1f} tokens/s"]

@@ -1,18 +1,22 @@
-"""Results and errors as single lines, on terminals of any encoding."""
+"""Results and errors as single lines, on terminals of any encoding and in files."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
 
 from specbeam.errors import SpecbeamError
 
 
-def json_line(value: Any, default: Callable[[Any], str] | None = None) -> str:
-    """A value as JSON. Characters beyond ASCII are escaped unless standard output takes UTF-8."""
-    utf8 = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+def json_line(value: Any, default: Callable[[Any], str] | None = None, out: TextIO | None = None) -> str:
+    """A value as JSON. Characters beyond ASCII are escaped unless the output (standard output) takes UTF-8."""
+    utf8 = ((out or sys.stdout).encoding or "").lower().replace("-", "") == "utf8"
     return json.dumps(value, default=default, ensure_ascii=not utf8)
 
 
@@ -20,3 +24,41 @@ def one_line(error: Exception) -> str:
     """An error's message, after its type unless the error is for people."""
     kind = "" if isinstance(error, SpecbeamError) else f"{type(error).__name__}: "
     return kind + " ".join(str(error).split())
+
+
+@contextmanager
+def printing_to(file: str | None) -> Iterator[TextIO]:
+    """Standard output, or a file in UTF-8. The file appears once all of it is written, and replaces one there.
+
+    Raises:
+        SpecbeamError: the file cannot be written.
+    """
+    from specbeam.jobs.atomic import replacing
+
+    if file is None or file == "-":
+        yield sys.stdout
+        return
+    path = Path(file).resolve()  # a link stays, and the file that it names is replaced
+    if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe, which stays what it is
+        with path.open("w", encoding="utf-8", errors="replace") as out:
+            yield out
+        return
+    check_writable(path, file)
+    with replacing(path) as whole:
+        text = io.TextIOWrapper(whole, encoding="utf-8", errors="replace", newline="\n")
+        yield text
+        text.detach()
+
+
+def check_writable(path: Path, name: str | Path) -> None:
+    """Refuse a file that cannot be written, before the work whose results it is for.
+
+    Raises:
+        SpecbeamError: it names the file as ``name``.
+    """
+    if path.is_dir():
+        raise SpecbeamError(f"{name} cannot be written: it is a folder")
+    if not path.parent.is_dir():
+        raise SpecbeamError(f"{name} cannot be written: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise SpecbeamError(f"{name} cannot be written: the folder {path.parent} is not yours to write in")

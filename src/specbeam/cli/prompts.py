@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from specbeam.errors import SpecbeamError
 
 
+@dataclass(frozen=True)
+class PromptRow:
+    """A prompt, and what else its line says.
+
+    Attributes:
+        name: the file and the line, for error messages; empty without a file.
+        prompt: as it is given: a text, messages or token ids.
+        fields: the other fields, if the line is a JSON object.
+    """
+
+    name: str
+    prompt: Any
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
 def read_prompts(prompt: str | None, file: str | None) -> Iterator[tuple[str, Any]]:
-    """The prompts, each with a name for error messages.
+    """The prompts, each with a name for error messages. Raises as :func:`read_rows` does."""
+    for row in read_rows(prompt, file):
+        yield row.name, row.prompt
+
+
+def read_rows(prompt: str | None, file: str | None) -> Iterator[PromptRow]:
+    """The prompt, or the prompts of a file.
 
     Raises:
         SpecbeamError: no source or two, an unreadable file, or a line that is no prompt.
@@ -20,10 +42,10 @@ def read_prompts(prompt: str | None, file: str | None) -> Iterator[tuple[str, An
     if (prompt is None) == (file is None):
         raise SpecbeamError("give one of PROMPT (- for standard input) and --prompts FILE")
     if prompt == "-":
-        yield "", _read("standard input").rstrip("\n")
+        yield PromptRow("", _read("standard input").rstrip("\n"))
         return
     if prompt is not None:
-        yield "", prompt
+        yield PromptRow("", prompt)
         return
     assert file is not None
     number = found = 0
@@ -32,7 +54,7 @@ def read_prompts(prompt: str | None, file: str | None) -> Iterator[tuple[str, An
         if line.strip():
             found += 1
             name = f"{file} line {number}"
-            yield name, _json_prompt(name, line) if file.endswith((".jsonl", ".json")) else line
+            yield _json_row(name, line) if file.endswith((".jsonl", ".json")) else PromptRow(name, line)
     if not found:
         raise SpecbeamError(f"{file} holds no prompts: put one on each line")
 
@@ -47,16 +69,18 @@ def _read(file: str) -> str:
         raise SpecbeamError(f"{file} is not UTF-8 text (byte {error.start:,}): convert it") from error
 
 
-def _json_prompt(name: str, line: str) -> Any:
+def _json_row(name: str, line: str) -> PromptRow:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise SpecbeamError(f"{name} is not JSON: {error}") from error
     if isinstance(value, dict):
-        for key in ("prompt", "messages"):
-            if key in value:
-                return value[key]
+        match [key for key in ("prompt", "messages") if key in value]:
+            case [key]:
+                return PromptRow(name, value.pop(key), value)
+            case [_, _]:
+                raise SpecbeamError(f'{name} has both "prompt" and "messages": leave one out')
         raise SpecbeamError(
             f'{name} has neither "prompt" nor "messages", but {", ".join(map(repr, value)) or "nothing"}'
         )
-    return value
+    return PromptRow(name, value)

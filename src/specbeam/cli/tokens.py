@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from specbeam.cli.arguments import add_source_to
+from specbeam.cli.arguments import add_source_to, check_source
 from specbeam.cli.printing import json_line
 from specbeam.cli.prompts import read_prompts
 from specbeam.errors import SpecbeamError
@@ -52,6 +52,7 @@ def run(given: argparse.Namespace) -> int:
     ((_, text),) = read_prompts(given.text, None)
     if not text:
         raise SpecbeamError("the text is empty: give at least one character")
+    check_source(given.model)
 
     from specbeam.checkpoints import locate, open_checkpoint
     from specbeam.prompts import render

@@ -18,8 +18,9 @@ from specbeam.engine.costs import nominal_cost, nominal_draft_cost
 from specbeam.engine.strategies import Setup
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
-from specbeam.options import MAX_DRAFT_SIZES, Options
+from specbeam.options import Options
 
+LOOKUPS = ("ngram", "suffix")
 Draft = LanguageModel | SuffixAutomaton | str
 """A draft model, "ngram", "suffix", or an automaton over earlier texts."""
 
@@ -88,19 +89,6 @@ def _draft_warpers(options: Options) -> Warpers:
     return Warpers(replace(options, temperature=temperature, top_k=top_k))
 
 
-def check_draft_sizes(options: Options) -> None:
-    """Refuse sizes of drafts without a draft.
-
-    Raises:
-        SpecbeamError: a size was given.
-    """
-    for name in MAX_DRAFT_SIZES:
-        if options.draft_size(name) is not None:
-            raise SpecbeamError(
-                f"{name}={options.draft_size(name)} has no effect without a draft: give one, or leave it out"
-            )
-
-
 def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     """Refuse a draft that cannot draft for a model, and options that have no effect with it.
 
@@ -110,16 +98,10 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     for name in ("draft_temperature", "draft_top_k"):
         if getattr(options, name) is not None and not isinstance(draft, LanguageModel):
             raise SpecbeamError(f"{name}={getattr(options, name)} has no effect without a draft model: leave it out")
-    if draft is None:
-        check_draft_sizes(options)
-    elif options.num_return_sequences > options.num_beams:
-        raise SpecbeamError(
-            f"num_return_sequences={options.num_return_sequences} samples cannot have a draft, since the "
-            "guesses would tie them to each other: leave one out"
-        )
-    elif isinstance(draft, LanguageModel):
+    options.check_drafting(draft is not None)
+    if isinstance(draft, LanguageModel):
         _check_draft_model(lm, draft)
-    elif not (isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in ("ngram", "suffix"))):
+    elif not (draft is None or isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in LOOKUPS)):
         raise SpecbeamError(
             f'draft={draft!r} is not allowed: give a loaded model (specbeam.load), "ngram", "suffix", or the '
             "automaton that specbeam.suffix_automaton returned"

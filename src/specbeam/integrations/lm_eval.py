@@ -19,7 +19,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simpl
 from tqdm import tqdm
 
 from specbeam.engine import Engine
-from specbeam.engine.drafters import check_draft, check_draft_sizes
+from specbeam.engine.drafters import check_draft
 from specbeam.errors import BAD_INPUT, SpecbeamError
 from specbeam.model import LanguageModel, load
 from specbeam.options import BEAM_OPTIONS, SAMPLING_OPTIONS, Options, check_names
@@ -82,8 +82,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         self._seed = Options.of(seed=options.pop("seed", None), do_sample=True).seed  # for the tasks that sample
         self._given = options
         self._options = Options.of(options)
-        if draft is None:
-            check_draft_sizes(self._options)
+        self._options.check_drafting(draft is not None)
         self.batch_size = _batch_size(batch_size, max_batch_size)
 
         how: dict[str, Any] = {"backend": backend, "device": device, "dtype": dtype}
