@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import signal
 import subprocess
@@ -50,15 +51,21 @@ def test_every_option_reaches_the_engine(run, model):
         "top_p": 0.9,
         "min_p": 0.01,
         "repetition_penalty": 1.2,
+        "typical_p": 0.95,
+        "no_repeat_ngram_size": 4,
+        "frequency_penalty": 0.5,
+        "presence_penalty": 0.25,
         "seed": 5,
         "stop_strings": ["e"],
         "eos_token_id": [EOS, 7],
     }
-    arguments = ["--do-sample", "--system", "Be brief.", "--raw", "--json"]
+    arguments = ["--logit-bias", "104=-inf", "--logit-bias", "105=2", "--bad-words-ids", "101,102", "--bad-words-ids=9"]
+    arguments += ["--do-sample", "--system", "Be brief.", "--raw", "--json"]
     for name, value in options.items():
         for one in value if isinstance(value, list) else [value]:
             arguments += [f"--{name.replace('_', '-')}", str(one)]
     _, out, _ = run("hi", *arguments)
+    options |= {"logit_bias": {104: -math.inf, 105: 2.0}, "bad_words_ids": [[101, 102], [9]]}
     expected = specbeam.generate(model, "hi", system="Be brief.", raw=True, do_sample=True, **options)
     assert json.loads(out)["token_ids"] == expected.token_ids
 
@@ -102,7 +109,7 @@ def test_a_file_of_prompts_gives_one_line_per_prompt(run, model, tmp_path, name,
 
 def test_a_line_may_have_options_of_its_own(run, model, tmp_path):
     lines = [
-        {"prompt": "hi", "category": "greeting", "length": None},
+        {"prompt": "hi", "category": "greeting", "choices": ["a"], "topic": 1},
         {"prompt": "hi", "max_new_tokens": 3},
         {"prompt": "hi", "temperature": 0.9, "seed": 7, "num_beams": None},
         {"prompt": "hi", "num_beams": 3, "num_return_sequences": 2, "system": "Be brief."},
@@ -126,6 +133,7 @@ def test_a_line_may_have_options_of_its_own(run, model, tmp_path):
     [
         ({"max_new_tokens": 0}, "line 2: max_new_tokens=0 is not allowed"),
         ({"max_new_token": 5}, "line 2: unknown option 'max_new_token': did you mean 'max_new_tokens'?"),
+        ({"max_tokens": 5}, "line 2: unknown option 'max_tokens': did you mean 'max_new_tokens'?"),
         ({"num_draft_tokens": 5}, "line 2: num_draft_tokens=5 has no effect without a draft"),
         ({"messages": []}, "line 2 has both"),
     ],
@@ -207,14 +215,17 @@ def test_beams_are_printed_best_first(run, model):
         (("hi", "--temperature", "-1"), "temperature=-1.0 is not allowed"),
         (("hi", "--top-p", "1.5"), "top_p=1.5 is not allowed"),
         (("hi", "--max-new-tokens", "0"), "max_new_tokens=0 is not allowed"),
+        (("hi", "--logit-bias", "5"), "argument --logit-bias: invalid ID=X value: '5'"),
+        (("hi", "--bad-words-ids", "rude"), "argument --bad-words-ids: invalid list of token ids value: 'rude'"),
         (("hi", "--max-new-tokens", "many"), "invalid int value: 'many'"),
         (("hi", "--max-tokens", "5"), "unknown option --max-tokens: did you mean --max-new-tokens?"),
+        (("hi", "--n-predict", "5"), "unknown option --n-predict: did you mean --max-new-tokens?"),
         (("hi", "--tempature=2"), "unknown option --tempature=2: did you mean --temperature?"),
         (("-why",), "unknown option -why: put -- before a text that begins with a dash"),
         (("hi", "there"), "unexpected arguments: there"),
         (("hi", "--backend", "gpu"), "argument --backend: 'gpu' is not allowed: give auto, cpu, torch or transformers"),
-        (("hi", "--dtype", "float23"), "argument --dtype: 'float23' is not allowed: did you mean 'float32'?"),
-        (("hi", "--device", "cuda:77"), "device 'cuda:77' cannot be used"),
+        (("hi", "--dtype", "float23"), "argument --dtype: 'float23' is not allowed: give auto, float32, "),
+        (("hi", "--device", "cuda:77"), "there is no device 'cuda:77'"),
         (("x" * 300, "--raw"), "the prompt has 300 tokens"),
         (("--prompts", "/not/there.txt"), "/not/there.txt cannot be read: No such file"),
     ],

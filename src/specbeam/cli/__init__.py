@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from specbeam.cli.arguments import nearest
 from specbeam.errors import BAD_INPUT, FAILED, INTERRUPTED, SpecbeamError
+from specbeam.option_names import nearest_name
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,20 +29,20 @@ class Parser(argparse.ArgumentParser):
         return given, rest
 
     def _hint(self, word: str) -> str:
-        names = [name for name in self._option_string_actions if name.startswith("--")]
-        if near := nearest(word.partition("=")[0], names):
-            return f": did you mean {near}?"
+        names = {name.strip("-").replace("-", "_"): name for name in self._option_string_actions}
+        if near := nearest_name(word.partition("=")[0].strip("-"), [*names]):
+            return f": did you mean {names[near]}?"
         return ": put -- before a text that begins with a dash" if word[1:2] != "-" else ""
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
         names = [str(name) for name in action.choices]
-        near = nearest(str(value), names)
-        hint = f"did you mean {near!r}?" if near else f"give {', '.join(names[:-1])} or {names[-1]}"
+        allowed = f"give {', '.join(names[:-1])} or {names[-1]}"
         if isinstance(action, argparse._SubParsersAction):
-            self.error(f"unknown {action.dest} {value!r}: {hint}")
-        raise argparse.ArgumentError(action, f"{value!r} is not allowed: {hint}")
+            near = nearest_name(str(value), names)
+            self.error(f"unknown {action.dest} {value!r}: {f'did you mean {near!r}?' if near else allowed}")
+        raise argparse.ArgumentError(action, f"{value!r} is not allowed: {allowed}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
-from collections.abc import Iterable
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,15 +22,6 @@ FORMATS = ("auto", "keep", "int8", "int4", "float32")
 LOOKUPS = ("ngram", "suffix")
 """The drafts that are no model."""
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(:.+)?(?<!\.gguf)")
-
-
-MIN_LIKENESS = 0.7
-"""From 0 to 1 (difflib's ratio): a name that is less like another one was not meant for it."""
-
-
-def nearest(name: str, names: Iterable[str]) -> str | None:
-    """The name that was probably meant, if any."""
-    return next(iter(difflib.get_close_matches(name, [*names], n=1, cutoff=MIN_LIKENESS)), None)
 
 
 def add_source_to(parser: Any) -> None:
@@ -69,9 +58,32 @@ def add_options_to(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, metavar="K", help="draw among the K likeliest tokens")
     add("--top-p", type=float, metavar="P", help="draw among the likeliest tokens that sum to P")
     add("--min-p", type=float, metavar="P", help="draw among tokens at least P times as likely as the likeliest")
+    add("--typical-p", type=float, metavar="P", help="draw among tokens of expected surprise that sum to P")
     add("--repetition-penalty", type=float, metavar="R", help="over 1 makes repetition less likely")
+    add("--no-repeat-ngram-size", type=int, metavar="N", help="no N tokens in a row come twice")
+    add("--frequency-penalty", type=float, metavar="X", help="subtracted from a token's score for each time it came")
+    add("--presence-penalty", type=float, metavar="X", help="subtracted from a token's score once it came")
+    add(
+        "--logit-bias",
+        type=token_and_number,
+        action=Biases,
+        metavar="ID=X",
+        help="added to a token's score; -inf forbids it (repeatable)",
+    )
+    add(
+        "--bad-words-ids",
+        type=token_ids,
+        action="append",
+        metavar="ID,ID,...",
+        help="token ids that do not follow each other; specbeam tokens shows a word's (repeatable)",
+    )
     add("--num-beams", type=int, metavar="B", help="beam search with B beams (default 1)")
     add("--num-return-sequences", type=int, metavar="N", help="return the N best beams, or N samples (default 1)")
+    add(
+        "--distinct",
+        action=argparse.BooleanOptionalAction,
+        help="return beams whose texts differ, not only their tokens (default no)",
+    )
     add("--length-penalty", type=float, metavar="X", help="over 0 favours long beams (default 1)")
     add("--early-stopping", type=early_stopping, metavar="E", help="true, false or never (default false)")
     add("--num-beam-groups", type=int, metavar="G", help="diverse beam search with G groups of beams (default 1)")
@@ -106,6 +118,29 @@ def auto_or_int(value: str) -> str | int:
 
 
 auto_or_int.__name__ = "number"  # in error messages
+
+
+def token_and_number(text: str) -> tuple[int, float]:
+    token, _, value = text.partition("=")
+    return int(token), float(value)
+
+
+token_and_number.__name__ = "ID=X"
+
+
+class Biases(argparse.Action):
+    """Collects pairs of a token id and a number in a dictionary."""
+
+    def __call__(self, parser: Any, given: argparse.Namespace, pair: Any, option: str | None = None) -> None:
+        token, value = pair
+        setattr(given, self.dest, (getattr(given, self.dest) or {}) | {token: value})
+
+
+def token_ids(text: str) -> list[int]:
+    return [int(token) for token in text.split(",")]
+
+
+token_ids.__name__ = "list of token ids"
 
 
 def early_stopping(value: str) -> bool | str:

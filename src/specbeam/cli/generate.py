@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TextIO
 
 from specbeam.cli.arguments import (
@@ -17,13 +19,13 @@ from specbeam.cli.arguments import (
     check_sources,
     load_draft,
     load_model,
-    nearest,
     options_of,
 )
 from specbeam.cli.printing import json_line, one_line, printing_to
 from specbeam.cli.prompts import PromptRow, read_rows
 from specbeam.cli.trace import show_trace
 from specbeam.errors import FAILED, SpecbeamError
+from specbeam.option_names import OTHER_NAMES
 from specbeam.options import Options, check_names
 
 if TYPE_CHECKING:
@@ -32,6 +34,10 @@ if TYPE_CHECKING:
 
 OTHER_FIELDS = ("id", "system")
 """What a line of --prompts may have besides its prompt and options. Further fields are data of the user's own."""
+NOT_JSON = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
+"""Options that no line of --prompts can have."""
+MIN_LIKENESS = 0.75
+"""difflib's ratio, from 0 to 1. A field whose name is less like all options is data, and no misspelt option."""
 SHOWN_PROMPT_WIDTH = 80
 
 
@@ -88,16 +94,22 @@ def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
     Raises:
         SpecbeamError: an option is wrong, or a field looks like an option with a wrong name.
     """
-    names = [field.name for field in fields(Options)]
+    names = [field.name for field in fields(Options) if field.name not in NOT_JSON]
     try:
         strange = [name for name in row.fields if name not in (*names, *OTHER_FIELDS)]
-        check_names([name for name in strange if nearest(name, names)], names, "option")
+        check_names([name for name in strange if resembles(name, names)], names, "option")
         own = {name: value for name, value in row.fields.items() if name in names and value is not None}
         options = options_of(given, own)
         options.check_drafting(given.draft is not None)
     except SpecbeamError as error:
         raise SpecbeamError(f"{row.name}: {error}" if row.fields else str(error)) from error
     return options
+
+
+def resembles(name: str, names: list[str]) -> bool:
+    """Whether another tool has one of the names so, or a slip may have made it so."""
+    elsewhere = name in chain.from_iterable(OTHER_NAMES.get(ours, ()) for ours in names)
+    return elsewhere or bool(difflib.get_close_matches(name, names, n=1, cutoff=MIN_LIKENESS))
 
 
 def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Options], out: TextIO) -> int:
