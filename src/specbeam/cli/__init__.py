@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
         for word in rest:
             if word == "--":
                 break
-            if word.startswith("-"):  # the names are this command's, not those of the whole command line
+            if word.startswith("-"):  # this command's names are suggested, no other command's
                 self.error(f"unknown option {word}{self._hint(word)}")
         return given, rest
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from specbeam.results import Result, Sequence
 
 OTHER_FIELDS = ("id", "system")
-"""What a line of --prompts may have besides its prompt and options. Further fields are data of the user's own."""
+"""Fields of a line of --prompts beside its prompt and options. All others are data of the user's own."""
 NOT_JSON = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
 """Options that no line of --prompts can have."""
 MIN_LIKENESS = 0.75
@@ -89,7 +89,7 @@ def run(given: argparse.Namespace) -> int:
 
 
 def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
-    """The options for a prompt: the command line's, and in their place those of the prompt's own line.
+    """The options for a prompt. Options on the prompt's own line take the place of the command line's.
 
     Raises:
         SpecbeamError: an option is wrong, or a field looks like an option with a wrong name.
@@ -211,7 +211,7 @@ class Printer:
             self.bar.close()
 
     def _about(self, row: PromptRow, index: int) -> dict[str, Any]:
-        """What tells the results of a file's prompts from each other."""
+        """The fields that tell the results of a file's prompts from each other."""
         own = {"id": row.fields["id"]} if "id" in row.fields else {}
         return {"index": index, **own, "prompt": row.prompt} if row.name else {}
 
