@@ -12,6 +12,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 import pytest
 import torch
 from hypothesis import settings
+from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -193,6 +194,35 @@ def beams_of_transformers(model, prompt, **options):
         **options,
     )
     return out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist()
+
+
+def biases_and_bans(data, vocab_size, prompt_length):
+    """Options of ours, or none, and the options with which transformers does the same.
+
+    It lacks OpenAI's penalties, so their formula is a function here.
+    """
+    token = st.integers(0, vocab_size - 1)
+    name = data.draw(st.sampled_from([None, None, "ngrams", "words", "bias", "counts"]))
+    if name == "ngrams":
+        ours = theirs = {"no_repeat_ngram_size": data.draw(st.integers(2, 4))}
+    elif name == "words":
+        words = st.lists(st.lists(token, min_size=1, max_size=3), min_size=1, max_size=6)
+        ours = theirs = {"bad_words_ids": data.draw(words)}
+    elif name == "bias":
+        bias = data.draw(st.dictionaries(token, st.floats(-3, 3), min_size=1, max_size=6))
+        ours, theirs = {"logit_bias": bias}, {"sequence_bias": [[[i], value] for i, value in bias.items()]}
+    elif name == "counts":
+        frequency, presence = data.draw(st.floats(-2, 2)), data.draw(st.floats(-2, 2))
+
+        def penalize(input_ids, scores):
+            counts = torch.stack([row.bincount(minlength=vocab_size) for row in input_ids[:, prompt_length:]])
+            return scores - frequency * counts - presence * (counts > 0)
+
+        ours = {"frequency_penalty": frequency, "presence_penalty": presence}
+        theirs = {"logits_processor": [penalize]}
+    else:
+        ours = theirs = {}
+    return ours, theirs
 
 
 def reference_model(name):

@@ -55,7 +55,7 @@ def test_the_lowest_layers_stay_low():
     graph = layers()
     assert graph["errors"] == graph["tree"] == graph["detokenizing"] == set()
     assert graph["constraints"] == {"errors"}
-    assert graph["options"] <= {"constraints", "errors"}
+    assert graph["options"] <= {"constraints", "errors", "option_names"}
     assert graph["decoding"] <= {"constraints", "detokenizing", "errors", "options", "tree"}
 
 

@@ -17,7 +17,7 @@ NEUTRAL_VALUES = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "t
 SAMPLING_OPTIONS = tuple(NEUTRAL_VALUES)
 BEAM_OPTIONS = ("length_penalty", "early_stopping", "distinct")
 """Options that have no effect without beams, None if they are not given."""
-FILLED_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size", "bad_words_ids")
+FILLED_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size")
 """Options that a checkpoint's generation_config.json fills in for every method."""
 ARGUMENTS = ("draft", "system", "raw")
 """Names beside the options in calls such as ``generate``."""

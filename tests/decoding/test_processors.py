@@ -8,10 +8,14 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from transformers import (
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from specbeam.decoding.processors import Processors, Warpers, processors_of_checkpoint, repetition_penalty
@@ -23,15 +27,19 @@ from specbeam.tree import Tree
 SCORES = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40).map(lambda x: torch.tensor(x)[None])
 
 
-@given(SCORES, st.floats(0.05, 5), st.integers(1, 50), st.floats(0.01, 0.99), st.floats(0.01, 0.99))
-def test_warpers_are_those_of_transformers(scores, temperature, k, top_p, min_p):
+SHARE = st.floats(0.01, 0.99)
+
+
+@given(SCORES, st.floats(0.05, 5), st.integers(1, 50), SHARE, SHARE, SHARE)
+def test_warpers_are_those_of_transformers(scores, temperature, k, top_p, min_p, typical_p):
     theirs = {
         "temperature": TemperatureLogitsWarper(temperature),
         "top_k": TopKLogitsWarper(k),
         "top_p": TopPLogitsWarper(top_p),
         "min_p": MinPLogitsWarper(min_p),
+        "typical_p": TypicalLogitsWarper(typical_p),
     }
-    values = {"temperature": temperature, "top_k": k, "top_p": top_p, "min_p": min_p}
+    values = {"temperature": temperature, "top_k": k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
     together = scores
     for name, warper in theirs.items():
         torch.testing.assert_close(Warpers(Options(**{name: values[name]}))(scores), warper(None, scores))
@@ -47,6 +55,49 @@ def test_repetition_penalty_is_that_of_transformers(scores, data, penalty):
     got = Processors(Options(repetition_penalty=penalty), frozenset())(tree, [tree.tip], scores)[0]
     torch.testing.assert_close(got, expected)
     torch.testing.assert_close(repetition_penalty(scores, torch.tensor([ids]), penalty)[0], expected)
+
+
+TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=1, max_size=5)
+
+
+def processed(options, prompt, texts, scores, eos=frozenset()):
+    """The scores of some texts of one tree, which may differ in length."""
+    tree = Tree(prompt)
+    ends = []
+    for text in texts:
+        node = tree.tip
+        for token in text:
+            (node,) = tree.add(node, token).tolist()
+        ends.append(node)
+    return Processors(Options(**options), eos)(tree, ends, scores)
+
+
+@given(TEXTS, st.data())
+def test_bans_and_biases_are_those_of_transformers(texts, data):
+    scores = torch.randn(len(texts), 5, generator=torch.Generator().manual_seed(0))
+    size = data.draw(st.integers(1, 4))
+    words = data.draw(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=8))
+    bias = data.draw(st.dictionaries(st.integers(0, 4), st.floats(-5, 5), min_size=1))
+    for options, theirs in (
+        ({"no_repeat_ngram_size": size}, NoRepeatNGramLogitsProcessor(size)),
+        ({"bad_words_ids": words}, NoBadWordsLogitsProcessor(words, eos_token_id=[2])),
+        ({"logit_bias": bias}, SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])),
+    ):
+        got = processed(options, [3, 1], texts, scores, eos=frozenset([2]))
+        for text, row, mine in zip(texts, scores, got, strict=True):
+            expected = theirs(torch.tensor([[3, 1, *text]]), row[None].clone())[0]
+            torch.testing.assert_close(mine, expected)
+
+
+@given(TEXTS, st.floats(-2, 2), st.floats(-2, 2))
+def test_frequency_and_presence_penalty_follow_openais_formula(texts, frequency, presence):
+    """mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, with c counted without the prompt."""
+    scores = torch.randn(len(texts), 5, generator=torch.Generator().manual_seed(0))
+    options = {"frequency_penalty": frequency, "presence_penalty": presence}
+    got = processed(options, [3, 1], texts, scores)
+    for text, row, mine in zip(texts, scores.tolist(), got, strict=True):
+        expected = [x - text.count(j) * frequency - float(j in text) * presence for j, x in enumerate(row)]
+        assert mine.tolist() == pytest.approx(expected, abs=1e-5)
 
 
 LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0, 1.5])
@@ -69,6 +120,8 @@ EXPECTED = {
     "top_k": (Options(top_k=3), only({0, 7, 1}, LOGITS)),
     "top_p": (Options(top_p=0.7), only({0, 7, 1}, LOGITS)),
     "min_p": (Options(min_p=0.2), only({0, 7, 1, 2}, LOGITS)),
+    # The expected surprise is 1.58. Token 7's is nearest with 1.40, then 1's with 1.90. Both sum to 0.39.
+    "typical_p": (Options(typical_p=0.35), only({7, 1}, LOGITS)),
     "all": (Options(temperature=2.0, top_k=6, top_p=0.9, min_p=0.3), only({0, 7, 1, 2, 3}, LOGITS / 2)),
 }
 

@@ -26,7 +26,7 @@ from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.pace import Pace
 from specbeam.drafting.sizes import Sizes
 from specbeam.tree import Tree
-from tests.conftest import EOS, beams_of_transformers, examples, in_thorough_mode, random_model
+from tests.conftest import EOS, beams_of_transformers, biases_and_bans, examples, in_thorough_mode, random_model
 
 
 def other_tokenizer():
@@ -122,14 +122,16 @@ def test_speculative_greedy_is_that_of_transformers(
         "repetition_penalty": penalty,
         "eos_token_id": sorted(data.draw(st.sets(token, min_size=1, max_size=6))),
     }
+    ours, theirs = biases_and_bans(data, vocab_size, len(prompt))
     ids = torch.tensor([prompt])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **options)[0, len(prompt) :]
-    result = generate_where_bridged(lm, prompt, draft, kind, **options, **sizes(data))
+    mask = torch.ones_like(ids)
+    expected = model.generate(ids, attention_mask=mask, do_sample=False, **options, **theirs)[0, len(prompt) :]
+    result = generate_where_bridged(lm, prompt, draft, kind, **options, **ours, **sizes(data))
     if result is None:
         return
     assert result.token_ids == expected.tolist()
     assert result.sequences[0].score == pytest.approx(
-        specbeam.generate(lm, prompt, **options).sequences[0].score, abs=1e-4
+        specbeam.generate(lm, prompt, **options, **ours).sequences[0].score, abs=1e-4
     )
     assert result.stats.accepted <= result.stats.drafted
     assert len(result.token_ids) <= result.stats.target_passes + result.stats.accepted
@@ -165,8 +167,9 @@ def test_speculative_beam_search_is_beam_search_of_transformers(
         "repetition_penalty": penalty,
         "eos_token_id": sorted(data.draw(st.sets(token, min_size=1, max_size=min(6, vocab_size - 2)))),
     }
-    expected, scores = beams_of_transformers(model, prompt, **options)
-    result = generate_where_bridged(lm, prompt, draft, kind, **options, **sizes(data))
+    ours, theirs = biases_and_bans(data, vocab_size, len(prompt)) if vocab_size > 8 else ({}, {})
+    expected, scores = beams_of_transformers(model, prompt, **options, **theirs)
+    result = generate_where_bridged(lm, prompt, draft, kind, **options, **ours, **sizes(data))
     if result is None:
         return
     real = [score > -1e6 for score in scores]  # transformers fills empty places with texts of this score
@@ -533,8 +536,10 @@ def test_drafts_change_nothing_where_texts_end_by_strings_or_in_groups(
     lm = tiny("llama", **changes)[1]
     prompt = data.draw(st.lists(st.integers(0, 19), min_size=1, max_size=6))
     options = {"num_beams": num_beams, "num_return_sequences": data.draw(st.integers(1, num_beams))}
-    options |= {"max_new_tokens": data.draw(st.integers(1, 16)), "length_penalty": length_penalty}
-    options |= {"early_stopping": early_stopping, "eos_token_id": data.draw(st.sets(st.integers(0, 19), max_size=3))}
+    options |= {"max_new_tokens": data.draw(st.integers(1, 16))}
+    options |= {"eos_token_id": data.draw(st.sets(st.integers(0, 19), max_size=3))}
+    if num_beams > 1:
+        options |= {"length_penalty": length_penalty, "early_stopping": early_stopping}
     options["stop_strings"] = data.draw(st.lists(st.sampled_from("!#$%&'()*+"), max_size=4, unique=True))
     if num_beams % groups == 0 and num_beams > groups > 1:
         options |= {"num_beam_groups": groups, "diversity_penalty": 0.5}
@@ -544,13 +549,13 @@ def test_drafts_change_nothing_where_texts_end_by_strings_or_in_groups(
     assert [s.score for s in drafted.sequences] == pytest.approx([s.score for s in plain.sequences], abs=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0}])
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0, "seed": 1}])
 def test_a_draft_may_lack_some_of_the_targets_tokens(tiny, save, options):
     _, lm = tiny("llama")
     fewer = specbeam.load(save(random_model("llama", vocab_size=258)), device="cpu", dtype="float32")
     for draft, target in ((fewer, lm), (lm, fewer)):
         prompt = [1, 258, 3] if target is lm else [1, 3]
-        result = specbeam.generate(target, prompt, draft=draft, num_draft_tokens=3, max_new_tokens=9, seed=1, **options)
+        result = specbeam.generate(target, prompt, draft=draft, num_draft_tokens=3, max_new_tokens=9, **options)
         assert result.stats.draft_passes > 0
         if not options.get("temperature"):
             assert result.token_ids == specbeam.generate(target, prompt, max_new_tokens=9, **options).token_ids

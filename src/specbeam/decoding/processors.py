@@ -5,18 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.decoding.constraint_mask import ConstraintMask
 from specbeam.decoding.top import top
 from specbeam.errors import SpecbeamError
-from specbeam.options import Options
+from specbeam.options import NEUTRAL_VALUES, Options
 from specbeam.tree import Nodes, Tree
 
 MASKED = float("-inf")
@@ -30,6 +32,10 @@ FORCES_AND_FORBIDS = (
 """Options that a checkpoint's generation_config.json may set, in the order in which transformers applies them."""
 
 
+Bans = Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]]
+"""Of texts, int64 [n, length]: the rows and the token ids that may not follow there, int64 [m] each."""
+
+
 class Processors:
     """The processors of one request, applied to the scores at some nodes: penalties, then masks, then functions.
 
@@ -38,21 +44,30 @@ class Processors:
 
     Attributes:
         forbids: some tokens may be forbidden whatever their scores, so a drafter can avoid them.
-        raises: the caller gave functions. These may raise scores too.
+        raises: a log-probability may be raised above 0, by a bias, a negative penalty or the caller's functions.
     """
 
     def __init__(
         self, options: Options, eos_token_ids: frozenset[int], of_checkpoint: Sequence[Callable[..., Tensor]] = ()
     ) -> None:
         self.repetition_penalty = options.repetition_penalty or 1.0
+        self.frequency_penalty, self.presence_penalty = options.frequency_penalty, options.presence_penalty
+        self.logit_bias = options.logit_bias or {}
         self.min_new_tokens = options.min_new_tokens
         self.eos_token_ids = sorted(eos_token_ids)
+        self.bans: list[Bans] = []
+        if options.no_repeat_ngram_size:
+            self.bans.append(partial(repeated_ngrams, size=options.no_repeat_ngram_size))
+        if options.bad_words_ids:
+            self.bans.append(BadWords(options.bad_words_ids, eos_token_ids))
         self.constraint = None if options.constraint is None else ConstraintMask(options.constraint, eos_token_ids)
+        self.has_one_end = self.constraint is not None and options.num_beams > 1
         self.prefix_allowed_tokens_fn = options.prefix_allowed_tokens_fn
         self.num_texts = options.num_texts
         self.functions = (*of_checkpoint, *options.logits_processor)
-        self.raises = bool(options.logits_processor)
-        self.forbids = self.constraint is not None or self.prefix_allowed_tokens_fn is not None
+        lowest = min(0.0, self.frequency_penalty, self.presence_penalty)
+        self.raises = bool(options.logits_processor) or lowest < 0 or max(self.logit_bias.values(), default=0.0) > 0
+        self.forbids = bool(self.bans) or self.constraint is not None or self.prefix_allowed_tokens_fn is not None
 
     def __call__(self, tree: Tree, nodes: Any, scores: Tensor, drafting: bool = False) -> Tensor:
         """Scores [n, vocab] at n nodes in, processed scores [n, vocab] out; the input is not changed.
@@ -64,9 +79,14 @@ class Processors:
             SpecbeamError: a function of the caller returned scores of another shape, NaN, or no tokens.
         """
         nodes = np.asarray(nodes, dtype=np.int64)
+        if self.logit_bias:
+            scores = scores.clone()
+            scores[:, [*self.logit_bias]] += torch.tensor([*self.logit_bias.values()], device=scores.device)
         if self.repetition_penalty != 1.0:
             seen = torch.from_numpy(tree.tokens(tree.paths(nodes))).to(scores.device)
             scores = repetition_penalty(scores, seen, self.repetition_penalty)
+        if self.frequency_penalty or self.presence_penalty:
+            scores = self._penalize_counts(tree, nodes, scores)
         if self.eos_token_ids and self.min_new_tokens:
             early = tree.depths(nodes) + 1 - tree.prompt_length < self.min_new_tokens
             if early.any():
@@ -75,6 +95,8 @@ class Processors:
         scores = self.forbid(tree, nodes, scores, drafting)
         if self.functions:
             scores = self._call(tree, nodes, scores, drafting)
+        if self.has_one_end:
+            scores = only_the_likeliest(scores, self.eos_token_ids)
         complete = len(nodes) == self.num_texts and not drafting
         if self.prefix_allowed_tokens_fn is not None and complete and not (scores > MASKED).any():
             raise SpecbeamError(
@@ -84,11 +106,32 @@ class Processors:
 
     def forbid(self, tree: Tree, nodes: Nodes, scores: Tensor, drafting: bool = False) -> Tensor:
         """Scores [n, vocab] with -inf where a token may not follow, whatever its score."""
+        if self.bans:
+            scores = self._ban(tree, nodes, scores)
         if self.constraint is not None:
             scores = self.constraint(tree, nodes, scores)
         if self.prefix_allowed_tokens_fn is not None:
             texts = [torch.from_numpy(tree.tokens(tree.path(node))).to(scores.device) for node in nodes.tolist()]
             scores = only(scores, [self.prefix_allowed_tokens_fn(0, ids) for ids in texts], some=not drafting)
+        return scores
+
+    def _penalize_counts(self, tree: Tree, nodes: Nodes, scores: Tensor) -> Tensor:
+        """Frequency and presence penalty, for the tokens of the text without the prompt (OpenAI's API reference)."""
+        scores, vocab = scores.clone(), scores.shape[-1]
+        for rows, ids in _by_length(tree, nodes):
+            pairs, counts = np.unique(rows[:, None] * vocab + ids[:, tree.prompt_length :], return_counts=True)
+            row, token = np.divmod(pairs, vocab)
+            penalties = torch.from_numpy(self.frequency_penalty * counts + self.presence_penalty)
+            scores[row, token] -= penalties.to(scores)
+        return scores
+
+    def _ban(self, tree: Tree, nodes: Nodes, scores: Tensor) -> Tensor:
+        scores = scores.clone()
+        for rows, ids in _by_length(tree, nodes):
+            for bans in self.bans:
+                row, token = bans(ids)
+                inside = token < scores.shape[-1]
+                scores[rows[row[inside]], token[inside]] = MASKED
         return scores
 
     def _call(self, tree: Tree, nodes: Nodes, scores: Tensor, drafting: bool) -> Tensor:
@@ -97,12 +140,10 @@ class Processors:
         A guess that no token may follow keeps its scores: functions may count on some token that is allowed.
         """
         scores = scores.clone()
-        depths = tree.depths(nodes)
-        alive = (scores > MASKED).any(-1).cpu().numpy() | (not drafting)
-        for depth in np.unique(depths[alive]):
-            (rows,) = np.nonzero((depths == depth) & alive)
-            input_ids = torch.from_numpy(tree.tokens(tree.paths(nodes[rows]))).to(scores.device)
-            at = torch.from_numpy(rows).to(scores.device)
+        alive = np.flatnonzero((scores > MASKED).any(-1).cpu().numpy() | (not drafting))
+        for rows, ids in _by_length(tree, nodes[alive]):
+            input_ids = torch.from_numpy(ids).to(scores.device)
+            at = torch.from_numpy(alive[rows]).to(scores.device)
             here = scores[at]
             for function in self.functions:
                 here = function(input_ids, shaped := here)
@@ -113,6 +154,26 @@ class Processors:
                     )
             scores[at] = here
         return scores
+
+
+def _by_length(tree: Tree, nodes: Nodes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    """For each length of the texts down to nodes: the indices of these nodes, int64 [n], and the texts [n, length]."""
+    depths = tree.depths(nodes)
+    for depth in np.unique(depths):
+        rows = np.flatnonzero(depths == depth)
+        yield rows, tree.tokens(tree.paths(nodes[rows]))
+
+
+def check_token_ids(options: Options, vocab_size: int) -> None:
+    """Refuse token ids that the vocabulary lacks.
+
+    Raises:
+        SpecbeamError: names the option and the token id.
+    """
+    words = [token for word in options.bad_words_ids or () for token in word]
+    for name, tokens in {"logit_bias": options.logit_bias or (), "bad_words_ids": words}.items():
+        if foreign := [token for token in tokens if token >= vocab_size]:
+            raise SpecbeamError(f"{name}: the token id {foreign[0]} is not in the vocabulary of {vocab_size}")
 
 
 def processors_of_checkpoint(
@@ -173,18 +234,13 @@ def _in_vocabulary(name: str, value: Any, vocab_size: int) -> list[Any]:
 
 
 class Warpers:
-    """Temperature, then top-k, top-p and min-p, in transformers' order."""
+    """Temperature, then top-k, top-p, min-p and typical sampling, in transformers' order."""
 
     def __init__(self, options: Options) -> None:
         self.steps: list[Callable[[Tensor], Tensor]] = []
-        given = {
-            temperature: (options.temperature, 1.0),
-            top_k: (options.top_k, 0),
-            top_p: (options.top_p, 1.0),
-            min_p: (options.min_p, 0.0),
-        }
-        for step, (value, neutral) in given.items():
-            if value is not None and value != neutral:
+        for step in (temperature, top_k, top_p, min_p, typical_p):
+            value = getattr(options, step.__name__)
+            if value is not None and value != NEUTRAL_VALUES[step.__name__]:
                 self.steps.append(lambda scores, step=step, value=value: step(scores, value))  # type: ignore[misc]
 
     def __call__(self, scores: Tensor) -> Tensor:
@@ -198,6 +254,53 @@ def repetition_penalty(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide positive and multiply negative scores [n, vocab] of tokens seen, int64 [n, length] (CTRL, 2019, 4.1)."""
     chosen = scores.gather(-1, seen)
     return scores.scatter(-1, seen, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
+
+
+def repeated_ngrams(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The tokens that would end an n-gram that the text has already: a ban (Paulus et al. 2018, 2.5)."""
+    n, length = ids.shape
+    if length < size:
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
+    begun = ids[:, length - size + 1 :]
+    same = np.ones((n, length - size + 1), dtype=bool)
+    for column in range(size - 1):
+        same &= ids[:, column : length - size + 1 + column] == begun[:, column : column + 1]
+    rows, at = np.nonzero(same)
+    return rows, ids[rows, at + size - 1]
+
+
+class BadWords:
+    """Bans the last token of each word where the text ends with the word's other tokens.
+
+    Args:
+        words: token ids of each. A word that is one end token alone is left out, as in transformers.
+    """
+
+    def __init__(self, words: Sequence[Sequence[int]], eos_token_ids: frozenset[int]) -> None:
+        kept = [word for word in words if not (len(word) == 1 and word[0] in eos_token_ids)]
+        self.groups = []  # of words of one length: the tokens before the last, int64 [n, length - 1], and the last [n]
+        for length in sorted({len(word) for word in kept}):
+            table = np.array([word for word in kept if len(word) == length], dtype=np.int64)
+            self.groups.append((table[:, :-1], table[:, -1]))
+
+    def __call__(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        rows, tokens = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        for begins, last in self.groups:
+            if begins.shape[1] <= ids.shape[1]:
+                ends = ids[:, ids.shape[1] - begins.shape[1] :]
+                row, word = np.nonzero((ends[:, None] == begins).all(-1))
+                rows.append(row)
+                tokens.append(last[word])
+        return np.concatenate(rows), np.concatenate(tokens)
+
+
+def only_the_likeliest(scores: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Scores [n, vocab] with -inf for all of some tokens but the likeliest of them, in each row."""
+    among = scores[:, tokens]
+    best = among.argmax(-1, keepdim=True)
+    scores = scores.clone()
+    scores[:, tokens] = torch.full_like(among, MASKED).scatter(-1, best, among.gather(-1, best))
+    return scores
 
 
 def only(scores: Tensor, allowed: Sequence[Any], some: bool = True) -> Tensor:
@@ -252,3 +355,13 @@ def min_p(scores: Tensor, p: float) -> Tensor:
     """Keep tokens at least p times as likely as the likeliest (Nguyen et al. 2024, 3)."""
     probabilities = scores.softmax(-1)
     return scores.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), MASKED)
+
+
+def typical_p(scores: Tensor, p: float) -> Tensor:
+    """Keep the tokens whose surprise is nearest to the expected one, until they sum to p (Meister et al. 2023, 4)."""
+    log_probs = scores.log_softmax(-1)
+    expected = -(log_probs * log_probs.exp()).nansum(-1, keepdim=True)  # impossible tokens are 0 * -inf
+    ascending, order = (-log_probs - expected).abs().sort(dim=-1)
+    number = (scores.gather(-1, order).softmax(-1).cumsum(-1) < p).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+    far = ascending > ascending.gather(-1, number)
+    return scores.masked_fill(torch.zeros_like(far).scatter(-1, order, far), MASKED)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from specbeam.backends.contract import Backend, Segment
 from specbeam.decoding import Hypothesis, Strategy
-from specbeam.decoding.processors import Processors, Warpers, processors_of_checkpoint
+from specbeam.decoding.processors import Processors, Warpers, check_token_ids, processors_of_checkpoint
 from specbeam.decoding.record import Record
 from specbeam.decoding.sampling import seeded
 from specbeam.decoding.stopping import Stopping
@@ -354,6 +354,7 @@ def _make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> S
         )
     if options.stop_strings and lm.tokenizer is None:
         raise SpecbeamError(f"stop_strings need a text to look in, and {lm.source} has no tokenizer: leave them out")
+    check_token_ids(options, backend.vocab_size)
     options = options.with_defaults(lm.generation_defaults)
     eos = lm.eos_token_ids if options.eos_token_id is None else frozenset(options.eos_token_id)
     if foreign := [token for token in eos if token >= backend.vocab_size]:
@@ -363,9 +364,9 @@ def _make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> S
     # With an encoder, the text does not follow the prompt.
     begin = prompt_ids if backend.start_token_ids is None else backend.start_token_ids
     max_length = min(len(begin) + options.max_new_tokens, backend.context_length)
-    forced = processors_of_checkpoint(
-        lm.generation_defaults, eos, len(begin), max_length, backend.vocab_size, backend.device
-    )
+    own = {} if options.bad_words_ids is None else {"bad_words_ids": None}
+    defaults = {**lm.generation_defaults, **own}
+    forced = processors_of_checkpoint(defaults, eos, len(begin), max_length, backend.vocab_size, backend.device)
     tree = Tree(begin)
     return Setup(
         options=options,
