@@ -1,4 +1,13 @@
-"""specbeam: exact and fast decoding of open causal language models."""
+"""specbeam: exact and fast decoding of open causal language models.
+
+Load a model with ``load``, and give it to ``generate``, ``stream`` or ``nbest`` with a prompt and options::
+
+    lm = specbeam.load("smollm2-135m-instruct")
+    specbeam.generate(lm, "Name three colours.", num_beams=4).text
+
+``Options`` says what each option does. ``Engine`` runs many requests at once. ``TokenTrie`` limits what may be
+generated. ``hf`` works inside transformers, and ``lm_eval`` inside EleutherAI's evaluation harness.
+"""
 
 import os
 from importlib import import_module
@@ -59,3 +68,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'specbeam' has no attribute {name!r}")
     return getattr(import_module(f"specbeam.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, for ``dir``, ``help`` and tab completion. Modules are among them once they are imported."""
+    return [*_HOMES, *(name for name in globals() if name in _MODULES or name.startswith("__"))]

@@ -48,8 +48,8 @@ class Options:
         top_k: draw among the k likeliest tokens [0: all of them; transformers' own default is 50].
         top_p: draw among the likeliest tokens whose probabilities first sum to this [1.0: off].
         min_p: draw among tokens at least this fraction as likely as the likeliest one [0.0: off].
-        typical_p: draw among the tokens whose surprise is nearest to the expected one, and whose probabilities first
-            sum to this [1.0: off] (Meister et al. 2023, "Locally Typical Sampling", 4).
+        typical_p: draw among the tokens whose surprise is nearest to the expected one. There are as many of them as
+            first sum to this probability [1.0: off] (Meister et al. 2023, "Locally Typical Sampling", 4).
         repetition_penalty: a value over 1 makes tokens of the prompt and of the text less likely to come again [1.0].
         no_repeat_ngram_size: no n-gram of this size comes twice, in prompt and text together [0: off].
         frequency_penalty, presence_penalty: OpenAI's, -2 to 2. For each token that the text (without the prompt) has
@@ -60,8 +60,8 @@ class Options:
         num_beams: the number of beams of beam search. 1 is greedy search or sampling. More than 1 with sampling is beam
             sampling.
         num_return_sequences: the number of texts to return: of beams the best finished ones, else independent samples.
-        distinct: the texts that beam search returns differ as decoded texts. The best of those that decode alike is
-            kept, and the search goes on for others in their places (docs/exactness.md). Without a tokenizer, texts
+        distinct: the texts that beam search returns differ as decoded texts. Of texts that decode alike the best is
+            kept, and another text takes the place of each further one (docs/exactness.md). Without a tokenizer, texts
             differ by their tokens without the end token [True under a constraint, else False, as in transformers].
         length_penalty: beams compete by log-probability / length ** length_penalty. A value over 0 favours long texts
             [1.0].

@@ -1,0 +1,72 @@
+"""The public names: ``dir``, ``help`` and signatures show them, and ``import specbeam`` stays fast."""
+
+import inspect
+import pydoc
+import subprocess
+import sys
+
+import pytest
+
+import specbeam
+from specbeam import Options, SpecbeamError
+
+
+def test_dir_shows_the_public_names_alone():
+    shown = {name for name in dir(specbeam) if not name.startswith("__")}
+    modules = {"constraints", "hf", "ladder", "lm_eval", "reference", "scoring"}  # if a test has imported them
+    assert shown - modules == set(specbeam.__all__)
+    assert all(getattr(specbeam, name) for name in shown)
+
+
+def test_help_shows_functions_and_classes_with_their_signatures():
+    shown = pydoc.plain(pydoc.render_doc(specbeam))
+    for name in ("generate", "stream", "nbest", "load", "show_prompt"):
+        assert f"\n    {name}(" in shown
+    for name in ("Engine", "LanguageModel", "Options", "Result", "TokenTrie"):
+        assert f"\n    class {name}(" in shown
+    assert "num_beams: int = 1" in shown
+
+
+@pytest.mark.parametrize("function", [specbeam.generate, specbeam.stream, specbeam.nbest])
+def test_signatures_have_the_options_with_types_and_defaults(function):
+    parameters = inspect.signature(function).parameters
+    assert [*parameters][:6] == ["lm", "prompt", "options", "system", "raw", "draft"]
+    assert {*inspect.signature(Options).parameters} <= {*parameters}
+    assert (parameters["max_new_tokens"].default, parameters["max_new_tokens"].annotation) == (256, int)
+    assert parameters["top_p"].annotation == float | None
+
+
+def test_the_import_is_fast():
+    """The command line's help needs the names of the package, but not PyTorch."""
+    code = "import sys, specbeam; dir(specbeam); print(*sorted({'torch', 'numpy', 'transformers'} & {*sys.modules}))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == ""
+
+
+def test_there_is_no_other_name():
+    with pytest.raises(AttributeError, match="no attribute 'generat'"):
+        specbeam.generat  # noqa: B018
+
+
+OPTIONS = {"max_new_tokens": 6, "num_beams": 3, "num_return_sequences": 2}
+
+
+@pytest.mark.parametrize("options", [OPTIONS, Options(**OPTIONS)], ids=["mapping", "Options"])
+def test_options_come_by_position_too_and_keywords_override_them(lm, options):
+    expected = specbeam.generate(lm, [1, 2], **OPTIONS)
+    assert [s.token_ids for s in specbeam.generate(lm, [1, 2], options).sequences] == [
+        s.token_ids for s in expected.sequences
+    ]
+    assert [r.token_ids for r in specbeam.generate(lm, [[1, 2]], options)] == [expected.token_ids]
+    assert "".join(piece.text for piece in specbeam.stream(lm, [1, 2], options)) == expected.text
+    assert [s.token_ids for s in specbeam.nbest(lm, [1, 2], options)] == [s.token_ids for s in expected.sequences]
+    shorter = specbeam.generate(lm, [1, 2], options, max_new_tokens=3)
+    assert shorter.token_ids == specbeam.generate(lm, [1, 2], **{**OPTIONS, "max_new_tokens": 3}).token_ids
+    assert OPTIONS["max_new_tokens"] == 6  # the mapping is the caller's
+
+
+def test_nbest_has_four_beams_unless_told_otherwise(lm):
+    for options in (None, Options(max_new_tokens=4), {"max_new_tokens": 4}):
+        assert len([*specbeam.nbest(lm, [1, 2], options, max_new_tokens=4)]) == 4
+    assert len([*specbeam.nbest(lm, [1, 2], Options(num_beams=2), max_new_tokens=4)]) == 2
+    with pytest.raises(SpecbeamError, match="unknown option 'beams': did you mean 'num_beams'"):
+        specbeam.nbest(lm, [1, 2], beams=3)
