@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam.errors import SpecbeamError
 from specbeam.streaming import TextStream
-from tests.conftest import byte_tokenizer
+from tests.conftest import byte_tokenizer, random_model
 
 TOKENIZER = byte_tokenizer()
 
@@ -42,11 +42,57 @@ def test_any_bytes_end_as_the_tokenizer_decodes_them(ids):
     assert shown == decode(ids)
 
 
-def test_stream_is_generate_in_pieces(lm):
-    for prompt, options in (("hello", {}), ("x", {"temperature": 1.0, "seed": 3}), ("y", {"stop_strings": ["a", "e"]})):
-        pieces = [p.text for p in specbeam.stream(lm, prompt, max_new_tokens=50, **options)]
-        assert "".join(pieces) == specbeam.generate(lm, prompt, max_new_tokens=50, **options).text
-        assert len(pieces) > 1 or options.get("stop_strings")
+@pytest.fixture(scope="module")
+def exact_lm(save):
+    """On the backend that gives a text the same bits in any passes."""
+    return specbeam.load(save(random_model("llama")), backend="cpu", threads=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 1.0, "seed": 3},
+        {"stop_strings": ["a", "e"]},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"do_sample": True, "seed": 3, "num_return_sequences": 2},
+        {"draft": "suffix", "num_draft_tokens": 3},
+    ],
+    ids=["greedy", "sampled", "stop strings", "beams", "samples", "drafted"],
+)
+def test_stream_is_generate_in_pieces(exact_lm, options):
+    lm = exact_lm
+    options = {"max_new_tokens": 50, "top_logprobs": 2, **options}
+    result = specbeam.generate(lm, "hello", **options)
+    *pieces, last = specbeam.stream(lm, "hello", **options)
+    assert [piece.result for piece in pieces] == [None] * len(pieces)
+    assert last.result.sequences == result.sequences
+    assert last.result.stats.new_tokens == len(result.token_ids)
+    best = result.sequences[0]
+    assert "".join(piece.text for piece in [*pieces, last]) == best.text
+    for name in ("token_ids", "log_probs", "top_logprobs"):
+        assert [one for piece in [*pieces, last] for one in getattr(piece, name)] == getattr(best, name)
+    assert len(pieces) > 1 or options.keys() & {"stop_strings", "do_sample"}  # samples may part at once
+
+
+def test_tokens_of_an_unfinished_character_come_before_its_text(lm):
+    """The model is led to one character of three bytes."""
+    ids = ids_of("€")
+    options = {"max_new_tokens": 3, "prefix_allowed_tokens_fn": lambda _, given: [ids[len(given) - 1]]}
+    pieces = [(piece.text, piece.token_ids) for piece in specbeam.stream(lm, [1], **options)]
+    assert pieces == [("", ids[:1]), ("", ids[1:2]), ("€", ids[2:])]
+
+
+def test_the_last_piece_of_a_cancelled_text_has_its_result(lm):
+    engine = specbeam.Engine(lm)
+    request = engine.submit("hello", specbeam.Options(max_new_tokens=50))
+    for _ in range(4):
+        engine.step()
+    request.cancel()
+    engine.run()
+    assert request.pieces[-1].result is request.result()
+    assert [token for piece in request.pieces for token in piece.token_ids] == request.result().token_ids
+    assert request.result().finish_reason == "cancelled"
 
 
 def test_stream_refuses_bad_input_at_once(lm):

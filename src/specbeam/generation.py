@@ -97,10 +97,12 @@ def stream(
     draft: Draft | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> Iterator[Piece]:
-    """Generate from one prompt, and yield pieces of text as soon as they are certain.
+    """Generate from one prompt, and yield pieces as soon as they are certain: text, tokens and log-probabilities.
 
     A piece never ends inside a character and never shows part of a stop string. All pieces together are
-    ``generate(...).text``. Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
+    ``generate(...).text`` and its ``token_ids``. The last piece has the result, with its statistics.
+
+    Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
     """
     if is_batch(prompt):
         raise SpecbeamError("stream takes one prompt: use Engine to stream several at once")

@@ -52,6 +52,7 @@ class OptionKeywords(TypedDict, total=False):
     bound_rule: bool
     eos_token_id: int | Iterable[int] | None
     stop_strings: str | Iterable[str] | None
+    top_logprobs: int | None
     trace: bool
     constraint: Constraint | None
     prefix_allowed_tokens_fn: AllowedTokens | None

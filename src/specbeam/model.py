@@ -39,6 +39,11 @@ class LanguageModel:
     eos_token_ids: frozenset[int]
     generation_defaults: Mapping[str, Any]
 
+    @property
+    def precision(self) -> str:
+        """The number type of its weights, and its device, such as "int8 on cpu"."""
+        return f"{self.backend.precision} on {self.backend.device}"
+
     def shares_tokenizer(self, other: LanguageModel) -> bool:
         """Whether token ids mean the same to both models, apart from 1%: siblings often differ in special tokens.
 

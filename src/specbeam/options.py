@@ -85,6 +85,8 @@ class Options:
             draws it is refused.
         eos_token_id: one id or several (kept as a tuple) that end the text [the checkpoint's].
         stop_strings: one string or several (kept as a tuple). The text ends before the first that appears.
+        top_logprobs: also return the log-probabilities of this many of the likeliest tokens at the place of each new
+            token (:class:`specbeam.Sequence`). None for none.
         trace: record in the result the drafted, accepted and chosen tokens of each round.
         constraint: the texts that may be generated: a :class:`specbeam.TokenTrie` or another
             :class:`specbeam.constraints.Constraint`.
@@ -128,6 +130,7 @@ class Options:
     bound_rule: bool = True
     eos_token_id: Any = None
     stop_strings: Any = ()
+    top_logprobs: int | None = None
     trace: bool = False
     constraint: Any = None
     prefix_allowed_tokens_fn: Any = None
@@ -138,6 +141,8 @@ class Options:
         self._make_number("min_new_tokens", int)
         self._check("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
         self._check("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
+        self._make_number("top_logprobs", int)
+        self._check("top_logprobs", self.top_logprobs is None or self.top_logprobs >= 0, "0 or more, or None")
         self._check("trace", self.trace is True or self.trace is False, "true or false")
         self._check_ends()
         self._check_sampling()

@@ -5,25 +5,52 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+TopLogProbs = list[dict[int, float]]
+"""For each token of a text, the log-probabilities of the likeliest tokens at its place, by token id, the likeliest
+first."""
+
 
 @dataclass(frozen=True)
 class Sequence:
     """One generated sequence.
 
+    Log-probabilities are natural logarithms. They are the model's own: at temperature 1, before penalties, constraints,
+    truncation and the caller's processors.
+
     Attributes:
         text: the new text, without special tokens and without the stop string that ended it.
         token_ids: the new tokens, including the one that ended the text.
-        score: the sum of the tokens' log-probabilities under the model (natural logarithm, temperature 1, before
-            penalties and truncation), so that methods can be compared. For beam search it is transformers'
-            ``sequences_scores``: the sum of processed log-probabilities, divided by length ** length_penalty.
+        log_probs: the log-probability of each new token given what precedes it.
+        log_prob: the sum of ``log_probs``, so the log-probability of the text under the model. It compares texts of all
+            methods.
+        score: the number that the method ranks by. For greedy search and samples it is ``log_prob``. For beam search it
+            is transformers' ``sequences_scores``: the sum of processed log-probabilities, divided by
+            length ** length_penalty. A beam search that was cancelled has no ranking: its score is ``log_prob``.
         finish_reason: "stop" (an end-of-sequence token or a stop string), "length" (max_new_tokens, or the context
             is full), or "cancelled".
+        top_logprobs: with ``top_logprobs=k``, one dictionary per new token: the log-probabilities of the k likeliest
+            tokens at its place, by token id, the likeliest first. The new token need not be among them. Otherwise None.
     """
 
     text: str
     token_ids: list[int]
+    log_probs: list[float]
+    log_prob: float
     score: float
     finish_reason: str
+    top_logprobs: TopLogProbs | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The object for one sequence in ``specbeam generate --json``: ``log_probs`` only beside ``top_logprobs``."""
+        asked = {} if self.top_logprobs is None else {"log_probs": self.log_probs, "top_logprobs": self.top_logprobs}
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "log_prob": self.log_prob,
+            "score": self.score,
+            "finish_reason": self.finish_reason,
+            **asked,
+        }
 
 
 @dataclass(frozen=True)
@@ -50,6 +77,9 @@ class Stats:
             not count. 1 without drafts.
         peak_memory: bytes. On a GPU it is the most device memory allocated so far, on a CPU the most memory that the
             process has held so far. None if the system does not report it.
+        precision: the number type of the model's weights, and the device, such as "int8 on cpu". Only "float32" can
+            give transformers' own numbers.
+        draft_note: why a draft that was given was not used, or rested in most rounds; else None.
     """
 
     prompt_tokens: int
@@ -69,6 +99,8 @@ class Stats:
     acceptance_rate: float | None
     steps_per_target_pass: float | None
     peak_memory: int | None
+    precision: str
+    draft_note: str | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +143,7 @@ class Result:
         return {
             "text": self.text,
             "token_ids": self.token_ids,
-            "sequences": [{"text": s.text, "token_ids": s.token_ids, "score": s.score} for s in self.sequences],
+            "sequences": [sequence.to_dict() for sequence in self.sequences],
             "finish_reason": self.finish_reason,
             "stats": asdict(self.stats),
             **trace,
@@ -120,6 +152,20 @@ class Result:
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of streamed text: whole characters, never part of a stop string."""
+    """A piece of a streamed text.
+
+    Tokens come in the piece in which they became certain. Their characters may come in a later piece, so ``text`` may
+    be empty. All pieces together have the text, the tokens and the log-probabilities of the finished result.
+
+    Attributes:
+        text: whole characters, never part of a stop string.
+        token_ids: new tokens. Without any, the piece is the last.
+        log_probs, top_logprobs: of these tokens, as in :class:`Sequence`.
+        result: the finished result, with its statistics, in the last piece. None in all others.
+    """
 
     text: str
+    token_ids: list[int]
+    log_probs: list[float]
+    top_logprobs: TopLogProbs | None = None
+    result: Result | None = None

@@ -37,7 +37,8 @@ def score(
     Yields:
         A tuple for each text, as soon as its score is known: (number, score, greedy). The number is its index in
         ``texts``. The score is the sum of the log-probabilities of the continuation's tokens (natural logarithm), 0
-        without tokens. Greedy is whether each token was the likeliest at its place.
+        without tokens. For a generated text it is ``Sequence.log_prob`` up to rounding, and not a beam's ``score``.
+        Greedy is whether each token was the likeliest at its place.
 
     Raises:
         SpecbeamError: a text has no context, or a token that is not in the model's vocabulary.

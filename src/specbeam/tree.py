@@ -34,6 +34,7 @@ class Tree:
         self._tokens = np.array(prompt, dtype=np.int64)
         self._parents = np.arange(-1, n - 1, dtype=np.int64)
         self._depths = np.arange(n, dtype=np.int64)
+        self._log_probs = np.zeros(n)
         self._scores = np.zeros(n)
         # A node lives while a live child or the strategy itself holds it. It is held for growth, too, while any text
         # through it may still grow.
@@ -87,6 +88,10 @@ class Tree:
         """Positions of nodes in their text, 0 for the root."""
         return self._depths[nodes]
 
+    def log_probs(self, nodes: Any) -> NDArray[np.float64]:
+        """Log-probabilities of nodes' tokens given what precedes them, 0 for the prompt's tokens."""
+        return self._log_probs[nodes]
+
     def scores(self, nodes: Any) -> NDArray[np.float64]:
         """Sums of the log-probabilities of the generated tokens down to these nodes."""
         return self._scores[nodes]
@@ -101,13 +106,14 @@ class Tree:
         """
         parents = np.atleast_1d(np.asarray(parents, dtype=np.int64))
         tokens = np.broadcast_to(np.asarray(tokens, dtype=np.int64), parents.shape)
-        scores = self._scores[parents] + log_probs
-        if not self._guesses:
-            return self._append(parents, tokens, scores)
-        nodes = self.guessed(parents, tokens)
-        new = nodes < 0
-        nodes[new] = self._append(parents[new], tokens[new], scores[new])
-        self._scores[nodes] = scores
+        if self._guesses:
+            nodes = self.guessed(parents, tokens)
+            new = nodes < 0
+            nodes[new] = self._append(parents[new], tokens[new])
+        else:
+            nodes = self._append(parents, tokens)
+        self._log_probs[nodes] = log_probs
+        self._scores[nodes] = self._scores[parents] + log_probs
         return nodes
 
     def guess(self, parents: Any, tokens: Any) -> Nodes:
@@ -118,7 +124,7 @@ class Tree:
         new = list(dict.fromkeys(pair for pair in pairs if pair not in self._guesses))
         if new:
             above, below = np.array(new, dtype=np.int64).T
-            self._guesses.update(zip(new, self._append(above, below, self._scores[above]).tolist(), strict=True))
+            self._guesses.update(zip(new, self._append(above, below).tolist(), strict=True))
         return np.array([self._guesses[pair] for pair in pairs], dtype=np.int64)
 
     def guessed(self, parents: Nodes, tokens: Nodes) -> Nodes:
@@ -126,7 +132,7 @@ class Tree:
         pairs = zip(parents.tolist(), tokens.tolist(), strict=True)
         return np.array([self._guesses.get(pair, -1) for pair in pairs], dtype=np.int64)
 
-    def _append(self, parents: Nodes, tokens: Nodes, scores: NDArray[np.float64]) -> Nodes:
+    def _append(self, parents: Nodes, tokens: Nodes) -> Nodes:
         start, end = self._size, self._size + len(parents)
         if end > len(self._tokens):
             self._grow(end)
@@ -134,7 +140,7 @@ class Tree:
         self._tokens[nodes] = tokens
         self._parents[nodes] = parents
         self._depths[nodes] = self._depths[parents] + 1
-        self._scores[nodes] = scores
+        self._log_probs[nodes], self._scores[nodes] = 0.0, self._scores[parents]
         for holders in (self._holders, self._growth_holders):
             holders[nodes] = 1  # until the next keep, the strategy
             np.add.at(holders, parents, 1)
@@ -144,6 +150,10 @@ class Tree:
         self._kept = np.concatenate([self._kept, nodes])
         self._growing = np.concatenate([self._growing, nodes])
         return nodes
+
+    def live_among(self, nodes: Any) -> NDArray[np.bool_]:
+        """Which of the nodes, int [n], are live, bool [n]."""
+        return self._holders[nodes] > 0
 
     def keep(self, growing: Any, finished: Any = NO_NODES) -> None:
         """Drop every node that is neither one of these nor an ancestor of one; advance the trunk.
@@ -257,7 +267,7 @@ class Tree:
 
     def _grow(self, size: int) -> None:
         room = max(2 * len(self._tokens), size, 64)
-        for name in ("_tokens", "_parents", "_depths", "_scores", "_holders", "_growth_holders", "_row"):
+        for name in ("_tokens", "_parents", "_depths", "_log_probs", "_scores", "_holders", "_growth_holders", "_row"):
             old = getattr(self, name)
             new = np.empty(room, dtype=old.dtype)
             new[: self._size] = old[: self._size]

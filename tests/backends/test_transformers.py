@@ -135,7 +135,9 @@ def test_without_a_tokenizer_there_are_ids_and_no_text():
     lm = hf.wrap(random_model("llama"))
     result = specbeam.generate(lm, [1, 2, 3], max_new_tokens=5)
     assert (result.text, len(result.token_ids)) == ("", 5)
-    assert not list(specbeam.stream(lm, [1, 2, 3], max_new_tokens=5))
+    pieces = [*specbeam.stream(lm, [1, 2, 3], max_new_tokens=5)]
+    assert [token for piece in pieces for token in piece.token_ids] == result.token_ids
+    assert not any(piece.text for piece in pieces)
     with pytest.raises(SpecbeamError, match="has no tokenizer: give token ids"):
         specbeam.generate(lm, "hello")
     with pytest.raises(SpecbeamError, match=r"stop_strings.* has no tokenizer"):

@@ -28,9 +28,10 @@ def test_json_is_the_result_and_nothing_else(run, model):
     got, expected = json.loads(out), specbeam.generate(model, "hi", max_new_tokens=9)
     assert set(got) == {"text", "token_ids", "sequences", "finish_reason", "stats"}
     assert (got["text"], got["token_ids"], got["finish_reason"]) == (expected.text, expected.token_ids, "length")
-    assert got["sequences"] == [
-        {"text": expected.text, "token_ids": expected.token_ids, "score": pytest.approx(expected.sequences[0].score)}
-    ]
+    log_prob = pytest.approx(expected.sequences[0].log_prob)
+    ids, reason = expected.token_ids, "length"
+    sequence = {"text": expected.text, "token_ids": ids, "log_prob": log_prob, "score": log_prob}
+    assert got["sequences"] == [{**sequence, "finish_reason": reason}]
     assert got["stats"]["new_tokens"] == 9
     assert "<bos>user: hi\nassistant: " in err
 

@@ -61,6 +61,7 @@ def make(
             acceptance_rate=0.4,
             steps_per_target_pass=1.5,
             peak_memory=1000,
+            precision="int8 on cpu",
             target_seconds=1.25,
             draft_seconds=0.5,
         )

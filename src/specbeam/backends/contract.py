@@ -60,6 +60,8 @@ class Backend(Protocol[C]):
 
     name: str
     device: torch.device
+    precision: str
+    """The number type of its weights, such as "float32", "int8", or "Q4_K_M" for the blocks of a file."""
     vocab_size: int
     context_length: int
     slot_bytes: int

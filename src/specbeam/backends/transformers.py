@@ -81,6 +81,7 @@ class TransformersBackend(ABC, Generic[S]):
         self._mixed = len(layer_types) > 1
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
+        self.precision = str(self.dtype).removeprefix("torch.")
         self.vocab_size: int = getattr(model.get_output_embeddings(), "out_features", config.vocab_size)
         self.context_length = _context_length(config)
         self.slot_bytes = self._measure_slot() * self.dtype.itemsize

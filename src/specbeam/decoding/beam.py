@@ -154,15 +154,16 @@ class BeamSearch:
     def _candidates(self, logits: Tensor, rows: NDArray[np.int64], token_penalties: Tensor | None) -> Candidates | None:
         """The best continuations of some of the beams; None if these have fewer continuations than there are beams."""
         beams = self.beams[rows]
-        log_probs = self.process(self.tree, beams, logits.log_softmax(-1))
+        log_probs = logits.log_softmax(-1)
+        processed = self.process(self.tree, beams, log_probs)
         if token_penalties is not None:
-            log_probs = log_probs - token_penalties
-        scores = (log_probs + self.scores[torch.from_numpy(rows)].to(logits.device)[:, None]).flatten()
+            processed = processed - token_penalties
+        scores = (processed + self.scores[torch.from_numpy(rows)].to(logits.device)[:, None]).flatten()
         if len(scores) < self.num_beams:
             return None
         chosen = self.select(scores, min(self.num_candidates, len(scores)))
         beam, token = np.divmod(chosen.cpu().numpy(), logits.shape[-1])
-        nodes = self.tree.add(beams[beam], token)
+        nodes = self.tree.add(beams[beam], token, log_probs.flatten()[chosen].cpu().numpy())
         return Candidates(nodes, scores[chosen].cpu(), torch.from_numpy(self.stop.ended(self.tree, nodes)))
 
     def _survivors(self, candidates: Candidates) -> tuple[NDArray[np.int64], Tensor]:

@@ -15,16 +15,24 @@ class Record:
         steps: tokens added to a text, or steps of beam search.
         drafted: guesses that the target checked.
         accepted: guesses that became part of the text, or a beam.
+        rounds: passes of the target that the strategy waited for.
+        rested: rounds without guesses because none would have paid.
     """
 
     def __init__(self, tree: Tree, trace: bool = False) -> None:
-        self.steps = self.drafted = self.accepted = 0
+        self.steps = self.drafted = self.accepted = self.rounds = self.rested = 0
         self._tree = tree
         self._guesses: set[int] = set()  # guesses that may still be accepted
         self._rounds: list[tuple[Nodes, list[list[tuple[int, float]]]]] | None = [] if trace else None
 
-    def round(self, guesses: Nodes = NO_NODES) -> None:
-        """Begin a round, in which the target checks these guesses."""
+    def round(self, guesses: Nodes = NO_NODES, rests: bool = False) -> None:
+        """Begin a round, in which the target checks these guesses.
+
+        Args:
+            rests: the drafter made no guesses, because none would have paid.
+        """
+        self.rounds += 1
+        self.rested += rests
         self.drafted += len(guesses)
         self._guesses.update(guesses.tolist())
         if self._rounds is not None:
@@ -39,6 +47,18 @@ class Record:
         self._guesses -= accepted
         if self._rounds is not None:
             self._rounds[-1][1].append([*zip(ends, map(float, scores), strict=True)])
+
+    def draft_note(self) -> str | None:
+        """Why a drafter was not used, or hardly used; None if it was used, and before the first round."""
+        if not self.rounds:
+            return None
+        if not self.drafted:
+            if self.rested:
+                return "draft rested: it would not have paid"
+            return "draft made no guess: it found no likely continuation"
+        if 2 * self.rested > self.rounds:
+            return f"draft rested in {self.rested} of {self.rounds} rounds: it would not have paid"
+        return None
 
     def trace(self, decode: Callable[[list[int]], str]) -> list[dict[str, Any]] | None:
         """The rounds as plain data (see :class:`specbeam.Result`); None if they were not remembered."""

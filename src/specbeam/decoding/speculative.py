@@ -40,7 +40,7 @@ def speculative(
         nodes = np.array([tip, *guesses.nodes])
         logits = yield Evaluate(nodes)
         rows = dict(zip(nodes.tolist(), logits, strict=True))
-        record.round(guesses.nodes)
+        record.round(guesses.nodes, rests=guesses.declined)
         steps = []
         while (row := rows.get(tip)) is not None:
             (scores,) = process(tree, [tip], row[None])

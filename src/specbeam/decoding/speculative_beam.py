@@ -26,7 +26,7 @@ def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter:
         guesses = yield from drafter.propose(search.beams, search.scores.double().numpy())
         wanted = known.missing(np.concatenate([search.beams, guesses.nodes]))
         known.add(wanted, (yield Evaluate(wanted)))
-        record.round(np.setdiff1d(wanted, search.beams))
+        record.round(np.setdiff1d(wanted, search.beams), rests=guesses.declined)
         steps = []
         while not search.done and search.step(*known.at(search.beams)):
             record.step(search.beams, search.scores)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specbeam.backends.contract import Backend, Segment
 from specbeam.decoding import Hypothesis, Strategy
+from specbeam.decoding.alternatives import Alternatives
 from specbeam.decoding.processors import Processors, Warpers, check_token_ids, processors_of_checkpoint
 from specbeam.decoding.record import Record
 from specbeam.decoding.sampling import seeded
@@ -26,7 +27,7 @@ from specbeam.engine.strategies import MakeStrategy, Setup, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.results import Piece, Result, Sequence, Stats
+from specbeam.results import Piece, Result, Sequence, Stats, TopLogProbs
 from specbeam.streaming import TextStream
 from specbeam.tree import NO_NODES, Nodes, Tree
 
@@ -79,7 +80,9 @@ class Request:
         self._make_strategy = strategy or make_strategy
         self._strategy: Strategy | None = None
         self._text = TextStream(lm.decode, setup.options.stop_strings)
-        self._streamed = setup.tree.prompt_length  # tokens whose text was handed out
+        self._streamed = setup.tree.prompt_length  # tokens that were handed out
+        k = setup.options.top_logprobs
+        self._alternatives = None if k is None else Alternatives(setup.tree, k)
         self._wanted = NO_NODES  # nodes whose logits the strategy asked for
         self._vocab: int | None = None  # how many of the first tokens' logits it asked for
         self._received: list[Tensor] = []
@@ -221,6 +224,8 @@ class Request:
             self._received = []
             if (np.diff(self._wanted) <= 0).any():  # rows come in the order of nodes, the strategy may have another
                 logits = logits[np.searchsorted(np.unique(self._wanted), self._wanted)]
+            if self._alternatives is not None and not self.drafting:
+                self._alternatives.add(self._wanted, logits)
             self._advance(logits)
 
     def fail(self, error: Exception) -> None:
@@ -275,12 +280,17 @@ class Request:
         self._stream(self._setup.tree.trunk[self._streamed :])
 
     def _stream(self, nodes: Nodes) -> None:
-        """Hand out the text of nodes that are certain."""
+        """Hand out nodes that are certain."""
+        if len(nodes):
+            text = self._take(nodes)
+            self.pieces.append(Piece(text, *self._tokens(nodes)))
+
+    def _take(self, nodes: Nodes) -> str:
+        """Note that nodes are certain. Return the text that is certain now."""
         if len(nodes) and self._first_token is None:
             self._first_token = time.perf_counter() - self._submitted
         self._streamed += len(nodes)
-        if text := self._text.push(self._setup.tree.tokens(nodes).tolist()):
-            self.pieces.append(Piece(text))
+        return self._text.push(self._setup.tree.tokens(nodes).tolist())
 
     def _finish(self, hypotheses: list[Hypothesis]) -> None:
         if not hypotheses:
@@ -289,22 +299,38 @@ class Request:
                 "max_new_tokens together allow none, or length_penalty puts all scores out of range"
             )
         best, *others = hypotheses
-        self._stream(self._setup.tree.path(best.node)[self._streamed :])
-        if text := self._text.finish():
-            self.pieces.append(Piece(text))
+        rest = self._setup.tree.path(best.node)[self._streamed :]
+        text = self._take(rest) + self._text.finish()
         sequences = [self._sequence(best, self._text.text), *map(self._sequence, others)]
         trace = self._setup.record.trace(self._lm.decode_token)
         self._result = Result(sequences, self._stats(len(sequences[0].token_ids)), trace)
+        self.pieces.append(Piece(text, *self._tokens(rest), self._result))
         self._release()
 
     def _sequence(self, hypothesis: Hypothesis, text: str | None = None) -> Sequence:
-        token_ids = self._setup.tree.new_tokens(hypothesis.node)
+        tree = self._setup.tree
+        token_ids, log_probs, top_logprobs = self._tokens(tree.path(hypothesis.node)[tree.prompt_length :])
         if text is None:
             stream = TextStream(self._lm.decode, self._setup.options.stop_strings)
             stream.push(token_ids)
             stream.finish()
             text = stream.text
-        return Sequence(text, token_ids, hypothesis.score, hypothesis.finish_reason)
+        log_prob = float(tree.scores(hypothesis.node))
+        return Sequence(text, token_ids, log_probs, log_prob, hypothesis.score, hypothesis.finish_reason, top_logprobs)
+
+    def _tokens(self, nodes: Nodes) -> tuple[list[int], list[float], TopLogProbs | None]:
+        """Token ids and log-probabilities of nodes on one path, and of the alternatives if these were asked for."""
+        tree = self._setup.tree
+        tokens: list[int] = tree.tokens(nodes).tolist()
+        log_probs: list[float] = tree.log_probs(nodes).tolist()
+        if self._alternatives is None:
+            return tokens, log_probs, None
+        top_logprobs = []
+        for before, token, log_prob in zip(tree.parents(nodes).tolist(), tokens, log_probs, strict=True):
+            row = self._alternatives.after(before)
+            # A token has one log-probability. Beam search may round it in another way than the row.
+            top_logprobs.append({**row, token: log_prob} if token in row else {**row})
+        return tokens, log_probs, top_logprobs
 
     def _stats(self, new_tokens: int) -> Stats:
         target, draft, record = self._target, self._draft, self._setup.record
@@ -327,6 +353,8 @@ class Request:
             acceptance_rate=record.accepted / record.drafted if record.drafted else None,
             steps_per_target_pass=record.steps / target.answered if target.answered else None,
             peak_memory=self._lm.backend.peak_memory(),
+            precision=self._lm.precision,
+            draft_note=None if self._drafter is None else record.draft_note(),
         )
 
     def _release(self) -> None:

@@ -127,9 +127,9 @@ class Work:
         request = engine.submit(prompt, options, draft=draft, **how)
         times: list[float] = []
         while engine.step():
-            if request.pieces:
-                request.pieces.clear()
+            if any(piece.text for piece in request.pieces):
                 times.append(time.perf_counter() - start)
+            request.pieces.clear()
         return request.result(), times
 
     def _load(self, source: str | None, how: Mapping[str, Any]) -> LanguageModel:

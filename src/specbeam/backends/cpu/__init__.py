@@ -72,6 +72,7 @@ class CpuBackend:
     ) -> None:
         self.threads = choose_threads(threads)
         self.quantize = choose_mode(quantize, checkpoint)
+        self.precision = checkpoint.facts.quantization if self.quantize == "keep" else self.quantize
         config = checkpoint.config
         self._library = library()
         if self._library.specbeam_isa(isa.encode()) is None:

@@ -33,6 +33,7 @@ class TorchBackend:
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
         self.device = choose_device(device)
         self.dtype = choose_dtype(dtype, self.device, checkpoint.dtype)
+        self.precision = str(self.dtype).removeprefix("torch.")
         config = checkpoint.config
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length

@@ -1,0 +1,42 @@
+"""The likeliest tokens after each node of a text: the alternatives to the tokens that were chosen."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from specbeam.decoding.top import top
+from specbeam.tree import Nodes, Tree
+
+MIN_FORGOTTEN_ROWS = 64
+"""Look for dead nodes only after this many new ones, or after as many as were alive at the last look."""
+
+
+class Alternatives:
+    """Remembers the k likeliest tokens after each evaluated node, for as long as the node lives.
+
+    The probabilities are the model's own, before processors and warpers. They belong to nodes and not to steps, so it
+    makes no difference which method asked for a node, or whether it was a guess.
+    """
+
+    def __init__(self, tree: Tree, k: int) -> None:
+        self._tree = tree
+        self._k = k
+        self._rows: dict[int, dict[int, float]] = {}
+        self._most_rows = MIN_FORGOTTEN_ROWS
+
+    def add(self, nodes: Nodes, logits: Tensor) -> None:
+        """Take in logits at nodes, float32 [n, vocab]."""
+        highest, tokens = top(logits, min(self._k, logits.shape[-1]))
+        # Row by row as in greedy search: the sum over a row of a matrix may be rounded in another way.
+        log_probs = highest - torch.stack([row.logsumexp(-1) for row in logits])[:, None]
+        for node, *row in zip(nodes.tolist(), tokens.tolist(), log_probs.tolist(), strict=True):
+            self._rows[node] = dict(zip(*row, strict=True))
+        if len(self._rows) > self._most_rows:
+            lives = self._tree.live_among([*self._rows])
+            self._rows = {node: row for (node, row), alive in zip(self._rows.items(), lives, strict=True) if alive}
+            self._most_rows = max(2 * len(self._rows), MIN_FORGOTTEN_ROWS)
+
+    def after(self, node: int) -> dict[int, float]:
+        """The log-probabilities of the k likeliest tokens after an evaluated live node, the likeliest first."""
+        return self._rows[node]
