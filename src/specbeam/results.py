@@ -68,7 +68,7 @@ class Stats:
         draft_passes: passes of the draft model alone.
         target_seconds: time of the target's passes. Requests that share a pass divide its time by their nodes.
         draft_seconds: time of the draft model's passes, divided likewise.
-        nodes_evaluated: nodes of the tree that the target evaluated, including the prompt's.
+        nodes_evaluated: nodes of the tree that the target evaluated, including the prompt's that were not reused.
         peak_slots: the most cache slots in use at once on the target. A slot holds the keys and values of one token.
         drafted: guesses that the target checked.
         accepted: guesses that became part of the text, or of a beam.
@@ -80,6 +80,8 @@ class Stats:
         precision: the number type of the model's weights, and the device, such as "int8 on cpu". Only "float32" can
             give transformers' own numbers.
         draft_note: why a draft that was given was not used, or rested in most rounds; else None.
+        reused_tokens: tokens of the prompt whose keys and values an earlier request left in the target's cache
+            (``max_kept_prefixes`` of :class:`specbeam.Engine`).
     """
 
     prompt_tokens: int
@@ -101,6 +103,7 @@ class Stats:
     peak_memory: int | None
     precision: str
     draft_note: str | None = None
+    reused_tokens: int = 0
 
 
 @dataclass(frozen=True)

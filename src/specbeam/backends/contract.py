@@ -15,6 +15,8 @@ class Cache(Protocol):
     """Keys and values of one token tree on one backend, in slots numbered from 0. The backend chooses the layout."""
 
     capacity: int
+    most: int
+    """The most slots that will ever be needed. A request that takes over the cache of another may raise it."""
 
     def reserve(self, slots: int) -> None:
         """Make room for at least this many slots, and keep the stored ones. After a failure it may be tried again."""

@@ -36,6 +36,9 @@ class Engine:
         max_cache_tokens: cache slots for the keys and values of all live requests together. When they would not
             suffice, the youngest request pauses: it gives up its slots and is read again later, to the same result. By
             default all engines of the process share a quarter of its memory, or four fifths of the GPU's free memory.
+        max_kept_prefixes: keep the caches of this many ended requests, with prompt and best text. A request whose
+            prompt begins like one of them takes the cache over, and reads only the rest. In a conversation these are
+            the tokens of the new turn. Kept caches are dropped when requests need the memory.
 
     A round is one pass of each draft model in use, and one of the target. Every live request advances in each pass of
     the model that it waits for, unless more than ``max_batch_tokens`` requests take turns. The target waits for drafts
@@ -44,7 +47,7 @@ class Engine:
     ``submit`` and ``Request.cancel`` may be called from any thread, ``step`` and ``run`` from one thread at a time.
 
     Raises:
-        SpecbeamError: a limit is not at least 1.
+        SpecbeamError: a limit is not at least 1, or ``max_kept_prefixes`` not at least 0.
     """
 
     def __init__(
@@ -54,14 +57,16 @@ class Engine:
         max_requests: int = 8,
         max_batch_tokens: int = 512,
         max_cache_tokens: int | None = None,
+        max_kept_prefixes: int = 0,
     ) -> None:
         limits = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens}
         given = limits if max_cache_tokens is None else {**limits, "max_cache_tokens": max_cache_tokens}
-        for name, value in given.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SpecbeamError(f"{name}={value!r} is not allowed: give at least 1")
+        for name, value in {**given, "max_kept_prefixes": max_kept_prefixes}.items():
+            least = 0 if name == "max_kept_prefixes" else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise SpecbeamError(f"{name}={value!r} is not allowed: give at least {least}")
         self.lm = lm
-        self._memory = Memory(lm.backend, max_cache_tokens)
+        self._memory = Memory(lm.backend, max_cache_tokens, max_kept_prefixes)
         self._scheduler = Scheduler(memory=self._memory, **limits)
 
     def submit(
@@ -121,7 +126,8 @@ class Engine:
         chosen = Options.of(options or {})
         check_draft(self.lm, draft, chosen)
         ids = encode(self.lm, prompt, system=system, raw=raw)
-        request = Request(self.lm, ids, chosen, draft, strategy, cancellations=self._scheduler.cancelled)
+        cancellations, prefixes = self._scheduler.cancelled, self._memory.prefixes
+        request = Request(self.lm, ids, chosen, draft, strategy, cancellations=cancellations, prefixes=prefixes)
         self._memory.check(request)
         return request
 

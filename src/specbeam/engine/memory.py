@@ -7,6 +7,7 @@ from typing import Any
 from weakref import WeakSet
 
 from specbeam.backends.contract import Backend
+from specbeam.engine.prefixes import Prefixes
 from specbeam.engine.request import Request
 from specbeam.errors import SpecbeamError
 
@@ -22,15 +23,17 @@ class Memory:
     Without a limit of its own, an engine shares the backend's memory for caches with all such engines of the process.
 
     Args:
-        max_cache_tokens: as for :class:`specbeam.Engine`.
+        max_cache_tokens, max_kept_prefixes: as for :class:`specbeam.Engine`.
 
     Attributes:
         cache_bytes: the most that the caches of this engine may hold.
-        held: bytes that the caches of this engine hold. Other engines read it from their threads.
+        held: bytes that the caches of this engine's requests hold. Other engines read it from their threads.
+        prefixes: kept caches. They take only memory that no request needs.
     """
 
-    def __init__(self, backend: Backend[Any], max_cache_tokens: int | None) -> None:
+    def __init__(self, backend: Backend[Any], max_cache_tokens: int | None, max_kept_prefixes: int) -> None:
         self.held = 0
+        self.prefixes = Prefixes(max_kept_prefixes)
         self._slot_bytes = backend.slot_bytes
         self._row_bytes = 4 * backend.vocab_size
         for_caches = backend.memory_for_caches()
@@ -51,11 +54,27 @@ class Memory:
 
     @property
     def room(self) -> int:
-        """Bytes that the caches of this engine may hold beside other engines' caches."""
+        """Bytes that the caches of this engine may hold beside the caches of other engines' requests."""
         if self._sharing is None:
             return self.cache_bytes
         with _sharing_lock:
             return self.cache_bytes - sum(one.held for one in self._sharing if one is not self)
+
+    def drop_kept(self, room: int = 0) -> bool:
+        """Drop kept prefixes, of this engine first, until the others fit into this many bytes.
+
+        Returns:
+            Whether any was dropped.
+        """
+        stores = [self.prefixes]
+        if self._sharing is not None:
+            with _sharing_lock:
+                stores += [one.prefixes for one in self._sharing if one is not self]
+        dropped = False
+        for store in stores:
+            while sum(one.bytes for one in stores) > max(room, 0) and store.drop_oldest():
+                dropped = True
+        return dropped
 
     def holds_logits(self, rows: list[int]) -> bool:
         """Whether there is memory for logits, with this many rows for each request. One request works at a time."""

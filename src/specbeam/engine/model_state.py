@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from specbeam.backends.contract import Backend, EncodingBackend
+from specbeam.engine.prefixes import Prefix
 from specbeam.engine.slots import Slots
 from specbeam.tree import Nodes, Tree
 
@@ -40,19 +41,31 @@ class ModelState:
         self.seconds = 0.0
         self._source = None if backend.start_token_ids is None else prompt_ids
         self._slots: Slots | None = None
-        self._peak_slots = 0  # until the last close
+        self._peak_slots = self._reused_tokens = 0  # until the last close
 
-    def open(self) -> None:
-        """Take a cache. A model with an encoder reads the prompt now."""
-        slots = Slots(self.tree, self.backend, self._most_slots)
+    def open(self, kept: Prefix | None = None) -> None:
+        """Take a cache: a new one, or a kept one of this model. A model with an encoder reads the prompt now."""
+        kept = kept if kept is not None and kept.backend is self.backend else None
+        slots = Slots(self.tree, self.backend, self._most_slots, kept)
         if self._source is not None:
             cast(EncodingBackend[Any], self.backend).encode(slots.cache, self._source)
         self._slots = slots
 
     def close(self) -> None:
         """Give up the cache."""
-        self._peak_slots = self.peak_slots
+        self._peak_slots, self._reused_tokens = self.peak_slots, self.reused_tokens
         self._slots = None
+
+    def prefix(self, node: int | None, pending: Nodes) -> Prefix:
+        """The evaluated beginning of the text down to a node, with the cache.
+
+        Args:
+            node: None for the longest text.
+            pending: nodes of a pass that has not ended.
+        """
+        if node is None:
+            node = int(self.tree.kept[self.tree.depths(self.tree.kept).argmax()])
+        return self.slots.prefix(self.tree.path(node), pending)
 
     @property
     def is_open(self) -> bool:
@@ -76,9 +89,14 @@ class ModelState:
         return max(self._peak_slots, 0 if self._slots is None else self._slots.peak)
 
     @property
+    def reused_tokens(self) -> int:
+        """Tokens that an earlier request had evaluated."""
+        return max(self._reused_tokens, 0 if self._slots is None else self._slots.reused)
+
+    @property
     def held_bytes(self) -> int:
         """Bytes that the cache holds. Slots that were given back stay in it until they are used again."""
-        return 0 if self._slots is None else self._bytes(self._slots.length)
+        return 0 if self._slots is None else self._bytes(self._slots.held)
 
     @property
     def needed_bytes(self) -> int:

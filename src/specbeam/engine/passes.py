@@ -20,7 +20,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     """Evaluate a batch in one pass, and let each request go on with its logits.
 
     If the pass fails, its halves are tried. A request that fails alone is ended. If there is no memory for it while
-    others are live, the youngest is paused instead.
+    others are live, the youngest is paused instead. Before that, kept prefixes are dropped.
 
     Args:
         scheduler: learns which batches are too large.
@@ -44,7 +44,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
         return True
     # Outside of the except block: inside it, Python would hold on to the memory of the failed pass.
     if len(batch) == 1:
-        if not (is_out_of_memory(failure) and scheduler.pause_youngest()):
+        if not (is_out_of_memory(failure) and scheduler.find_memory()):
             batch[0][0].fail(failure)
         return False
     half = len(batch) // 2

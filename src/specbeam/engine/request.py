@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from specbeam.engine.costs import SharedCost, pass_times
 from specbeam.engine.drafters import Draft, make_drafter
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.model_state import ModelState
+from specbeam.engine.prefixes import Prefixes
 from specbeam.engine.strategies import MakeStrategy, Setup, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -55,6 +57,7 @@ class Request:
         strategy: MakeStrategy | None = None,
         *,
         cancellations: deque[Request],
+        prefixes: Prefixes,
     ) -> None:
         self.prompt_ids = prompt_ids
         self.pieces: deque[Piece] = deque()
@@ -87,6 +90,7 @@ class Request:
         self._vocab: int | None = None  # how many of the first tokens' logits it asked for
         self._received: list[Tensor] = []
         self.cancellations = cancellations  # the engine's queue of requests to end
+        self._prefixes = prefixes  # the engine's kept caches
         self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
         self._result: Result | None = None
         self._error: Exception | None = None
@@ -158,8 +162,9 @@ class Request:
         if all(state.is_open for state in self._states):
             return
         with self._failing_alone():
-            for state in self._states:
-                state.open()
+            kept = self._prefixes.take(self.prompt_ids) if self._strategy is None else []
+            for state, prefix in zip_longest(self._states, kept[: len(self._states)]):
+                state.open(prefix)
             if self._strategy is None:
                 self._strategy = self._make_strategy(self._setup, self._drafter)
                 self._advance(None)
@@ -305,7 +310,22 @@ class Request:
         trace = self._setup.record.trace(self._lm.decode_token)
         self._result = Result(sequences, self._stats(len(sequences[0].token_ids)), trace)
         self.pieces.append(Piece(text, *self._tokens(rest), self._result))
+        self._keep_prefixes(best.node)
         self._release()
+
+    def _keep_prefixes(self, node: int) -> None:
+        """Leave the keys and values of the best text to requests that begin with it."""
+        is_open = all(state.is_open for state in self._states)
+        if self._prefixes.most and is_open and self._lm.backend.start_token_ids is None:
+            self._prefixes.keep(
+                [
+                    state.prefix(
+                        node if state.tree is self._setup.tree else None,
+                        self.pending if state is self._state else NO_NODES,
+                    )
+                    for state in self._states
+                ]
+            )
 
     def _sequence(self, hypothesis: Hypothesis, text: str | None = None) -> Sequence:
         tree = self._setup.tree
@@ -355,6 +375,7 @@ class Request:
             peak_memory=self._lm.backend.peak_memory(),
             precision=self._lm.precision,
             draft_note=None if self._drafter is None else record.draft_note(),
+            reused_tokens=target.reused_tokens,
         )
 
     def _release(self) -> None:
@@ -366,6 +387,7 @@ class Request:
         self._received = []
         self._strategy = None
         self._drafter = None
+        self._prefixes = Prefixes(0)  # whoever has the handle keeps alive no caches of other requests
 
 
 def _make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Setup:

@@ -156,17 +156,26 @@ class Scheduler:
         return sum(request.held_bytes for request in self._live)
 
     def _make_room(self, batches: list[Batch]) -> list[Batch]:
-        """Pause the youngest requests while the caches would outgrow the memory, and leave them out of the passes."""
+        """Drop kept prefixes, then pause the youngest requests, while the caches would outgrow the memory.
+
+        Paused requests are left out of the passes.
+        """
         while True:
             growth = sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
-            lacking = self._held_bytes + growth - (self.memory.room if len(self._live) > 1 else self.memory.cache_bytes)
-            if lacking <= 0:
+            room = self.memory.room if len(self._live) > 1 else self.memory.cache_bytes
+            room -= self._held_bytes + growth
+            self.memory.drop_kept(room)
+            if room >= 0:
                 return [batch for batch in batches if batch]
             if not self.pause_youngest():
                 (request,) = self._live
                 request.fail(self.memory.too_small_for(request))
                 return []
             batches = [self.still_live(batch) for batch in batches]
+
+    def find_memory(self) -> bool:
+        """A pass found no memory: drop kept prefixes, or pause the youngest request. Returns whether it could."""
+        return self.memory.drop_kept() or self.pause_youngest()
 
     def pause_youngest(self) -> bool:
         """Take the keys and values of the youngest request, unless it is alone. It goes on once another has ended.

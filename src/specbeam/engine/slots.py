@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.contract import Backend, Segment
+from specbeam.engine.prefixes import Prefix
 from specbeam.tree import Nodes, Tree
 
 NOWHERE = -1
@@ -19,18 +20,24 @@ class Slots:
 
     Args:
         most: the most slots that will ever be needed.
+        kept: a text in a cache to go on with. Nodes whose text it begins with lie in their slots from the start.
 
     Attributes:
         length: all slots in use are below this number.
         peak: the most slots that were in use at once.
+        reused: how many nodes were in the cache from the start.
     """
 
-    def __init__(self, tree: Tree, backend: Backend[Any], most: int) -> None:
+    def __init__(self, tree: Tree, backend: Backend[Any], most: int, kept: Prefix | None = None) -> None:
         self.tree = tree
-        self.vocab_size = backend.vocab_size
-        self.cache = backend.new_cache(most)
+        self.backend = backend
+        self.cache = backend.new_cache(most) if kept is None else kept.cache
+        self.cache.most = most
         self.length = 0
         self.peak = 0
+        self.reused = 0
+        self._kept = kept  # until the first nodes are asked for
+        self._held_before = 0 if kept is None else kept.held
         self._slot = np.full(len(tree), NOWHERE, dtype=np.int64)  # by node
         self._free: list[int] = []  # a heap of slots below length
 
@@ -38,6 +45,8 @@ class Slots:
         """These nodes, and their ancestors that were never evaluated, ancestors first."""
         self._follow_tree()
         found = [climbing := np.unique(np.asarray(nodes, dtype=np.int64))]
+        if self._kept is not None:
+            self._take_over(self._kept, int(climbing[0]))
         trunk = self.tree.trunk
         while True:
             climbing = np.unique(self.tree.parents(climbing[self.tree.depths(climbing) >= len(trunk)]))
@@ -55,7 +64,7 @@ class Slots:
         depths = self.tree.depths(nodes)
         tokens = self.tree.tokens(nodes)
         # A draft model may lack some of the target's tokens. Any other token will do, because its guesses are checked.
-        tokens = np.where(tokens < self.vocab_size, tokens, 0)
+        tokens = np.where(tokens < self.backend.vocab_size, tokens, 0)
         # With itself, a node has depth + 1 ancestors. If no other slot is in use, all slots are visible to it.
         alone = len(nodes) == 1 and depths[0] + 1 == self.length
         return Segment(
@@ -80,12 +89,42 @@ class Slots:
     def growth(self, nodes: Nodes) -> int:
         """How many new slots these nodes need, beside slots that are free."""
         self._follow_tree()
-        return max(0, int(np.count_nonzero(self._slot[nodes] == NOWHERE)) - len(self._free))
+        free = len(self._free) + self.held - self.length
+        return max(0, int(np.count_nonzero(self._slot[nodes] == NOWHERE)) - free)
+
+    def prefix(self, path: Nodes, pending: Nodes) -> Prefix:
+        """The beginning of a path's text whose keys and values lie in the cache.
+
+        Args:
+            pending: nodes that may have a slot, but were not evaluated.
+        """
+        if self._kept is not None:  # nothing was asked for: the kept text is still there
+            return self._kept
+        self._follow_tree()
+        slots = self._slot[path]
+        missing = np.flatnonzero((slots == NOWHERE) | np.isin(path, pending))
+        there = path[: missing[0]] if len(missing) else path
+        return Prefix(self.backend, self.cache, self.tree.tokens(there), slots[: len(there)], self.held)
+
+    @property
+    def held(self) -> int:
+        """Slots that the cache holds, free slots included."""
+        return max(self.length, self._held_before)
 
     @property
     def used(self) -> int:
         """Slots in use."""
         return self.length - len(self._free)
+
+    def _take_over(self, kept: Prefix, node: int) -> None:
+        """Find the ancestors of the first node that is asked for in the kept text. All other slots are free."""
+        self._kept = None
+        above = self.tree.path(node)[:-1]
+        self.reused = kept.common(self.tree.tokens(above))
+        slots = self._slot[above[: self.reused]] = kept.slots[: self.reused]
+        self.length = int(slots.max(initial=-1)) + 1
+        self._free = np.setdiff1d(np.arange(self.length), slots).tolist()  # ascending numbers are a heap
+        self.peak = self.used
 
     def _place(self, nodes: Nodes) -> None:
         homeless = nodes[self._slot[nodes] == NOWHERE]

@@ -166,7 +166,7 @@ class CpuCache:
 
     def __init__(self, model: int, most: int, owner: CpuBackend) -> None:
         self.capacity = 0
-        self._most = most
+        self.most = most
         self._owner = owner  # the backend whose passes read this cache
         self.handle = library().specbeam_cache_new(model)
         if not self.handle:
@@ -176,7 +176,7 @@ class CpuCache:
     def reserve(self, slots: int) -> None:
         if slots <= self.capacity:
             return
-        capacity = max(slots, min(max(self.capacity * 5 // 4, 64), self._most))
+        capacity = max(slots, min(max(self.capacity * 5 // 4, 64), self.most))
         if library().specbeam_cache_reserve(self.handle, capacity):
             raise MemoryError(f"not enough memory for a KV cache of {capacity} slots")
         self.capacity = capacity

@@ -18,7 +18,7 @@ class TreeCache:
     ) -> None:
         self.capacity = 0
         self._positions = np.zeros(0, dtype=np.int64)  # in the text, of the node of each slot
-        self._most = most
+        self.most = most
         self._keys = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
         self._values = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
 
@@ -26,7 +26,7 @@ class TreeCache:
         """Make room for at least this many slots, and keep the stored ones. After a failure it may be tried again."""
         if slots <= self.capacity:
             return
-        capacity = max(slots, min(max(self.capacity * 5 // 4, 64), self._most))
+        capacity = max(slots, min(max(self.capacity * 5 // 4, 64), self.most))
         for tensors in (self._keys, self._values):
             for layer, old in enumerate(tensors):  # one by one: memory never holds all old and all new tensors
                 kv_heads, held, head_dim = old.shape

@@ -1,0 +1,355 @@
+"""Prefixes kept between requests: what an earlier request has read is not read again, and no text changes."""
+
+import gc
+import weakref
+from unittest import mock
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specbeam
+from specbeam import Engine, SpecbeamError
+from tests.backends.test_encoder_decoder import make
+from tests.conftest import examples, random_model
+from tests.decoding.test_speculative import other_tokenizer
+from tests.engine.test_interrupts import run_until
+
+PROMPT = [97 + n % 7 for n in range(60)]
+LONG = {"max_new_tokens": 20, "min_new_tokens": 20}
+GREEDY = {"max_new_tokens": 9}
+KINDS = [
+    (GREEDY, None),
+    ({"max_new_tokens": 8, "do_sample": True, "seed": 5}, None),
+    ({"max_new_tokens": 7, "num_beams": 3, "num_return_sequences": 2}, None),
+    ({"max_new_tokens": 6, "do_sample": True, "num_return_sequences": 3, "seed": 2}, None),
+    (GREEDY, "ngram"),
+    ({"max_new_tokens": 6, "num_beams": 2}, "suffix"),
+    ({"max_new_tokens": 8, "num_draft_tokens": 3}, "model"),
+    ({"max_new_tokens": 8, "do_sample": True, "seed": 3, "num_draft_tokens": 2, "draft_width": 2}, "model"),
+    ({"max_new_tokens": 6, "num_beams": 3, "num_draft_tokens": 2}, "model"),
+    ({"max_new_tokens": 8, "num_draft_tokens": 3}, "other vocabulary"),
+    ({"max_new_tokens": 6, "num_beams": 2, "num_draft_tokens": 2}, "other vocabulary"),
+]
+TURN = st.fixed_dictionaries(
+    {
+        "forgotten": st.sampled_from([0, 0, 0, 1, 4, 15, 1000]),  # tokens at the end of the conversation so far
+        "said": st.lists(st.integers(97, 122), min_size=1, max_size=12),
+        "kind": st.sampled_from(KINDS),
+        "ends": st.sampled_from([None, None, None, "cancel", "interrupt", "failure"]),
+        "passes": st.integers(0, 8),  # before it ends so
+    }
+)
+
+
+class Broken(Exception):
+    """A pass fails."""
+
+
+@pytest.fixture(scope="module")
+def conversing(save):
+    """By backend: a target with sliding windows, and drafts with the same and with another tokenizer."""
+    models = random_model("mistral", sliding_window=8), random_model("llama", seed=1), random_model("llama", seed=7)
+    folders = [save(model, other_tokenizer() if model is models[2] else None) for model in models]
+    made = {}
+
+    def conversing(backend):
+        if backend not in made:
+            target, *drafts = (specbeam.load(folder, backend=backend) for folder in folders)
+            made[backend] = target, dict(zip(["model", "other vocabulary"], drafts, strict=True))
+        return made[backend]
+
+    return conversing
+
+
+def run(engine, request, ends=None, passes=0):
+    """Run a request to its end, or to the pass of the target at which something ends it."""
+    forward, done = engine.lm.backend.forward, 0
+
+    def counted(segments):
+        nonlocal done
+        done += 1
+        if done > passes and ends in ("interrupt", "failure"):
+            raise KeyboardInterrupt if ends == "interrupt" else Broken
+        return forward(segments)
+
+    with mock.patch.object(engine.lm.backend, "forward", counted):
+        try:
+            while engine.step():
+                if done >= passes and ends == "cancel":
+                    request.cancel()
+        except KeyboardInterrupt:
+            request.cancel()
+            engine.step()
+
+
+def result(lm, prompt, options, draft=None):
+    engine = Engine(lm)
+    request = engine.submit(prompt, options, draft=draft)
+    engine.run()
+    return request.result()
+
+
+def converse(lm, drafts, turns):
+    """Hold a conversation with kept prefixes. Yield the results of each turn, and what it is without them."""
+    engine, conversation = Engine(lm, max_kept_prefixes=1, max_batch_tokens=16), []
+    for turn in turns:
+        options, draft = turn["kind"]
+        prompt = [*conversation[: max(0, len(conversation) - turn["forgotten"])], *turn["said"]]
+        if draft == "other vocabulary" and any(token > 127 for token in prompt):
+            draft = "model"  # these bytes may be no text
+        draft = drafts.get(draft, draft)
+        request = engine.submit(prompt, options, draft=draft)
+        run(engine, request, turn["ends"], turn["passes"])
+        assert request.done
+        assert engine.cache_tokens == 0
+        conversation = prompt
+        try:
+            got = request.result()
+        except Broken:
+            continue
+        conversation = prompt + got.token_ids
+        yield got, result(lm, prompt, options, draft), draft
+
+
+@given(turns=st.lists(TURN, min_size=2, max_size=5))
+def test_a_conversation_is_the_same_bit_for_bit(conversing, turns):
+    for got, anew, draft in converse(*conversing("cpu"), turns):
+        if got.finish_reason == "cancelled":
+            assert got.token_ids == anew.token_ids[: len(got.token_ids)]
+        else:
+            assert got.sequences == anew.sequences
+            if draft is None:
+                assert got.stats.reused_tokens + got.stats.nodes_evaluated == anew.stats.nodes_evaluated
+                assert got.stats.peak_slots == anew.stats.peak_slots
+
+
+@pytest.mark.parametrize("backend", ["torch", "transformers"])
+@settings(max_examples=examples(0.3))
+@given(turns=st.lists(TURN, min_size=2, max_size=4))
+def test_a_conversation_is_the_same_on_every_backend(conversing, backend, turns):
+    for got, anew, _ in converse(*conversing(backend), turns):
+        if got.finish_reason == "cancelled":
+            assert got.token_ids == anew.token_ids[: len(got.token_ids)]
+        else:
+            assert [one.token_ids for one in got.sequences] == [one.token_ids for one in anew.sequences]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
+@pytest.mark.parametrize("draft", [None, "model", "other vocabulary"])
+def test_a_turn_reads_only_what_is_new(conversing, backend, draft):
+    lm, drafts = conversing(backend)
+    draft = drafts.get(draft)
+    engine = Engine(lm, max_kept_prefixes=1)
+    options = {"max_new_tokens": 4, "eos_token_id": [256], **({"num_draft_tokens": 1} if draft else {})}
+
+    def turn(prompt):
+        """Nodes that each model evaluates for a prompt, and the result."""
+        nodes = {}
+        for one in filter(None, [lm, draft]):
+            forward = one.backend.forward
+
+            def counted(segments, one=one, forward=forward):
+                nodes[one] = nodes.get(one, 0) + sum(len(s.tokens) for s in segments)
+                return forward(segments)
+
+            one.backend.forward = counted
+        try:
+            request = engine.submit(prompt, options, draft=draft)
+            engine.run()
+        finally:
+            for one in filter(None, [lm, draft]):
+                del one.backend.forward
+        return request.result(), nodes
+
+    prompt = PROMPT
+    first, nodes = turn(prompt)
+    assert first.stats.reused_tokens == 0
+    assert all(number >= 60 for number in nodes.values())
+    # The last token of the answer was never evaluated.
+    second, nodes = turn(prompt + first.token_ids + [101, 102]) if draft is None else turn([*prompt, 101, 102])
+    assert second.stats.reused_tokens == (63 if draft is None else 60)
+    assert all(number <= 20 for number in nodes.values())
+    # The same prompt again: logits are needed after its last token.
+    third, _ = turn(second_prompt := prompt[:50])
+    assert third.stats.reused_tokens == len(second_prompt) - 1
+    # Other tokens before the common ones change the meaning of these.
+    fourth, nodes = turn([99, *prompt])
+    assert fourth.stats.reused_tokens == 0
+    assert all(number >= 61 for number in nodes.values())
+
+
+def test_a_draft_model_takes_no_cache_of_another(conversing):
+    lm, drafts = conversing("cpu")
+    engine = Engine(lm, max_kept_prefixes=1)
+    for draft in ("model", "other vocabulary", None, "model", "model"):
+        draft = drafts.get(draft)
+        got = ended(engine, PROMPT, GREEDY, draft=draft)
+        assert got.sequences == result(lm, PROMPT, GREEDY).sequences
+
+
+def test_the_longest_common_beginning_is_taken(lm):
+    engine = Engine(lm, max_kept_prefixes=2)
+
+    def reused(prompt):
+        request = engine.submit(prompt, {"max_new_tokens": 1})
+        engine.run()
+        return request.result().stats.reused_tokens
+
+    assert [reused([1] * 10), reused([2] * 10), reused([1] * 12), reused([2] * 12)] == [0, 0, 10, 10]
+    assert [reused([3] * 10), reused([1] * 12), reused([2] * 12)] == [0, 0, 0]  # each made room for the next
+    together = [engine.submit([2] * 12 + [5] * n, {"max_new_tokens": 1}) for n in range(3)]
+    engine.run()
+    assert sorted(one.result().stats.reused_tokens for one in together) == [0, 0, 11]  # one request takes a cache
+
+
+def watch_caches(lm, monkeypatch):
+    """A function that returns the slots of all caches of the model that are alive."""
+    new_cache, alive = lm.backend.new_cache, weakref.WeakKeyDictionary()
+
+    def watched(most):
+        cache = new_cache(most)
+        reserve, alive[cache], me = type(cache).reserve, 0, weakref.ref(cache)
+
+        def watch(slots):
+            alive[me()] = max(alive[me()], slots)
+            reserve(me(), slots)
+
+        cache.reserve = watch
+        return cache
+
+    monkeypatch.setattr(lm.backend, "new_cache", watched)
+    return lambda: sorted(alive.values())
+
+
+@pytest.fixture
+def caches(lm, monkeypatch):
+    return watch_caches(lm, monkeypatch)
+
+
+def ended(engine, prompt, options=LONG, **how):
+    request = engine.submit(prompt, options, **how)
+    engine.run()
+    return request.result()
+
+
+def test_nothing_is_kept_unless_asked_for(lm, caches):
+    engine = Engine(lm)
+    ended(engine, [1] * 10)
+    assert caches() == []
+    assert ended(engine, [1] * 10).stats.reused_tokens == 0
+
+
+def test_as_many_caches_are_kept_as_asked_for(lm, tiny, caches):
+    engine = Engine(lm, max_kept_prefixes=2)
+    for n in range(1, 6):
+        ended(engine, [n] * 10)
+        assert caches() == [29] * min(n, 2)
+    ended(engine, [5] * 10, draft=lm)  # a draft has a cache of its own
+    assert len(caches()) == 3
+    engine.submit([1] * 10, {**LONG, "logits_processor": [lambda ids, scores: 1 / 0]})
+    engine.submit([7] * 10, {**LONG, "logits_processor": [lambda ids, scores: 1 / 0]})
+    engine.run()
+    assert len(caches()) == 3  # failed requests leave nothing
+    handle = engine.submit([1] * 10, LONG)
+    engine.run()
+    del engine
+    assert handle.done
+    assert caches() == []
+
+
+def test_models_with_an_encoder_keep_nothing():
+    lm = specbeam.hf.wrap(make("t5"))
+    engine = Engine(lm, max_kept_prefixes=1)
+    assert [ended(engine, [5, 6, 7, 257], GREEDY).stats.reused_tokens for _ in range(2)] == [0, 0]
+
+
+@given(
+    tokens=st.integers(40, 120),
+    kinds=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40), st.sampled_from([1, 1, 3])), max_size=8),
+)
+def test_kept_caches_and_requests_stay_within_the_memory(lm, tokens, kinds):
+    with pytest.MonkeyPatch.context() as patch:
+        caches = watch_caches(lm, patch)
+        engine = Engine(lm, max_cache_tokens=tokens, max_kept_prefixes=3, max_batch_tokens=32)
+        wishes = [([first, *[8] * length], {**GREEDY, "num_beams": beams}) for first, length, beams in kinds]
+        requests = []
+        for number, wish in enumerate(wishes):
+            try:
+                requests.append((engine.submit(*wish), wish))
+            except SpecbeamError:
+                continue
+            while number % 2 and engine.step():
+                assert sum(caches()) <= tokens
+        while engine.step():
+            assert sum(caches()) <= tokens
+    for request, wish in requests:
+        try:
+            got = request.result()
+        except SpecbeamError:
+            assert wish[1]["num_beams"] > 1
+        else:
+            assert [s.token_ids for s in got.sequences] == [s.token_ids for s in result(lm, *wish).sequences]
+
+
+def test_requests_get_the_memory_of_kept_caches(lm, caches):
+    engine = Engine(lm, max_cache_tokens=70, max_kept_prefixes=3)
+    for n in (1, 2):
+        ended(engine, [n] * 10)
+    assert caches() == [29, 29]
+    assert ended(engine, [3] * 30).token_ids == result(lm, [3] * 30, LONG).token_ids
+    assert caches() == [49]  # the others went, since they began first
+
+
+def test_an_engine_gets_the_memory_that_another_engine_keeps(lm, caches, monkeypatch):
+    monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 100 * lm.backend.slot_bytes)
+    gc.collect()  # engines of other tests
+    keeping, other = Engine(lm, max_kept_prefixes=3), Engine(lm)
+    for n in (1, 2):
+        ended(keeping, [n] * 20)
+    assert caches() == [39, 39]
+    assert len(ended(other, [3] * 60).token_ids) == 20
+    assert caches() == []
+    assert ended(keeping, [2] * 20).stats.reused_tokens == 0
+
+
+def test_kept_caches_go_when_a_pass_finds_no_memory(lm, caches, monkeypatch):
+    forward = lm.backend.forward
+
+    def scarce(segments):
+        if len(caches()) > 1:
+            raise MemoryError("full")
+        return forward(segments)
+
+    engine = Engine(lm, max_kept_prefixes=1)
+    ended(engine, [1] * 10)
+    monkeypatch.setattr(lm.backend, "forward", scarce)
+    request = engine.submit([2] * 10, LONG)
+    engine.run()
+    monkeypatch.undo()
+    assert request.result().token_ids == result(lm, [2] * 10, LONG).token_ids
+
+
+@given(share=st.floats(0, 1), beams=st.sampled_from([1, 2]))
+def test_after_an_interrupt_at_any_line_kept_caches_are_right(lm, share, beams):
+    options = {"max_new_tokens": 5, "num_beams": beams}
+    prompts = [[4, 5, 6] * 3, [4, 5, 6] * 4, [4, 5, 6] * 4]
+
+    def begin():
+        engine = Engine(lm, max_kept_prefixes=1, max_batch_tokens=8)
+        ended(engine, prompts[0], options)
+        return engine, engine.submit(prompts[1], options)
+
+    lines = run_until(begin()[0], None)
+    engine, request = begin()
+    run_until(engine, 1 + int(share * lines))
+    request.cancel()
+    again = ended(engine, prompts[2], options)
+    assert request.done
+    assert again.token_ids == result(lm, prompts[2], options).token_ids
+
+
+@pytest.mark.parametrize("wrong", [-1, True, 1.5, None])
+def test_a_wrong_number_of_kept_prefixes_is_refused(lm, wrong):
+    with pytest.raises(SpecbeamError, match=f"max_kept_prefixes={wrong} is not allowed: give at least 0"):
+        Engine(lm, max_kept_prefixes=wrong)
