@@ -4,6 +4,7 @@ import csv
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def run(folder, capsys, tmp_path, monkeypatch):
             status = stop.code
         out, err = capsys.readouterr()
         assert out == ""
-        return status, err
+        return status, re.sub(r"^\[.* rows.*\]\n", "", err, flags=re.MULTILINE)  # without the summary
 
     return run
 
@@ -110,13 +111,46 @@ def test_options_drafts_and_messages(run, model, tmp_path):
 def test_the_column_is_found_or_named(run, tmp_path):
     few = ("--max-new-tokens", 2)
     write(tmp_path / "a.jsonl", [{"text": "hi", "n": 1}])
-    assert run("a.jsonl", "a.out.jsonl", *few) == (0, "")
+    says = "specbeam: a.jsonl has a column text, so the generated text is in the column generated_text\n"
+    assert run("a.jsonl", "a.out.jsonl", *few) == (0, says)
     (row,) = read(tmp_path / "a.out.jsonl")
     assert row["text"] == "hi"  # the input's stays
     assert list(row) == ["text", "n", "generated_text", *NEW[1:]]
     write(tmp_path / "b.jsonl", [{"question": "hi"}])
     assert run("b.jsonl", "b.out.parquet", "--column", "question", *few) == (0, "")
     assert read(tmp_path / "b.out.parquet")[0]["new_tokens"] == 2
+
+
+@pytest.mark.parametrize(("source", "into"), [("in.csv", "out.parquet"), ("in.jsonl", "out.jsonl")])
+def test_a_row_may_have_several_texts(run, model, tmp_path, source, into):
+    write(tmp_path / source, numbered(["hi", "", "x"]))
+    assert run(source, into, "--num-beams", 3, "--num-return-sequences", 2, "--max-new-tokens", 4)[0] == 1
+    good, empty, other = read(tmp_path / into)
+    assert list(good) == ["id", "prompt", "text", "sequences", *NEW[1:]]
+    assert empty["sequences"] is None
+    assert empty["error"] is not None
+    for row in (good, other):
+        expected = specbeam.generate(model, row["prompt"], num_beams=3, num_return_sequences=2, max_new_tokens=4)
+        assert row["text"] == expected.text
+        assert row["sequences"] == expected.to_dict()["sequences"]
+
+
+def test_columns_with_names_of_options_are_data(run, model, tmp_path):
+    write(tmp_path / "in.jsonl", [{"prompt": "hi", "max_new_tokens": 2, "text": "system"}])
+    status, err = run("in.jsonl", "out.jsonl", "--max-new-tokens", 4)
+    assert status == 0
+    assert "the column max_new_tokens of in.jsonl is kept as data: options come from the command line" in err
+    (row,) = read(tmp_path / "out.jsonl")
+    assert (row["max_new_tokens"], row["new_tokens"]) == (2, 4)
+
+
+def test_the_last_line_sums_up(folder, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "in.jsonl", [*numbered(), {"prompt": ""}])
+    arguments = ["batch", "in.jsonl", "out.jsonl", "--max-new-tokens", "3", "--min-new-tokens", "3", "--model", folder]
+    assert main(arguments) == 1
+    summary = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(r"\[11 rows, 1 failed, 30 tokens, [\d.,]+ tokens/s, [\d.]+ s, in out\.jsonl\]", summary)
 
 
 @pytest.mark.parametrize("into", ["out.parquet", "out.jsonl"])
@@ -211,7 +245,11 @@ def interrupted(run, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(batch, "generate", once)
-            assert run(*arguments) == (130, "specbeam: interrupted\n")
+            status, err = run(*arguments)
+            kept = f"in {arguments[1]}.partial.jsonl. The same command goes on from there\n"
+            assert status == 130
+            assert err.startswith(f"specbeam: interrupted: {batch.BATCHES_PER_JOB} of ")
+            assert err.endswith(kept)
 
     return interrupted
 
@@ -344,7 +382,7 @@ def test_a_full_disk_is_one_line_and_what_is_finished_stays(run, tmp_path, monke
         ("in.csv", "prompt\nx\n", ["out.jsonl", "--batch-size", "0"], "--batch-size 0 is not allowed"),
         ("in.csv", "prompt\nx\n", ["out.jsonl", "--workers", "2"], "--workers goes with --launcher ray"),
         ("in.csv", "prompt\nx\n", ["out.jsonl", "--draft-corpus", "x"], "--draft-corpus goes with --draft suffix"),
-        ("in.csv", "prompt\nx\n", ["out.jsonl", "--num-beams", "2", "--num-return-sequences", "2"], "one text"),
+        ("in.csv", "prompt\nx\n", ["out.jsonl", "--num-return-sequences", "2"], "num_return_sequences=2 is not"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, tmp_path, name, content, arguments, says):

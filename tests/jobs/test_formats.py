@@ -17,7 +17,7 @@ from specbeam.jobs.formats import open_rows, writer
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
-TYPES = {"text": "string", "ids": "int64 list"}
+TYPES = {"text": "string", "ids": ["int64"]}
 ADDED = [{"text": f"t{n}", "ids": [n]} for n in range(10)]
 
 cells = st.recursive(

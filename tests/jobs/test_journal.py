@@ -129,9 +129,9 @@ def test_rows_are_finished_once_whenever_the_process_ends(tmp_path, power):
     acknowledged = {}
     for crash_at in crashes(lambda crash_at: work(tmp_path / str(crash_at)), power):
         output = tmp_path / str(crash_at)
-        told = acknowledged.get(output, [])
+        acknowledged_rows = acknowledged.get(output, [])
         before, after = work(output)
-        assert all(row in before for row in told)
+        assert all(row in before for row in acknowledged_rows)
         assert after == [row for job in rows for row in job]
 
 

@@ -6,8 +6,9 @@ import argparse
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,13 @@ from specbeam.cli.arguments import (
     options_of,
 )
 from specbeam.cli.printing import check_writable, one_line
-from specbeam.errors import SpecbeamError
-from specbeam.options import Options, check_names
+from specbeam.errors import FAILED, SpecbeamError
+from specbeam.options import ARGUMENTS, Options, check_names
 
 if TYPE_CHECKING:
     from specbeam.engine.request import Request
     from specbeam.jobs import Work
+    from specbeam.jobs.formats import Type
     from specbeam.results import Result
 
 NumberedPrompt = tuple[int, Any]
@@ -35,15 +37,19 @@ NumberedPrompt = tuple[int, Any]
 Answer = dict[str, Any]
 """The values of COLUMN_TYPES for one row, and the row's number as "row"."""
 
-COLUMN_TYPES = {
+COLUMN_TYPES: dict[str, Type] = {
     "text": "string",
-    "token_ids": "int64 list",
+    "token_ids": ["int64"],
+    "sequences": [
+        {"text": "string", "token_ids": ["int64"], "log_prob": "float64", "score": "float64", "finish_reason": "string"}
+    ],
     "finish_reason": "string",
     "new_tokens": "int64",
     "seconds": "float64",
     "error": "string",
 }
-"""The columns that are added to the input's columns."""
+"""The columns that are added to the input's columns: token_ids with --tokens, sequences if there are several."""
+OPTION_NAMES = [field.name for field in fields(Options)]
 BATCHES_PER_JOB = 4
 """The rows of a job are this many batches. With few batches, many passes run half empty for the job's last texts."""
 
@@ -53,8 +59,9 @@ def add_to(commands: Any) -> None:
         "batch",
         help="generate a text for each row of a file",
         description="Generate a text for each row of IN. OUT holds the columns of IN and text, finish_reason, "
-        "new_tokens, seconds and error, in the same order. Finished rows are kept in OUT.partial.jsonl: if the "
-        "command is interrupted, the same command goes on from there.",
+        "new_tokens, seconds and error, in the same order. With several texts per row there is also a column "
+        "sequences. Finished rows are kept in OUT.partial.jsonl: if the command is interrupted, the same command goes "
+        "on from there.",
     )
     parser.add_argument("input", metavar="IN", help="a .parquet, .jsonl or .csv file with a column of prompts")
     parser.add_argument("output", metavar="OUT", help="a .parquet or .jsonl file that does not exist yet")
@@ -129,9 +136,12 @@ def run_alone(
 
     with open_rows(source) as rows:
         column = prompt_column(source, rows.columns, given.column)
-        added = added_columns(source, rows.columns, given.tokens)
+        added = added_columns(source, rows.columns, given.tokens, options)
         write = writer(output, rows, {new: COLUMN_TYPES[name] for name, new in added.items()})
-        failed, first = 0, ""
+        for notice in notices(source, rows.columns, column, added):
+            print(f"specbeam: {notice}", file=sys.stderr)
+        failed, first, begin = 0, "", time.perf_counter()
+        tokens = 0  # of the rows that this process generates
         with (
             FinishedRows(output, fingerprint(rows.digest, column, given, options), len(rows)) as finished,
             tqdm(total=len(rows), initial=finished.count, unit="row", disable=None) as bar,
@@ -139,10 +149,14 @@ def run_alone(
             if output.exists() and finished.count < len(rows):
                 raise SpecbeamError(f"{output} is there already: delete it, or name another")
 
+            before = finished.count
+
             def keep(job: list[NumberedPrompt], result: Any) -> None:
+                nonlocal tokens
                 if isinstance(result, Exception):
                     result = [failure(number, one_line(result)) for number, _ in job]
                 finished.add(result)
+                tokens += sum(answer["new_tokens"] or 0 for answer in result)
                 bar.update(len(result))
 
             def cells() -> Iterator[Answer]:
@@ -154,20 +168,37 @@ def run_alone(
                     yield {new: answer.get(name) for name, new in added.items()}
 
             todo = ((number, row.get(column)) for number, row in enumerate(rows) if number not in finished)
-            launch(chunks(todo, BATCHES_PER_JOB * given.batch_size), Generation(given, options), keep)
-            with finished.reporting_kept_rows():
-                write(cells())
+            try:
+                launch(chunks(todo, BATCHES_PER_JOB * given.batch_size), Generation(given, options), keep)
+                with finished.reporting_kept_rows():
+                    write(cells())
+            except KeyboardInterrupt:
+                kept = f"{finished.count:,} of {len(rows):,} rows are finished"
+                where = f", in {finished.path}. The same command goes on from there" if finished.count else ""
+                raise KeyboardInterrupt(kept + where) from None
         finished.path.unlink(missing_ok=True)
+    seconds = time.perf_counter() - begin
     if failed:
         print(f"specbeam: {failed} of {len(rows)} rows failed, {first}", file=sys.stderr)
-    return 1 if failed else 0
+    earlier = f" ({before:,} of them earlier)" if before else ""
+    speed = f"{tokens:,} tokens, {tokens / seconds:,.1f} tokens/s, {seconds:,.1f} s"
+    print(f"[{len(rows):,} rows{earlier}, {failed:,} failed, {speed}, in {output}]", file=sys.stderr)
+    return FAILED if failed else 0
+
+
+def notices(source: Path, columns: list[str], prompts: str, added: dict[str, str]) -> Iterator[str]:
+    """Lines about columns that one may expect elsewhere, or to have an effect."""
+    for name, new in added.items():
+        if new != name:
+            yield f"{source} has a column {name}, so the generated {name} is in the column {new}"
+    for name in columns:
+        if name != prompts and name in (*OPTION_NAMES, *ARGUMENTS):
+            yield f"the column {name} of {source} is kept as data: options come from the command line, for all rows"
 
 
 def checked_options(given: argparse.Namespace) -> Options:
     """The options for all rows. Raises SpecbeamError for options that cannot go together here."""
     options = options_of(given)
-    if options.num_return_sequences > 1:
-        raise SpecbeamError("--num-return-sequences is for specbeam generate: a row has one text")
     if given.batch_size < 1:
         raise SpecbeamError(f"--batch-size {given.batch_size} is not allowed: give at least 1")
     options.check_drafting(given.draft is not None)
@@ -201,9 +232,10 @@ def prompt_column(source: Path, columns: list[str], asked: str | None) -> str:
     raise SpecbeamError(f"{source} has the columns {', '.join(columns)}: say with --column which one has the prompts")
 
 
-def added_columns(source: Path, columns: list[str], tokens: bool) -> dict[str, str]:
+def added_columns(source: Path, columns: list[str], tokens: bool, options: Options) -> dict[str, str]:
     """The names of COLUMN_TYPES, each with its name in the output, where the columns of the input keep theirs."""
-    wanted = [name for name in COLUMN_TYPES if tokens or name != "token_ids"]
+    left_out = {"token_ids": not tokens, "sequences": options.num_return_sequences == 1}
+    wanted = [name for name in COLUMN_TYPES if not left_out.get(name)]
     added = {name: f"generated_{name}" if name in columns else name for name in wanted}
     for name, new in added.items():
         if new in columns:
@@ -259,10 +291,12 @@ def generate(
 
 
 def answer(number: int, result: Result, tokens: bool) -> Answer:
+    several = len(result.sequences) > 1
     return {
         "row": number,
         "text": result.text,
         "token_ids": result.token_ids if tokens else None,
+        "sequences": [s.to_dict() for s in result.sequences] if several else None,
         "finish_reason": result.finish_reason,
         "new_tokens": result.stats.new_tokens,
         "seconds": round(result.stats.seconds, 6),

@@ -27,6 +27,8 @@ Row = dict[str, Any]
 """The cells of a row, by column. Rows of a .jsonl file need not have the same columns."""
 Write = Callable[[Iterable[Row]], None]
 """Writes all rows of a file, given the cells of the added columns, row by row."""
+Type = str | list["Type"] | dict[str, "Type"]
+"""The type of a cell: "string", "int64" or "float64"; in a list, a list of that; a dictionary for objects."""
 
 ROWS_PER_TABLE = 128
 """Rows that are read or written at a time where they are columns. One row may be many megabytes."""
@@ -295,12 +297,12 @@ def table_of(rows: list[Row], types: Mapping[str, Any]) -> Any:
     return pa.table(columns)
 
 
-def writer(path: Path, rows: Rows, types: Mapping[str, str]) -> Write:
+def writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
     """A function that writes a whole file of rows with added columns, given their cells, row by row.
 
     Args:
         path: a .parquet or .jsonl file. The columns of a Parquet file keep their types in another one.
-        types: of the added columns, by name: "string", "int64", "float64" or "int64 list".
+        types: of the added columns, by name (see :data:`Type`).
 
     Raises:
         SpecbeamError: the rows do not fit into a Parquet file.
@@ -308,10 +310,10 @@ def writer(path: Path, rows: Rows, types: Mapping[str, str]) -> Write:
     return parquet_writer(path, rows, types) if path.suffix.lower() == ".parquet" else jsonl_writer(path, rows)
 
 
-def parquet_writer(path: Path, rows: Rows, types: Mapping[str, str]) -> Write:
+def parquet_writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
     pa = pyarrow()
     given = rows.schema()
-    added = {name: type_named(pa, kind) for name, kind in types.items()}
+    added = {name: arrow_type(pa, kind) for name, kind in types.items()}
     schema = given
     for name, kind in added.items():
         schema = schema.append(pa.field(name, kind))
@@ -337,9 +339,12 @@ def parquet_writer(path: Path, rows: Rows, types: Mapping[str, str]) -> Write:
     return write
 
 
-def type_named(pa: Any, name: str) -> Any:
-    kind = pa.type_for_alias(name.removesuffix(" list"))
-    return pa.list_(kind) if name.endswith(" list") else kind
+def arrow_type(pa: Any, kind: Type) -> Any:
+    if isinstance(kind, list):
+        return pa.list_(arrow_type(pa, kind[0]))
+    if isinstance(kind, dict):
+        return pa.struct({name: arrow_type(pa, field) for name, field in kind.items()})
+    return pa.type_for_alias(kind)
 
 
 def jsonl_writer(path: Path, rows: Rows) -> Write:
