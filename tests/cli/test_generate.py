@@ -355,6 +355,43 @@ def test_help_and_missing_files_need_no_slow_imports(arguments, status, tmp_path
     assert {*modules} & SLOW_MODULES <= ({"numpy"} if status else {*()})
 
 
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("specbeam gen", {"generate"}),
+        ("specbeam generate hi --draft ", {"ngram", "suffix", "smollm2-135m-instruct", "gemma3-270m"}),
+        ("specbeam compare hi --draft s", {"suffix", "smollm2-135m-instruct"}),
+        ("specbeam batch --model g", {"gemma3-270m"}),
+        ("specbeam generate --backend t", {"torch", "transformers"}),
+        ("specbeam generate --dtype b", {"bfloat16"}),
+        ("specbeam generate --quantize int", {"int8", "int4"}),
+        ("specbeam ladder --num-b", set()),
+        ("specbeam batch --num-beam", {"--num-beams", "--num-beam-groups"}),
+        ("specbeam models p", {"pull", "packed"}),
+        ("specbeam help ladd", {"ladder"}),
+    ],
+)
+def test_the_shell_completes(tmp_path, monkeypatch, line, expected):
+    """As argcomplete's script for bash asks, but in this process."""
+    pytest.importorskip("argcomplete")
+    how = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line, "COMP_POINT": str(len(line))}
+    how |= {"_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "suggestions"), "_ARGCOMPLETE_SUPPRESS_SPACE": "1"}
+    for name, value in how.items():
+        monkeypatch.setenv(name, value)
+
+    class Ended(BaseException):
+        pass
+
+    def end(status):
+        raise Ended
+
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(Ended):
+        main(["generate"])
+    suggestions = {word.strip() for word in (tmp_path / "suggestions").read_text().split("\n")}
+    assert suggestions - {""} >= expected if line.startswith("specbeam models") else suggestions - {""} == expected
+
+
 @pytest.mark.skipif(os.name == "nt", reason="pipes")
 @pytest.mark.parametrize("arguments", ["--help", "generate --help", "models list"])
 def test_output_that_nobody_reads_is_no_error(arguments):

@@ -80,7 +80,12 @@ def _run(words: list[str]) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for command in (generate, compare, batch, study, ladder, tokens, models):
         command.add_to(commands)
-    commands.add_parser("help", help="explain a command, as COMMAND --help does", usage="specbeam help [COMMAND]")
+    about = commands.add_parser("help", help="explain a command, as COMMAND --help does")
+    about.add_argument("name", nargs="?", choices=[*commands.choices], metavar="COMMAND", help="the command")
+    if "_ARGCOMPLETE" in os.environ:  # the shell asks how the line may go on (docs/reference/command-line.md)
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     end = words.index("--") if "--" in words else len(words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,14 +25,26 @@ LOOKUPS = ("ngram", "suffix")
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(:.+)?(?<!\.gguf)")
 
 
+def completer(*names: str) -> Callable[..., list[str]]:
+    """What argcomplete suggests for a model: names and aliases. Where none fits, the shell completes files."""
+
+    def complete(prefix: str, **_: Any) -> list[str]:
+        from specbeam.checkpoints.registry import ALIASES
+
+        return [name for name in (*names, *ALIASES) if name.startswith(prefix)]
+
+    return complete
+
+
 def add_source_to(parser: Any) -> None:
     """The options for a checkpoint: its source and its revision."""
-    parser.add_argument(
+    source = parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
         metavar="SOURCE",
         help="an alias, a folder, a .gguf file or a hub id (default %(default)s)",
     )
+    source.completer = completer()
     parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
 
 
@@ -102,11 +115,12 @@ def add_draft_to(parser: argparse.ArgumentParser) -> None:
     """The options for a draft: its source and its sizes."""
     draft = parser.add_argument_group("draft (the same text sooner; see docs/speculation.md)")
     add = draft.add_argument
-    add(
+    source = add(
         "--draft",
         metavar="SOURCE",
         help="guesses the next tokens: a smaller model, or ngram or suffix, which look them up in the text so far",
     )
+    source.completer = completer(*LOOKUPS)  # type: ignore[attr-defined]
     add("--draft-corpus", metavar="FILE", help="earlier texts for --draft suffix, one per line as for --prompts")
     add("--num-draft-tokens", type=auto_or_int, metavar="K", help="tokens to guess ahead (default auto)")
     add("--draft-width", type=auto_or_int, metavar="W", help="guesses per level of the draft tree (default auto)")
