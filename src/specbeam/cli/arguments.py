@@ -26,7 +26,7 @@ HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(:.+)?(?<!\.gguf)")
 
 
 def completer(*names: str) -> Callable[..., list[str]]:
-    """What argcomplete suggests for a model: names and aliases. Where none fits, the shell completes files."""
+    """Completes a model for argcomplete: names and aliases. Where none fits, the shell completes files."""
 
     def complete(prefix: str, **_: Any) -> list[str]:
         from specbeam.checkpoints.registry import ALIASES

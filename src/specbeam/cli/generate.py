@@ -77,11 +77,20 @@ def add_to(commands: Any) -> None:
         help="print the drafted, accepted and rejected tokens of each round (with --json, as data)",
     )
     parser.add_argument("--json", action="store_true", help="print only one JSON object per prompt")
+    parser.add_argument(
+        "--top-logprobs",
+        type=int,
+        metavar="K",
+        help="with --json: each token's log-probability, and the K likeliest tokens at its place",
+    )
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
     rows = [*read_rows(given.prompt, given.prompts)]  # wrong input is refused before the slow imports
+    given.json = given.json or str(given.output).endswith((".jsonl", ".json"))
+    if given.top_logprobs is not None and not given.json:
+        raise SpecbeamError("--top-logprobs goes with --json")
     options = [options_of_row(given, row) for row in rows]
     check_sources(given)
     with printing_to(given.output) as out:
@@ -129,10 +138,9 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
         except SpecbeamError as error:
             raise SpecbeamError(f"{row.name}: {error}" if row.name else str(error)) from error
 
-    as_json = given.json or str(given.output).endswith((".jsonl", ".json"))
     one_text = len(rows) == 1 and options[0].num_return_sequences == 1
-    stream = given.stream and one_text and not as_json and out is sys.stdout
-    printer = Printer(rows, requests, shown_prompts, out, as_json, stream)
+    stream = given.stream and one_text and not given.json and out is sys.stdout
+    printer = Printer(rows, requests, shown_prompts, out, given.json, stream)
     try:
         while engine.step():
             printer.print_ready()
@@ -249,7 +257,8 @@ def texts(result: Result) -> Iterator[str]:
 
 def score_of(sequence: Sequence) -> str:
     """The log-probability of a text, and its score if the texts are ranked by another number."""
-    return f"score {sequence.score:.4f}"
+    log_prob = f"log-prob {sequence.log_prob:.3f}"
+    return log_prob if sequence.score == sequence.log_prob else f"score {sequence.score:.4f}, {log_prob}"
 
 
 def shortened(prompt: Any) -> str:
@@ -274,4 +283,5 @@ def summary(result: Result) -> str:
         parts.append(f"{stats.forward_passes} passes")
     if stats.peak_memory is not None:
         parts.append(f"{stats.peak_memory / 1e9:.2f} GB")
-    return f"[{', '.join(parts)}, {result.finish_reason}]"
+    parts += [stats.precision, result.finish_reason]
+    return f"[{', '.join(parts)}]" + (f"\n[{stats.draft_note}]" if stats.draft_note else "")
