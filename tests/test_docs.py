@@ -18,7 +18,8 @@ from types import CodeType
 import pandas
 import pytest
 import transformers
-from transformers import MarianConfig, MarianMTModel
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, MarianConfig, MarianMTModel
 
 import specbeam
 from docs.hooks import help_of
@@ -40,7 +41,7 @@ SHORT = {
 
 
 @pytest.fixture(scope="session")
-def stand_ins(save):
+def stand_ins(save, tmp_path_factory):
     """Folders of tiny models, in place of the models that the pages name."""
     sizes = {"max_position_embeddings": 1024, "initializer_range": 0.2}
     causal = save(random_model("llama", **sizes), byte_tokenizer(CHAT_TEMPLATE))
@@ -60,7 +61,9 @@ def stand_ins(save):
         decoder_start_token_id=256,
     )
     translator = save(MarianMTModel(config).eval())
-    return {"causal": causal, "gpt2": gpt2, "translator": translator}
+    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(causal), LoraConfig(target_modules=["q_proj"]))
+    adapted.save_pretrained(adapter := tmp_path_factory.mktemp("adapter"))
+    return {"causal": causal, "gpt2": gpt2, "translator": translator, "adapter": adapter}
 
 
 @pytest.fixture
@@ -68,7 +71,8 @@ def workplace(stand_ins, tmp_path, monkeypatch):
     """A folder with the files that the pages name, where every source of a model is a tiny one."""
 
     def locate(source, *_, **__):
-        return stand_ins["translator" if "opus-mt" in str(source) else "causal"]
+        kinds = [kind for name, kind in (("opus-mt", "translator"), ("adapter-", "adapter")) if name in str(source)]
+        return stand_ins[kinds[0] if kinds else "causal"]
 
     for module in ("specbeam.model", "specbeam.checkpoints"):  # to import the first reads the second
         monkeypatch.setattr(f"{module}.locate", locate)

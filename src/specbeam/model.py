@@ -114,11 +114,13 @@ def load(
     quantize: str = "auto",
     threads: int | None = None,
     revision: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
 ) -> LanguageModel:
     """Load a model.
 
     Args:
         source: an alias (``specbeam models list``), a folder as transformers saves models, a .gguf file, or a hub id.
+            A folder may also hold one .gguf file, or a LoRA adapter as PEFT saves it, which names its base model.
         backend: "cpu": native kernels with quantized weights (docs/cpu.md). "torch": specbeam's own transformer on any
             device. "transformers": any architecture that transformers can load. "auto": "cpu" on a CPU if no dtype is
             given, else "torch"; "transformers" if those two lack the architecture. A warning of the logger
@@ -130,6 +132,7 @@ def load(
             groups of 32. "float32". "auto": keep for a quantized GGUF file, else int8.
         threads: how many threads the cpu backend uses [$SPECBEAM_THREADS, else all processors of this process].
         revision: a branch, tag or commit of a hub id.
+        adapter: a LoRA adapter (a folder or a hub id) to merge into the weights of the model.
 
     Raises:
         SpecbeamError: no such source, an unsupported architecture, a damaged file, a tokenizer with tokens that the
@@ -137,7 +140,7 @@ def load(
     """
     if backend not in ("auto", *BACKENDS):
         raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
-    checkpoint = open_checkpoint(locate(source, revision))
+    checkpoint = open_checkpoint(locate(source, revision), None if adapter is None else locate(adapter))
     if backend == "auto":
         backend = _choose_backend(checkpoint, os.fspath(source), device, dtype, quantize)
     if backend != "cpu" and (quantize != "auto" or threads is not None):
@@ -148,7 +151,7 @@ def load(
         from specbeam.backends.encoder_decoder import backend_of
         from specbeam.backends.transformers import load_model
 
-        loaded = backend_of(load_model(checkpoint.path, device, dtype, checkpoint.dtype))
+        loaded = backend_of(load_model(checkpoint.path, device, dtype, checkpoint.dtype, checkpoint.adapter))
         checkpoint.check_tokenizer(loaded.vocab_size)
     else:
         checkpoint.check_tokenizer(checkpoint.config.vocab_size)  # refused before the slow parts if it cannot be run

@@ -126,7 +126,7 @@ def _messages(prompt: Sequence[Message]) -> list[Message]:
 
 def _content(message: Message) -> str:
     content = message.get("content")
-    texts = [_text(part) for part in content] if isinstance(content, list) else [content]
+    texts: list[Any] = [_text(part) for part in content] if isinstance(content, list) else [content]
     if not isinstance(message.get("role"), str) or not all(isinstance(text, str) for text in texts):
         raise SpecbeamError(f'a chat message needs the texts "role" and "content": {message!r}')
     return "\n".join(texts)

@@ -135,13 +135,6 @@ def test_files_of_weights_elsewhere_are_refused(save):
         specbeam.load(folder, backend="transformers")
 
 
-def test_an_adapter_is_refused_before_its_base_is_read(save):
-    folder = save(random_model("llama"))
-    rewrite(folder, "adapter_config.json", base_model_name_or_path="/somewhere/else", peft_type="LORA")
-    with pytest.raises(SpecbeamError, match="merge it into its model"):
-        specbeam.load(folder, backend="transformers")
-
-
 # Files outside the folder
 
 

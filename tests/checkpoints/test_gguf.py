@@ -409,3 +409,21 @@ def test_an_unknown_architecture_is_refused_with_those_that_are_known(tmp_path):
     with pytest.raises(SpecbeamError, match="'mamba' is not supported: supported are gemma2, gemma3_text, gpt2"):
         specbeam.load(tmp_path / "m.gguf", backend="torch")
     assert open_checkpoint(tmp_path / "m.gguf").facts.architecture == "mamba"
+
+
+def test_a_folder_with_one_file_is_that_file(tmp_path):
+    model = random_model("llama")
+    file = write_gguf(tmp_path / "m.gguf", model)
+    (tmp_path / "README.md").write_text("# A model")
+    results = [specbeam.generate(specbeam.load(p), [1, 2], max_new_tokens=5).token_ids for p in (file, tmp_path)]
+    assert results[0] == results[1]
+    write_gguf(tmp_path / "other.gguf", model)
+    with pytest.raises(SpecbeamError, match=r"holds 2 GGUF files: give the path of one of them \(m.gguf, other.gguf\)"):
+        specbeam.load(tmp_path)
+
+
+def test_a_file_in_a_folder_that_is_a_link_elsewhere_is_refused(tmp_path):
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "m.gguf").symlink_to(write_gguf(tmp_path / "m.gguf", random_model("llama")))
+    with pytest.raises(SpecbeamError, match="Only files inside the folder are read"):
+        specbeam.load(tmp_path / "folder")

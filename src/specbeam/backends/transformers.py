@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -18,10 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Cache
+from transformers.pytorch_utils import Conv1D
 
 from specbeam.backends.contract import Segment
 from specbeam.backends.devices import choose_device, choose_dtype, memory_for_caches, peak_memory
 from specbeam.backends.torch.cache import TreeCache
+from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.files import read_json
 from specbeam.errors import SpecbeamError
@@ -229,14 +232,16 @@ class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return sum(s.length - len(s.tokens) for s in self._segments)
 
 
-def load_model(path: Path, device: str, dtype: str, own: str) -> Any:
+def load_model(path: Path, device: str, dtype: str, own: str, adapter: Adapter | None = None) -> Any:
     """A checkpoint as transformers loads it, folder or GGUF file.
 
     Args:
         own: the dtype of its weights.
+        adapter: is merged into them.
 
     Raises:
-        SpecbeamError: no such device or dtype, tensors are missing, or transformers cannot load it.
+        SpecbeamError: no such device or dtype, tensors are missing, transformers cannot load it, or the adapter is for
+            another model.
     """
     chosen = choose_device(device)
     folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
@@ -253,7 +258,54 @@ def load_model(path: Path, device: str, dtype: str, own: str) -> Any:
             f"{path} lacks {len(missing)} tensors of a {type(model).__name__}, among them {missing[0]}: "
             "give a complete checkpoint"
         )
+    if adapter is not None:
+        _merge(model, adapter)
     return model.to(chosen).eval()
+
+
+@torch.no_grad()
+def _merge(model: Any, adapter: Adapter) -> None:
+    """Change the weights of a model of transformers as an adapter says.
+
+    Raises:
+        SpecbeamError: the adapter does not fit the model.
+    """
+    _resize(model, adapter)
+    weights = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.is_floating_point()}
+    modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in weights}
+    uses = Counter(map(id, weights.values()))
+
+    def matrix(name: str) -> Tensor:
+        """The weight, [out, in]."""
+        return weights[name].t() if isinstance(modules[name], Conv1D) else weights[name]
+
+    adapter.check(
+        lambda name: matrix(name).shape if name in weights else None,
+        tied=[name for name, weight in weights.items() if uses[id(weight)] > 1],
+    )
+    for name in adapter.replaced:
+        own, new = name.rpartition(".")[2], adapter.replacement(name)
+        if new.shape != weights[name].shape:
+            raise SpecbeamError(
+                f"{adapter.path} replaces {name} by {list(new.shape)}, but in the base model it is "
+                f"{list(weights[name].shape)}: give its own base model"
+            )
+        weights[name] = torch.nn.Parameter(new.to(weights[name].dtype), requires_grad=False)
+        setattr(modules[name], own, weights[name])  # not tied any more, if it was
+    for name in adapter.updates:
+        weight = matrix(name)
+        weight.copy_(weight.float() + adapter.update(name, 0, len(weight)))
+
+
+def _resize(model: Any, adapter: Adapter) -> None:
+    """Give a model the vocabulary of an adapter that has an embedding and a head of its own."""
+    names = {module: f"{name}.weight" for name, module in model.named_modules()}
+    both = [
+        names[module] for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module in names
+    ]
+    rows = [adapter.shapes[adapter.replaced[name]][0] for name in both if name in adapter.replaced]
+    if len(rows) == 2 and rows[0] == rows[1]:
+        model.resize_token_embeddings(rows[0], mean_resizing=False)
 
 
 def _context_length(config: Any) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specbeam.checkpoints import hub, registry
+from specbeam.checkpoints.files import ADAPTER, check_links
 from specbeam.errors import SpecbeamError
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
@@ -50,16 +51,63 @@ def locate(source: str | os.PathLike[str], revision: str | None = None) -> Path:
     )
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
+def open_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
     """Open what lies at a path, without reading the weights.
+
+    Args:
+        path: a GGUF file; or a folder with a model as transformers saves it, with one GGUF file, or with a LoRA
+            adapter. The base model that the adapter names is then located, and fetched if need be.
+        adapter: the folder of a LoRA adapter to merge into the model's weights.
 
     Raises:
         SpecbeamError: it is no checkpoint, or a damaged one.
     """
+    if path.is_dir() and (path / ADAPTER).is_file():
+        if adapter is not None:
+            raise SpecbeamError(f"{path} is an adapter, too: load its base model with adapter={os.fspath(adapter)!r}")
+        path, adapter = _base_of(path), path
+    if path.is_dir() and not (path / "config.json").is_file():
+        path = _only_gguf(path)
     if path.is_dir():
+        from specbeam.checkpoints.adapter import Adapter
         from specbeam.checkpoints.folder import FolderCheckpoint
 
-        return FolderCheckpoint(path)
+        return FolderCheckpoint(path, None if adapter is None else Adapter(adapter))
+    if adapter is not None:
+        raise SpecbeamError(
+            f"an adapter cannot be merged into a GGUF file such as {path}: give the base model as a folder or hub id"
+        )
     from specbeam.checkpoints.gguf import GGUFCheckpoint
 
     return GGUFCheckpoint(path)
+
+
+def _base_of(folder: Path) -> Path:
+    """The base model of an adapter, as the adapter names it."""
+    from specbeam.checkpoints.adapter import Adapter
+
+    adapter = Adapter(folder)
+    if adapter.base is None:
+        raise SpecbeamError(
+            f"the adapter {folder} names no base model: load the base model with adapter={str(folder)!r}"
+        )
+    try:
+        base = locate(adapter.base, adapter.base_revision)
+        if base.is_dir() and (base / ADAPTER).is_file():
+            raise SpecbeamError(f"{base} is an adapter itself")
+    except SpecbeamError as error:
+        raise SpecbeamError(
+            f"the base model {adapter.base!r} of the adapter {folder} cannot be used: {error}. To use another base "
+            f"model, load that with adapter={str(folder)!r}"
+        ) from error
+    return base
+
+
+def _only_gguf(folder: Path) -> Path:
+    """The GGUF file of a folder; the folder itself if there is no such file."""
+    check_links(folder)
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise SpecbeamError(f"{folder} holds {len(found)} GGUF files: give the path of one of them ({names})")
+    return found[0] if found else folder

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
+from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.architecture import Architecture, tensor_names
 from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
@@ -72,9 +73,11 @@ class Checkpoint(ABC):
 
     Attributes:
         path: a folder or a file.
+        adapter: merged into the weights as they are read, if there is one.
     """
 
     path: Path
+    adapter: Adapter | None = None
 
     @property
     @abstractmethod

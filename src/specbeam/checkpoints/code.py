@@ -32,7 +32,9 @@ def check_model(folder: Path, config: Mapping[str, Any]) -> None:
     if config.get("transformers_weights") is not None:
         raise SpecbeamError(f"{folder}: config.json names a file of weights (transformers_weights): remove that key")
     if (folder / "adapter_config.json").exists():
-        raise SpecbeamError(f"{folder} holds an adapter (adapter_config.json): merge it into its model first")
+        raise SpecbeamError(
+            f"{folder} holds an adapter (adapter_config.json), for which transformers would load another model"
+        )
 
 
 def check_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from specbeam.errors import SpecbeamError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
+ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 MAX_NAME_BYTES = 255
 VOCABULARIES = ("tokenizer.json", "tokenizer.*.json", "vocab*", "*.model", "*.spm", "*.tiktoken", "tekken.json")

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
+from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.checkpoint import Checkpoint, Facts
 from specbeam.checkpoints.code import check_tokenizer, refusing
 from specbeam.checkpoints.config import Config
+from specbeam.checkpoints.families import ARCHITECTURES
 from specbeam.checkpoints.files import VOCABULARIES, WEIGHTS, check_links, read_json, weight_map
 from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.folder_config import check_counts, config_from_hugging_face
+from specbeam.checkpoints.safetensors_file import extents_of, shapes_of
 from specbeam.errors import SpecbeamError, Unsupported
 
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -28,40 +31,43 @@ DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 class FolderCheckpoint(Checkpoint):
     """A folder as ``save_pretrained`` writes it, with one safetensors file or several with an index.
 
+    Args:
+        adapter: is merged into the weights as they are read.
+
     Raises:
         SpecbeamError: a file is missing, truncated or not what its name says.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, adapter: Adapter | None = None) -> None:
+        self.path, self.adapter = path, adapter
         check_links(path)
         if not (path / "config.json").is_file():
             raise SpecbeamError(f"{path} has no config.json: give a folder as transformers saves models")
         self._config = read_json(path, "config.json")
         named = weight_map(path)
-        self._files: dict[str, Path] = {}
+        self._places: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and its name there
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._dtypes: Counter[str] = Counter()
-        for file in sorted(set(named.values())) or [path / WEIGHTS]:
+        self._weights = sorted(set(named.values())) or [path / WEIGHTS]
+        for file in self._weights:
             if not file.is_file():
                 raise SpecbeamError(
                     f"{path} has no {file.relative_to(path)}: only models saved as safetensors can be loaded"
                 )
-            try:
-                with safe_open(file, "pt") as tensors:
-                    for tensor in tensors.keys():  # noqa: SIM118  (not a dictionary)
-                        described = tensors.get_slice(tensor)
-                        self._files[tensor] = file
-                        self._shapes[tensor] = tuple(described.get_shape())
-                        self._dtypes[described.get_dtype()] += prod(self._shapes[tensor])
-            except (SafetensorError, OSError) as error:
-                raise SpecbeamError(f"{file} is damaged or not a safetensors file ({error}): fetch it again") from error
+            for tensor, (shape, dtype) in shapes_of(file).items():
+                self._places[tensor], self._shapes[tensor] = (file, tensor), shape
+                self._dtypes[dtype] += prod(shape)
         lost = sorted(set(named) - set(self._shapes))
         if lost:
             raise SpecbeamError(f"{path}: the index names tensor {lost[0]}, but its file does not have it")
         if not self._shapes:
             raise SpecbeamError(f"{path} holds no tensors")
         check_counts(self._config, self._shapes)
+
+    def _stored(self, name: str) -> str:
+        """The name of a tensor in the files. Saved without its head, as the first GPT-2 was, a model's lack a part."""
+        bare = name.partition(".")[2]
+        return bare if name not in self._shapes and bare in self._shapes else name
 
     @property
     def facts(self) -> Facts:
@@ -70,7 +76,7 @@ class FolderCheckpoint(Checkpoint):
             parameters=sum(map(prod, self._shapes.values())),
             context=number if isinstance(number := self._config.get("max_position_embeddings"), int) else None,
             quantization=self._quantized() or self.dtype,
-            size=sum(file.stat().st_size for file in set(self._files.values())),
+            size=sum(file.stat().st_size for file, _ in self.extents),
             license=self._license(),
         )
 
@@ -91,19 +97,35 @@ class FolderCheckpoint(Checkpoint):
     def config(self) -> Config:
         if quantized := self._quantized():
             raise Unsupported(f"{self.path} is quantized with {quantized}: load an unquantized folder or a GGUF file")
-        return config_from_hugging_face(self._config, self._shapes)
+        config = config_from_hugging_face(self._config, self._shapes)
+        return config if self.adapter is None else self._take_replaced(config, self.adapter)
+
+    def _take_replaced(self, config: Config, adapter: Adapter) -> Config:
+        """Find the tensors that an adapter replaces in its file. Returns the configuration that it then has."""
+        names = ARCHITECTURES[config.architecture].folder_tensors
+        both = [f"{names['embedding']}.weight", f"{names['head']}.weight"]
+        self._tied = both if config.tied_head else []
+        rows = [adapter.shapes[adapter.replaced[name]][0] for name in both if name in adapter.replaced]
+        embedding, head = map(self._stored, both)
+        if rows and config.tied_head and embedding in self._shapes:  # from now on the two are different
+            self._places[head], self._shapes[head] = self._places[embedding], self._shapes[embedding]
+        for name, new in adapter.replaced.items():
+            stored = self._stored(name)
+            self._places[stored], self._shapes[stored] = (adapter.weights, new), adapter.shapes[new]
+        return replace(config, tied_head=False, vocab_size=rows[0]) if rows else config
 
     @cached_property
     def tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        described = read_json(self.path, "tokenizer_config.json")
-        bytes_are_tokens = described.get("tokenizer_class") == "ByT5Tokenizer"
-        if not bytes_are_tokens and not any(next(self.path.glob(name), None) for name in VOCABULARIES):
+        # An adapter that adds tokens has a tokenizer of its own.
+        folder = self.path if self.adapter is None or not _has_vocabulary(self.adapter.path) else self.adapter.path
+        described = read_json(folder, "tokenizer_config.json")
+        if described.get("tokenizer_class") != "ByT5Tokenizer" and not _has_vocabulary(folder):
             return None  # transformers would make an empty one for some architectures
-        check_tokenizer(self.path, described)
-        with refusing(f"{self.path} has no tokenizer that can be loaded"):
-            return AutoTokenizer.from_pretrained(self.path, local_files_only=True, trust_remote_code=False)
+        check_tokenizer(folder, described)
+        with refusing(f"{folder} has no tokenizer that can be loaded"):
+            return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
     @cached_property
     def _generation_config(self) -> dict[str, Any]:
@@ -148,13 +170,24 @@ class FolderCheckpoint(Checkpoint):
 
     @property
     def extents(self) -> list[tuple[Path, list[Extent]]]:
-        return [(file, _extents(file)) for file in sorted(set(self._files.values()))]
+        own = [(file, extents_of(file)) for file in self._weights]
+        return own if self.adapter is None else own + self.adapter.extents
 
     def sources(self, name: str) -> list[str]:
-        # Saved without its head, as the first GPT-2 was, a model's names lack what they begin with.
-        found = super().sources(name)
-        bare = [source.partition(".")[2] for source in found]
-        return bare if found[0] not in self.shapes and bare[0] in self.shapes else found
+        return [self._stored(source) for source in super().sources(name)]
+
+    def check_tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
+        if self.adapter is not None:
+            known = {source for name in parameters for source in self.sources(name)} & set(self._shapes)
+            self.adapter.check(
+                lambda name: self.shape(stored) if (stored := self._stored(name)) in known else None, self._tied
+            )
+        super().check_tensors(parameters)
+
+    @cached_property
+    def _updates(self) -> dict[str, str]:
+        """For each tensor that an adapter updates, by its name in the files, its name in the adapter."""
+        return {} if self.adapter is None else {self._stored(name): name for name in self.adapter.updates}
 
     def shape(self, source: str) -> tuple[int, ...]:
         shape = self.shapes[source]
@@ -172,23 +205,19 @@ class FolderCheckpoint(Checkpoint):
             part, head = divmod(start // config.head_dim, config.num_heads)
             start, stop = (first := (3 * head + part) * config.head_dim), first + stop - start
         # Open the file for each piece: pages that a mapping has touched count as ours until it is closed.
-        with safe_open(self._files[source], "pt") as tensors:
-            whole = tensors.get_slice(source)
+        file, name = self._places[source]
+        with safe_open(file, "pt") as tensors:
+            whole = tensors.get_slice(name)
             transposed = architecture.stores_transposed(source)
             piece: Tensor = whole[:, start:stop].t() if transposed else whole[start:stop]
         if not piece.is_floating_point():
             raise SpecbeamError(f"{self.path}: tensor {source} holds {piece.dtype}: load an unquantized folder")
+        if self.adapter is not None and source in self._updates:
+            piece = piece.float() + self.adapter.update(self._updates[source], start, stop)
         if architecture.folder_norm_offset and source.endswith("norm.weight"):
             return piece.float() + architecture.folder_norm_offset
         return piece
 
 
-def _extents(file: Path) -> list[Extent]:
-    """Where the header and the tensors of a safetensors file lie."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
-    header.pop("__metadata__", None)
-    data = 8 + length
-    places = (tensor["data_offsets"] for tensor in header.values())
-    return [Extent(0, data, whole=True), *(Extent(data + start, end - start) for start, end in places)]
+def _has_vocabulary(folder: Path) -> bool:
+    return any(next(folder.glob(name), None) for name in VOCABULARIES)

@@ -6,7 +6,7 @@ import glob
 import os
 from pathlib import Path
 
-from specbeam.checkpoints.files import WEIGHTS, weight_map
+from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, WEIGHTS, weight_map
 from specbeam.errors import SpecbeamError
 
 DESCRIPTIONS = [
@@ -25,7 +25,8 @@ DESCRIPTIONS = [
 def fetch(repository: str, revision: str | None = None) -> Path:
     """The folder of a repository's snapshot, downloaded first if the cache lacks it.
 
-    Of the weights only the files that the index names are downloaded. Without an index that is model.safetensors.
+    Of the weights only the files that the index names are downloaded. Without an index that is model.safetensors, or
+    for an adapter adapter_model.safetensors.
     ``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN`` and the rest of huggingface_hub's environment hold.
 
     Raises:
@@ -38,7 +39,10 @@ def fetch(repository: str, revision: str | None = None) -> Path:
     at = f" at revision {revision!r}" if revision else ""
     try:
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=DESCRIPTIONS))
-        weights = {file.relative_to(folder).as_posix() for file in weight_map(folder).values()} or {WEIGHTS}
+        if (folder / ADAPTER).is_file():
+            weights = {ADAPTER_WEIGHTS}
+        else:
+            weights = {file.relative_to(folder).as_posix() for file in weight_map(folder).values()} or {WEIGHTS}
         # The name of a snapshot is its commit: a branch may have moved meanwhile.
         return Path(
             snapshot_download(repository, revision=folder.name, allow_patterns=[glob.escape(name) for name in weights])

@@ -51,6 +51,7 @@ def show(given: argparse.Namespace) -> int:
     rows = {
         "source": given.source,
         "path": checkpoint.path,
+        **({} if checkpoint.adapter is None else {"adapter": checkpoint.adapter.path}),
         "architecture": facts.architecture,
         "parameters": f"{facts.parameters:,}",
         "context": "unknown" if facts.context is None else f"{facts.context:,}",
