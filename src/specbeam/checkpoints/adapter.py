@@ -1,4 +1,4 @@
-"""LoRA adapters (Hu et al. 2021) as PEFT saves them: what they change in the weights of their base model.
+"""LoRA adapters (Hu et al. 2021) as PEFT saves them, and the changes that they make to their base model.
 
 A weight W [out, in] becomes W + s B A, with A [rank, in] and B [out, rank]. Other tensors may be replaced.
 """
@@ -23,7 +23,7 @@ PREFIX = "base_model.model."
 """PEFT puts two modules of its own around the base model."""
 FACTOR = re.compile(r"(?P<module>.+)\.(lora_[AB]\.weight|lora_embedding_[AB])")
 WRAPPED = re.compile(r"\.(modules_to_save|original_module)\.")
-"""In the names of what PEFT saves a second time, when the vocabulary has grown."""
+"""In the names of tensors that PEFT saves a second time, when the vocabulary has grown."""
 PLAIN_NAME = re.compile(r"\^?[\w.-]+")
 KEYS = {
     *("peft_type", "lora_alpha", "alpha_pattern", "use_rslora", "base_model_name_or_path", "revision"),
