@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +20,7 @@ if TYPE_CHECKING:  # it imports PyTorch, which takes a second
 
 logger = logging.getLogger("specbeam")
 BACKENDS = ("cpu", "torch", "transformers")
+quantization_was_shown = False  # in this process
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,6 +107,22 @@ def _precision(device: str, dtype: str, quantize: str) -> str:
     raise SpecbeamError(f"the cpu backend has no dtype={dtype!r}: give quantize= keep, int8, int4 or float32 instead")
 
 
+def _say_precision(lm: LanguageModel, chosen_here: bool) -> None:
+    """Log the number type of the weights at level INFO. Show it once per process if it is not the caller's choice.
+
+    Python shows only warnings where nobody set up logging, and this is no warning. So it is printed there.
+    """
+    global quantization_was_shown
+    if not chosen_here:
+        logger.info("%s: %s", lm.source, lm.precision)
+        return
+    line = f"{lm.source}: {lm.precision}; dtype='float32' for transformers' own numbers"
+    logger.info(line)
+    if not quantization_was_shown and logger.level == logging.NOTSET and not logger.hasHandlers():
+        print(f"specbeam: {line}", file=sys.stderr, flush=True)
+        quantization_was_shown = True
+
+
 def load(
     source: str | os.PathLike[str],
     *,
@@ -118,6 +136,11 @@ def load(
 ) -> LanguageModel:
     """Load a model.
 
+    On a CPU its weights are quantized unless you ask for another precision: that is fastest, but texts may differ from
+    transformers' texts. ``dtype="float32"`` gives transformers' own numbers. The line ``MODEL: int8 on cpu; ...`` says
+    so, at level INFO of the logger ``specbeam``. Where logging is not set up, the first such line of a process goes to
+    standard error. ``Stats.precision`` says it for each result.
+
     Args:
         source: an alias (``specbeam models list``), a folder as transformers saves models, a .gguf file, or a hub id.
             A folder may also hold one .gguf file, or a LoRA adapter as PEFT saves it, which names its base model.
@@ -126,8 +149,9 @@ def load(
             given, else "torch"; "transformers" if those two lack the architecture. A warning of the logger
             ``specbeam`` explains an unexpected choice.
         device: "auto" (a CUDA device if there is one, else the CPU), or a PyTorch device such as "cpu" or "cuda:1".
-        dtype: "float32", "bfloat16", "float16", or "auto". That is float32 on a CPU, elsewhere the checkpoint's own
-            half precision, or bfloat16. For the cpu backend see quantize.
+        dtype: "float32", "bfloat16", "float16", or "auto". On a CPU "auto" stands for quantized weights (see quantize),
+            or for float32 on the other two backends. On other devices it is the checkpoint's own half precision, or
+            bfloat16.
         quantize: the cpu backend's format of weights. "keep": a quantized GGUF file's own values. "int8" or "int4": in
             groups of 32. "float32". "auto": keep for a quantized GGUF file, else int8.
         threads: how many threads the cpu backend uses [$SPECBEAM_THREADS, else all processors of this process].
@@ -164,10 +188,12 @@ def load(
             from specbeam.backends.torch import TorchBackend
 
             loaded = TorchBackend(checkpoint, device, dtype)
-    return LanguageModel(
+    lm = LanguageModel(
         source=os.fspath(source),
         backend=loaded,
         tokenizer=checkpoint.tokenizer,
         eos_token_ids=checkpoint.eos_token_ids,
         generation_defaults=checkpoint.generation_defaults,
     )
+    _say_precision(lm, chosen_here=backend == "cpu" and quantize == dtype == "auto")
+    return lm

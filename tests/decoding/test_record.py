@@ -65,3 +65,32 @@ def test_no_trace_unless_asked_for(lm):
     result = specbeam.generate(lm, [1], max_new_tokens=2)
     assert result.trace is None
     assert "trace" not in result.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ({}, None),
+        ({"draft": "ngram", "num_draft_tokens": 2}, None),
+        ({"draft": "itself", "temperature": 1.0, "seed": 1}, "draft rested: it would not have paid"),
+        ({"draft": "itself", "temperature": 1.0, "seed": 1, "num_draft_tokens": 2}, None),
+        ({"draft": "ngram", "max_new_tokens": 1}, "draft made no guess: it found no likely continuation"),
+    ],
+    ids=["no draft", "used", "as slow as the target", "a size that was asked for", "no room for a guess"],
+)
+def test_the_statistics_say_why_a_draft_was_not_used(lm, options, note):
+    if options.get("draft") == "itself":
+        options = {**options, "draft": lm}
+    stats = specbeam.generate(lm, [1, 2, 1, 2], **{"max_new_tokens": 20, **options}).stats
+    assert stats.draft_note == note
+    assert (stats.drafted == 0) == (note is not None or "draft" not in options)
+
+
+def test_the_statistics_say_that_a_draft_rested_in_most_rounds(tiny):
+    """The drawn texts have nothing in common with the draft's, so that guesses soon stop to pay."""
+    lm, other = tiny("llama")[1], tiny("llama", seed=7)[1]
+    options = {"max_new_tokens": 60, "temperature": 2.0, "seed": 1, "eos_token_id": [], "trace": True}
+    result = specbeam.generate(lm, [1, 2, 3], draft=other, **options)
+    resting = sum(not entry["drafted"] for entry in result.trace)
+    assert result.stats.drafted > 0
+    assert result.stats.draft_note == f"draft rested in {resting} of {len(result.trace)} rounds: it would not have paid"

@@ -1,0 +1,52 @@
+"""Users are told which precision a model runs in: once when it is loaded, and in each result."""
+
+import json
+import logging
+
+import pytest
+from gguf import GGMLQuantizationType as Type
+
+import specbeam
+from specbeam.cli import main
+from tests.checkpoints.test_gguf import write_gguf
+from tests.conftest import random_model
+
+SIZES = {"hidden_size": 64, "intermediate_size": 64}
+
+
+@pytest.fixture(scope="module")
+def sources(save, tmp_path_factory):
+    file = write_gguf(tmp_path_factory.mktemp("file") / "model.gguf", random_model("llama", **SIZES), kind=Type.Q8_0)
+    return {"folder": save(random_model("llama", **SIZES)), "quantized file": file}
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "precision"),
+    [
+        ("folder", {}, "int8 on cpu"),
+        ("folder", {"quantize": "int4"}, "int4 on cpu"),
+        ("folder", {"dtype": "float32"}, "float32 on cpu"),
+        ("folder", {"dtype": "bfloat16", "backend": "transformers"}, "bfloat16 on cpu"),
+        ("quantized file", {}, "Q8_0 on cpu"),
+        ("quantized file", {"quantize": "int8"}, "int8 on cpu"),
+        ("quantized file", {"dtype": "float32"}, "float32 on cpu"),
+    ],
+)
+def test_precision_is_logged_and_in_the_statistics(sources, caplog, source, options, precision):
+    with caplog.at_level(logging.INFO, "specbeam"):
+        lm = specbeam.load(sources[source], device="cpu", **options)
+    advice = "" if options else "; dtype='float32' for transformers' own numbers"
+    assert caplog.messages == [f"{sources[source]}: {precision}{advice}"]
+    assert specbeam.generate(lm, [1], max_new_tokens=1).stats.precision == precision
+
+
+def test_a_quantization_that_nobody_asked_for_is_shown_once(sources, capsys, monkeypatch):
+    """Without logging set up, on standard error. The draft does not repeat it, and JSON is alone on standard output."""
+    monkeypatch.setattr(logging.getLogger("specbeam"), "propagate", False)  # as if pytest had not set up logging
+    monkeypatch.setattr(specbeam.model, "quantization_was_shown", False)  # as in a process that begins
+    target, draft = map(str, sources.values())
+    assert main(["generate", "hi", "--json", "--device", "cpu", "--model", target, "--draft", draft]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["stats"]["precision"] == "int8 on cpu"
+    shown = [line for line in err.splitlines() if "float32" in line]
+    assert shown == [f"specbeam: {target}: int8 on cpu; dtype='float32' for transformers' own numbers"]
