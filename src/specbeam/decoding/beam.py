@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -93,6 +94,8 @@ class BeamSearch:
         constrained: there may be fewer texts than beams, so only possible texts take a place of finished texts. Without
             this, transformers' rules hold: where candidates are few, forbidden ones take places too, and end the search
             under ``early_stopping``.
+        distinct: the places of finished texts hold different texts (:meth:`Stopping.text`), of equal ones the best.
+            Each text counts once among the candidates, too. Only possible texts take a place.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class BeamSearch:
         select: Select | None = None,
         bounded: bool = True,
         constrained: bool = False,
+        distinct: bool = False,
     ) -> None:
         self.tree = tree
         self.process = process
@@ -115,7 +119,8 @@ class BeamSearch:
         self.num_return_sequences = num_return_sequences
         self.select = select or (lambda scores, k: top(scores, k)[1])
         self.bounded = bounded
-        self.constrained = constrained
+        self.only_possible = constrained or distinct
+        self.distinct = distinct
         self.beams: Nodes = np.full(num_beams, tree.tip)
         self.scores = torch.full((num_beams,), FORBIDDEN_SCORE)  # at first all beams are the prompt: only one counts
         self.scores[0] = 0.0
@@ -146,8 +151,7 @@ class BeamSearch:
             return False
         self.length += 1
         self.beams, self.scores = candidates.nodes[survivors], scores
-        ended = candidates.ended & candidates.possible if self.constrained else candidates.ended
-        self.finished.compete(candidates, ended, self.length)
+        self.finished.compete(candidates, self.length)
         self.done = bool(candidates.ended.all()) or self._settled()
         return True
 
@@ -164,15 +168,24 @@ class BeamSearch:
         chosen = self.select(scores, min(self.num_candidates, len(scores)))
         beam, token = np.divmod(chosen.cpu().numpy(), logits.shape[-1])
         nodes = self.tree.add(beams[beam], token, log_probs.flatten()[chosen].cpu().numpy())
-        return Candidates(nodes, scores[chosen].cpu(), torch.from_numpy(self.stop.ended(self.tree, nodes)))
+        scores = scores[chosen].cpu()
+        ended = torch.from_numpy(self.stop.ended(self.tree, nodes))
+        competing = ended & possible(scores) if self.only_possible else ended
+        both = zip(nodes.tolist(), competing.tolist(), strict=True)
+        texts = [self.text(node) if competes else object() for node, competes in both]
+        return Candidates(nodes, scores, ended, competing, texts)
+
+    def text(self, node: int) -> Hashable:
+        """Equal for finished texts that may not both be returned."""
+        return self.stop.text(self.tree, node) if self.distinct else object()
 
     def _survivors(self, candidates: Candidates) -> tuple[NDArray[np.int64], Tensor]:
         """Indices of the candidates that become the beams, and their scores.
 
-        At the greatest length all candidates have ended. Groups and traces then show the best of them as beams.
+        At the greatest length all candidates have ended. Groups and traces then show the best texts as beams.
         """
-        scores, ended = candidates.scores, candidates.ended
-        scores, survivors = (scores if ended.all() else forbid(scores, ended)).topk(self.num_beams)
+        out = ~candidates.first if candidates.ended.all() else candidates.ended
+        scores, survivors = forbid(candidates.scores, out).topk(self.num_beams)
         return survivors.numpy(), scores
 
     def _outrank_all_but(self, rows: NDArray[np.int64], candidates: Candidates, lowest: Tensor) -> bool:
@@ -189,7 +202,7 @@ class BeamSearch:
     def _settled(self) -> bool:
         if self.finished.settled(self.scores[0], self.length, self.max_new_tokens):
             return True
-        if self.constrained and not possible(self.scores[0]):
+        if self.only_possible and not possible(self.scores[0]):
             return True  # every possible text is finished
         return self.bounded and bool(self.finished.scores[self.num_return_sequences - 1] > self._bound())
 
@@ -232,11 +245,25 @@ class Candidates:
         nodes: int64 [k].
         scores: sums of processed log-probabilities, float32 [k] on the CPU.
         ended: bool [k] on the CPU.
+        competing: those that may take a place of finished texts, bool [k] on the CPU.
+        texts: equal for candidates that may not both have a place, [k].
     """
 
     nodes: Nodes
     scores: Tensor
     ended: Tensor
+    competing: Tensor
+    texts: list[Hashable]
+
+    @cached_property
+    def first(self) -> Tensor:
+        """Which candidates are the best of their text, bool [k]. They may have been drawn, so sort them by score."""
+        best: dict[Hashable, int] = {}
+        for i in self.scores.argsort(descending=True, stable=True).tolist():
+            best.setdefault(self.texts[i], i)
+        first = torch.zeros(len(self.texts), dtype=torch.bool)
+        first[[*best.values()]] = True
+        return first
 
     @property
     def possible(self) -> Tensor:
@@ -266,6 +293,7 @@ class Finished:
         possible: bool [places]. False also for forbidden texts that took a place because there were fewer candidates
             than places.
         scores: log-probability / length ** length_penalty, float32 [places].
+        texts: as of candidates, [places].
     """
 
     def __init__(self, places: int, length_penalty: float, early_stopping: bool | str) -> None:
@@ -273,6 +301,7 @@ class Finished:
         self.ended = np.zeros(places, dtype=bool)
         self.possible = np.zeros(places, dtype=bool)
         self.scores = torch.full((places,), FORBIDDEN_SCORE)
+        self.texts: list[Hashable] = [object() for _ in range(places)]
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
 
@@ -280,21 +309,33 @@ class Finished:
     def full(self) -> bool:
         return bool(self.ended.all())
 
-    def compete(self, candidates: Candidates, ended: Tensor, length: int) -> None:
-        """Let the candidates that have ended, bool [k], compete for the places.
+    def compete(self, candidates: Candidates, length: int) -> None:
+        """Let candidates compete for the places. Of equal texts, the best keeps its place or gets one.
 
-        Only the first candidates take part, as many as there are places. The others fill up the beams.
+        Only the first texts among the candidates take part, as many as there are places. The others fill up the beams.
         """
         if self.early_stopping is True and self.full:
             return
         places = len(self.nodes)
-        competing = ended.clone()
-        competing[places:] = False
-        scores = forbid(candidates.scores / length**self.length_penalty, ~competing)
-        self.scores, best = torch.cat([self.scores, scores]).topk(places)
+        competing = candidates.competing & candidates.first & (candidates.first.cumsum(0) <= places)
+        scores = candidates.scores / length**self.length_penalty
+        for i in competing.nonzero().flatten().tolist():
+            if candidates.texts[i] in self.texts:
+                place = self.texts.index(candidates.texts[i])
+                if scores[i] > self.scores[place]:
+                    self._empty(place)
+                else:
+                    competing[i] = False
+        self.scores, best = torch.cat([self.scores, forbid(scores, ~competing)]).topk(places)
         self.nodes = np.concatenate([self.nodes, candidates.nodes])[best.numpy()]
         self.ended = np.concatenate([self.ended, competing.numpy()])[best.numpy()]
         self.possible = np.concatenate([self.possible, (competing & candidates.possible).numpy()])[best.numpy()]
+        texts = [*self.texts, *candidates.texts]
+        self.texts = [texts[i] for i in best.tolist()]
+
+    def _empty(self, place: int) -> None:
+        self.nodes[place], self.scores[place], self.texts[place] = -1, FORBIDDEN_SCORE, object()
+        self.ended[place] = self.possible[place] = False
 
     def settled(self, best_running: Tensor, length: int, max_new_tokens: int) -> bool:
         """Whether transformers' rules end the search, given the best beam's log-probability and its length."""
@@ -359,8 +400,11 @@ class DiverseBeamSearch:
             yield from self.hypotheses()
 
     def hypotheses(self) -> list[Hypothesis]:
-        found = [hypothesis for group in self.groups for hypothesis in group.hypotheses()]
-        return sorted(found, key=lambda h: -h.score)[: self.groups[0].num_return_sequences]
+        found = sorted((h for group in self.groups for h in group.hypotheses()), key=lambda h: -h.score)
+        best: dict[Hashable, Hypothesis] = {}
+        for hypothesis in found:
+            best.setdefault(self.groups[0].text(hypothesis.node), hypothesis)
+        return [*best.values()][: self.groups[0].num_return_sequences]
 
 
 def draw_without_replacement(generator: torch.Generator) -> Select:

@@ -23,7 +23,7 @@ class Stopping:
         eos_token_ids: tokens that end the sequence.
         max_length: the largest number of tokens, prompt and generated text together.
         stop_strings: strings that end the sequence when its text contains one.
-        decode: makes text of token ids.
+        decode: makes text of token ids; None without a tokenizer. Then there are no stop strings.
     """
 
     def __init__(
@@ -31,13 +31,14 @@ class Stopping:
         eos_token_ids: frozenset[int],
         max_length: int,
         stop_strings: tuple[str, ...],
-        decode: Callable[[list[int]], str],
+        decode: Callable[[list[int]], str] | None,
     ) -> None:
         self.eos_token_ids = eos_token_ids
         self._eos = np.array(sorted(eos_token_ids), dtype=np.int64)
         self.max_length = max_length
         self.stop_strings = stop_strings
-        self._detokenizer = Detokenizer(decode, reach=max(map(len, stop_strings), default=0))
+        self._decode = decode
+        self._detokenizer = Detokenizer(decode or (lambda _: ""), reach=max(map(len, stop_strings), default=0))
         self._text_ends: dict[int, TextEnd] = {}  # by node
         self._most_text_ends = MIN_TEXTS_TO_FORGET
 
@@ -58,6 +59,17 @@ class Stopping:
             if any(s in text for s in self.stop_strings):
                 return "stop"
         return "length" if tree.depths(node) + 1 >= self.max_length else None
+
+    def text(self, tree: Tree, node: int) -> str | tuple[int, ...]:
+        """The generated text down to a node, up to the first stop string. Without a tokenizer: tokens, without the end.
+
+        Two sequences are the same text if it is equal for both.
+        """
+        tokens = tree.new_tokens(node)
+        if self._decode is None:
+            return tuple(tokens[:-1] if tokens[-1] in self.eos_token_ids else tokens)
+        text = self._decode(tokens)
+        return text[: min((at for s in self.stop_strings if (at := text.find(s)) >= 0), default=len(text))]
 
     def _text_end(self, tree: Tree, node: int) -> TextEnd:
         """The end of the generated text down to a node."""

@@ -422,7 +422,7 @@ def _make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> S
         options=options,
         tree=tree,
         process=Processors(options, eos, forced),
-        stop=Stopping(eos, max_length, options.stop_strings, lm.decode),
+        stop=Stopping(eos, max_length, options.stop_strings, None if lm.tokenizer is None else lm.decode),
         record=Record(tree, options.trace),
         warp=Warpers(options),
         generator=seeded(options.seed),

@@ -80,6 +80,7 @@ def make_search(setup: Setup) -> BeamSearch | DiverseBeamSearch:
         early_stopping=False if options.early_stopping is None else options.early_stopping,
         select=draw_without_replacement(setup.generator) if options.samples else None,
         constrained=options.constraint is not None,
+        distinct=options.is_distinct,
     )
     groups = options.num_beam_groups
     if groups == 1:

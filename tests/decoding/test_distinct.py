@@ -1,0 +1,194 @@
+"""Distinct n-best: against a list of all texts, against the search written out over whole texts, and with drafts."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+import specbeam
+from specbeam import SpecbeamError, TokenTrie
+from tests.conftest import examples, random_model
+
+VOCABULARY = {"a": 0, "b": 1, "ab": 2, "ba": 3, "<e>": 4, "<end>": 5}
+ENDS = [4, 5]
+PROMPT = [3, 0]
+TINY = {"vocab_size": 6, "eos_token_id": 4, "bos_token_id": 0, "initializer_range": 0.25}
+
+
+def text_of(tokens):
+    return "".join(text for token in tokens for text, number in VOCABULARY.items() if number == token and token < 4)
+
+
+@pytest.fixture(scope="session")
+def spellings(save):
+    """Tiny models by seed, as transformers and as we run them. Two tokens end their texts, and texts have spellings."""
+    made = {}
+
+    def spellings(seed):
+        if seed not in made:
+            tokenizer = Tokenizer(models.BPE(VOCABULARY, [("a", "b"), ("b", "a")]))
+            tokenizer.decoder = decoders.Fuse()
+            tokenizer.add_special_tokens(["<e>", "<end>"])
+            fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
+            model = random_model("llama", seed=seed, **TINY)
+            made[seed] = model, specbeam.load(save(model, fast), device="cpu", dtype="float32")
+        return made[seed]
+
+    return spellings
+
+
+class LogProbs:
+    """Log-probabilities of the next token after the prompt and some tokens, by transformers' model."""
+
+    def __init__(self, model):
+        self.model = model
+        self.rows = {}
+
+    def __call__(self, text):
+        if text not in self.rows:
+            with torch.no_grad():
+                self.rows[text] = self.model(torch.tensor([[*PROMPT, *text]])).logits[0, -1].log_softmax(-1).tolist()
+        return self.rows[text]
+
+
+def all_texts(log_probs, length):
+    """The score of every text of at most this length, by its decoded text: of several spellings the best."""
+    best, growing = {}, {(): 0.0}
+    for _ in range(length):
+        grown = {
+            (*text, token): score + log_probs(text)[token] for text, score in growing.items() for token in range(6)
+        }
+        growing = {text: score for text, score in grown.items() if text[-1] not in ENDS and len(text) < length}
+        for text, score in grown.items():
+            if text not in growing:
+                best[text_of(text)] = max(score, best.get(text_of(text), -1e9))
+    return best
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_with_a_beam_for_every_text_the_result_is_all_distinct_texts_in_order(spellings, seed):
+    model, lm = spellings(seed)
+    expected = all_texts(LogProbs(model), 3)
+    order = sorted(expected, key=expected.get, reverse=True)
+    options = {"eos_token_id": ENDS, "max_new_tokens": 3, "length_penalty": 0.0, "num_beams": 64}
+    for n in (1, 5, len(order)):
+        result = specbeam.generate(lm, PROMPT, num_return_sequences=n, distinct=True, **options)
+        assert [s.text for s in result.sequences] == order[:n]
+        assert [s.score for s in result.sequences] == pytest.approx([expected[t] for t in order[:n]], abs=1e-4)
+    both = specbeam.generate(lm, PROMPT, num_return_sequences=20, **options)
+    assert len({s.text for s in both.sequences}) < 20  # what transformers returns
+
+
+def written_out(log_probs, num_beams, length, length_penalty, early_stopping):
+    """Beam search over whole texts with different texts in the places, best first: [(text, score)]."""
+    beams, places = [((), 0.0)], {}
+    for step in range(1, length + 1):
+        grown = [((*text, t), score + log_probs(text)[t]) for text, score in beams for t in range(6)]
+        grown = sorted(grown, key=lambda pair: -pair[1])[: 3 * num_beams]
+        beams, seen = [], {}
+        for tokens, score in grown:
+            if tokens[-1] in ENDS or step == length:
+                seen.setdefault(text_of(tokens), (len(seen), score))
+            else:
+                seen[tokens] = len(seen), None
+                beams.append((tokens, score))
+        stopped = early_stopping is True and len(places) == num_beams
+        for text, (rank, score) in seen.items():
+            if rank < num_beams and score is not None and not stopped:
+                places[text] = max(score / step**length_penalty, places.get(text, -1e9))
+        places = dict(sorted(places.items(), key=lambda pair: -pair[1])[:num_beams])
+        beams = beams[:num_beams]
+        if not beams or len(places) < num_beams:
+            continue
+        hopeful = length if early_stopping == "never" and length_penalty > 0 else step
+        if early_stopping is True or beams[0][1] / hopeful**length_penalty <= min(places.values()):
+            break
+    return [*places.items()]
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "model", "same"])
+@settings(max_examples=examples(2.0))
+@given(
+    seed=st.integers(0, 3),
+    num_beams=st.integers(2, 8),
+    length=st.integers(1, 7),
+    length_penalty=st.sampled_from([0.0, 1.0, 2.0, -1.0]),
+    early_stopping=st.sampled_from([False, True, "never"]),
+    data=st.data(),
+)
+def test_distinct_beams_are_the_search_written_out_with_any_draft(
+    spellings, draft, seed, num_beams, length, length_penalty, early_stopping, data
+):
+    model, lm = spellings(seed)
+    drafts = {"model": spellings(seed + 1)[1], "same": lm}
+    options = {"num_beams": num_beams, "length_penalty": length_penalty, "early_stopping": early_stopping}
+    expected = written_out(LogProbs(model), length=length, **options)
+    n = data.draw(st.integers(1, num_beams))
+    options |= {"max_new_tokens": length, "eos_token_id": ENDS, "distinct": True, "num_return_sequences": n}
+    if draft is not None:
+        options |= {
+            "draft": drafts.get(draft, draft),
+            "num_draft_tokens": 3,
+            "draft_width": data.draw(st.integers(1, 8)),
+        }
+    result = specbeam.generate(lm, PROMPT, **options)
+    assert [s.text for s in result.sequences] == [text for text, _ in expected[:n]]
+    assert [s.score for s in result.sequences] == pytest.approx([score for _, score in expected[:n]], abs=1e-4)
+    assert [s.text for s in specbeam.nbest(lm, PROMPT, **options)] == [text for text, _ in expected[:n]]
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_four_cities_are_four_texts(spellings, draft):
+    """The issue's example: two end tokens, and as many beams as outputs."""
+    for seed, count in itertools.product(range(3), (2, 3, 4)):
+        _, lm = spellings(seed)
+        trie = TokenTrie([[0, 0], [0, 1, 1], [1], [1, 3, 0]][:count])
+        options = {"constraint": trie, "num_beams": count, "num_return_sequences": count, "eos_token_id": ENDS}
+        texts = [s.text for s in specbeam.generate(lm, PROMPT, draft=draft, **options).sequences]
+        assert sorted(texts) == sorted(["aa", "abb", "b", "bbaa"][:count])
+        assert [s.text for s in specbeam.nbest(lm, PROMPT, draft=draft, **options)] == texts
+
+
+def test_beams_end_an_output_with_the_likeliest_end_token(spellings):
+    model, lm = spellings(0)
+    log_probs = LogProbs(model)
+    options = {"constraint": TokenTrie([[0], [1, 1]]), "num_beams": 4, "num_return_sequences": 4, "distinct": False}
+    sequences = specbeam.generate(lm, PROMPT, eos_token_id=ENDS, **options).sequences
+    assert len(sequences) == 2
+    for sequence in sequences:
+        *output, end = sequence.token_ids
+        assert end == max(ENDS, key=lambda token: log_probs(tuple(output))[token])
+
+
+def test_samples_in_a_trie_may_end_with_any_end_token(spellings):
+    _, lm = spellings(0)
+    options = {"constraint": TokenTrie([[0]]), "eos_token_id": ENDS, "do_sample": True, "num_return_sequences": 50}
+    found = {s.token_ids[-1] for s in specbeam.generate(lm, PROMPT, seed=1, **options).sequences}
+    assert found == {*ENDS}
+
+
+def test_without_a_tokenizer_texts_are_their_tokens_without_the_end(spellings):
+    model, _ = spellings(0)
+    lm = specbeam.hf.wrap(model)
+    options = {"num_beams": 24, "num_return_sequences": 24, "max_new_tokens": 3, "eos_token_id": ENDS, "distinct": True}
+    texts = [s.token_ids for s in specbeam.generate(lm, PROMPT, **options).sequences]
+    stripped = [tuple(t for t in text if t not in ENDS) for text in texts]
+    assert len({*stripped}) == 24
+    assert len({text_of(text) for text in texts}) < 24  # spellings of one text
+
+
+def test_groups_and_drawn_beams_return_each_text_once(spellings):
+    _, lm = spellings(1)
+    options = {"num_beams": 6, "num_return_sequences": 6, "max_new_tokens": 4, "eos_token_id": ENDS, "distinct": True}
+    for how in ({"num_beam_groups": 2, "diversity_penalty": 0.1}, {"temperature": 2.0, "seed": 3}):
+        texts = [s.text for s in specbeam.generate(lm, PROMPT, **options, **how).sequences]
+        assert len(texts) == len({*texts}) > 2
+
+
+def test_distinct_needs_beams(spellings):
+    with pytest.raises(SpecbeamError, match="distinct=True has no effect without beams"):
+        specbeam.generate(spellings(0)[1], PROMPT, distinct=True)
