@@ -185,7 +185,7 @@ def test_the_output_can_be_a_file(run, tmp_path, name):
     (tmp_path / name).write_text("of an earlier run")
     status, out, err = run(*arguments, "--output", str(tmp_path / name))
     assert (status, out) == (0, "")
-    assert len(err.splitlines()) == (2 if name == "texts.txt" else 0)
+    assert err == f"[2 prompts, 0 failed, in {tmp_path / name}]\n"
     written = (tmp_path / name).read_text("utf-8")
     if name == "texts.txt":
         assert written == expected
@@ -444,6 +444,29 @@ def test_ctrl_c_keeps_the_partial_result(endless, capsys, monkeypatch):
     assert result["finish_reason"] == "cancelled"
     assert len(result["token_ids"]) == 4
     assert err == "specbeam: interrupted\n"
+
+
+def test_ctrl_c_leaves_no_half_output(folder, tmp_path, capsys, monkeypatch):
+    """The second of two texts is interrupted, after the first was written."""
+    (tmp_path / "p.jsonl").write_text('{"prompt": "hi", "max_new_tokens": 1}\n"hi"\n')
+    forward, passes = CpuBackend.forward, []
+
+    def interrupted(self, segments):
+        passes.append(segments)
+        if len(passes) == 4:
+            raise KeyboardInterrupt
+        return forward(self, segments)
+
+    monkeypatch.setattr(CpuBackend, "forward", interrupted)
+    for before in (None, "of an earlier run"):
+        passes.clear()
+        if before is not None:
+            (tmp_path / "texts.txt").write_text(before)
+        output = str(tmp_path / "texts.txt")
+        assert main(["generate", "--prompts", str(tmp_path / "p.jsonl"), "--output", output, "--model", folder]) == 130
+        assert capsys.readouterr().err == f"specbeam: interrupted: {output} was not written\n"
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["p.jsonl", *(["texts.txt"] if before else [])]
+    assert (tmp_path / "texts.txt").read_text() == before
 
 
 def test_a_reader_that_goes_away_is_no_crash(folder):

@@ -94,7 +94,11 @@ def run(given: argparse.Namespace) -> int:
     options = [options_of_row(given, row) for row in rows]
     check_sources(given)
     with printing_to(given.output) as out:
-        return generate(given, rows, options, out)
+        failed = generate(given, rows, options, out)
+    if out is not sys.stdout:
+        prompts = "1 prompt" if len(rows) == 1 else f"{len(rows):,} prompts"
+        print(f"[{prompts}, {failed:,} failed, in {given.output}]", file=sys.stderr)
+    return FAILED if failed else 0
 
 
 def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
@@ -122,7 +126,7 @@ def resembles(name: str, names: list[str]) -> bool:
 
 
 def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Options], out: TextIO) -> int:
-    """Generate the texts and print them. Returns the exit status."""
+    """Generate the texts and print them. Returns how many prompts failed."""
     from specbeam.engine import Engine
     from specbeam.prompts import show_prompt
 
@@ -146,15 +150,17 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
             printer.print_ready()
         printer.print_ready()
     except KeyboardInterrupt:
+        if out is not sys.stdout:
+            raise KeyboardInterrupt(f"{given.output} was not written") from None
         finished = sum(request.done for request in requests)
         for request in requests:
             request.cancel()
         engine.step()  # ends the cancelled requests without another pass
         printer.print_ready()
-        said = [f"{finished} of {len(rows)} prompts were finished"] if len(rows) > 1 else []
-        said += [] if out is sys.stdout else [f"{given.output} was not written"]
-        raise KeyboardInterrupt(*([", ".join(said)] if said else [])) from None
-    return FAILED if printer.failed else 0
+        if len(rows) > 1:
+            raise KeyboardInterrupt(f"{finished:,} of {len(rows):,} prompts were finished") from None
+        raise
+    return printer.failed
 
 
 class Printer:
@@ -214,7 +220,8 @@ class Printer:
                 self._print(*texts(result))
             if result.trace is not None:
                 self._print(*show_trace(result.trace, colour=self.out.isatty() and "NO_COLOR" not in os.environ))
-            self._print(summary(result), file=sys.stderr)
+            if self.out is sys.stdout or self.number_of_prompts == 1:
+                self._print(summary(result), file=sys.stderr)
         if not self.waiting:
             self.bar.close()
 
