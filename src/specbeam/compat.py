@@ -25,7 +25,8 @@ def argument_of_generate(name: str) -> Any:
     """An argument that the caller gave to ``model.generate``, for the function given to it as ``custom_generate``.
 
     ``generate`` takes each argument of its own signature for itself, and passes on only the arguments that it does not
-    know. A draft model or a streamer would be lost without a word. So this reads the frame of ``generate``.
+    know. A draft model or a streamer would be lost without a word. So this reads the frame of ``generate``. A tokenizer
+    is lost even there, but not in the frame of its decorator, ``torch.no_grad``.
 
     Returns:
         None if the calling function was not called by ``generate``.
@@ -34,7 +35,12 @@ def argument_of_generate(name: str) -> Any:
     generate = frame.f_back.f_back if frame and frame.f_back else None
     if generate is None or generate.f_code is not inspect.unwrap(GenerationMixin.generate).__code__:
         return None
-    return generate.f_locals.get(name)
+    if name in generate.f_locals:
+        return generate.f_locals[name]
+    decorator = generate.f_back
+    if decorator is None or decorator.f_code is not GenerationMixin.generate.__code__:
+        return None
+    return decorator.f_locals["kwargs"].get(name)
 
 
 class DecoderPositions:

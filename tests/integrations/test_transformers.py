@@ -11,12 +11,10 @@ from transformers import (
     EncoderRepetitionPenaltyLogitsProcessor,
     EosTokenCriteria,
     LogitsProcessorList,
-    MaxTimeCriteria,
     MinLengthLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
-    TextStreamer,
     TopKLogitsWarper,
     TopPLogitsWarper,
     TypicalLogitsWarper,
@@ -24,7 +22,7 @@ from transformers import (
 )
 
 from specbeam import Engine, SpecbeamError, hf
-from tests.conftest import byte_tokenizer, examples, in_thorough_mode, random_model
+from tests.conftest import examples, in_thorough_mode, random_model
 
 VOCAB, PAD = 20, 0
 PREFERRED = torch.arange(VOCAB) % 3 == 0
@@ -238,12 +236,6 @@ def test_a_callers_own_processor_of_a_known_kind_counts(model):
         ({"forced_bos_token_id": -1}, "forced_bos_token_id: the token -1"),
         ({"bad_words_ids": [[3], [4, VOCAB]]}, "bad_words_ids: the token 20"),
         ({"sequence_bias": {(VOCAB,): 1.0}}, "sequence_bias: the token 20"),
-        ({"stopping_criteria": StoppingCriteriaList([lambda ids, scores: False])}, "stopping criterion function"),
-        ({"max_time": 1.0}, MaxTimeCriteria.__name__),
-        ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
-        ({"return_dict_in_generate": True, "output_logits": True}, "output_logits"),
-        ({"return_dict_in_generate": True, "output_scores": True}, "output_scores without beams"),
-        ({"streamer": TextStreamer(byte_tokenizer())}, "streamer"),
         ({"attention_mask": torch.tensor([[1, 0, 1]])}, "pad prompts on the left"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "pad prompts on the left"),
         ({"position_ids": torch.tensor([[4, 5, 6]])}, "position_ids"),

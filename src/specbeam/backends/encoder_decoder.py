@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -65,11 +66,16 @@ class EncoderDecoderBackend(TransformersBackend[SourceCache]):
     @torch.no_grad()
     def encode(self, cache: SourceCache, source: list[int]) -> None:
         ids = torch.tensor([source], device=self.device)
-        cache.states = self.model.get_encoder()(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        read = self.model.get_encoder()(input_ids=ids, attention_mask=torch.ones_like(ids))
+        self._attend_to(cache, read.last_hidden_state)
+
+    def _attend_to(self, cache: SourceCache, states: Tensor) -> None:
+        """Keep the encoder's output, [1, tokens, features], with its keys and values for cross-attention."""
+        cache.states = states
         # Run one dummy token to fill transformers' cross-attention cache.
         filled = EncoderDecoderCache(DynamicCache(), DynamicCache())
         self.model(
-            decoder_input_ids=torch.zeros_like(ids[:, :1]),
+            decoder_input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device),
             encoder_outputs=BaseModelOutput(cache.states),
             past_key_values=filled,
             use_cache=True,
@@ -104,6 +110,28 @@ class EncoderDecoderBackend(TransformersBackend[SourceCache]):
         tokens = [s.cache.states.shape[1] for s in segments]
         trees = np.arange(len(segments))
         return self._mask(np.repeat(trees, nodes)[:, None] == np.repeat(trees, tokens))
+
+
+class EncodedBackend(EncoderDecoderBackend):
+    """The same for source texts that the encoder has read already.
+
+    Args:
+        start_token_ids: the tokens that each text begins with.
+        states: the encoder's output for each source text, [tokens, features] by its token ids.
+    """
+
+    def __init__(self, model: Any, start_token_ids: list[int], states: Mapping[tuple[int, ...], Tensor]) -> None:
+        self._states = states
+        super().__init__(model)
+        self.start_token_ids = start_token_ids
+
+    @torch.no_grad()
+    def encode(self, cache: SourceCache, source: list[int]) -> None:
+        states = self._states.get(tuple(source))
+        if states is None:  # the token that a slot is measured with
+            super().encode(cache, source)
+        else:
+            self._attend_to(cache, states[None])
 
 
 def backend_of(model: Any) -> CausalBackend | EncoderDecoderBackend:

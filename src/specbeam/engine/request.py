@@ -397,10 +397,12 @@ def _make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> S
         SpecbeamError: a prompt as long as the context, or an option that the model cannot honour.
     """
     backend = lm.backend
-    if len(prompt_ids) >= backend.context_length:
+    follows = backend.start_token_ids is None  # with an encoder, the text does not follow the prompt
+    if len(prompt_ids) + follows > backend.context_length:
+        too = ", which must hold at least one new token too" if follows else ""
         raise SpecbeamError(
-            f"the prompt has {len(prompt_ids)} tokens, but {lm.source} has a context of {backend.context_length}, "
-            "which must hold at least one new token too: shorten the prompt"
+            f"the prompt has {len(prompt_ids)} tokens, but {lm.source} has a context of {backend.context_length}"
+            f"{too}: shorten the prompt"
         )
     if options.stop_strings and lm.tokenizer is None:
         raise SpecbeamError(f"stop_strings need a text to look in, and {lm.source} has no tokenizer: leave them out")
@@ -411,7 +413,6 @@ def _make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> S
         raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {backend.vocab_size}")
     if options.constraint is not None and not eos:
         raise SpecbeamError("a constraint needs a token that ends the text, and the model lacks one: give eos_token_id")
-    # With an encoder, the text does not follow the prompt.
     begin = prompt_ids if backend.start_token_ids is None else backend.start_token_ids
     max_length = min(len(begin) + options.max_new_tokens, backend.context_length)
     own = {} if options.bad_words_ids is None else {"bad_words_ids": None}

@@ -1,33 +1,31 @@
 """Inside transformers: wrap a loaded model, and decode for ``model.generate``.
 
 model.generate(**inputs, num_beams=4, custom_generate=specbeam.hf.generate)
+model.generate(**inputs, num_beams=4, draft="ngram", custom_generate=specbeam.hf.generate)
 model.generate(**inputs, num_beams=4, assistant_model=small, custom_generate=specbeam.hf.generate)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, MaxLengthCriteria
+from transformers import EosTokenCriteria, MaxLengthCriteria, PreTrainedModel, StopStringCriteria
 from transformers.generation import (
     GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
     GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
     PrefixConstrainedLogitsProcessor,
 )
 
-from specbeam.backends.encoder_decoder import backend_of
+from specbeam.backends.encoder_decoder import EncodedBackend, backend_of
 from specbeam.compat import argument_of_generate
-from specbeam.decoding import Strategy
-from specbeam.decoding.beam import BeamSearch, beam_search
-from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.speculative_beam import speculative_beam_search
-from specbeam.engine import Engine, Setup
-from specbeam.engine.strategies import make_search
+from specbeam.engine import Engine, Request
 from specbeam.errors import SpecbeamError
 from specbeam.integrations.transformers_processors import (
     Row,
@@ -35,11 +33,12 @@ from specbeam.integrations.transformers_processors import (
     options_of,
     unsupported,
 )
+from specbeam.integrations.transformers_steps import Details, Steps
 from specbeam.model import LanguageModel
+from specbeam.options import MAX_DRAFT_SIZES
 
 GENERATION_MODES = ("greedy_search", "sample", "beam_search", "beam_sample")
 OTHER_MODES = (
-    "prompt_lookup_num_tokens",
     "use_mtp",
     "assistant_early_exit",
     "penalty_alpha",
@@ -49,8 +48,17 @@ OTHER_MODES = (
     "force_words_ids",
 )
 """Options that ask for another generation mode."""
+READ_ARGUMENTS = ("attention_mask", "position_ids", "encoder_outputs", "decoder_attention_mask")
+"""Arguments of the model's forward that specbeam understands."""
 IGNORED_ARGUMENTS = ("use_cache", "logits_to_keep", "cache_position")
 """Arguments that transformers passes on to the model's forward, and that specbeam decides itself."""
+OUTPUTS = {
+    (False, False): GenerateDecoderOnlyOutput,
+    (False, True): GenerateBeamDecoderOnlyOutput,
+    (True, False): GenerateEncoderDecoderOutput,
+    (True, True): GenerateBeamEncoderDecoderOutput,
+}
+"""The classes for ``return_dict_in_generate``: by whether the model has an encoder, and whether there are beams."""
 
 
 def wrap(model: Any, tokenizer: Any = None) -> LanguageModel:
@@ -83,46 +91,88 @@ def generate(
     generation_config: Any,
     assistant_model: Any = None,
     streamer: Any = None,
+    *,
+    draft: Any = None,
+    prompt_lookup_num_tokens: int | None = None,
+    stop_strings: str | Sequence[str] | None = None,
+    tokenizer: Any = None,
+    inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Any:
     """Decode as ``model.generate`` does: to be given to it as ``custom_generate``, which calls it with these arguments.
 
-    Greedy search and beam search return what transformers returns; with ``assistant_model`` too, in fewer passes of the
-    model, and for beams as well. Samples have the same distribution, but other draws. ``torch.manual_seed`` makes
-    them repeatable. Samples of one prompt share its pass. A text ends where the model's context ends.
+    Greedy search and beam search return what transformers returns; with a draft too, in fewer passes of the model, and
+    for beams as well. Samples have the same distribution, but other draws. ``torch.manual_seed`` makes them repeatable.
+    Samples of one prompt share its pass. A text ends where the model's context ends.
 
-    Logits processors and ``prefix_allowed_tokens_fn`` get the token ids that transformers gives them, padding included.
-    The texts of a call have the same length and prompt. They may be in any order, so processors must depend on their
-    arguments alone.
+    Logits processors, ``prefix_allowed_tokens_fn`` and stopping criteria get the token ids that transformers gives
+    them, padding included. The texts of a call have the same length and prompt. They may be in any order, so these
+    functions must depend on their arguments alone. A stopping criterion may also depend on the time. It is called after
+    each new token, and not for guesses.
+
+    Args:
+        assistant_model: a draft model: a loaded model of transformers. transformers warns that beams ignore it, because
+            its own beams do. With ``draft`` there is no warning.
+        streamer: gets the prompt, and each token as soon as it is certain. Not with beams.
+        draft: the same as ``assistant_model``, or a model that :func:`specbeam.load` returned, "ngram", "suffix", or an
+            automaton that :func:`specbeam.suffix_automaton` returned.
+        prompt_lookup_num_tokens: the n-gram draft, with at most this many tokens ahead.
+        stop_strings: end a text where one of these ends, as ``StopStringCriteria`` does. Needs the tokenizer.
+        tokenizer: for stop strings, and for a draft that :func:`specbeam.load` returned with another vocabulary.
+        inputs_tensor: the encoder's token ids, which transformers gives.
 
     Returns:
         The texts, prompts included, int64 [batch * num_return_sequences, length], padded with pad_token_id. Where that
-        is 0, beams are padded with the first eos_token_id, as in transformers. With ``return_dict_in_generate`` a
-        ``GenerateDecoderOnlyOutput`` with ``sequences``, or for beams a ``GenerateBeamDecoderOnlyOutput`` with
-        ``sequences`` and ``sequences_scores``, without the scores of each step.
+        is 0, beams are padded with the first eos_token_id, as in transformers. With ``return_dict_in_generate`` the
+        output of transformers with ``sequences``. With beams it has ``sequences_scores`` and ``beam_indices``, int32
+        [batch * num_return_sequences, new tokens]. With ``output_scores`` it has ``scores``, float32
+        [batch * num_beams, vocab] per step, without beams [batch * num_return_sequences, vocab]. With ``output_logits``
+        it has ``logits`` of the same shape. After the end of a text the padding has the score 0, and all other tokens
+        have -inf.
 
     Raises:
         SpecbeamError: an option that specbeam lacks, or a model or a prompt that it cannot decode.
     """
-    _refuse(model.config.is_encoder_decoder, "models with an encoder, which specbeam.generate does after hf.wrap")
     assistant_model = assistant_model or argument_of_generate("assistant_model")
-    _refuse((streamer or argument_of_generate("streamer")) is not None, "a streamer")
+    tokenizer = tokenizer or argument_of_generate("tokenizer")
+    theirs = argument_of_generate("streamer")  # it has the prompt already
     beams = generation_config.num_beams or 1
-    returned = generation_config.num_return_sequences or 1
-    do_sample = bool(generation_config.do_sample)
     _check_config(generation_config, beams, assistant_model is not None)
+    if beams > 1 and (streamer or theirs) is not None:
+        raise SpecbeamError(
+            "`streamer` cannot be used with beam search: set num_beams to 1. To stream the text that all beams share, "
+            "use specbeam.stream(specbeam.hf.wrap(model, tokenizer), prompt, num_beams=...)"
+        )
+    _check_arguments(model_kwargs)
+    lm = replace(wrap(model, tokenizer if isinstance(draft, LanguageModel) else None), generation_defaults={})
+    if model.config.is_encoder_decoder:
+        backend, prompts = _encoded_sources(model, input_ids, inputs_tensor, model_kwargs)
+        lm, padding = replace(lm, backend=backend), [0] * len(input_ids)
+    else:
+        padding = _padding(input_ids, model_kwargs)
+        prompts = [row[n:].tolist() for row, n in zip(input_ids, padding, strict=True)]
+    lookup = prompt_lookup_num_tokens or generation_config.prompt_lookup_num_tokens
+    how = _draft(lm, draft=draft, assistant_model=assistant_model, prompt_lookup_num_tokens=lookup)
+    check_processors(logits_processor, lm.backend.vocab_size)
+    eos, criteria = _ends(stopping_criteria, stop_strings, tokenizer)
+    if criteria and eos is None and beams == 1 and len(input_ids) > 1:
+        raise SpecbeamError(
+            "stopping_criteria of several texts need an eos_token_id: without one, transformers goes on with texts "
+            "that have ended. Give one, or generate one text per call"
+        )
 
-    engine = Engine(replace(wrap(model), generation_defaults={}))  # transformers has filled them in
-    check_processors(logits_processor, engine.lm.backend.vocab_size)
-    padding = _padding(input_ids, model_kwargs)
-    eos = _eos_token_ids(stopping_criteria)
     length = input_ids.shape[1]
+    returned = generation_config.num_return_sequences or 1
     copies = max(beams, returned)  # transformers has repeated each prompt
-    # A prefix_allowed_tokens_fn gets the number of a sample, so samples are requests of their own.
-    together = 1 if beams == 1 and _has_numbered_texts(logits_processor) else copies
+    details = Details(generation_config)
+    # Samples are requests of their own where a prefix_allowed_tokens_fn gets their number, and where each has a draft,
+    # a streamer, scores or logits.
+    alone = _has_numbered_texts(logits_processor) or how or details.scores or details.logits
+    together = 1 if beams == 1 and (alone or (streamer or theirs) is not None) else copies
+    do_sample = bool(generation_config.do_sample)
     options: dict[str, Any] = {
         "max_new_tokens": stopping_criteria.max_length - length,
-        "eos_token_id": eos,
+        "eos_token_id": sorted(i for i in eos or () if i >= 0),  # transformers' users give -1 for none
         "do_sample": do_sample,
         "num_return_sequences": together if beams == 1 else returned,
     }
@@ -131,32 +181,101 @@ def generate(
             "num_beams": beams,
             "length_penalty": generation_config.length_penalty,
             "early_stopping": generation_config.early_stopping,
+            "bound_rule": not details.scores,  # scores are of all beams, also of beams that cannot matter
         }
+    if lookup:
+        options["num_draft_tokens"] = min(lookup, MAX_DRAFT_SIZES["num_draft_tokens"])
 
-    how: dict[str, Any] = {} if assistant_model is None else {"draft": wrap(assistant_model)}
-    if beams > 1:
-        how["strategy"] = partial(_beam_search, generation_config)
-    requests = []
+    # Criteria may count the time, so with them no text waits for others to end.
+    engine = Engine(lm, max_requests=len(input_ids)) if criteria else Engine(lm)
+    requests, steps = [], []
     for first in range(0, len(input_ids), together):
         row = Row(input_ids, first, padding[first], beams)
-        own = options | options_of(logits_processor, row, eos, do_sample)
+        own = options | options_of(logits_processor, row, options["eos_token_id"], do_sample)
         own["min_new_tokens"] = min(own.get("min_new_tokens", 0), own["max_new_tokens"])
-        requests.append(engine.submit(row.prompt, own | {"seed": _seed() if do_sample else None}, **how))
-    engine.run()
+        own["seed"] = _seed() if do_sample else None
+        steps.append(Steps(row, criteria, details))
+        requests.append(engine.submit(prompts[first], own, strategy=steps[-1].strategy, **how))
+    fill = _fill_value(generation_config, beams)
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    _run(engine, requests, theirs if streamer is None else streamer, fill)
     texts = [sequence for request in requests for sequence in request.result().sequences]
 
-    longest = length + max(len(text.token_ids) for text in texts)
-    sequences = torch.full((len(texts), longest), _fill_value(generation_config, beams))
-    sequences[:, :length] = input_ids[::copies].repeat_interleave(returned, 0)
-    for filled, text in zip(sequences, texts, strict=True):
-        filled[length : length + len(text.token_ids)] = torch.tensor(text.token_ids)
-    sequences = sequences.to(input_ids.device)
+    device = input_ids.device
+    longest = max(len(text.token_ids) for text in texts)
+    new = torch.tensor([text.token_ids + [fill] * (longest - len(text.token_ids)) for text in texts], device=device)
+    sequences = torch.cat([input_ids[::copies].repeat_interleave(returned, 0), new], dim=1)
     if not generation_config.return_dict_in_generate:
         return sequences
-    if beams == 1:
-        return GenerateDecoderOnlyOutput(sequences=sequences)
-    scores = torch.tensor([text.score for text in texts], device=input_ids.device)
-    return GenerateBeamDecoderOnlyOutput(sequences=sequences, sequences_scores=scores)
+    outputs: dict[str, Any] = {"sequences": sequences}
+    if details.scores:
+        outputs["scores"] = _by_step([of.scores for of in steps], fill, device)
+    if details.logits:
+        outputs["logits"] = _by_step([of.logits for of in steps], fill, device)
+    if beams > 1:
+        outputs["sequences_scores"] = torch.tensor([text.score for text in texts], device=device)
+        outputs["beam_indices"] = _beam_indices(steps, beams, longest).to(device)
+    return OUTPUTS[bool(model.config.is_encoder_decoder), beams > 1](**outputs)
+
+
+def _draft(lm: LanguageModel, **given: Any) -> dict[str, Any]:
+    """The draft that one of the arguments asks for, as an argument of ``Engine.submit``; empty without one.
+
+    Raises:
+        SpecbeamError: two of them ask for one.
+    """
+    asked = {name: value for name, value in given.items() if value is not None}
+    if len(asked) > 1:
+        raise SpecbeamError(f"{' and '.join(asked)} each ask for a draft: leave out all but one")
+    if "prompt_lookup_num_tokens" in asked:
+        return {"draft": "ngram"}
+    for name, value in asked.items():
+        if name == "draft" and not isinstance(value, PreTrainedModel):
+            return {"draft": value}
+        wrapped = wrap(value)
+        if None not in (lm.backend.start_token_ids, wrapped.backend.start_token_ids):
+            wrapped.backend.start_token_ids = lm.backend.start_token_ids  # the caller's decoder_input_ids
+        return {"draft": wrapped}
+    return {}
+
+
+def _run(engine: Engine, requests: list[Request], streamer: Any, fill: int) -> None:
+    """Work until all texts are finished. A streamer gets a token of each text at once, int64 [texts], as they come."""
+    if streamer is None:
+        engine.run()
+        return
+    texts: list[list[int]] = [[] for _ in requests]
+    streamed, more = 0, True
+    while more:
+        more = engine.step()
+        for text, request in zip(texts, requests, strict=True):
+            while request.pieces:
+                text += request.pieces.popleft().token_ids
+        growing = [len(text) for text, request in zip(texts, requests, strict=True) if not request.done]
+        certain = min(growing) if growing else max(map(len, texts))
+        for at in range(streamed, certain):
+            streamer.put(torch.tensor([text[at] if at < len(text) else fill for text in texts]))
+        streamed = max(streamed, certain)
+    streamer.end()
+
+
+def _by_step(kept: list[list[Tensor]], fill: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The scores of all requests by step, float32 [rows, vocab] each, from the scores of each request by step.
+
+    After a request's last step its rows have the score 0 for the padding, and -inf for all other tokens.
+    """
+    after = torch.full_like(kept[0][0], float("-inf"))
+    if 0 <= fill < after.shape[-1]:
+        after[:, fill] = 0.0
+    steps = range(max(map(len, kept)))
+    return tuple(torch.cat([of[at] if at < len(of) else after for of in kept]).to(device) for at in steps)
+
+
+def _beam_indices(steps: list[Steps], beams: int, new_tokens: int) -> Tensor:
+    """The numbers of the beams that the tokens of the texts continue, int32 [texts, new tokens]; -1 after a text."""
+    rows = [[number * beams + beam for beam in text] for number, of in enumerate(steps) for text in of.beam_indices]
+    return torch.tensor([row + [-1] * (new_tokens - len(row)) for row in rows], dtype=torch.int32)
 
 
 def _seed() -> int:
@@ -164,14 +283,19 @@ def _seed() -> int:
     return int(torch.randint(2**63 - 1, ()))
 
 
-def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
-    """How many tokens of padding each row begins with. Refuses all other arguments of the model's forward."""
-    mask = model_kwargs.pop("attention_mask", None)
-    positions = model_kwargs.pop("position_ids", None)
-    past = model_kwargs.pop("past_key_values", None)
+def _check_arguments(model_kwargs: dict[str, Any]) -> None:
+    """Refuse arguments of the model's forward that specbeam does not understand."""
     for name, value in model_kwargs.items():
-        _refuse(value is not None and name not in IGNORED_ARGUMENTS, name)
-    _refuse(past is not None and past.get_seq_length() > 0, "past_key_values with something in them")
+        if name == "past_key_values":
+            _refuse(value is not None and value.get_seq_length() > 0, "past_key_values with something in them")
+        else:
+            _refuse(value is not None and name not in READ_ARGUMENTS + IGNORED_ARGUMENTS, name)
+
+
+def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
+    """How many tokens of padding each row begins with."""
+    mask = model_kwargs.get("attention_mask")
+    positions = model_kwargs.get("position_ids")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
     _refuse(mask.shape != input_ids.shape, "an attention mask of another shape than the prompts")
     if not mask.shape[1] or (mask.diff() < 0).any() or not mask[:, -1].all():
@@ -184,44 +308,48 @@ def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
     return padding
 
 
-def _eos_token_ids(stopping_criteria: Iterable[Any]) -> list[int]:
-    ids: set[int] = set()
+def _encoded_sources(
+    model: Any, input_ids: Tensor, inputs_tensor: Tensor | None, model_kwargs: dict[str, Any]
+) -> tuple[EncodedBackend, list[list[int]]]:
+    """A backend with the output of the encoder in ``generate``, and the source text of each row, without padding."""
+    states: Tensor = model_kwargs["encoder_outputs"].last_hidden_state
+    mask = model_kwargs.get("attention_mask")
+    decoder_mask = model_kwargs.get("decoder_attention_mask")
+    unread = inputs_tensor is None or inputs_tensor.is_floating_point() or bool((inputs_tensor < 0).any())
+    _refuse(unread, "inputs_embeds or encoder_outputs without input_ids")
+    assert inputs_tensor is not None
+    _refuse(bool((input_ids != input_ids[0]).any()), "decoder_input_ids that differ between rows")
+    _refuse(decoder_mask is not None and not decoder_mask.all(), "a decoder_attention_mask with zeros")
+    sources = inputs_tensor.repeat_interleave(len(input_ids) // len(inputs_tensor), 0)
+    read = torch.ones_like(sources) if mask is None else mask
+    kept = read.to(states.device).bool()
+    prompts: list[list[int]] = [ids[row].tolist() for ids, row in zip(sources.to(states.device), kept, strict=True)]
+    encoded = {tuple(prompt): of[row] for prompt, of, row in zip(prompts, states, kept, strict=True)}
+    return EncodedBackend(model, input_ids[0].tolist(), encoded), prompts
+
+
+def _ends(
+    stopping_criteria: Iterable[Any], stop_strings: str | Sequence[str] | None, tokenizer: Any
+) -> tuple[set[int] | None, list[Any]]:
+    """The end tokens, None without a criterion for them, and the criteria other than end tokens and lengths."""
+    eos: set[int] | None = None
+    criteria = []
     for criterion in stopping_criteria:
-        name = f"the stopping criterion {type(criterion).__name__}"
-        _refuse(type(criterion) not in (MaxLengthCriteria, EosTokenCriteria), name)
-        if isinstance(criterion, EosTokenCriteria):
-            ids.update(criterion.eos_token_id.tolist())
-    return sorted(i for i in ids if i >= 0)  # transformers' users give -1 for none
-
-
-def _beam_search(generation_config: Any, setup: Setup, drafter: Drafter | None) -> Strategy:
-    """Our beam search with the candidates of transformers, and with all its places.
-
-    Where fewer texts are possible than beams, transformers returns forbidden texts, too. It counts each end token of
-    the configuration as a candidate more per beam, even if it is -1 or there twice.
-
-    Raises:
-        SpecbeamError: not enough texts come to an end. The result of transformers then depends on the batch.
-    """
-    eos = generation_config._eos_token_tensor
-    search = make_search(setup)
-    assert isinstance(search, BeamSearch)
-    search.num_candidates = max(2, 1 + (0 if eos is None else len(eos))) * search.num_beams
-    if drafter is None:
-        yield from beam_search(setup.tree, search, setup.record)
-    else:
-        yield from speculative_beam_search(setup.tree, search, setup.record, drafter)
-    texts = search.places()
-    if len(texts) < search.num_return_sequences:
-        raise SpecbeamError(
-            f"num_return_sequences={search.num_return_sequences}, but only {len(texts)} texts of a prompt are "
-            "possible with these options: ask for fewer texts, or allow more tokens"
-        )
-    return texts
+        if type(criterion) is EosTokenCriteria:
+            eos = (eos or set()) | {*criterion.eos_token_id.tolist()}
+        elif type(criterion) is not MaxLengthCriteria:
+            criteria.append(criterion)
+    if stop_strings is not None:
+        if tokenizer is None:
+            raise SpecbeamError("stop_strings need the model's tokenizer: give tokenizer=, too")
+        criteria.append(StopStringCriteria(tokenizer, stop_strings))
+    return eos, criteria
 
 
 def _check_config(generation_config: Any, beams: int, has_assistant: bool) -> None:
-    mode = generation_config.get_generation_mode()
+    config = copy.copy(generation_config)
+    config.prompt_lookup_num_tokens = None  # asks for a draft, not for another mode
+    mode = config.get_generation_mode()
     for name in OTHER_MODES if mode not in GENERATION_MODES else ():
         _refuse(getattr(generation_config, name, None) not in (None, False, 1), name)
     _refuse(mode not in GENERATION_MODES, f"the generation mode {mode.value}")
@@ -229,9 +357,9 @@ def _check_config(generation_config: Any, beams: int, has_assistant: bool) -> No
     for name in ("assistant_ensemble_weight", "speculation_type") if has_assistant else ():
         _refuse(getattr(generation_config, name, None) is not None, name)
     if generation_config.return_dict_in_generate:
-        for name in ("output_logits", "output_attentions", "output_hidden_states"):
+        for name in ("output_attentions", "output_hidden_states"):
             _refuse(bool(getattr(generation_config, name)), name)
-        _refuse(bool(generation_config.output_scores and beams == 1), "output_scores without beams")
+        _refuse(bool(generation_config.output_logits and beams > 1), "output_logits with beams")
 
 
 def _has_numbered_texts(processors: Iterable[Any]) -> bool:

@@ -88,12 +88,6 @@ class Row:
     padding: int
     num_beams: int
 
-    @property
-    def prompt(self) -> list[int]:
-        """Token ids, without padding."""
-        ids: list[int] = self.input_ids[self.first, self.padding :].tolist()
-        return ids
-
     def of(self, batch: Any) -> Any:
         """The request's part of a processor's rows: there are as many as in the batch, or fewer for its prompts."""
         return batch[self.first * len(batch) // len(self.input_ids)]

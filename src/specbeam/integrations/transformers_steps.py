@@ -1,0 +1,175 @@
+"""The steps of one request as transformers' ``generate`` has them: their scores, and the stopping criteria after each.
+
+The request runs as any other. Its processors and its rule for the end of a text are wrapped, for its strategy only.
+So guesses of a draft are neither recorded nor shown to a stopping criterion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import StoppingCriteriaList
+
+from specbeam.decoding import Hypothesis, Strategy
+from specbeam.decoding.beam import BeamSearch, beam_search
+from specbeam.decoding.drafter import Drafter
+from specbeam.decoding.processors import Processors, Warpers
+from specbeam.decoding.speculative_beam import speculative_beam_search
+from specbeam.decoding.stopping import Stopping
+from specbeam.engine import Setup
+from specbeam.engine.strategies import make_search, make_strategy
+from specbeam.errors import SpecbeamError
+from specbeam.integrations.transformers_processors import Row
+from specbeam.tree import Nodes, Tree
+
+
+class Details:
+    """The details of each step that a generation config of transformers asks for.
+
+    Attributes:
+        scores, logits: whether to record them.
+        num_candidates: the candidates per beam. Each end token of the configuration counts, even if it is -1 or there
+            twice.
+    """
+
+    def __init__(self, generation_config: Any) -> None:
+        recorded = bool(generation_config.return_dict_in_generate)
+        self.scores = recorded and bool(generation_config.output_scores)
+        self.logits = recorded and bool(generation_config.output_logits)
+        eos = generation_config._eos_token_tensor
+        self.num_candidates = max(2, 1 + (0 if eos is None else len(eos)))
+
+
+class Steps:
+    """The steps of one request.
+
+    Args:
+        row: the rows of the batch that the request answers.
+        criteria: the caller's stopping criteria.
+        details: the details to record.
+
+    Attributes:
+        scores: the processed scores of each step, float32 [num_beams, vocab] each: log-probabilities with beams, else
+            logits.
+        logits: the model's logits of each step, float32 [1, vocab] each. Without beams only.
+        beam_indices: for each text that beam search returns, the numbers of the beams that its tokens continue.
+    """
+
+    def __init__(self, row: Row, criteria: Sequence[Any], details: Details) -> None:
+        self.scores: list[Tensor] = []
+        self.logits: list[Tensor] = []
+        self.beam_indices: list[list[int]] = []
+        self._row = row
+        self._criteria = StoppingCriteriaList(criteria)
+        self._details = details
+
+    def strategy(self, setup: Setup, drafter: Drafter | None) -> Strategy:
+        """The strategy that the options ask for, with its steps recorded: to be given to ``Engine.submit``."""
+        has_beams = setup.options.num_beams > 1
+        if self._criteria:
+            setup = replace(setup, stop=CriteriaStopping(setup.stop, self._met, one_text=not has_beams))
+        return self._beam_search(setup, drafter) if has_beams else self._one_text(setup, drafter)
+
+    def _one_text(self, setup: Setup, drafter: Drafter | None) -> Strategy:
+        process, warp = setup.process, setup.warp
+        samples = setup.options.samples
+
+        def recorded(tree: Tree, nodes: Any, logits: Tensor) -> Tensor:
+            scores = process(tree, nodes, logits)
+            if self._details.logits:
+                self.logits.append(logits.clone())  # else it would keep the logits of the whole pass
+            if self._details.scores and not samples:
+                self.scores.append(scores.clone())
+            return scores
+
+        def recorded_warp(scores: Tensor) -> Tensor:
+            scores = warp(scores)
+            if self._details.scores:
+                self.scores.append(scores[None].clone())
+            return scores
+
+        if self._details.scores or self._details.logits:
+            setup = replace(setup, process=cast(Processors, recorded), warp=cast(Warpers, recorded_warp))
+        return make_strategy(setup, drafter)
+
+    def _beam_search(self, setup: Setup, drafter: Drafter | None) -> Strategy:
+        """Our beam search with the candidates of transformers, and with all its places.
+
+        Where fewer texts are possible than beams, transformers returns forbidden texts, too.
+
+        Raises:
+            SpecbeamError: not enough texts come to an end. The result of transformers then depends on the batch.
+        """
+        search = make_search(setup)
+        assert isinstance(search, BeamSearch)
+        search.num_candidates = self._details.num_candidates * search.num_beams
+        beams: list[Nodes] = []  # before each step
+        process = search.process
+
+        def recorded(tree: Tree, nodes: Nodes, log_probs: Tensor) -> Tensor:
+            beams[search.length :] = [search.beams]  # a step may be tried again, when more beams are known
+            log_probs = process(tree, nodes, log_probs)
+            if self._details.scores:
+                self.scores[search.length :] = [log_probs.clone()]
+            return log_probs
+
+        search.process = recorded
+        if drafter is None:
+            yield from beam_search(setup.tree, search, setup.record)
+        else:
+            yield from speculative_beam_search(setup.tree, search, setup.record, drafter)
+        texts = search.places()
+        if len(texts) < search.num_return_sequences:
+            raise SpecbeamError(
+                f"num_return_sequences={search.num_return_sequences}, but only {len(texts)} texts of a prompt are "
+                "possible with these options: ask for fewer texts, or allow more tokens"
+            )
+        self.beam_indices = [_beam_indices(setup.tree, text, beams) for text in texts]
+        return texts
+
+    def _met(self, tree: Tree, nodes: Nodes) -> NDArray[np.bool_]:
+        """Which of the texts that end at nodes of one depth meet a stopping criterion, bool [n]."""
+        scores = tuple(self.scores) if self._details.scores else None
+        ask = self._row.with_padding(lambda input_ids: self._criteria(input_ids, scores))
+        input_ids = torch.from_numpy(tree.tokens(tree.paths(nodes))).to(self._row.input_ids.device)
+        met: Tensor = ask(input_ids)
+        if met.shape != (len(nodes),):
+            raise SpecbeamError(
+                f"stopping_criteria returned values of shape {[*met.shape]} for {len(nodes)} texts: give one bool each"
+            )
+        return cast(NDArray[np.bool_], met.cpu().numpy())
+
+
+class CriteriaStopping(Stopping):
+    """Also ends texts that meet a caller's criterion.
+
+    Args:
+        stop: without stop strings.
+        met: which of the texts that end at nodes meet a criterion, bool [n].
+        one_text: texts grow one by one. Each call about a text then follows a new token. In beam search ``ended`` is
+            asked once per step, and a call is about the reason why a text has ended.
+    """
+
+    def __init__(self, stop: Stopping, met: Callable[[Tree, Nodes], NDArray[np.bool_]], one_text: bool) -> None:
+        super().__init__(stop.eos_token_ids, stop.max_length, (), lambda ids: "")
+        self._met = met
+        self._one_text = one_text
+
+    def ended(self, tree: Tree, nodes: Nodes) -> NDArray[np.bool_]:
+        return super().ended(tree, nodes) | self._met(tree, nodes)
+
+    def __call__(self, tree: Tree, node: int) -> str | None:
+        met = self._one_text and bool(self._met(tree, np.array([node]))[0])
+        return super().__call__(tree, node) or ("stop" if met else None)
+
+
+def _beam_indices(tree: Tree, text: Hypothesis, beams: Sequence[Nodes]) -> list[int]:
+    """The numbers of the beams that the tokens of a text continue, given the beams before each step."""
+    parents = tree.parents(tree.path(text.node)[tree.prompt_length :])
+    return [int(np.flatnonzero(at == parent)[0]) for at, parent in zip(beams, parents, strict=False)]

@@ -1,0 +1,503 @@
+"""``model.generate`` takes the same steps with and without us: scores, stopping criteria, streamers, encoders."""
+
+import logging
+import time
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TextIteratorStreamer,
+    TextStreamer,
+    TopKLogitsWarper,
+)
+from transformers.generation.streamers import BaseStreamer
+
+import specbeam
+from specbeam import SpecbeamError, hf
+from tests.backends.test_encoder_decoder import make
+from tests.conftest import byte_tokenizer, examples, random_model
+from tests.integrations.test_transformers import EXTRA, PAD, PROMPTS, VOCAB, padded
+
+LONG = {"max_new_tokens": 10, "eos_token_id": [1, 11], "pad_token_id": PAD}
+DETAILS = {"return_dict_in_generate": True, "output_scores": True}
+LETTERS = dict(zip(range(VOCAB), "<>_abcdefghijklmnopq", strict=True))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama", vocab_size=VOCAB, initializer_range=0.25)
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A draft model for it."""
+    return random_model("llama", seed=1, vocab_size=VOCAB, initializer_range=0.25, num_hidden_layers=1)
+
+
+@pytest.fixture(scope="module")
+def bytes_model():
+    """A model whose tokens are bytes."""
+    return random_model("llama", initializer_range=0.25)
+
+
+def is_padding(scores):
+    """The rows of scores [n, vocab] after a text: the padding has 0, and all other tokens have -inf."""
+    return ((scores == 0).sum(-1) == 1) & ((scores == float("-inf")).sum(-1) == scores.shape[-1] - 1)
+
+
+def check_scores(model, got, expected):
+    """Scores equal transformers' scores of unfinished texts, and ``compute_transition_scores`` takes both."""
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    assert type(got) is type(expected)
+    beam_indices = getattr(expected, "beam_indices", None)
+    if beam_indices is None:
+        assert len(got.scores) == len(expected.scores)
+    else:
+        assert got.beam_indices.dtype == beam_indices.dtype
+        assert got.beam_indices.tolist() == beam_indices.tolist()
+    for ours, theirs in zip(got.scores, expected.scores, strict=False):
+        assert ours.shape == theirs.shape
+        rows = ~is_padding(ours)
+        torch.testing.assert_close(ours[rows], theirs[rows], atol=1e-4, rtol=1e-4)
+    for normalize in (False, True):
+        ours, theirs = (
+            model.compute_transition_scores(o.sequences, o.scores, beam_indices, normalize_logits=normalize)
+            for o in (got, expected)
+        )
+        padding = torch.stack([is_padding(scores) for scores in got.scores], 1) if beam_indices is None else ours == 0
+        torch.testing.assert_close(ours[~padding], theirs[~padding], atol=1e-4, rtol=1e-4)
+        assert not ours[padding].any()
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "model"])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_scores_of_each_step_are_those_of_transformers(model, small, num_beams, draft):
+    options = LONG | DETAILS | {"num_beams": num_beams, "num_return_sequences": num_beams, "repetition_penalty": 1.2}
+    inputs = padded([[3, 4, 5], [6], [12, 13, 14, 3]])
+    expected = model.generate(**inputs, **options)
+    got = model.generate(**inputs, **options, draft=small if draft == "model" else draft, **EXTRA)
+    check_scores(model, got, expected)
+    assert len(got.scores) == len(expected.scores)
+    if num_beams > 1:
+        sums = model.compute_transition_scores(got.sequences, got.scores, got.beam_indices).sum(-1)
+        torch.testing.assert_close(sums / (got.beam_indices >= 0).sum(-1), got.sequences_scores, atol=1e-4, rtol=1e-4)
+
+
+def test_logits_are_those_of_the_model(model):
+    options = LONG | DETAILS | {"output_logits": True, "suppress_tokens": [4, 9, 12]}
+    inputs = padded([[3, 4, 5], [6]])
+    expected, got = model.generate(**inputs, **options), model.generate(**inputs, **options, **EXTRA)
+    check_scores(model, got, expected)
+    for ours, theirs in zip(got.logits, expected.logits, strict=True):
+        rows = ~is_padding(ours)
+        torch.testing.assert_close(ours[rows], theirs[rows], atol=1e-4, rtol=1e-4)
+    assert (got.scores[0][:, [4, 9, 12]] == float("-inf")).all()
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_scores_of_samples_are_the_warped_logits(model, draft):
+    torch.manual_seed(0)
+    options = LONG | DETAILS | {"do_sample": True, "temperature": 0.7, "top_k": 5, "num_return_sequences": 2}
+    prompt = torch.tensor([[3, 4, 5]])
+    got = model.generate(prompt, **options, draft=draft, **EXTRA)
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(0.7), TopKLogitsWarper(5)])
+    for at, scores in enumerate(got.scores, start=prompt.shape[1]):
+        rows = ~is_padding(scores)
+        with torch.no_grad():
+            logits = model(got.sequences[rows, :at]).logits[:, -1]
+        torch.testing.assert_close(scores[rows], warpers(got.sequences[rows, :at], logits), atol=1e-4, rtol=1e-4)
+        assert (scores.gather(1, got.sequences[:, at, None]) > float("-inf")).all()
+
+
+class Until(list):
+    """A stopping criterion: a long enough text ends with every fourth token. Keeps its calls."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.append((input_ids, scores))
+        return (input_ids[:, -1] % 4 == 3) & torch.tensor(input_ids.shape[1] > 6)
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "model"])
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_a_callers_criterion_ends_each_text(model, small, num_beams, draft):
+    inputs = padded([[3, 4, 5], [6], [12, 13, 14, 3]])
+    for options in (LONG, LONG | DETAILS):
+        options = options | {"num_beams": num_beams, "max_new_tokens": 14}
+        theirs, ours = Until(), Until()
+        expected = model.generate(**inputs, **options, stopping_criteria=[theirs])
+        draft_model = small if draft == "model" else draft
+        got = model.generate(**inputs, **options, stopping_criteria=[ours], draft=draft_model, **EXTRA)
+        if "output_scores" in options:
+            check_scores(model, got, expected)
+        else:
+            assert got.tolist() == expected.tolist()
+            assert got.tolist() != model.generate(**inputs, **options).tolist()
+            assert all(scores is None for _, scores in ours)
+
+
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_a_criterion_is_called_after_each_token_with_the_scores_so_far(model, draft):
+    options = LONG | DETAILS
+    inputs = padded([[3, 4, 5]])
+    theirs, ours = Until(), Until()
+    model.generate(**inputs, **options, stopping_criteria=[theirs])
+    model.generate(**inputs, **options, stopping_criteria=[ours], draft=draft, **EXTRA)
+    assert [ids.tolist() for ids, _ in ours] == [ids.tolist() for ids, _ in theirs]
+    for (_, got), (_, expected) in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_stop_strings_end_texts_as_in_transformers(bytes_model, num_beams):
+    tokenizer = byte_tokenizer()
+    inputs = {"input_ids": torch.tensor([[40, 41], [7, 8]]), "attention_mask": torch.ones(2, 2, dtype=torch.long)}
+    options = {"max_new_tokens": 12, "num_beams": num_beams, "pad_token_id": 256}
+    options["suppress_tokens"] = [*range(94, 259)]  # all but the visible characters of ASCII
+    plain = bytes_model.generate(**inputs, **options)
+    stops = [tokenizer.decode(plain[0, 5:7]), tokenizer.decode(plain[1, 4])]
+    expected = bytes_model.generate(**inputs, **options, stop_strings=stops, tokenizer=tokenizer)
+    assert expected.tolist() != plain.tolist()
+    hows = [
+        {"stop_strings": stops, "tokenizer": tokenizer},
+        {"stopping_criteria": [StopStringCriteria(tokenizer, stops)]},
+    ]
+    for how in hows:
+        for draft in (None, "ngram"):
+            assert bytes_model.generate(**inputs, **options, **how, draft=draft, **EXTRA).tolist() == expected.tolist()
+    bound = partial(hf.generate, stop_strings=stops, tokenizer=tokenizer)
+    assert bytes_model.generate(**inputs, **options, custom_generate=bound).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_when_the_time_is_over_all_texts_end_where_they_are(model, num_beams, monkeypatch):
+    prompts = [[3 + n] for n in range(11)]  # more than a default engine runs at once
+    now = 0.0
+
+    def later(ids, scores):
+        nonlocal now
+        now += 1.0
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    options = {"max_new_tokens": 14, "num_beams": num_beams, "eos_token_id": -1, "pad_token_id": PAD}
+    calls_per_step = len(prompts)
+    monkeypatch.setattr(time, "time", lambda: now)
+    got = model.generate(
+        **padded(prompts), **options, max_time=3.95 * calls_per_step, stopping_criteria=[later], **EXTRA
+    )
+    now = 0.0
+    expected = model.generate(**padded(prompts), **options, max_time=3.5, stopping_criteria=[later])
+    assert expected.shape[1] == 6
+    assert got.shape == expected.shape
+    assert got.tolist() == expected.tolist()
+
+
+class Kept(BaseStreamer):
+    """Keeps what it gets."""
+
+    def __init__(self):
+        self.values, self.ended = [], False
+
+    def put(self, value):
+        assert not self.ended
+        self.values.append(value.tolist())
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "model"])
+def test_a_streamer_gets_what_transformers_gives_it(model, small, draft):
+    options = LONG | {"max_new_tokens": 14, "draft": small if draft == "model" else draft}
+    for inputs in (padded([[3, 4, 5]]), padded([[3, 4, 5], [6], [12, 13, 14, 3]])):
+        theirs, ours, bound = Kept(), Kept(), Kept()
+        model.generate(**inputs, **LONG | {"max_new_tokens": 14}, streamer=theirs)
+        model.generate(**inputs, **options, streamer=ours, **EXTRA)
+        model.generate(**inputs, **options, custom_generate=partial(hf.generate, streamer=bound))
+        assert ours.values == theirs.values == bound.values
+        assert ours.ended
+        assert bound.ended
+
+
+def test_tokens_are_streamed_as_they_come(model):
+    passes, read = [], []
+
+    class Noting(Kept):
+        def put(self, value):
+            read.append(len(passes))
+
+    hook = model.register_forward_hook(lambda *_: passes.append(1))
+    model.generate(torch.tensor([[3, 4]]), max_new_tokens=5, eos_token_id=-1, streamer=Noting(), **EXTRA)
+    hook.remove()
+    assert read == [0, 1, 2, 3, 4, 5]
+
+
+def test_transformers_streamers_work(bytes_model, capsys):
+    tokenizer = byte_tokenizer()
+    prompt, options = torch.tensor([[104, 105]]), {"max_new_tokens": 8, "pad_token_id": 256}
+    bytes_model.generate(prompt, **options, streamer=TextStreamer(tokenizer))
+    expected = capsys.readouterr().out
+    bytes_model.generate(prompt, **options, streamer=TextStreamer(tokenizer), **EXTRA)
+    assert capsys.readouterr().out == expected
+    pieces = TextIteratorStreamer(tokenizer, skip_prompt=True)
+    text = bytes_model.generate(prompt, **options, streamer=pieces, draft="suffix", **EXTRA)
+    assert "".join(pieces) == tokenizer.decode(text[0, 2:])
+
+
+def test_a_streamer_with_beams_is_refused_as_transformers_refuses_it(model):
+    for how in ({"streamer": Kept(), **EXTRA}, {"custom_generate": partial(hf.generate, streamer=Kept())}):
+        with pytest.raises(SpecbeamError, match=r"`streamer` cannot be used with beam search.*specbeam\.stream"):
+            model.generate(torch.tensor([[3, 4]]), num_beams=2, max_new_tokens=3, **how)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_lookups_and_loaded_models_are_drafts(model, small, num_beams, monkeypatch):
+    options = LONG | {"num_beams": num_beams}
+    inputs = padded([[3, 4, 5, 3, 4], [6]])
+    expected = model.generate(**inputs, **options).tolist()
+    drafts, submit = [], specbeam.Engine.submit
+    monkeypatch.setattr(
+        specbeam.Engine, "submit", lambda *a, draft, **kw: drafts.append(draft) or submit(*a, draft=draft, **kw)
+    )
+    loaded, corpus = hf.wrap(small), specbeam.suffix_automaton(hf.wrap(model), [[3, 4, 5, 6, 7]])
+    config = GenerationConfig(prompt_lookup_num_tokens=4, **options)
+    for how, draft in (
+        ({"prompt_lookup_num_tokens": 4}, "ngram"),
+        ({"generation_config": config}, "ngram"),
+        ({"draft": "ngram"}, "ngram"),
+        ({"draft": "suffix"}, "suffix"),
+        ({"draft": corpus}, corpus),
+        ({"draft": loaded}, loaded),
+    ):
+        drafts.clear()
+        how = how if "generation_config" in how else options | how
+        assert model.generate(**inputs, **how, **EXTRA).tolist() == expected
+        assert drafts == [draft, draft]
+    drafts.clear()
+    assert model.generate(**inputs, **options, draft=small, **EXTRA).tolist() == expected
+    assert [draft.backend.model is small for draft in drafts] == [True, True]
+
+
+def test_several_samples_of_a_prompt_can_have_a_draft(model):
+    torch.manual_seed(0)
+    options = LONG | {"do_sample": True, "num_return_sequences": 3, "top_k": 0}
+    rows = model.generate(**padded([[3, 4, 5], [6]]), **options, draft="ngram", **EXTRA)
+    assert len(rows) == 6
+    assert len({*map(tuple, rows[:3].tolist())}) > 1
+
+
+def test_a_draft_by_our_name_gives_no_warning(model, small, caplog):
+    """transformers warns that beams ignore an assistant, before it calls us."""
+    logger = logging.getLogger("transformers")
+    logger.addHandler(caplog.handler)
+    try:
+        for how in ({"draft": small}, {"prompt_lookup_num_tokens": 3}, {"draft": "ngram"}):
+            model.generate(torch.tensor([[3, 4]]), **LONG, num_beams=2, **how, **EXTRA)
+        assert "ignored" not in caplog.text
+        model.generate(torch.tensor([[3, 4]]), **LONG, num_beams=2, assistant_model=small, **EXTRA)
+        assert caplog.text.count("ignored") == 1
+    finally:
+        logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"draft": "n-gram"}, "ngram"),
+        ({"draft": "ngram", "prompt_lookup_num_tokens": 3}, "draft and prompt_lookup_num_tokens each"),
+        ({"stop_strings": "a"}, "tokenizer="),
+        ({"stopping_criteria": [lambda ids, scores: torch.zeros(3, dtype=torch.bool)]}, "stopping_criteria returned"),
+        (DETAILS | {"output_logits": True, "num_beams": 2}, "output_logits with beams"),
+        (DETAILS | {"output_attentions": True}, "output_attentions"),
+        (DETAILS | {"output_hidden_states": True}, "output_hidden_states"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_cannot_be_honoured_is_refused_by_name(model, options, says):
+    with pytest.raises(SpecbeamError, match=says) as raised:
+        model.generate(torch.tensor([[3, 4, 5]]), **options, eos_token_id=1, max_new_tokens=3, **EXTRA)
+    assert "\n" not in str(raised.value)
+
+
+def test_criteria_of_several_texts_need_an_end_token(model):
+    """Without one, transformers goes on with texts that have ended, until the last has ended."""
+    inputs = padded([[3], [4]])
+    options = {"max_new_tokens": 6, "stopping_criteria": [Until()]}
+    model.generation_config.eos_token_id, before = None, model.generation_config.eos_token_id
+    try:
+        with pytest.raises(SpecbeamError, match="need an eos_token_id"):
+            model.generate(**inputs, **options, **EXTRA)
+        one = {name: rows[:1] for name, rows in inputs.items()}
+        assert model.generate(**one, **options, **EXTRA).tolist() == model.generate(**one, **options).tolist()
+    finally:
+        model.generation_config.eos_token_id = before
+
+
+# Encoder-decoder models: transformers has run the encoder already.
+SOURCES = [[10, 11, 12, 13, 257], [7, 257], [*range(40, 60), 257]]
+
+
+def sources(prompts, side, pad_token_id=258):
+    longest = max(map(len, prompts))
+    rows, mask = [], []
+    for p in prompts:
+        pad = [pad_token_id] * (longest - len(p)), [0] * (longest - len(p))
+        rows.append(p + pad[0] if side == "right" else pad[0] + p)
+        mask.append([1] * len(p) + pad[1] if side == "right" else pad[1] + [1] * len(p))
+    return {"input_ids": torch.tensor(rows), "attention_mask": torch.tensor(mask)}
+
+
+@pytest.fixture(scope="module")
+def encoders():
+    made = {}
+    return lambda kind, seed=0: made.setdefault((kind, seed), make(kind, seed))
+
+
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("kind", ["t5", "bart", "m2m100"])
+def test_texts_of_models_with_an_encoder_equal_the_texts_of_transformers(encoders, kind, side):
+    model, inputs = encoders(kind), sources(SOURCES, side)
+    for more in ({}, {"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.7}):
+        options = DETAILS | {"max_new_tokens": 8, "pad_token_id": PAD} | more
+        expected = model.generate(**inputs, **options)
+        for draft in (None, "ngram", encoders(kind, 1)):
+            check_scores(model, model.generate(**inputs, **options, draft=draft, **EXTRA), expected)
+        torch.testing.assert_close(
+            model.generate(**inputs, **options, **EXTRA).get("sequences_scores"),
+            expected.get("sequences_scores"),
+            atol=1e-4,
+            rtol=1e-4,
+        )
+
+
+def test_the_encoder_reads_once(encoders):
+    model, passes = encoders("t5"), []
+    hook = model.get_encoder().register_forward_hook(lambda *_: passes.append(1))
+    model.generate(**sources(SOURCES, "right"), num_beams=2, max_new_tokens=4, **EXTRA)
+    hook.remove()
+    assert len(passes) == 1
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_options_of_encoder_decoder_models(encoders, kind):
+    model, inputs = encoders(kind), sources(SOURCES, "right")
+    begin = torch.tensor([[256, 30, 31]] * 3)
+    read = model.get_encoder()(**inputs)
+    for options in (
+        {"decoder_input_ids": begin, "num_beams": 2},
+        {"decoder_input_ids": begin, "decoder_attention_mask": torch.ones_like(begin)},
+        {"encoder_outputs": read},
+        {"forced_bos_token_id": 77, "num_beams": 3, "repetition_penalty": 1.3},
+        {"encoder_no_repeat_ngram_size": 1, "encoder_repetition_penalty": 1.5},
+        {"prefix_allowed_tokens_fn": lambda row, ids: [257, 30 + row, 40, len(ids)], "num_beams": 2},
+        {"stopping_criteria": [Until()], "num_beams": 2},
+    ):
+        options = {"max_new_tokens": 8, "pad_token_id": PAD} | options
+        expected = model.generate(**inputs, **options)
+        assert model.generate(**inputs, **options, **EXTRA).tolist() == expected.tolist()
+        for draft in ("ngram", encoders(kind, 1)):
+            assert model.generate(**inputs, **options, draft=draft, **EXTRA).tolist() == expected.tolist()
+    unmasked = {"input_ids": inputs["input_ids"], "max_new_tokens": 8}
+    assert model.generate(**unmasked, **EXTRA).tolist() == model.generate(**unmasked).tolist()
+
+
+def test_a_source_may_fill_the_context(encoders):
+    model = encoders("bart")
+    inputs = {"input_ids": torch.arange(128)[None] % 100 + 3, "max_new_tokens": 4}
+    assert model.generate(**inputs, **EXTRA).tolist() == model.generate(**inputs).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"decoder_input_ids": torch.tensor([[256, 30], [256, 31], [256, 32]])}, "decoder_input_ids that differ"),
+        ({"input_ids": None, "encoder_outputs": True}, "encoder_outputs without input_ids"),
+        ({"assistant_model": "causal"}, "begins its texts with"),
+    ],
+)
+def test_encoder_decoder_models_refuse_by_name(encoders, options, says):
+    model, inputs = encoders("t5"), sources(SOURCES, "right")
+    if "encoder_outputs" in options:
+        options = options | {"encoder_outputs": model.get_encoder()(**inputs)}
+    if "assistant_model" in options:
+        options = {"draft": random_model("llama")}
+    with pytest.raises(SpecbeamError, match=says):
+        model.generate(**inputs | options, max_new_tokens=4, **EXTRA)
+
+
+CAUSAL = ("llama", "gpt2", "mistral", "gpt_neox")
+ENCODERS = ("t5", "bart", "m2m100")
+PROCESSORS = {
+    "repetition_penalty": 1.3,
+    "no_repeat_ngram_size": 2,
+    "bad_words_ids": [[5], [7, 8]],
+    "suppress_tokens": [4, 12],
+    "min_new_tokens": 3,
+    "forced_eos_token_id": 9,
+    "remove_invalid_values": True,
+    "sequence_bias": {(4,): 2.0, (9, 10): -3.0},
+}
+
+
+@pytest.fixture(scope="module")
+def families():
+    """Models of all families with a small vocabulary, by seed."""
+    made = {}
+    small = {"vocab_size": VOCAB, "eos_token_id": 1, "bos_token_id": 2, "pad_token_id": PAD}
+
+    def model(family, seed=0):
+        if (family, seed) not in made:
+            if family in CAUSAL:
+                made[family, seed] = random_model(family, seed, initializer_range=0.25, **small)
+            else:
+                made[family, seed] = make(family, seed, **small, decoder_start_token_id=2)
+        return made[family, seed]
+
+    return model
+
+
+@settings(max_examples=examples(3))
+@given(
+    family=st.sampled_from(CAUSAL + ENCODERS),
+    prompts=PROMPTS,
+    side=st.sampled_from(["left", "right"]),
+    num_beams=st.integers(1, 4),
+    new=st.integers(1, 10),
+    eos=st.sampled_from([1, [4, 8], [3, 6, 11]]),
+    pad=st.sampled_from([0, 2, 5]),
+    names=st.sets(st.sampled_from([*PROCESSORS]), max_size=3),
+    early=st.sampled_from([False, True, "never"]),
+    penalty=st.sampled_from([1.0, 0.0, -0.7, 1.8]),
+    draft=st.sampled_from([None, "ngram", "suffix", "model"]),
+    stops=st.booleans(),
+    data=st.data(),
+)
+def test_random_configs_give_what_transformers_gives(
+    families, family, prompts, side, num_beams, new, eos, pad, names, early, penalty, draft, stops, data
+):
+    """All parts of one call: sequences, scores, beam_indices, what a criterion ends, and what a streamer gets."""
+    options = {name: PROCESSORS[name] for name in names} | {"max_new_tokens": new, "eos_token_id": eos}
+    options |= {"pad_token_id": pad, "num_beams": num_beams, **DETAILS}
+    options["min_new_tokens"] = min(options.get("min_new_tokens", 0), new)
+    if num_beams > 1:
+        # A forced end may leave fewer possible texts, which transformers fills up with forbidden ones.
+        returned = 1 if "forced_eos_token_id" in names else data.draw(st.integers(1, num_beams))
+        options |= {"early_stopping": early, "length_penalty": penalty, "num_return_sequences": returned}
+    if stops:
+        options["stopping_criteria"] = [Until()]
+    model, small = families(family), families(family, 1)
+    inputs = padded(prompts) if family in CAUSAL else sources([[*p, 1] for p in prompts], side, PAD)
+    theirs, ours = Kept(), Kept()
+    streamers = ({"streamer": theirs}, {"streamer": ours}) if num_beams == 1 else ({}, {})
+    expected = model.generate(**inputs, **options, **streamers[0])
+    got = model.generate(**inputs, **options, **streamers[1], draft=small if draft == "model" else draft, **EXTRA)
+    check_scores(model, got, expected)
+    if num_beams > 1:
+        torch.testing.assert_close(got.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-4)
+    assert ours.values == theirs.values
