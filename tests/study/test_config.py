@@ -43,38 +43,60 @@ def test_a_configuration_of_the_first_study_means_what_it_says(folder):
 
 def test_the_command_line_comes_last(folder):
     found = check(compose(["target_model=other", "decode.k=2"], folder))
-    assert (found.target_model, found.decode.k, found.decode.max_tokens) == ("other", 2, 50)
+    assert (found.target_model, found.decode["num_draft_tokens"], found.decode["max_new_tokens"]) == ("other", 2, 50)
 
 
 def test_a_folder_may_have_groups_of_its_own(folder):
     (folder / "ablation").mkdir()
-    (folder / "ablation" / "mine.yaml").write_text("# @package _global_\nmethods: {a: {mode: beam, num_beams: 3}}\n")
+    (folder / "ablation" / "mine.yaml").write_text("# @package _global_\nmethods: {a: {mode: hybrid, num_beams: 3}}\n")
     (method,) = methods(check(compose(["ablation=mine"], folder)))
     assert (method.name, method.options["num_beams"]) == ("a", 3)
 
 
+@pytest.mark.parametrize("word", ["override data: mine", "data: mine", "override /data: mine"])
+def test_a_folder_may_choose_its_own_groups(tmp_path, word):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.yaml").write_text("source: mine.jsonl\ncolumns: {prompt: question}\n")
+    (tmp_path / "config.yaml").write_text(f"defaults:\n  - {word}\ndata: {{limit: 7}}\nseed: 3\n")
+    found = check(compose([], tmp_path))
+    assert (found.data.source, found.data.columns.prompt, found.data.limit) == ("mine.jsonl", "question", 7)
+    assert (found.seed, found.repeats) == (3, 1)
+    assert check(compose(["data=spec_bench", "data.source=x", "data.limit=null"], tmp_path)).data.format == "spec_bench"
+
+
 def test_modes_are_compared_with_their_twins():
-    found = {m.name: m for m in methods(study("decode.mode=[greedy,speculative,beam,hybrid,sample]"))}
+    found = {m.name: m for m in methods(study("decode.mode=[greedy,speculative,beam,speculative-beam,sample]"))}
     assert {name: m.twin for name, m in found.items()} == {
         "greedy": None,
         "speculative": "greedy",
         "beam": None,
-        "hybrid": "beam",
+        "speculative-beam": "beam",
         "sample": None,
     }
-    assert found["hybrid"].options["num_beams"] == found["beam"].options["num_beams"] == 4
+    assert found["speculative-beam"].options["num_beams"] == found["beam"].options["num_beams"] == 4
     assert found["sample"].options["do_sample"]
     assert not found["speculative"].options["do_sample"]
 
 
 def test_a_twin_has_the_same_beams_and_weights():
-    changes = "{a: {mode: beam}, b: {mode: hybrid}, c: {mode: hybrid, num_beams: 2}, d: {mode: hybrid, quantize: int4}}"
-    assert [m.twin for m in methods(study(f"methods={changes}"))] == [None, "a", None, None]
+    changes = {"a": "mode: beam", "b": "", "c": "num_beams: 2", "d": "quantize: int4"}
+    changes = {name: change if name == "a" else f"mode: speculative-beam, {change}" for name, change in changes.items()}
+    given = ", ".join(f"{name}: {{{change.rstrip(', ')}}}" for name, change in changes.items())
+    assert [m.twin for m in methods(study(f"methods={{{given}}}"))] == [None, "a", None, None]
 
 
 @pytest.mark.parametrize(
     "name",
-    ["k", "draft_width", "beam_width", "draft_temperature", "drafter", "tree", "bound_rule", "quantization"],
+    [
+        "num_draft_tokens",
+        "draft_width",
+        "num_beams",
+        "draft_temperature",
+        "drafter",
+        "tree",
+        "bound_rule",
+        "quantization",
+    ],
 )
 def test_presets_are_studies(name):
     found = methods(study(f"ablation={name}"))
@@ -85,13 +107,12 @@ def test_presets_are_studies(name):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("decode.kk=3", "no key decode.kk: did you mean decode.k?"),
+        ("decode.num_draft=3", "no key decode.num_draft: did you mean decode.num_draft_tokens?"),
         ("sed=3", "did you mean seed?"),
         ("decode.mode=speculatve", "did you mean 'speculative'?"),
-        ("decode.max_tokens=many", "decode.max_tokens='many' is not allowed: give a whole number"),
-        ("decode.max_tokens=0", "decode.max_tokens=0 is not allowed"),
-        ("decode.k=0", "num_draft_tokens=0 is not allowed"),
-        ("decode.temperature=hot", "give a number or null"),
+        ("decode.max_new_tokens=many", "max_new_tokens='many' is not allowed: give a whole number"),
+        ("decode.max_new_tokens=0", "max_new_tokens=0 is not allowed"),
+        ("decode.num_draft_tokens=0", "num_draft_tokens=0 is not allowed"),
         ("metrics.confidence=95", "give 0.95"),
         ("metrics.baseline=greed", "did you mean 'greedy'?"),
         ("methods={a: {mod: beam}}", "did you mean methods.a.mode?"),
@@ -99,21 +120,122 @@ def test_presets_are_studies(name):
         ("methods={a: {mode: [beam]}}", "methods.a.mode=['beam'] is not allowed: did you mean 'beam'?"),
         ("methods={a: 3}", "methods.a=3 is not allowed"),
         ("prompts=hi", "prompts='hi' is not allowed: give a list"),
-        ("ablation=kk", "Could not find 'ablation/kk'"),
-        ("tracking=wand", "Could not find 'tracking/wand'"),
+        ("data=nope", "there is no data=nope: give one of cnn_dailymail, human_eval, none, spec_bench, wmt14"),
+        ("ablation=num_beam", "there is no ablation=num_beam: give one of"),
+        ("tracking=wand", "there is no tracking=wand: give one of none, wandb"),
         ("launcher.name=slurm", "launcher.name='slurm' is not allowed"),
         ("data=spec_bench", "data.source"),
         ("chat=none", "chat='none' is not allowed"),
-        ("draft.temperature=-1", "needs|not allowed|no key|-1"),
+        ("decode.mode=sample decode.temperature=hot", "temperature='hot' is not allowed: give a number"),
+        ("decode.mode=speculative decode.do_sample=true decode.draft_temperature=-1", "draft_temperature=-1.0"),
     ],
 )
 def test_what_is_wrong_is_named(override, message):
-    if override.startswith("draft.temperature"):
-        override_list = [override, "decode.mode=speculative", "decode.do_sample=true"]
+    with pytest.raises(SpecbeamError, match=re.escape(message)):
+        study(*re.split(" (?=decode)", override))
+
+
+def test_a_group_that_is_not_there_shows_no_search_path(folder, capsys):
+    assert main(["study", "--config-dir", str(folder), "data=nope"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("spec_bench, wmt14, or --config-dir DIR with DIR/data/nope.yaml")
+    (folder / "data").mkdir()
+    (folder / "data" / "mine.yaml").write_text("source: x.jsonl\n")
+    assert main(["study", "--config-dir", str(folder), "data=nope"]) == 2
+    assert "human_eval, mine, none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("decode.k=3", "decode.num_draft_tokens=3"),
+        ("decode.max_tokens=9", "decode.max_new_tokens=9"),
+        ("decode.mode=[greedy,hybrid]", "decode.mode=[greedy,speculative-beam]"),
+        ("decode.mode=speculative_beam", "decode.mode=speculative-beam"),
+        ("decode={mode: hybrid, k: 3}", "decode={mode: speculative-beam, num_draft_tokens: 3}"),
+        ("methods={a: {mode: hybrid, k: 2, max_tokens: 5}}",
+         "methods={a: {mode: speculative-beam, num_draft_tokens: 2, max_new_tokens: 5}}"),
+        ("ablation=beam_width", "ablation=num_beams"),
+        ("ablation=k", "ablation=num_draft_tokens"),
+        ("ablation=draft_temperature draft.temperature=0.5", "ablation=draft_temperature decode.draft_temperature=0.5"),
+        ("ablation=draft_temperature draft.top_k=5", "ablation=draft_temperature decode.draft_top_k=5"),
+        ("metrics.baseline=hybrid", "metrics.baseline=speculative-beam"),
+    ],
+)  # fmt: skip
+def test_old_names_are_other_names_for_the_new_ones(old, new, tmp_path):
+    def composed(given, folder=None):
+        words = given.split() if given.startswith("ablation") else [given]
+        return compose(["prompts=[hi]", *words], folder)
+
+    expected = composed(new)
+    assert composed(old) == expected
+    assert [vars(m) for m in methods(check(composed(old)))] == [vars(m) for m in methods(check(expected))]
+    if not old.startswith(("ablation", "decode={", "methods={")):
+        key, _, value = old.partition("=")
+        section, _, name = key.partition(".")
+        (tmp_path / "config.yaml").write_text(f"{section}: {{{name}: {value}}}\n")
+        assert composed("seed=0", tmp_path) == expected
+
+
+def test_old_and_new_names_together(tmp_path):
+    (tmp_path / "config.yaml").write_text("decode: {k: 3, max_tokens: 9}\n")
+    assert study("decode.num_draft_tokens=2", folder=tmp_path).decode["num_draft_tokens"] == 2
+    assert study("decode.k=2", folder=tmp_path).decode["num_draft_tokens"] == 2
+    (tmp_path / "config.yaml").write_text("decode: {k: 3, num_draft_tokens: 5}\n")
+    with pytest.raises(SpecbeamError, match=r"decode\.k=3 and num_draft_tokens=5 are the same setting: leave out k"):
+        study(folder=tmp_path)
+    with pytest.raises(SpecbeamError, match=r"methods\.a\.k=3 and num_draft_tokens=5"):
+        study("methods={a: {mode: speculative, k: 3, num_draft_tokens: 5}}")
+
+
+def test_every_option_that_yaml_can_hold_is_a_key_of_decode():
+    (method,) = methods(study("decode.mode=beam", "decode.repetition_penalty=1.2", "decode.stop_strings=[END]"))
+    assert method.options["repetition_penalty"] == 1.2
+    assert method.options["stop_strings"] == ("END",)
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "by"),
+    [
+        ("decode.temperature=0.7", "temperature", {}),
+        ("decode.temperature=0.7 decode.mode=[greedy,sample]", "temperature", {"sample": 0.7}),
+        ("decode.top_p=0.5 decode.mode=[sample,speculative]", "top_p", {"sample": 0.5}),
+        ("decode.top_k=3 decode.mode=[greedy,speculative] decode.do_sample=true", "top_k", {"speculative": 3}),
+        ("decode.length_penalty=0.5 decode.mode=[greedy,sample]", "length_penalty", {}),
+        ("decode.length_penalty=0.5", "length_penalty", {"beam": 0.5, "speculative-beam": 0.5}),
+        ("decode.num_beams=8 decode.mode=greedy", "num_beams", {}),
+        (
+            "decode.num_beam_groups=2 decode.diversity_penalty=1 decode.mode=[greedy,beam]",
+            "num_beam_groups",
+            {"beam": 2},
+        ),
+        ("decode.num_draft_tokens=3 decode.mode=[greedy,beam]", "num_draft_tokens", {}),
+        ("decode.bound_rule=false decode.mode=[beam,speculative]", "bound_rule", {}),
+        ("decode.bound_rule=false", "bound_rule", {"speculative-beam": False}),
+        ("decode.draft_temperature=0.5 decode.mode=[sample,speculative]", "draft_temperature", {}),
+        ("decode.num_return_sequences=2 decode.mode=greedy", "num_return_sequences", {}),
+        ("decode.num_return_sequences=2 decode.mode=[greedy,sample]", "num_return_sequences", {"sample": 2}),
+        ("decode.do_sample=true", "do_sample", {"speculative": True}),
+        ("decode.do_sample=true decode.mode=[greedy,beam]", "do_sample", {}),
+    ],
+)
+def test_an_option_goes_to_the_methods_it_is_for_and_is_refused_if_there_are_none(words, given, by):
+    if by:
+        found = {m.name: m.options[given] for m in methods(study(*words.split())) if given in m.options}
+        assert {name: value for name, value in found.items() if given != "do_sample" or value} == by
     else:
-        override_list = [override]
-    with pytest.raises(SpecbeamError, match=re.sub(r"([?(\[\]])", r"\\\1", message)):
-        study(*override_list)
+        with pytest.raises(SpecbeamError, match=rf"decode\.{given}=\S+ has no effect: it is for .*, or (give|leave)"):
+            study(*words.split())
+
+
+def test_an_option_of_a_method_must_have_an_effect_in_it():
+    with pytest.raises(SpecbeamError, match=r"methods\.a\.temperature=0\.7 has no effect: .* a does not"):
+        study("methods={a: {mode: greedy, temperature: 0.7}, b: {mode: sample}}")
+    with pytest.raises(SpecbeamError, match=r"methods\.a\.do_sample=true has no effect: beam never samples"):
+        study("methods={a: {mode: beam, do_sample: true}}")
+    with pytest.raises(SpecbeamError, match=r"draft\.quantize=int4 has no effect"):
+        study("draft.quantize=int4")
+    study("draft.quantize=int4", "draft_model=some-model")
 
 
 @pytest.mark.parametrize(
@@ -238,8 +360,10 @@ def test_an_unreadable_configuration_is_one_line(tmp_path):
 
 
 def test_sweeps_are_what_hydra_makes_of_them():
-    words = ["decode.k=1,2", "seed=range(0,3)", "decode.max_tokens=8"]
+    words = ["decode.num_draft_tokens=1,2", "seed=range(0,3)", "decode.max_new_tokens=8"]
     parsed = OverridesParser.create().parse_overrides(words)
-    expected = [[f"decode.k={k}", f"seed={s}", "decode.max_tokens=8"] for k in (1, 2) for s in range(3)]
+    expected = [
+        [f"decode.num_draft_tokens={k}", f"seed={s}", "decode.max_new_tokens=8"] for k in (1, 2) for s in range(3)
+    ]
     assert [*sweep(words)] == expected
     assert [o.is_sweep_override() for o in parsed] == [True, True, False]

@@ -13,12 +13,19 @@ scipy_stats = pytest.importorskip("scipy.stats")
 
 def test_a_mean_without_spread_has_an_interval_without_width():
     assert bootstrap_mean([]) is None
-    assert bootstrap_mean([0.1]) == Estimate(0.1, 0.1, 0.1, 1)
     same = bootstrap_mean([2.5] * 7)
     assert (same.mean, same.low, same.high, same.n) == (2.5, 2.5, 2.5, 7)
 
 
-@pytest.mark.parametrize("values", [[1.0, 2.0], [0, 0, 0, 1], [1.0, 2.0, 9.0], [0.0, 0.0, 1e9]])
+@pytest.mark.parametrize("values", [[0.1], [0.1, 0.1], [1.0, 2.0, 9.0], [0, 0, 0, 1]])
+def test_fewer_than_five_values_have_a_mean_and_no_interval(values):
+    assert bootstrap_mean(values) == Estimate(pytest.approx(np.mean(values)), None, None, len(values))
+    ratio = paired_ratio([np.exp(value) for value in values], [1.0] * len(values))
+    assert (ratio.low, ratio.high, ratio.n, ratio.settled) == (None, None, len(values), False)
+    assert ratio.p > 0.05
+
+
+@pytest.mark.parametrize("values", [[1.0, 2.0, 3.0, 4.0, 5.0], [0, 0, 0, 0, 1], [0.0, 0.0, 0.0, 0.0, 1e9]])
 def test_few_values_have_an_interval_around_the_mean(values):
     found = bootstrap_mean(values)
     assert found.mean == pytest.approx(np.mean(values))
@@ -66,9 +73,18 @@ def test_a_ratio_is_the_geometric_mean_of_pairs():
 def test_ratios_at_the_edges():
     assert paired_ratio([], []) is None
     one = paired_ratio([3.0], [2.0])
-    assert (one.ratio, one.low, one.high, one.p) == pytest.approx((1.5, 1.5, 1.5, 1.0))
-    equal = paired_ratio([3.0, 5.0], [3.0, 5.0])
+    assert (one.ratio, one.p) == pytest.approx((1.5, 1.0))
+    equal = paired_ratio([3.0, 5.0, 7.0, 9.0, 11.0], [3.0, 5.0, 7.0, 9.0, 11.0])
     assert (equal.ratio, equal.low, equal.high, equal.p) == (1, 1, 1, 1)
+    assert not equal.settled
+
+
+def test_a_ratio_is_settled_if_its_interval_excludes_1():
+    rng = np.random.default_rng(5)
+    ones = [1.0] * 20
+    assert paired_ratio(np.exp(rng.normal(0.3, 0.1, 20)).tolist(), ones).settled
+    assert paired_ratio(np.exp(rng.normal(-0.3, 0.1, 20)).tolist(), ones).settled
+    assert not paired_ratio(np.exp(rng.normal(0.01, 0.3, 20)).tolist(), ones).settled
 
 
 @pytest.mark.parametrize(

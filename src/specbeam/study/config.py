@@ -10,15 +10,48 @@ import difflib
 import itertools
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from specbeam.errors import SpecbeamError
+from specbeam.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
 
-MODES = ("greedy", "sample", "beam", "speculative", "hybrid")
-"""hybrid is speculative beam search."""
+MODES = ("greedy", "sample", "beam", "speculative", "speculative-beam")
+OLD_MODES = {"hybrid": "speculative-beam", "speculative_beam": "speculative-beam"}
+"""Other names of modes. Folders and configurations of earlier studies have "hybrid"."""
+OLD_KEYS = {
+    "decode.k": "decode.num_draft_tokens",
+    "decode.max_tokens": "decode.max_new_tokens",
+    "draft.temperature": "decode.draft_temperature",
+    "draft.top_k": "decode.draft_top_k",
+}
+"""Other names of keys, from before the keys of ``decode`` were named as in :class:`specbeam.Options`."""
+DECODE_DEFAULTS: dict[str, Any] = {"max_new_tokens": 64, "num_beams": 4, "num_draft_tokens": "auto"}
+SET_BY_THE_STUDY = ("seed", "trace", "top_logprobs")
+"""Options that a study sets itself, or does not record."""
+FUNCTIONS = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
+"""Options whose values are Python objects."""
+BEAM_OPTIONS = ("num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
+USERS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(SAMPLING_OPTIONS, frozenset({"samples"})),
+    **dict.fromkeys(BEAM_OPTIONS, frozenset({"has beams"})),
+    **dict.fromkeys(MAX_DRAFT_SIZES, frozenset({"drafts"})),
+    **dict.fromkeys(("draft_temperature", "draft_top_k"), frozenset({"samples", "drafts"})),
+    "bound_rule": frozenset({"has beams", "drafts"}),
+    **dict.fromkeys(("num_return_sequences", "distinct"), frozenset({"returns several texts"})),
+}
+"""What a method must do for an option to have an effect. The options that are not here have one in every method."""
+MODES_THAT = {
+    "samples": "methods that sample (mode sample, or speculative with do_sample: true)",
+    "drafts": "methods that draft (mode speculative or speculative-beam)",
+    "has beams": "methods with beams (mode beam or speculative-beam)",
+    "returns several texts": "methods with beams and methods that sample",
+}
+DECODE_KEYS = ("mode", *(f.name for f in fields(Options) if f.name not in (*SET_BY_THE_STUDY, *FUNCTIONS)))
+GROUPS = ("data", "tracking", "launcher", "ablation")
+"""The groups of the packaged configuration, each a folder of files to choose from."""
 INSTEAD_OF_HYDRAS = {
     "hydra.run": "give output=FOLDER",
     "hydra.sweep": "give --multirun and output=FOLDER",
@@ -55,47 +88,11 @@ class Debug:
 
 
 @dataclass(frozen=True)
-class Decode:
-    """How to decode. A name that :class:`specbeam.Options` has too means the same.
-
-    Attributes:
-        mode: one of MODES, or a list of them to compare.
-        k: tokens to draft per round (num_draft_tokens).
-        max_tokens: the most new tokens.
-        do_sample: whether "speculative" samples; "sample" always does, "greedy" never.
-    """
-
-    mode: str | list[str] = "greedy"
-    k: int | str = "auto"
-    max_tokens: int = 64
-    min_new_tokens: int = 0
-    do_sample: bool = False
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    num_beams: int = 4
-    num_return_sequences: int | None = None
-    length_penalty: float = 1.0
-    early_stopping: bool | str = False
-    num_beam_groups: int = 1
-    diversity_penalty: float = 0.0
-    draft_width: int | str = "auto"
-    draft_budget: int | str = "auto"
-    bound_rule: bool = True
-
-
-@dataclass(frozen=True)
 class Draft:
-    """The draft model's distribution where texts are sampled. None: as for the target.
-
-    Attributes:
-        quantize: how the cpu backend keeps the draft model's weights.
+    """Attributes:
+    quantize: how the cpu backend keeps the draft model's weights.
     """
 
-    temperature: float | None = None
-    top_k: int | None = None
     quantize: str | None = None
 
 
@@ -191,20 +188,25 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Study:
-    """A study. ``methods`` names the methods to compare where ``decode.mode`` is not enough.
+    """A study.
 
-    Each method maps keys to values, which replace the study's own. The keys are the keys of ``decode``, ``draft`` (as
-    draft_temperature, ...) and ``load`` (as quantize, ...), and ``draft_model``.
+    Attributes:
+        output: the run's folder; None: ``runs/``, the project's name and a hash of the configuration.
+        decode: how to decode. "mode" is one of MODES, or a list of them to compare. The other keys are options of
+            :class:`specbeam.Options`. Each goes to the methods in which it has an effect. do_sample is for
+            "speculative": "sample" always samples, and the others never do.
+        methods: names the methods to compare where ``decode.mode`` is not enough. Each maps keys to values, which
+            replace the study's own: the keys of ``decode`` and ``load``, ``draft_quantize`` and ``draft_model``.
     """
 
     project_name: str = "specbeam-study"
-    output: str = "runs/specbeam-study"
+    output: str | None = None
     target_model: str = "smollm2-135m-instruct"
     draft_model: str = "ngram"
     load: Load = field(default_factory=Load)
     chat: Chat = field(default_factory=Chat)
     debug: Debug = field(default_factory=Debug)
-    decode: Decode = field(default_factory=Decode)
+    decode: dict[str, Any] = field(default_factory=dict)
     draft: Draft = field(default_factory=Draft)
     methods: dict[str, Any] = field(default_factory=dict)
     prompts: list[str] = field(default_factory=list)
@@ -250,24 +252,27 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import MissingConfigException
     from omegaconf import OmegaConf, open_dict
 
-    for override in _parsed(overrides):
+    parsed = _parsed(overrides)
+    for override in parsed:
         _refuse_hydras(override.key_or_group.replace("/", "."), override.key_or_group)
+    words = [_may_add(_with_new_key(str(override.input_line))) for override in parsed]
     search, primary = [], "study"
     if folder is not None:
         if not folder.is_dir():
             raise SpecbeamError(f"--config-dir {folder} is not a folder")
         quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
         search = [f"hydra.searchpath=['file://{quoted}']"]
-        if (folder / "config.yaml").exists():
-            ConfigStore.instance().store("study_and_config", {"defaults": ["study", "config"]})
-            primary = "study_and_config"
     GlobalHydra.instance().clear()
     try:
+        if folder is not None and (folder / "config.yaml").exists():
+            primary = "study_and_config"
+            ConfigStore.instance().store(primary, _above_study(OmegaConf.load(folder / "config.yaml")))
         with initialize_config_dir(str(Path(__file__).parent / "conf"), version_base="1.3"):
             # ``check`` refuses unknown names and suggests the nearest one. Hydra's own message would be less clear.
-            composed = hydra_compose(primary, [*map(_may_add, overrides), *search], return_hydra_config=True)
+            composed = hydra_compose(primary, [*words, *search], return_hydra_config=True)
             with open_dict(composed):
                 hydras = composed.pop("hydra")
             if folder is not None:
@@ -278,12 +283,107 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
             plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except SpecbeamError:
         raise
+    except MissingConfigException as error:
+        raise SpecbeamError(_missing(error)) from error
     except UnicodeDecodeError as error:
         raise SpecbeamError(f"a configuration file is not UTF-8 text (byte {error.start:,}): convert it") from error
     except Exception as error:  # Hydra raises ValueError, AssertionError and others for wrong words and files, too
         raise SpecbeamError(f"the configuration cannot be composed: {_one_line(error)}") from error
-    assert isinstance(plain, dict)
-    return typing.cast(dict[str, Any], plain)
+    given_last = {word.partition("=")[0].lstrip("+~") for word in words}
+    return with_new_names(typing.cast(dict[str, Any], plain), given_last)
+
+
+def _above_study(own: Any) -> dict[str, Any]:
+    """The configuration of a user's ``config.yaml``, which is composed after the packaged one.
+
+    Hydra takes overrides of groups from the primary configuration only, so this is made the primary one. A group of the
+    packaged configuration is overridden with the word ``override`` and without it.
+    """
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    if not isinstance(own, DictConfig):
+        raise SpecbeamError("config.yaml cannot be composed: it has no keys and values")
+    listed = own.pop("defaults", None)
+    if not isinstance(listed, ListConfig | None):
+        raise SpecbeamError(f"config.yaml cannot be composed: defaults={str(listed)[:40]!r} is not a list")
+    plain, overrides = [], []
+    for entry in [] if listed is None else OmegaConf.to_container(listed):
+        if isinstance(entry, Mapping) and len(entry) == 1:
+            ((key, choice),) = entry.items()
+            group = str(key).removeprefix("override ").strip().removeprefix("/")
+            if group in GROUPS or str(key).startswith("override "):
+                overrides.append({f"override {group}": choice})
+                continue
+        plain.append(entry)
+    before = [] if "study" in plain else ["study"]
+    after = [] if "_self_" in plain else ["_self_"]
+    return {"defaults": [*before, *plain, *after, *overrides], **{str(key): own._get_node(key) for key in own}}
+
+
+def _missing(error: Any) -> str:
+    """A group's file that is not there, and the files that are."""
+    group, slash, name = str(error.missing_cfg_file or "").rpartition("/")
+    if not slash:
+        return f"the configuration cannot be composed: {_one_line(error).partition(' Config search path')[0]}"
+    there = ", ".join(sorted({*(error.options or ())}))
+    return f"there is no {group}={name}: give one of {there}, or --config-dir DIR with DIR/{group}/{name}.yaml"
+
+
+def with_new_names(config: Mapping[str, Any], given_last: Set[str] = frozenset()) -> dict[str, Any]:
+    """A configuration in which the old names of keys and modes are replaced by the new ones.
+
+    Args:
+        given_last: new keys that come after the whole configuration, so that an old name does not replace their values.
+
+    Raises:
+        SpecbeamError: a key is given by its old and by its new name.
+    """
+    new = {key: dict(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+    for old, key in OLD_KEYS.items():
+        (old_section, old_name), (section, name) = old.split("."), key.split(".")
+        if isinstance(new.get(old_section), dict) and old_name in new[old_section]:
+            value = new[old_section].pop(old_name)
+            into = new.setdefault(section, {})
+            if value is not None and isinstance(into, dict) and key not in given_last:
+                _refuse_both(f"{old_section}.", old_name, value, name, _given(into).get(name, value))
+                into[name] = value
+    if isinstance(decode := new.get("decode"), dict) and "mode" in decode:
+        decode["mode"] = _new_mode(decode["mode"])
+    renamed = [[part.split(".")[1] for part in pair] for pair in OLD_KEYS.items() if pair[0].startswith("decode.")]
+    for method, changes in (new["methods"] if isinstance(new.get("methods"), dict) else {}).items():
+        if isinstance(changes, Mapping):
+            changed = dict(changes)
+            for old_name, name in renamed:
+                if old_name in changed:
+                    value = changed.pop(old_name)
+                    _refuse_both(f"methods.{method}.", old_name, value, name, changed.setdefault(name, value))
+            if "mode" in changed:
+                changed["mode"] = _new_mode(changed["mode"])
+            new["methods"][method] = changed
+    metrics = new.get("metrics")
+    if not new.get("methods") and isinstance(metrics, dict) and "baseline" in metrics:
+        metrics["baseline"] = _new_mode(metrics["baseline"])
+    return new
+
+
+def _refuse_both(path: str, old: str, value: Any, new: str, other: Any) -> None:
+    if value != other:
+        raise SpecbeamError(
+            f"{path}{old}={value!r} and {new}={other!r} are the same setting: leave out {old}, its old name"
+        )
+
+
+def _new_mode(mode: Any) -> Any:
+    if isinstance(mode, list):
+        return [_new_mode(one) for one in mode]
+    return OLD_MODES.get(mode, mode) if isinstance(mode, str) else mode
+
+
+def _with_new_key(word: str) -> str:
+    """An override whose key is not an old name."""
+    key, equals, value = word.partition("=")
+    name = key.lstrip("+~")
+    return key.removesuffix(name) + OLD_KEYS.get(name, name) + equals + value
 
 
 def sweep(overrides: Sequence[str]) -> Iterator[list[str]]:
@@ -339,7 +439,7 @@ def _leaves(path: str, value: Any) -> dict[str, Any]:
 def _may_add(override: str) -> str:
     """Let Hydra accept a key that its files do not have: ``check`` knows all keys."""
     name = override.partition("=")[0]
-    if name[:1] in "+~" or name in ("data", "tracking", "launcher", "ablation"):
+    if name[:1] in "+~" or name in GROUPS:
         return override
     return f"++{override}"
 
@@ -356,12 +456,13 @@ def check(given: Mapping[str, Any]) -> Study:
             study without prompts.
     """
     study: Study = _build(Study, given, "")
+    for key in study.decode:
+        nearest(f"decode.{key}", key, DECODE_KEYS)
     one_of("tracking.name", study.tracking.name, ("none", "wandb"))
     one_of("launcher.name", study.launcher.name, ("local", "ray"))
     one_of("data.format", study.data.format, ("auto", "table", "text", "spec_bench", "human_eval"))
     for name, number in {
         "repeats": study.repeats,
-        "decode.max_tokens": study.decode.max_tokens,
         "data.per_category": study.data.per_category,
         "data.limit": study.data.limit,
         "data.turns": study.data.turns,
@@ -383,11 +484,13 @@ def methods(study: Study) -> list[Method]:
     """The methods that a study compares, in order.
 
     Raises:
-        SpecbeamError: a method's key or value is not allowed.
+        SpecbeamError: a method's key or value is not allowed, or has no effect.
     """
-    modes = [study.decode.mode] if isinstance(study.decode.mode, str) else study.decode.mode
+    modes = study.decode.get("mode", MODES[0])
+    if not isinstance(modes, str | list):
+        raise SpecbeamError(f"decode.mode={modes!r} is not allowed: give one of {', '.join(MODES)}, or a list")
     asked: dict[str, Mapping[str, Any]] = {}
-    for mode in modes if not study.methods else ():
+    for mode in ([modes] if isinstance(modes, str) else modes) if not study.methods else ():
         one_of("decode.mode", mode, MODES)
         asked[mode] = {"mode": mode}
     for name, changes in study.methods.items():
@@ -397,6 +500,7 @@ def methods(study: Study) -> list[Method]:
     if not asked:
         raise SpecbeamError("there is no method: give decode.mode, one or a list")
     found = [_method(study, name, changes) for name, changes in asked.items()]
+    _refuse_without_effect(study, found)
     plain = {_promise(method): method.name for method in reversed(found) if method.draft is None}
     return [
         method if method.draft is None else Method(**vars(method) | {"twin": plain.get(_promise(method))})
@@ -405,51 +509,85 @@ def methods(study: Study) -> list[Method]:
 
 
 def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
-    base = {
-        **vars(study.decode),
-        **{f"draft_{key}": value for key, value in vars(study.draft).items()},
-        **vars(study.load),
-        "draft_model": study.draft_model,
-    }
+    place = f"methods.{name}" if name in study.methods else "decode"
+    load_kinds = typing.get_type_hints(Load)
+    kinds = {**load_kinds, "draft_quantize": str | None, "draft_model": str}
     for key in changes:
-        nearest(f"methods.{name}.{key}", key, base)
-    kinds = {
-        **typing.get_type_hints(Decode),
-        **{f"draft_{key}": kind for key, kind in typing.get_type_hints(Draft).items()},
-        **typing.get_type_hints(Load),
-        "draft_model": str,
+        nearest(f"{place}.{key}", key, {**dict.fromkeys(DECODE_KEYS), **kinds})
+    own = {key: _value(kinds[key], value, f"{place}.{key}") for key, value in changes.items() if key in kinds}
+    v = {"draft_quantize": study.draft.quantize, "draft_model": study.draft_model, **vars(study.load), **own}
+    decode = DECODE_DEFAULTS | _not_null(study.decode) | {key: changes[key] for key in changes if key not in kinds}
+    mode = decode.get("mode", MODES[0])
+    if isinstance(mode, list) and "mode" not in changes:
+        mode = next(iter(mode), "")
+    one_of(f"{place}.mode", mode, MODES)
+    if (do_sample := decode.get("do_sample")) not in (None, True, False):
+        raise SpecbeamError(f"{place}.do_sample={do_sample!r} is not allowed: give true or false")
+    if changes.get("do_sample") and mode not in ("sample", "speculative"):
+        raise SpecbeamError(f"methods.{name}.do_sample=true has no effect: {mode} never samples; leave it out")
+    does = traits(mode, bool(do_sample))
+    for key, value in _given(changes).items():
+        if key in USERS and not USERS[key] <= does:
+            raise SpecbeamError(_without_effect(f"methods.{name}.{key}={value}", USERS[key] - does, f"{name} does not"))
+    options = {
+        key: value
+        for key, value in _not_null(decode).items()
+        if key not in ("mode", "do_sample") and USERS.get(key, frozenset()) <= does
     }
-    v = base | {key: _value(kinds[key], value, f"methods.{name}.{key}") for key, value in changes.items()}
-    mode = v["mode"] if isinstance(v["mode"], str) or "mode" in changes else next(iter(v["mode"]), "")
-    one_of(f"methods.{name}.mode", mode, MODES)
-    beams, drafts = mode in ("beam", "hybrid"), mode in ("speculative", "hybrid")
-    samples = mode == "sample" or (mode == "speculative" and v["do_sample"])
-    options: dict[str, Any] = {"max_new_tokens": v["max_tokens"], "min_new_tokens": v["min_new_tokens"]}
-    if v["repetition_penalty"] is not None:
-        options["repetition_penalty"] = v["repetition_penalty"]
-    if samples:
-        options["do_sample"] = True
-        options |= {key: v[key] for key in ("temperature", "top_k", "top_p", "min_p") if v[key] is not None}
-        if drafts:
-            draws = {"draft_temperature": v["draft_temperature"], "draft_top_k": v["draft_top_k"]}
-            options |= {key: value for key, value in draws.items() if value is not None}
-    else:
-        options["do_sample"] = False
-    if beams:
-        names = ("num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty", "bound_rule")
-        options |= {key: v[key] for key in names}
-        options["num_return_sequences"] = v["num_return_sequences"] or v["num_beams"]
-    if drafts:
-        options |= {"num_draft_tokens": v["k"], "draft_width": v["draft_width"], "draft_budget": v["draft_budget"]}
-    from specbeam.options import Options
-
+    options["do_sample"] = "samples" in does
+    if "has beams" in does:
+        options.setdefault("num_return_sequences", options["num_beams"])
     try:
-        Options.of(options)
+        checked = Options.of(options)
     except SpecbeamError as error:
         raise SpecbeamError(f"method {name}: {error}") from error
-    load = {key: v[key] for key in vars(study.load)}
+    options = {key: getattr(checked, key) for key in options}
+    load = {key: v[key] for key in load_kinds}
     draft_load = load | ({"quantize": v["draft_quantize"]} if v["draft_quantize"] is not None else {})
-    return Method(name, mode, options, v["draft_model"] if drafts else None, load, draft_load)
+    return Method(name, mode, options, v["draft_model"] if "drafts" in does else None, load, draft_load)
+
+
+def traits(mode: str, do_sample: bool) -> frozenset[str]:
+    """What a method does, in the words of USERS."""
+    does = {
+        "samples": mode == "sample" or (mode == "speculative" and do_sample),
+        "drafts": mode in ("speculative", "speculative-beam"),
+        "has beams": mode in ("beam", "speculative-beam"),
+    }
+    does["returns several texts"] = does["samples"] or does["has beams"]
+    return frozenset(trait for trait, holds in does.items() if holds)
+
+
+def _refuse_without_effect(study: Study, found: list[Method]) -> None:
+    """Raise SpecbeamError if an option of ``decode`` or ``draft`` has an effect in none of the methods."""
+    done = [traits(method.mode, method.options["do_sample"]) for method in found]
+    for key, value in _given(study.decode).items():
+        needs = USERS.get(key, frozenset())
+        if not any(needs <= does for does in done):
+            raise SpecbeamError(_without_effect(f"decode.{key}={value}", needs, "no method does"))
+    if study.decode.get("do_sample") and not any(method.mode == "speculative" for method in found):
+        raise SpecbeamError(
+            "decode.do_sample=true has no effect: it is for speculative; give decode.mode=sample, or leave it out"
+        )
+    if study.draft.quantize is not None and not any(m.draft not in (None, "ngram", "suffix") for m in found):
+        raise SpecbeamError(
+            f"draft.quantize={study.draft.quantize} has no effect: no draft is a model; give draft_model=MODEL"
+        )
+
+
+def _without_effect(given: str, needs: Set[str], none_does: str) -> str:
+    how = " and ".join(f"{MODES_THAT[need]}" for need in sorted(needs))
+    unset = f"{given.partition('=')[0]}=null"
+    return f"{given} has no effect: it is for {how}, and {none_does}; add such a method, or give {unset}"
+
+
+def _not_null(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in mapping.items() if value is not None}
+
+
+def _given(decode: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are given: not null, and not the default of the packaged configuration."""
+    return {key: value for key, value in _not_null(decode).items() if value != DECODE_DEFAULTS.get(key)}
 
 
 def _promise(method: Method) -> str:
@@ -470,7 +608,7 @@ def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
         raise SpecbeamError(f"{name}={value!r} is not allowed: {hint}")
 
 
-def nearest(path: str, key: Any, allowed: Mapping[str, Any]) -> None:
+def nearest(path: str, key: Any, allowed: Collection[str]) -> None:
     """Raise SpecbeamError, which suggests the nearest key, unless the key is allowed."""
     if key not in allowed:
         near = difflib.get_close_matches(str(key), [*allowed], n=1, cutoff=0.5)

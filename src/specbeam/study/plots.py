@@ -44,7 +44,7 @@ DARK = {
     "amber": "#e6ac33",
 }
 SERIES = ["blue", "vermillion", "green", "purple", "orange", "teal", "grey"]
-MARKERS = {"greedy": "o", "sample": "^", "beam": "s", "speculative": "D", "hybrid": "P"}
+MARKERS = {"greedy": "o", "sample": "^", "beam": "s", "speculative": "D", "speculative-beam": "P"}
 
 # The qualities of a frontier: the metric, its name on an axis, and whether more of it is better. Each group is one
 # plot, of the first metric that was measured.

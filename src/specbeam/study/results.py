@@ -19,6 +19,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import replacing, write_whole
 from specbeam.jobs.journal import Entry, Journal, entries_in
 from specbeam.jobs.lock import locked
+from specbeam.study.config import OLD_MODES
 
 Record = dict[str, Any]
 GENERATIONS, SCORES, FINGERPRINT, CONFIG, SUMMARY = (
@@ -32,6 +33,36 @@ FINGERPRINT_PARTS = ("config", "models", "data", "versions", "machine")
 """They must not change in the middle of a run."""
 RECORD_KEYS = ("key", "method", "row", "turn", "repeat", "mode", "prompt", "error", "wall")
 """The keys that every generation has, also one that failed."""
+
+
+ASKED_PARTS = ("config", "models", "data")
+"""The parts of a fingerprint that the user chose. The others describe where the study ran."""
+RUNS = Path("runs")
+"""Where runs lie that have no folder of their own."""
+
+
+def default_folder(project: str, fingerprint: Mapping[str, Any], swept: str = "") -> Path:
+    """The folder of a run that was given none: the same for the same configuration, models and data.
+
+    Args:
+        swept: the keys and values of a sweep that this run stands for.
+    """
+    asked = json.dumps({part: fingerprint[part] for part in ASKED_PARTS}, sort_keys=True)
+    words = [project, *([swept] if swept else []), hashlib.sha256(asked.encode()).hexdigest()[:8]]
+    return RUNS / "-".join(words).replace("/", "_")
+
+
+def latest_run() -> Path:
+    """The run below RUNS that was written to last.
+
+    Raises:
+        SpecbeamError: there is no run.
+    """
+    found = [path for pattern in ("*", "*/*") for path in RUNS.glob(f"{pattern}/{FINGERPRINT}")]
+    if not found:
+        raise SpecbeamError(f"there is no run in {RUNS}/: give show RUN, the folder of a run")
+    written = {path.parent: max(p.stat().st_mtime for p in path.parent.iterdir()) for path in found}
+    return max(written, key=written.__getitem__)
 
 
 class Run:
@@ -117,7 +148,22 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Record], dict[str, Any]]:
     generations, scored = folder / GENERATIONS, folder / SCORES
     records = {checked(r, RECORD_KEYS, generations)["key"]: r for r, _ in entries_in(generations)}
     scores = {checked(e, ("key", "scores"), scored)["key"]: e["scores"] for e, _ in entries_in(scored)}
-    return fingerprint, [*records.values()], scores
+    return (fingerprint, *_with_new_names([*records.values()], scores))
+
+
+def _with_new_names(records: list[Record], scores: dict[str, Any]) -> tuple[list[Record], dict[str, Any]]:
+    """Generations and scores of a run from before a mode had its present name. Runs of both times can be compared."""
+    for old, new in OLD_MODES.items():
+        of_mode = [record for record in records if record["mode"] == old]
+        renames = bool(of_mode) and all(record["method"] != new for record in records)
+        for record in of_mode:
+            record["mode"] = new
+            if renames and record["method"] == old:
+                key = record["key"]
+                record |= {"method": new, "key": new + key.removeprefix(old)}
+                if key in scores:
+                    scores[record["key"]] = scores.pop(key)
+    return records, scores
 
 
 @contextmanager

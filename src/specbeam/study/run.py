@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,21 @@ from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import write_whole
 from specbeam.jobs.crew import Crew
 from specbeam.jobs.launchers import crew_on_ray, run_here
-from specbeam.study.config import Study, check, methods
+from specbeam.study.config import Study, check, methods, with_new_names
 from specbeam.study.data import Row, local_file, read_rows
 from specbeam.study.progress import Progress
 from specbeam.study.results import (
     SUMMARY,
     Record,
     Run,
+    default_folder,
     fingerprint,
+    read,
+    read_json,
     reporting_full_disk,
     write_parquet,
 )
+from specbeam.study.summary import summarize
 from specbeam.study.tracking import tracker_of
 from specbeam.study.work import Work, begun, jobs_of_turn, make_work
 
@@ -32,63 +36,129 @@ KEYS_WITHOUT_EFFECT = ("output", "tracking", "launcher")
 """Keys of the configuration that do not change results."""
 
 
-def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print) -> Path:
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a study.
+
+    Attributes:
+        folder: the run's folder, which has the finished generations.
+        done, total: the number of finished generations, and of all.
+    """
+
+    def __init__(self, folder: Path, done: int, total: int) -> None:
+        self.folder, self.done, self.total = folder, done, total
+
+
+def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, swept: str = "") -> Path:
     """Run a study, or the rest of an interrupted one, and write its table, plots and report.
 
     Args:
         config: as :func:`specbeam.study.config.compose` returns it.
-        show: called with a line for people at the end.
+        show: called with a line for people at the start and at the end.
+        swept: the keys and values of a sweep that this run stands for. They are part of the default folder's name.
 
     Returns:
         The run's folder.
 
     Raises:
         SpecbeamError: wrong input, or no room on the disk. Finished generations are kept.
+        Interrupted: Ctrl-C. Finished generations are kept.
     """
     began = time.perf_counter()
     study = check(config)
     rows = read_rows(study.data, study.prompts, study.seed)
-    sources = _sources(study)
-    folder = Path(study.output)
     relevant = {key: value for key, value in config.items() if key not in KEYS_WITHOUT_EFFECT}
-    run = Run(folder, fingerprint(relevant, sources, local_file(study.data)), _yaml(config))
-    with ExitStack() as last:
-        last.callback(run.close)
-        tracker = tracker_of(study, config, folder)
-        last.callback(tracker.close)
-        total = len(methods(study)) * study.repeats * sum(len(row.turns) for row in rows)
-        progress = last.enter_context(Progress([m.name for m in methods(study)], total))
-        for record in run.records.values():
-            tracker.record(record)
-            progress.take(record)
-        work = _generate(study, config, rows, run, tracker.record, progress)
-        generating = sum(record["wall"] for record in run.records.values())
-        progress.say("scoring the texts")
-        _score(study, config, run, work)
-        records = [*run.records.values()]
-        summary = _summarize(study, records, run.scores)
-        overhead = max(0.0, time.perf_counter() - began - progress.spent)
-        with reporting_full_disk(folder):
-            write_whole(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
-            write_parquet(folder / "generations.parquet", records)
-        progress.say("writing the report")
-        from specbeam.study.report import write_report
+    about = fingerprint(relevant, _sources(study), local_file(study.data))
+    folder = Path(study.output) if study.output is not None else default_folder(study.project_name, about, swept)
+    run = Run(folder, about, _yaml(config))
+    total = len(methods(study)) * study.repeats * sum(len(row.turns) for row in rows)
+    there = f"goes on, {len(run.records)} of {total} generations are there" if run.records else "a new run"
+    show(f"{folder}: {there}")
+    try:
+        with ExitStack() as last:
+            last.callback(run.close)
+            tracker = tracker_of(study, config, folder)
+            last.callback(tracker.close)
+            progress = last.enter_context(Progress([m.name for m in methods(study)], total))
+            for record in run.records.values():
+                tracker.record(record)
+                progress.take(record)
+            work = _generate(study, config, rows, run, tracker.record, progress)
+            generating = sum(record["wall"] for record in run.records.values())
+            progress.say("scoring the texts")
+            _score(study, config, run, work)
+            records = [*run.records.values()]
+            summary = _summarize(study, records, run.scores)
+            overhead = max(0.0, time.perf_counter() - began - progress.spent)
+            with reporting_full_disk(folder):
+                write_whole(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
+                write_parquet(folder / "generations.parquet", records)
+            progress.say("writing the report")
+            from specbeam.study.report import write_report
 
-        share = overhead / (overhead + generating) if generating else None
-        with reporting_full_disk(folder):
-            write_report(
-                folder,
-                title=study.project_name,
-                config=dict(config),
-                fingerprint=run.fingerprint,
-                summary=summary,
-                records=records,
-                overhead=share,
-            )
-        tracker.summary(summary, folder)
+            share = overhead / (overhead + generating) if generating else None
+            with reporting_full_disk(folder):
+                write_report(
+                    folder,
+                    title=study.project_name,
+                    config=dict(config),
+                    fingerprint=run.fingerprint,
+                    summary=summary,
+                    records=records,
+                    overhead=share,
+                    header=header(study, run.fingerprint, records),
+                )
+            tracker.summary(summary, folder)
+    except KeyboardInterrupt:
+        raise Interrupted(folder, len(run.records), total) from None
     failed = sum(record["error"] is not None for record in records)
     show(f"{len(records)} generations, {failed} failed: {folder / 'report.html'}")
     return folder
+
+
+def header(study: Study, about: Mapping[str, Any], records: Iterable[Record]) -> list[tuple[str, str]]:
+    """What was measured, where and when, by name: the models with their precision, the machine, versions, the date."""
+    precisions: dict[str, dict[str, None]] = {}
+    for record in records:
+        if record["error"] is None:
+            precisions.setdefault(record["stats"].get("precision") or "", {})[record["method"]] = None
+    if len(precisions) == 1:
+        target = ", ".join(filter(None, [study.target_model, *precisions]))
+    else:
+        each = (f"{precision or 'unknown'} ({', '.join(names)})" for precision, names in precisions.items())
+        target = ": ".join(filter(None, [study.target_model, "; ".join(each)]))
+    drafts = dict.fromkeys(
+        f"{m.draft}" + ("" if m.draft in ("ngram", "suffix") else f", quantize={m.draft_load['quantize']}")
+        for m in methods(study)
+        if m.draft is not None
+    )
+    machine = about["machine"]
+    has = [machine["processor"], f"{machine['cores']} cores", machine["memory"], machine.get("gpu")]
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    days = sorted({time.strftime("%Y-%m-%d", time.localtime(r["started"])) for r in records if "started" in r})
+    facts = {
+        "target": target,
+        "drafts": "; ".join(drafts),
+        "machine": ", ".join(filter(None, has)),
+        "versions": versions,
+        "date": " to ".join(dict.fromkeys(days[:1] + days[-1:])),
+    }
+    return [(name, fact) for name, fact in facts.items() if fact]
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """The summary of a run, which may still be going on, or be of an earlier version.
+
+    Raises:
+        SpecbeamError: the folder holds no run, or a file in it is damaged.
+    """
+    about, records, scores = read(folder)
+    if isinstance(summary := read_json(folder / SUMMARY), dict) and "fastest" in summary:
+        return summary
+    try:
+        study = check(with_new_names(about["config"]))
+    except (SpecbeamError, KeyError, TypeError):  # a configuration of an earlier version, which is refused today
+        return summarize(records, scores)
+    return _summarize(study, records, scores)
 
 
 def _generate(
@@ -150,7 +220,7 @@ def _score(study: Study, config: Mapping[str, Any], run: Run, work: Work | None)
     known: dict[str, dict[str, Any]] = {}
     for record in left:
         # The score of a beam is a mean. A perplexity from it may differ from a greedy text's in the last bit.
-        same = json.dumps([record["mode"] in ("beam", "hybrid"), _said(record, run.records), record["token_ids"]])
+        same = json.dumps([record["mode"] in ("beam", "speculative-beam"), _said(record, run.records), record["token_ids"]])
         if same not in known:
             scores: dict[str, Any] = {"perplexity": {}, "passed": None}
             for name in study.metrics.perplexity:
@@ -176,13 +246,11 @@ def _said(record: Record, records: Mapping[str, Record]) -> list[dict[str, str]]
 
 
 def _summarize(study: Study, records: list[Record], scores: Mapping[str, Any]) -> dict[str, Any]:
-    from specbeam.study.summary import summarize
-
     found = methods(study)
     twins = {method.name: method.twin for method in found if method.twin is not None}
     baseline = study.metrics.baseline or found[0].name
     order = {method.name: i for i, method in enumerate(found)}
-    records = sorted(records, key=lambda record: order[record["method"]])
+    records = sorted(records, key=lambda record: order.get(record["method"], len(order)))
     return summarize(records, scores, baseline=baseline, twins=twins, confidence=study.metrics.confidence)
 
 

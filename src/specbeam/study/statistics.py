@@ -10,6 +10,8 @@ import numpy as np
 from specbeam.errors import SpecbeamError
 
 BOOTSTRAP_RESAMPLES = 2000
+MIN_VALUES_FOR_INTERVAL = 5
+"""Fewer values give no interval: resamples of 3 values are 10 different sets, and their interval is far too narrow."""
 
 
 @dataclass(frozen=True)
@@ -17,12 +19,13 @@ class Estimate:
     """A mean and its confidence interval.
 
     Attributes:
+        low, high: the ends of the interval; None with fewer than MIN_VALUES_FOR_INTERVAL values.
         n: the number of values.
     """
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     n: int
 
 
@@ -31,28 +34,36 @@ class Comparison:
     """The ratio of two quantities that were measured on the same rows.
 
     Attributes:
-        ratio: the geometric mean of the rows' ratios, and its confidence interval from low to high.
+        ratio: the geometric mean of the rows' ratios.
+        low, high: the ends of its confidence interval; None with fewer than MIN_VALUES_FOR_INTERVAL rows.
         p: the probability of ratios at least this far from 1 if there is no difference.
         n: the number of rows.
     """
 
     ratio: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     p: float
     n: int
+
+    @property
+    def settled(self) -> bool:
+        """Whether the measurements settle which quantity is larger: there is an interval, and it excludes 1."""
+        return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
 
 
 def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Estimate | None:
     """The mean and its bias-corrected and accelerated bootstrap interval (BCa; Efron 1987).
 
-    Equal values, such as a single one, have an interval without width. Without values there is no mean: None.
+    Equal values have an interval without width. Without values there is no mean: None.
     """
     from scipy.stats import bootstrap
 
     if not len(values):
         return None
     mean = float(np.mean(values))
+    if len(values) < MIN_VALUES_FOR_INTERVAL:
+        return Estimate(mean, None, None, len(values))
     if min(values) == max(values):
         return Estimate(mean, mean, mean, len(values))
     found = bootstrap(
@@ -91,7 +102,8 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.9
     if mean is None:
         return None
     p = float(wilcoxon(logs).pvalue) if logs.any() else 1.0
-    ratio, low, high = (float(np.exp(x)) for x in (mean.mean, mean.low, mean.high))
+    ratio, low, high = (None if x is None else float(np.exp(x)) for x in (mean.mean, mean.low, mean.high))
+    assert ratio is not None
     return Comparison(ratio, low, high, p, mean.n)
 
 

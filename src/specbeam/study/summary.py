@@ -46,10 +46,18 @@ def summarize(
 
     Returns:
         "methods", "categories", "acceptance_by_position" by method, and "time" (seconds by component) by method.
-        Failed generations are counted, and left out of all other figures.
+        "confidence": of the intervals. "fastest": as :func:`_fastest` returns it. Failed generations are counted, and
+        left out of all other figures.
     """
     by_method = _by_method(records)
-    summary: dict[str, Any] = {"methods": [], "categories": {}, "acceptance_by_position": {}, "time": {}}
+    summary: dict[str, Any] = {
+        "confidence": confidence,
+        "methods": [],
+        "fastest": None,
+        "categories": {},
+        "acceptance_by_position": {},
+        "time": {},
+    }
     speeds = {method: _speeds(some) for method, some in by_method.items()}
     for method, some in by_method.items():
         good = finished(some)
@@ -77,10 +85,40 @@ def summarize(
             }
         )
         for category, by_name in _by_category(good, by_unit).items():
+            if baseline is not None and baseline in speeds and method != baseline:
+                mine = {unit: speeds[method][unit] for unit in by_name["units"] if unit in speeds[method]}
+                found = _faster(mine, speeds[baseline], confidence)
+                by_name["against"] = found and asdict(found)
+            del by_name["units"]
             summary["categories"].setdefault(category, {})[method] = by_name
         summary["acceptance_by_position"][method] = acceptance_by_position(good)
         summary["time"][method] = time_by_component(good)
+    summary["fastest"] = _fastest(speeds, confidence)
     return summary
+
+
+def _fastest(speeds: Mapping[str, Mapping[Unit, float]], confidence: float) -> dict[str, Any] | None:
+    """The method with the highest mean speed, and whether the measurements settle that it is the fastest.
+
+    They do if it is faster than each other method, each by its own interval. Then the confidence holds for the whole
+    statement (the intersection-union test, Berger 1982), and no correction for the number of methods is needed.
+
+    Returns:
+        "method", and "rivals": the other methods by their ratio's :class:`Comparison` (the fastest method's speed over
+        theirs), None where they have no unit in common. "unsettled": the names of the rivals that may be as fast. None
+        without speeds.
+    """
+    means = {method: fmean(some.values()) for method, some in speeds.items() if some}
+    if not means:
+        return None
+    best = max(means, key=means.__getitem__)
+    rivals = {method: _faster(speeds[best], speeds[method], confidence) for method in means if method != best}
+    unsettled = [m for m, found in rivals.items() if found is None or not found.settled or found.ratio < 1]
+    return {
+        "method": best,
+        "rivals": {method: found and asdict(found) for method, found in rivals.items()},
+        "unsettled": unsettled,
+    }
 
 
 def diff(a_records: Iterable[Record], b_records: Iterable[Record], *, confidence: float = 0.95) -> dict[str, Any]:
@@ -135,8 +173,7 @@ def diff(a_records: Iterable[Record], b_records: Iterable[Record], *, confidence
 
 
 def _significant(relative: Comparison, p: float) -> bool:
-    outside = relative.low > 1 or relative.high < 1
-    return p < SIGNIFICANCE_LEVEL and outside and abs(relative.ratio - 1) > MIN_EFFECT_SHARE
+    return p < SIGNIFICANCE_LEVEL and relative.settled and abs(relative.ratio - 1) > MIN_EFFECT_SHARE
 
 
 def _ratio(logs: NDArray[np.float64], confidence: float) -> Comparison | None:
@@ -238,14 +275,14 @@ def _tokens(record: Record) -> list[list[int]]:
 
 
 def _by_category(records: Iterable[Record], by_unit: Mapping[str, Mapping[Unit, float]]) -> dict[str, dict[str, Any]]:
-    """Means over the rows and turns of each category; None where nothing was measured."""
+    """Means over the rows and turns of each category, its "units"; None where nothing was measured."""
     units: dict[str, set[Unit]] = defaultdict(set)
     for record in records:
         if record["category"] is not None:
             units[record["category"]].add(_unit(record))
     figures: dict[str, dict[str, Any]] = {}
     for category, members in units.items():
-        figures[category] = {"n": len(members)}
+        figures[category] = {"n": len(members), "units": members}
         for name in CATEGORY_METRICS:
             values = [value for unit, value in by_unit.get(name, {}).items() if unit in members]
             figures[category][name] = fmean(values) if values else None

@@ -104,14 +104,14 @@ class Work:
     def _known(self, lm: LanguageModel, method: Method, record: Record) -> float | None:
         """The log-probability of the text, if the search's score tells it (:class:`specbeam.Sequence`), else None."""
         found: float = record["beams"][0]["score"]
-        if method.mode not in ("beam", "hybrid"):
+        if method.mode not in ("beam", "speculative-beam"):
             return found
         if method.options.get("repetition_penalty", lm.generation_defaults.get("repetition_penalty")) not in (
             None,
             1.0,
         ):
             return None
-        return found * len(record["token_ids"]) ** method.options["length_penalty"]
+        return found * len(record["token_ids"]) ** method.options.get("length_penalty", 1.0)
 
     def _asked(self, lm: LanguageModel, messages: list[dict[str, str]]) -> tuple[Any, dict[str, Any]]:
         """The prompt for some messages, and the options that say how to read it."""
