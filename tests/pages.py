@@ -29,6 +29,12 @@ def blocks(page):
     return [(language, dedent(code)) for _, language, code in BLOCK.findall(text_of(page))]
 
 
+def files(page):
+    """The content of the files that a page shows, by name: each block below a line that ends with the name."""
+    shown = re.findall(r"`([\w./-]+\.\w+)`[^`\n]*:\n\n```text\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
+    return dict(shown)
+
+
 def prose(page):
     """The text of a page without its blocks."""
     return BLOCK.sub("", text_of(page))

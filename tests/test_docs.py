@@ -25,7 +25,7 @@ import specbeam
 from docs.hooks import help_of
 from specbeam import cli
 from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, in_thorough_mode, random_model
-from tests.pages import COOKBOOK, PAGES, ROOT, blocks, inline_code, named, program, shell, text_of
+from tests.pages import COOKBOOK, PAGES, ROOT, blocks, files, inline_code, named, program, shell, text_of
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -35,7 +35,7 @@ SHORT = {
     "compare": {"--max-new-tokens": "8"},
     "batch": {"--max-new-tokens": "8"},
     "ladder": {"--max-new-tokens": "4", "--runs": "1", "--rungs": "3,5"},  # tests/test_ladder.py compiles
-    "study": {"decode.max_tokens": "4", "data.limit": "2"},
+    "study": {"decode.max_new_tokens": "4", "data.limit": "2"},
 }
 """The sizes that commands have in these tests, unless a page gives them."""
 
@@ -101,7 +101,7 @@ def no_plots(monkeypatch):
 @pytest.fixture(scope="session")
 def finished_study(stand_ins, tmp_path_factory):
     folder = tmp_path_factory.mktemp("study") / "run"
-    words = [f"target_model={stand_ins['causal']}", f"output={folder}", "prompts=[one,two]", "decode.max_tokens=4"]
+    words = [f"target_model={stand_ins['causal']}", f"output={folder}", "prompts=[one,two]", "decode.max_new_tokens=4"]
     assert cli.main(["study", *words]) == 0
     return folder
 
@@ -169,6 +169,9 @@ def no_downloads(monkeypatch):
 
 @pytest.mark.parametrize("page", named(page for page in PAGES if [*shell(page)]))
 def test_shell_commands_run(page, workplace, no_plots, request, capsys):
+    for name, content in files(page).items():
+        (workplace / name).parent.mkdir(parents=True, exist_ok=True)
+        (workplace / name).write_text(content)
     for words in shell(page):
         check_command(words, request)
     assert "Traceback" not in capsys.readouterr().err

@@ -64,8 +64,8 @@ def test_the_tutorial_runs(monkeypatch):
 @pytest.fixture
 def run_folder(model, tmp_path, monkeypatch):
     """A study's folder, where the notebook looks for it."""
-    words = [f"target_model={model}", f"output={tmp_path / 'run'}", "decode.max_tokens=12", "prompts=[one,two]"]
-    assert main(["study", *words, "decode.mode=[greedy,speculative,hybrid]"]) == 0
+    words = [f"target_model={model}", f"output={tmp_path / 'run'}", "decode.max_new_tokens=12", "prompts=[one,two]"]
+    assert main(["study", *words, "decode.mode=[greedy,speculative,speculative-beam]"]) == 0
     monkeypatch.setenv("SPECBEAM_RUN", str(tmp_path / "run"))
 
 
@@ -74,10 +74,10 @@ def test_a_run_is_explored(run_folder, monkeypatch, capsys):
 
     matplotlib.use("agg")
     variables = run_here(EXPLORE)
-    assert [*variables["ratios"].columns] == ["greedy", "speculative", "hybrid"]
+    assert [*variables["ratios"].columns] == ["greedy", "speculative", "speculative-beam"]
     (axes,) = variables["figure"].axes
     assert len(axes.lines) == 4  # three methods, and the line at 1
-    assert "hybrid: " in capsys.readouterr().out
+    assert "speculative-beam: " in capsys.readouterr().out
 
 
 @pytest.mark.thorough
@@ -85,4 +85,4 @@ def test_a_run_is_explored_in_jupyter(run_folder):
     notebook = run_in_a_kernel(EXPLORE)
     shown = [str(output) for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output for output in shown)
-    assert any("hybrid" in output for output in shown)
+    assert any("speculative-beam" in output for output in shown)

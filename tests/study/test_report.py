@@ -21,7 +21,7 @@ METHODS = {
     "greedy, n-gram drafts": ("speculative", 24.9, 2.31),
     "greedy, model drafts": ("speculative", 19.6, 2.9),
     "beam search, 4 beams": ("beam", 7.2, 1.0),
-    "beam search, 4 beams, drafts": ("hybrid", 11.8, 1.9),
+    "beam search, 4 beams, drafts": ("speculative-beam", 11.8, 1.9),
     "sampling": ("sample", 13.3, 1.0),
 }
 TWINS = {
@@ -35,6 +35,10 @@ NASTY = "<script>alert('x')</script> & \"quotes\" 🦋 שלום עולם " + "A"
 
 def around(mean, n=24):
     return {"mean": mean, "low": 0.94 * mean, "high": 1.07 * mean, "n": n}
+
+
+def around_ratio(ratio, share=0.1, n=24):
+    return {"ratio": ratio, "low": ratio * (1 - share), "high": ratio * (1 + share), "p": 0.001, "n": n}
 
 
 def token(text, drafted, beam=0, score=-1.0):
@@ -67,7 +71,7 @@ BEAMS = [
 
 
 def generation(method, row=0, category="code", text=None, trace=None, **more):
-    chosen = trace if trace is not None else {"speculative": CHAIN, "hybrid": BEAMS}.get(METHODS[method][0])
+    chosen = trace if trace is not None else {"speculative": CHAIN, "speculative-beam": BEAMS}.get(METHODS[method][0])
     text = text if text is not None else "The sky is blue" if chosen is BEAMS else "def add(a, b"
     ids = [next(b["token_id"] for b in step) for told in chosen or [] for step in told["steps"]]
     drafted = sum(len(told["drafted"]) for told in chosen or [])
@@ -102,11 +106,11 @@ def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
             "draft_passes": around(0.0),
             "steps_per_target_pass": around(steps),
             "new_tokens": around(64.0),
-            "rougeL": around(0.287 if mode in ("beam", "hybrid") else 0.241),
+            "rougeL": around(0.287 if mode in ("beam", "speculative-beam") else 0.241),
             "gap_p95": around(31.7),
         }
         if perplexity:
-            metrics["perplexity"] = around({"beam": 4.02, "hybrid": 4.02, "sample": 9.7}.get(mode, 4.91))
+            metrics["perplexity"] = around({"beam": 4.02, "speculative-beam": 4.02, "sample": 9.7}.get(mode, 4.91))
         if steps > 1:
             metrics["acceptance_rate"] = around(0.61)
         twin = TWINS.get(name)
@@ -131,13 +135,23 @@ def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
                 "steps_per_target_pass": max(1.0, METHODS[name][2] * how) if METHODS[name][2] > 1 else 1.0,
                 "new_tokens": 64,
                 "n": 6,
+                "against": around_ratio(METHODS[name][1] * how / METHODS[TWINS[name]][1], 0.05)
+                if name in TWINS
+                else None,
             }
             for name in methods
         }
         for category, how in CATEGORIES.items()
     }
     drafting = [name for name in methods if METHODS[name][2] > 1]
+    best = max(methods, key=lambda name: METHODS[name][1])
     summary = {
+        "confidence": 0.95,
+        "fastest": {
+            "method": best,
+            "rivals": {name: around_ratio(METHODS[best][1] / METHODS[name][1]) for name in methods if name != best},
+            "unsettled": [],
+        },
         "methods": told,
         "categories": categories if with_categories else {},
         "acceptance_by_position": {
@@ -201,7 +215,7 @@ def test_every_method_its_numbers_and_their_intervals_are_there(report_of):
         assert method["method"] in page.text
         speed = method["metrics"]["tokens_per_second"]
         assert words.number(speed["mean"]) in page.text
-        assert f"{words.number(speed['low'])}–{words.number(speed['high'])}" in page.text
+        assert f"{words.number(speed['low'])}–{words.number(speed['high'])}, n=24" in page.text
     assert "24 of 24" in page.text
     assert "4.91" in page.text
     assert "1.86×" in page.text
@@ -217,24 +231,82 @@ def said(summary):
     return Markup(" ").join(report.answer(summary)).striptags()
 
 
-def test_the_answer_says_what_is_fastest_by_how_much_whether_exact_and_where(tmp_path):
+def test_the_answer_says_what_is_fastest_by_how_much_whether_exact_and_where():
     lead = said(study()["summary"])
-    assert "greedy, n-gram drafts was the fastest: 24.9 tokens per second (95% interval 23.4–26.6)" in lead
+    assert "greedy, n-gram drafts was the fastest: 24.9 tokens per second (95% interval 23.4–26.6, n=24)" in lead
     assert "It is 1.86 times (1.31–2.09) as fast as greedy." in lead
     assert "exactly that of greedy in all 24 generations, so its quality is the same" in lead
-    assert "most in “code” (2.79 times) and least in “prose” (1.30 times)" in lead
+    assert "more in “code” (2.79 times (2.65–2.93)) than in “prose” (1.30 times (1.24–1.37))" in lead
     assert "beam search, 4 beams, drafts is 1.64 times" in lead  # the best of another baseline
 
 
 def test_a_difference_that_is_not_settled_is_called_that_and_other_texts_have_their_quality():
     summary = study()["summary"]
+    summary["fastest"]["unsettled"] = ["greedy", "sampling"]
     drafts = summary["methods"][1]
     drafts["against"]["tokens_per_second"]["low"] = 0.97
     drafts["agreement"]["same"] = 20
     lead = said(summary)
+    assert "was the fastest" not in lead
+    assert "n-gram drafts has the highest mean speed: 24.9" in lead
+    assert "do not settle whether it is faster than greedy and sampling." in lead
     assert "do not settle which of them is faster" in lead
     assert "in 20 of 24 generations" in lead
-    assert "In quality that is perplexity 4.91 against 4.91" in lead
+    assert "Its mean quality is perplexity 4.91 against 4.91" in lead
+
+
+def test_of_few_prompts_nothing_is_called_the_fastest():
+    told = study(["greedy", "greedy, n-gram drafts"])
+    for method in told["summary"]["methods"]:
+        against = [method["against"]["tokens_per_second"]] if method["against"] else []
+        for figure in [*method["metrics"].values(), *against]:
+            figure |= {"low": None, "high": None, "n": 3}
+    for by_method in told["summary"]["categories"].values():
+        for figures in by_method.values():
+            if figures["against"]:
+                figures["against"] |= {"low": None, "high": None, "n": 1}
+    told["summary"]["fastest"]["unsettled"] = ["greedy"]
+    lead = said(told["summary"])
+    assert "24.9 tokens per second (n=3: too few for an interval)" in lead
+    assert "do not settle whether it is faster than greedy" in lead
+    assert "1.86 times (n=3: too few for an interval) as fast as greedy, so the measurements do not settle" in lead
+    assert "No method is settled to be faster than greedy." in lead
+    assert "helps" not in lead
+    html = report.render(**told, overhead=None, drawn=[])
+    page = Page(html)
+    assert "was the fastest" not in page.text
+    assert "n=3, not settled" in page.text
+    assert "<strong>24.9" not in html
+
+
+def test_the_settled_winner_alone_is_strong(report_of):
+    _, html, _ = report_of("everything")
+    assert re.findall(r"<td><strong>(.*?)</strong>", html) == ["24.9"]
+
+
+def test_slower_and_unsettled_baselines():
+    summary = study()["summary"]
+    for method in summary["methods"]:
+        if method["against"]:
+            method["against"]["tokens_per_second"] |= around_ratio(0.7)
+    assert "Nothing that was tried made greedy faster." in said(summary)
+    for method in summary["methods"]:
+        if method["against"]:
+            method["against"]["tokens_per_second"] |= around_ratio(0.99)
+    assert "No method is settled to be faster than greedy." in said(summary)
+    assert "Nothing that was tried" not in said(summary)
+
+
+def test_the_header_names_the_setting():
+    told = study(["greedy"])
+    told["header"] = [("target", "smollm2, int8 on cpu"), ("machine", "a <CPU>, 2 cores"), ("date", "2026-11-22")]
+    told["summary"]["confidence"] = 0.9
+    html = report.render(**told, overhead=None, drawn=[])
+    head = Page(html[html.index("<header>") : html.index("</header>")])
+    for name, fact in told["header"]:
+        assert name in head.text
+        assert fact in head.text
+    assert "90% intervals" in Page(html).text
 
 
 def test_plots_are_files_and_in_the_page(report_of):
@@ -268,7 +340,9 @@ def test_nothing_is_asked_of_the_network_and_ids_are_unique(report_of):
 def test_texts_are_escaped_wherever_they_come_from(tmp_path):
     told = study()
     bad = "<img src=x onerror=alert(1)>"
-    told["summary"]["methods"][1]["method"] = bad
+    told["summary"]["methods"][1]["method"] = told["summary"]["fastest"]["method"] = bad
+    told["summary"]["fastest"]["unsettled"] = ["greedy", bad]
+    told["header"] = [(bad, bad)]
     told["summary"]["categories"] = {bad: {bad: {"tokens_per_second": 9, "steps_per_target_pass": 2.0}}}
     told["summary"]["acceptance_by_position"] = {bad: [{"position": 1, "drafted": 5, "accepted": 3}]}
     told["summary"]["time"] = {bad: {"target": 1.0, "draft": 0.0, "rest": 0.1}}
@@ -380,7 +454,7 @@ def some(which):
         told = study(["greedy"])
         told["summary"] = {
             "methods": [{"method": "greedy", "mode": "greedy", "generations": 0, "failed": 60, "metrics": {}}],
-            "categories": {}, "acceptance_by_position": {}, "time": {},
+            "fastest": None, "categories": {}, "acceptance_by_position": {}, "time": {},
         }  # fmt: skip
         told["records"] = [failure("greedy", row, "SpecbeamError: out of memory") for row in range(60)]
         return told

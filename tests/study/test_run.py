@@ -6,9 +6,11 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas
 import pytest
@@ -25,7 +27,7 @@ from specbeam.study.run import run_study
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
 from tests.jobs.faults import Crash, CrashingDisk, killed_at_sync
 
-METHODS = ["greedy", "speculative", "beam", "hybrid"]
+METHODS = ["greedy", "speculative", "beam", "speculative-beam"]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,7 @@ def words(folder, tmp_path):
         f"target_model={folder}",
         f"output={tmp_path / 'run'}",
         f"data.source={data}",
-        "decode.max_tokens=8",
+        "decode.max_new_tokens=8",
         "load.backend=cpu",  # bit for bit the same whatever is drafted
         "load.quantize=float32",
     ]
@@ -58,7 +60,7 @@ def small(folder, tmp_path):
     data.write_text('{"question_id": 1, "category": "a", "turns": ["q", "more"], "reference": []}\n')
 
     def small(name):
-        sizes = ["decode.mode=greedy", "decode.max_tokens=4", "load.backend=cpu", "load.quantize=float32"]
+        sizes = ["decode.mode=greedy", "decode.max_new_tokens=4", "load.backend=cpu", "load.quantize=float32"]
         return [f"target_model={folder}", f"output={tmp_path / name}", f"data.source={data}", *sizes]
 
     return small
@@ -81,7 +83,7 @@ def kept(folder):
 
 
 def test_a_study_finds_what_generate_finds(words, folder, tmp_path, capsys):
-    assert study(*words, "decode.mode=[greedy,speculative,beam,hybrid]", "repeats=2") == 0
+    assert study(*words, "decode.mode=[greedy,speculative,beam,speculative-beam]", "repeats=2") == 0
     records, scores = kept(tmp_path / "run")
     assert len(records) == 4 * 2 * (4 + 2)
     lm = specbeam.load(folder, backend="cpu", quantize="float32")
@@ -93,13 +95,13 @@ def test_a_study_finds_what_generate_finds(words, folder, tmp_path, capsys):
                 assert records[f"{method}|{row}|{turn}|1"]["token_ids"] == expected.token_ids
             said += [{"role": "assistant", "content": expected.text}, {"role": "user", "content": "more"}]
         beams = specbeam.generate(lm, f"q {row}", max_new_tokens=8, num_beams=4, num_return_sequences=4)
-        for method in ("beam", "hybrid"):
+        for method in ("beam", "speculative-beam"):
             found = records[f"{method}|{row}|0|0"]["beams"]
             assert [beam["token_ids"] for beam in found] == [s.token_ids for s in beams.sequences]
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     same = {m["method"]: m["agreement"] for m in summary["methods"]}
     assert same["speculative"] == {"twin": "greedy", "same": 12, "of": 12}
-    assert same["hybrid"] == {"twin": "beam", "same": 12, "of": 12}
+    assert same["speculative-beam"] == {"twin": "beam", "same": 12, "of": 12}
     assert {*scores} == {*records}
     table = pandas.read_parquet(tmp_path / "run" / "generations.parquet")
     assert len(table) == 48
@@ -137,6 +139,131 @@ def test_methods_take_turns_to_be_first():
     rows = [Row(str(i), ["a"]) for i in range(3)]
     jobs = work.jobs_of_turn(made, rows, 0, {})
     assert [job["method"] for job in jobs[::3]] == ["greedy", "speculative", "beam"]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A fresh folder, which is the current one."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def tiny_words(folder):
+    return [f"target_model={folder}", "decode.mode=greedy", "decode.max_new_tokens=2", "metrics.perplexity=[]"]
+
+
+def runs_in(folder):
+    return sorted(path.name for path in (folder / "runs").iterdir())
+
+
+def test_every_configuration_has_its_own_folder_and_the_same_command_goes_on(here, tiny_words, capsys, monkeypatch):
+    assert study(*tiny_words, "prompts=[one]") == 0
+    (first,) = runs_in(here)
+    assert re.fullmatch(r"specbeam-study-[0-9a-f]{8}", first)
+    assert capsys.readouterr().out.startswith(f"runs/{first}: a new run\n")
+    assert study(*tiny_words, "prompts=[two]", "project_name=mine") == 0
+    (second,) = {*runs_in(here)} - {first}
+    assert second.startswith("mine-")
+    capsys.readouterr()
+    assert study("show") == 0
+    assert capsys.readouterr().out.startswith(f"runs/{second}:\n")
+    assert study("show", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["run"] == f"runs/{second}"
+    before = (here / "runs" / first / "generations.jsonl").read_bytes()
+    monkeypatch.setattr(work, "Engine", lambda *given: pytest.fail("it was there"))
+    assert study(*tiny_words, "prompts=[one]") == 0
+    assert capsys.readouterr().out.startswith(f"runs/{first}: goes on, 1 of 1 generations are there\n")
+    assert (here / "runs" / first / "generations.jsonl").read_bytes() == before
+    assert runs_in(here) == sorted([first, second])
+
+
+def test_other_prompts_in_a_file_are_another_run(here, tiny_words):
+    for text in ("one", "two"):
+        (here / "q.txt").write_text(text)
+        assert study(*tiny_words, "data.source=q.txt") == 0
+    assert len(runs_in(here)) == 2
+
+
+def test_runs_of_a_sweep_are_named_by_their_values(here, tiny_words):
+    words = [word for word in tiny_words if "max_new" not in word]
+    assert study(*words, "prompts=[one]", "--multirun", "decode.max_new_tokens=1,2") == 0
+    names = [name[:-9] for name in runs_in(here)]
+    assert names == [f"specbeam-study-decode.max_new_tokens={n}" for n in (1, 2)]
+
+
+def test_without_a_run_show_says_so(here, capsys):
+    assert study("show") == 2
+    assert "there is no run in runs/: give show RUN" in capsys.readouterr().err
+
+
+def test_ctrl_c_shows_the_finished_generations_and_how_to_go_on(here, tiny_words, capsys, monkeypatch):
+    words = [*tiny_words, "prompts=[one,two,three]"]
+    answer = work.Work.__call__
+
+    def interrupted(self, job):
+        if job["row"]["id"] == "prompt 3":
+            raise KeyboardInterrupt
+        return answer(self, job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(work.Work, "__call__", interrupted)
+        assert study(*words) == 130
+    out, err = capsys.readouterr()
+    (name,) = runs_in(here)
+    assert f"2 of 3 generations are kept in runs/{name}; give the same command to go on" in err
+    table = out.splitlines()
+    assert table[1].split()[:3] == ["method", "n", "tokens/s"]
+    assert table[2].split()[:2] == ["greedy", "2"]
+    assert table[3] == "n=2: too few for an interval"
+    assert study(*words) == 0
+    assert "goes on, 2 of 3 generations are there" in capsys.readouterr().out
+
+
+def test_a_run_of_earlier_names_is_shown_and_compared_with_one_of_today(words, tmp_path, capsys):
+    assert study(*words, "decode.mode=[beam,hybrid]", "data.limit=2", "metrics.perplexity=[target]") == 0
+    now, before = tmp_path / "run", tmp_path / "before"
+    before.mkdir()
+    for name in (results.GENERATIONS, results.SCORES):
+        (before / name).write_text((now / name).read_text().replace("speculative-beam", "hybrid"))
+    about = json.loads((now / results.FINGERPRINT).read_text())
+    decode = {"mode": ["beam", "hybrid"], "k": "auto", "max_tokens": 8, "num_beams": 4}
+    about["config"] |= {"decode": decode, "draft": {"temperature": None, "top_k": None, "quantize": None}}
+    (before / results.FINGERPRINT).write_text(json.dumps(about))
+    assert kept(before) == kept(now)
+    summaries = []
+    for folder in (now, before):
+        capsys.readouterr()
+        assert study("show", str(folder), "--json") == 0
+        summaries.append(json.loads(capsys.readouterr().out) | {"run": None})
+    assert summaries[0] == summaries[1]
+    study("diff", str(before), str(now))
+    out = capsys.readouterr().out
+    assert [line.split()[0] for line in out.splitlines()[:2]] == ["beam", "speculative-beam"]
+    assert "only in" not in out
+
+
+def test_the_configuration_folder_of_the_guide(here, folder, capsys):
+    """The files and the command of docs/guides/study.md, as they stand there."""
+    guide = (Path(__file__).parents[2] / "docs/guides/study.md").read_text()
+    section = guide[guide.index("## A folder of your own") :].split("\n## ")[0]
+    files = re.findall(r"`(my-study/\S+)`[^\n]*:\n\n```\w+\n(.*?)```", section, re.DOTALL)
+    assert [name for name, _ in files] == [
+        "my-study/config.yaml",
+        "my-study/data/mine.yaml",
+        "my-study/questions.jsonl",
+    ]
+    for name, content in files:
+        (here / name).parent.mkdir(parents=True, exist_ok=True)
+        (here / name).write_text(content)
+    (command,) = re.findall(r"^specbeam (study --config-dir .*)$", section, re.MULTILINE)
+    assert main([*command.split(), f"target_model={folder}", "decode.max_new_tokens=2"]) == 0
+    (name,) = runs_in(here)
+    assert name.startswith("my-study-")
+    _, records, _ = results.read(here / "runs" / name)
+    assert {record["prompt"] for record in records} == {"Why is the sky blue?", "How do birds find their way?"}
+    assert "0 failed" in capsys.readouterr().out
 
 
 def test_what_is_finished_is_not_done_again(small, tmp_path, monkeypatch):
@@ -226,9 +353,9 @@ def test_a_folder_of_another_run_is_refused(words, tmp_path, capsys):
         (["target_model=missing-model"], "missing-model"),
         (["metrics.perplexity=[missing-model]"], "missing-model"),
         (["data.source=missing.jsonl"], "no such file"),
-        (["decode.kk=1"], "did you mean decode.k?"),
+        (["decode.num_draft=1"], "did you mean decode.num_draft_tokens?"),
         (["what"], "is no KEY=VALUE"),
-        (["show"], "give show RUN"),
+        (["show", "a", "b"], "give show, show RUN"),
         (["show", "nowhere"], "is no run folder"),
         (["diff", "nowhere", "here"], "is no run folder"),
         (["output=/dev/null/run"], "cannot be written"),
@@ -262,14 +389,14 @@ def test_a_full_disk_keeps_what_was_finished(small, tmp_path, capsys):
 
 def test_sweeps_are_runs_of_their_own(words, tmp_path):
     # Options may stand between the words.
-    assert study(*words, "--multirun", "decode.mode=greedy", "decode.max_tokens=2,3") == 0
+    assert study(*words, "--multirun", "decode.mode=greedy", "decode.max_new_tokens=2,3") == 0
     for most in (2, 3):
-        (folder,) = (tmp_path / "run").glob(f"*max_tokens={most}*")
+        (folder,) = (tmp_path / "run").glob(f"*max_new_tokens={most}*")
         assert all(len(r["token_ids"]) <= most for r in kept(folder)[0].values())
 
 
 def test_diff_tells_a_slower_method(words, tmp_path, capsys):
-    modes = "decode.mode=[greedy,speculative,beam,hybrid]"
+    modes = "decode.mode=[greedy,speculative,beam,speculative-beam]"
     study(*words, modes)
     before, after = tmp_path / "run", tmp_path / "slower"
     after.mkdir()

@@ -13,7 +13,7 @@ from tests.study.test_metrics import REFERENCES, TEXT, failed, make
 pytest.importorskip("scipy")
 pytest.importorskip("sacrebleu")
 
-METHODS = ("greedy", "beam", "speculative", "hybrid")
+METHODS = ("greedy", "beam", "speculative", "speculative-beam")
 ROWS = 26
 
 
@@ -29,7 +29,7 @@ def test_a_summary_is_plain_data():
     ]
     told = summarize([*records, failed(row="c")], {}, baseline="greedy", twins={"beam": "greedy"})
     assert json.loads(json.dumps(told, allow_nan=False)) == told
-    assert {*told} == {"methods", "categories", "acceptance_by_position", "time"}
+    assert {*told} == {"confidence", "methods", "fastest", "categories", "acceptance_by_position", "time"}
     assert [one["method"] for one in told["methods"]] == ["greedy", "beam"]
     greedy = method_of(told, "greedy")
     assert (greedy["mode"], greedy["generations"], greedy["failed"]) == ("greedy", 3, 1)
@@ -103,14 +103,14 @@ def test_agreement_counts_the_same_tokens_in_all_beams():
 
     twin = [make(method="beam", row=row, token_ids=[1, 2], beams=beams(2, 3)) for row in "abcd"]
     fast = [
-        make(method="hybrid", row="a", token_ids=[1, 2], beams=beams(2, 3)),
-        make(method="hybrid", row="b", token_ids=[1, 2], beams=beams(2, 4)),
-        make(method="hybrid", row="c", token_ids=[1, 9], beams=beams(9, 3)),
-        make(method="hybrid", row="c", repeat=1, token_ids=[1, 2], beams=beams(2, 3)),
-        failed(method="hybrid", row="d"),
+        make(method="speculative-beam", row="a", token_ids=[1, 2], beams=beams(2, 3)),
+        make(method="speculative-beam", row="b", token_ids=[1, 2], beams=beams(2, 4)),
+        make(method="speculative-beam", row="c", token_ids=[1, 9], beams=beams(9, 3)),
+        make(method="speculative-beam", row="c", repeat=1, token_ids=[1, 2], beams=beams(2, 3)),
+        failed(method="speculative-beam", row="d"),
     ]
-    told = summarize([*twin, *fast], {}, twins={"hybrid": "beam", "beam": "none such"})
-    assert method_of(told, "hybrid")["agreement"] == {"twin": "beam", "same": 1, "of": 3}
+    told = summarize([*twin, *fast], {}, twins={"speculative-beam": "beam", "beam": "none such"})
+    assert method_of(told, "speculative-beam")["agreement"] == {"twin": "beam", "same": 1, "of": 3}
     assert method_of(told, "beam")["agreement"] == {"twin": "none such", "same": 0, "of": 0}
 
 
@@ -130,6 +130,50 @@ def test_categories():
         },
         "math": {"greedy": {"n": 1, "tokens_per_second": 7, "steps_per_target_pass": 1.5, "new_tokens": 9}},
     }
+
+
+def speeds_of(rng, **means):
+    """Records of 12 rows whose speeds differ by rows more than by methods."""
+    rows = rng.uniform(0.3, 3, 12)
+    return [
+        make(method=method, row=str(i), speed=float(mean * rows[i] * np.exp(rng.normal(0, 0.05))))
+        for method, mean in means.items()
+        for i in range(12)
+    ]
+
+
+def test_the_fastest_is_settled_if_it_beats_every_other_one_row_by_row():
+    rng = np.random.default_rng(0)
+    fastest = summarize(speeds_of(rng, a=20, b=30, c=10), {})["fastest"]
+    assert (fastest["method"], fastest["unsettled"]) == ("b", [])
+    assert {*fastest["rivals"]} == {"a", "c"}
+    assert fastest["rivals"]["a"]["ratio"] == pytest.approx(1.5, rel=0.1)
+    fastest = summarize(speeds_of(rng, a=30, b=30.2, c=10), {})["fastest"]
+    assert fastest["unsettled"] == [{"a": "b", "b": "a"}[fastest["method"]]]
+    few = [record for record in speeds_of(rng, a=20, b=30) if int(record["row"]) < 4]
+    assert summarize(few, {})["fastest"]["unsettled"] == ["a"]
+    assert summarize(speeds_of(rng, a=20), {})["fastest"] == {"method": "a", "rivals": {}, "unsettled": []}
+    assert summarize([], {})["fastest"] is None
+
+
+def test_categories_are_compared_with_the_baseline():
+    rng = np.random.default_rng(1)
+    records = [
+        record | {"category": "qa" if int(record["row"]) < 8 else "code"}
+        for record in speeds_of(rng, greedy=10, beam=20)
+    ]
+    told = summarize(records, {}, baseline="greedy")["categories"]
+    assert told["qa"]["beam"]["against"]["n"] == 8
+    assert told["qa"]["beam"]["against"]["ratio"] == pytest.approx(2, rel=0.1)
+    assert told["code"]["beam"]["against"]["low"] is None  # four rows
+    assert "against" not in told["qa"]["greedy"]
+
+
+def test_runs_of_a_few_rows_have_no_significant_change():
+    rng = np.random.default_rng(2)
+    told = diff(measured(rng, rows=4), measured(rng, rows=4, changes={"beam": 0.1}))
+    assert not flagged(told)
+    assert all(one["relative"]["low"] is None and one["relative"]["n"] == 4 for one in told["methods"])
 
 
 def measured(rng, *, drift=1.0, changes=None, methods=METHODS, noise=0.1, rows=ROWS):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,11 @@ from specbeam.errors import SpecbeamError
 
 EPILOG = """examples:
   specbeam study 'prompts=["Why is the sky blue?"]'
-  specbeam study data=spec_bench data.source=spec_bench.jsonl data.per_category=2 decode.max_tokens=64
-  specbeam study ablation=k data.source=questions.jsonl
+  specbeam study data=spec_bench data.source=spec_bench.jsonl data.per_category=2 decode.max_new_tokens=64
+  specbeam study ablation=num_draft_tokens data.source=questions.jsonl
+  specbeam study --config-dir my-study
   specbeam study --multirun decode.num_beams=2,4,8 data.source=questions.jsonl
-  specbeam study show runs/specbeam-study
+  specbeam study show
   specbeam study diff runs/before runs/after
 """
 
@@ -23,13 +27,14 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser(
         "study",
         help="compare decoding methods over prompts and data sets",
-        description="Run a study and write its table, plots and report. The same command resumes a study that was "
-        "killed. The keys are in specbeam/study/conf/study.yaml, in Hydra's grammar; data, tracking, launcher and "
-        "ablation name groups there. show RUN and diff RUN_A RUN_B print the results of runs.",
+        description="Run a study and write its table, plots and report. Every configuration has a folder of its own "
+        "below runs/, so the same command resumes a study that was killed. The keys are in "
+        "specbeam/study/conf/study.yaml, in Hydra's grammar; data, tracking, launcher and ablation name groups there. "
+        "show RUN and diff RUN_A RUN_B print the results of runs; show alone takes the latest run.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="or: show RUN, diff RUN_A RUN_B")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE", help="or: show [RUN], diff RUN_A RUN_B")
     parser.add_argument("--config-dir", type=Path, metavar="DIR", help="a folder with your own config.yaml and groups")
     parser.add_argument(
         "--multirun", "-m", action="store_true", help="KEY=A,B makes one run for each value, each in its own folder"
@@ -46,99 +51,123 @@ def run(given: argparse.Namespace) -> int:
     except ImportError as error:
         raise SpecbeamError(f"the study bench needs {error.name}: pip install specbeam[study]") from error
     match given.words:
+        case ["show"]:
+            from specbeam.study.results import latest_run
+
+            return show(latest_run(), given.json)
         case ["show", folder]:
             return show(Path(folder), given.json)
         case ["diff", before, after]:
             return compare(Path(before), Path(after), given.json)
         case ["show" | "diff", *_]:
-            raise SpecbeamError("give show RUN, or diff RUN_A RUN_B")
+            raise SpecbeamError("give show, show RUN, or diff RUN_A RUN_B")
     for word in given.words:
         if "=" not in word and not word.startswith("~"):
             raise SpecbeamError(
-                f"{word!r} is no KEY=VALUE: give decode.max_tokens=64 or so, show RUN, or diff RUN_A RUN_B"
+                f"{word!r} is no KEY=VALUE: give decode.max_new_tokens=64 or so, show RUN, or diff RUN_A RUN_B"
             )
     from specbeam.study.config import check, compose, sweep
 
     combinations = [*sweep(given.words)] if given.multirun else [given.words]
     configs = [dict(compose(overrides, given.config_dir)) for overrides in combinations]
-    if given.multirun:
-        for config, overrides in zip(configs, combinations, strict=True):
-            swept = [o for o in overrides if o not in given.words]
-            config["output"] = str(Path(config["output"]) / (",".join(swept).replace("/", "_") or "0"))
-    for config in configs:
+    swept = [",".join(word for word in words if word not in given.words) for words in combinations]
+    for config, words in zip(configs, swept, strict=True):
+        if given.multirun and config["output"] is not None:
+            config["output"] = str(Path(config["output"]) / (words.replace("/", "_") or "0"))
         check(config)  # every one, before the first runs
-    for config in configs:
+    for config, words in zip(configs, swept, strict=True):
         if given.show_config:
             import yaml
 
             print(yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True), end="")
             continue
-        from specbeam.study.run import run_study
+        from specbeam.study.run import Interrupted, run_study
 
-        print_table(run_study(config))
+        try:
+            print_table(run_study(config, partial(print, flush=True), words if given.multirun else ""))
+        except Interrupted as stopped:
+            if stopped.done:
+                print_table(stopped.folder)
+            kept = f"{stopped.done} of {stopped.total} generations are kept in {stopped.folder}"
+            print(f"specbeam: {kept}; give the same command to go on", file=sys.stderr)
+            raise
     return 0
 
 
 def show(folder: Path, as_json: bool) -> int:
     """Print the results of a run, also while it runs."""
-    from specbeam.study.results import SUMMARY, read, read_json
+    from specbeam.study.run import summary_of
 
-    _, records, scores = read(folder)
-    if (summary := read_json(folder / SUMMARY)) is None:
-        from specbeam.study.summary import summarize
-
-        summary = summarize(records, scores)
     if as_json:
-        print(json.dumps(summary, ensure_ascii=False))
+        print(json.dumps({"run": str(folder)} | summary_of(folder), ensure_ascii=False))
     else:
-        print_table(folder, summary)
+        print(f"{folder}:")
+        print_table(folder)
     return 0
 
 
-def print_table(folder: Path, summary: Any = None) -> None:
+COLUMNS = {
+    "tokens_per_second": ("tokens/s", "{:.1f}"),
+    "time_to_first_token": ("first, s", "{:.2f}"),
+    "target_passes": ("passes", "{:.0f}"),
+    "steps_per_target_pass": ("steps/pass", "{:.2f}"),
+    "acceptance_rate": ("accepted", "{:.0%}"),
+    "perplexity": ("perplexity", "{:.2f}"),
+    "rougeL": ("ROUGE-L", "{:.3f}"),
+}
+"""The columns of the table: a heading by metric, and how its figures are written."""
+
+
+def print_table(folder: Path) -> None:
     """Print one line per method."""
     from rich.console import Console
     from rich.table import Table
 
-    from specbeam.study.results import SUMMARY, read_json
+    from specbeam.study.run import summary_of
+    from specbeam.study.statistics import MIN_VALUES_FOR_INTERVAL
+    from specbeam.study.words import settled, too_few
 
-    summary = summary or read_json(folder / SUMMARY)
+    methods = summary_of(folder)["methods"]
     table = Table(box=None, pad_edge=False)
-    names = {
-        "tokens_per_second": ("tokens/s", "{:.1f}"),
-        "time_to_first_token": ("first, s", "{:.2f}"),
-        "target_passes": ("passes", "{:.0f}"),
-        "steps_per_target_pass": ("steps/pass", "{:.2f}"),
-        "acceptance_rate": ("accepted", "{:.0%}"),
-        "perplexity": ("perplexity", "{:.2f}"),
-        "rougeL": ("ROUGE-L", "{:.3f}"),
-    }
-    there = [name for name in names if any(name in method["metrics"] for method in summary["methods"])]
+    there = [name for name in COLUMNS if any(name in method["metrics"] for method in methods)]
+    tested = any(method["pass_at_1"] is not None for method in methods)
     table.add_column("method")
-    tested = any(method["pass_at_1"] is not None for method in summary["methods"])
-    for name in [*(names[n][0] for n in there), *["pass@1"] * tested, "speed-up", "same text", "failed"]:
-        table.add_column(name, justify="right")
-    for method in summary["methods"]:
-        cells = []
-        for name in there:
-            estimate = method["metrics"].get(name)
-            form = names[name][1]
-            cells.append("-" if estimate is None else form.format(estimate["mean"]))
-            if estimate is not None and name == "tokens_per_second":
-                cells[-1] += f" ({form.format(estimate['low'])} to {form.format(estimate['high'])})"
+    headings = ["n", *(COLUMNS[name][0] for name in there), *["pass@1"] * tested, "speed-up", "same text", "failed"]
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    counts = []
+    for method in methods:
+        estimates = [method["metrics"].get(name) for name in there]
+        counts.append(n := max((estimate["n"] for estimate in estimates if estimate), default=0))
+        cells = [str(n)]
+        for name, estimate in zip(there, estimates, strict=True):
+            with_interval = name == "tokens_per_second"
+            cells.append(figure(estimate, "mean", COLUMNS[name][1], n, with_interval) if estimate else "-")
         if tested:
             cells.append("-" if method["pass_at_1"] is None else f"{method['pass_at_1']:.2f}")
         against, same = (method["against"] or {}).get("tokens_per_second"), method["agreement"]
-        cells.append(f"{against['ratio']:.2f} ({against['low']:.2f} to {against['high']:.2f})" if against else "-")
+        unsettled = "" if against is None or settled(against) else ", not settled"
+        cells.append(figure(against, "ratio", "{:.2f}", n) + unsettled if against else "-")
         cells.append(f"{same['same']} of {same['of']}" if same else "-")
         table.add_row(method["method"], *cells, str(method["failed"]))
     Console(width=None if Console().is_terminal else 200, highlight=False).print(table)
+    if few := sorted({n for n in counts if 0 < n < MIN_VALUES_FOR_INTERVAL}):
+        print("; ".join(map(too_few, few)))
+
+
+def figure(estimate: Mapping[str, Any], name: str, form: str, n: int, with_interval: bool = True) -> str:
+    """A figure, its interval, and the number of its values where it is not the row's n."""
+    ends = [estimate["low"], estimate["high"]] if with_interval and estimate["low"] is not None else []
+    beside = [" to ".join(map(form.format, ends))] if ends else []
+    beside += [f"n={estimate['n']}"] if estimate["n"] != n else []
+    return form.format(estimate[name]) + (f" ({', '.join(beside)})" if beside else "")
 
 
 def compare(before: Path, after: Path, as_json: bool) -> int:
     """Print how a run differs from an earlier one. Returns 1 if a method became significantly slower, else 0."""
     from specbeam.study.results import read
     from specbeam.study.summary import diff
+    from specbeam.study.words import settled, too_few
 
     (_, a, _), (_, b, _) = read(before), read(after)
     found = diff(a, b)
@@ -149,8 +178,13 @@ def compare(before: Path, after: Path, as_json: bool) -> int:
             if (r := method["relative"]) is None:
                 print(f"{method['method']:24} has no text in common")
                 continue
-            mark = "" if not method["significant"] else "  SLOWER" if r["ratio"] < 1 else "  FASTER"
-            interval = f"{r['low']:.3f} to {r['high']:.3f}, p {method['p']:.3g}"
+            mark = "  not settled" if not settled(r) else ""
+            if method["significant"]:
+                mark = "  SLOWER" if r["ratio"] < 1 else "  FASTER"
+            if r["low"] is None:
+                interval = too_few(r["n"])
+            else:
+                interval = f"{r['low']:.3f} to {r['high']:.3f}, n={r['n']}, p {method['p']:.3g}"
             same = f"same text {method['identical']['same']} of {method['identical']['of']}"
             faster = f"{r['ratio']:.3f} times as fast ({interval}), raw {method['raw']['ratio']:.3f}"
             print(f"{method['method']:24} {faster}, {same}{mark}")

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from specbeam.errors import SpecbeamError
-from specbeam.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
+from specbeam.option_names import nearest_name
+from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
 
 MODES = ("greedy", "sample", "beam", "speculative", "speculative-beam")
 OLD_MODES = {"hybrid": "speculative-beam", "speculative_beam": "speculative-beam"}
@@ -33,16 +34,15 @@ SET_BY_THE_STUDY = ("seed", "trace", "top_logprobs")
 """Options that a study sets itself, or does not record."""
 FUNCTIONS = ("constraint", "prefix_allowed_tokens_fn", "logits_processor")
 """Options whose values are Python objects."""
-BEAM_OPTIONS = ("num_beams", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty")
 USERS: dict[str, frozenset[str]] = {
     **dict.fromkeys(SAMPLING_OPTIONS, frozenset({"samples"})),
-    **dict.fromkeys(BEAM_OPTIONS, frozenset({"has beams"})),
+    **dict.fromkeys((*BEAM_OPTIONS, "num_beams", "num_beam_groups", "diversity_penalty"), frozenset({"has beams"})),
     **dict.fromkeys(MAX_DRAFT_SIZES, frozenset({"drafts"})),
     **dict.fromkeys(("draft_temperature", "draft_top_k"), frozenset({"samples", "drafts"})),
     "bound_rule": frozenset({"has beams", "drafts"}),
-    **dict.fromkeys(("num_return_sequences", "distinct"), frozenset({"returns several texts"})),
+    "num_return_sequences": frozenset({"returns several texts"}),
 }
-"""What a method must do for an option to have an effect. The options that are not here have one in every method."""
+"""The traits that a method needs for an option to have an effect. The other options have one in every method."""
 MODES_THAT = {
     "samples": "methods that sample (mode sample, or speculative with do_sample: true)",
     "drafts": "methods that draft (mode speculative or speculative-beam)",
@@ -51,7 +51,7 @@ MODES_THAT = {
 }
 DECODE_KEYS = ("mode", *(f.name for f in fields(Options) if f.name not in (*SET_BY_THE_STUDY, *FUNCTIONS)))
 GROUPS = ("data", "tracking", "launcher", "ablation")
-"""The groups of the packaged configuration, each a folder of files to choose from."""
+"""The groups of the packaged configuration. A group is a folder of files to choose from."""
 INSTEAD_OF_HYDRAS = {
     "hydra.run": "give output=FOLDER",
     "hydra.sweep": "give --multirun and output=FOLDER",
@@ -548,7 +548,7 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
 
 
 def traits(mode: str, do_sample: bool) -> frozenset[str]:
-    """What a method does, in the words of USERS."""
+    """The traits of a method, in the words of USERS."""
     does = {
         "samples": mode == "sample" or (mode == "speculative" and do_sample),
         "drafts": mode in ("speculative", "speculative-beam"),
@@ -611,8 +611,8 @@ def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
 def nearest(path: str, key: Any, allowed: Collection[str]) -> None:
     """Raise SpecbeamError, which suggests the nearest key, unless the key is allowed."""
     if key not in allowed:
-        near = difflib.get_close_matches(str(key), [*allowed], n=1, cutoff=0.5)
-        hint = f"did you mean {path.removesuffix(str(key))}{near[0]}?" if near else f"there are {', '.join(allowed)}"
+        near = nearest_name(str(key), [*allowed])
+        hint = f"did you mean {path.removesuffix(str(key))}{near}?" if near else f"there are {', '.join(allowed)}"
         raise SpecbeamError(f"the configuration has no key {path}: {hint}")
 
 

@@ -161,8 +161,9 @@ def _frontier(name: str, label: str, more_is_better: bool, points: list[Point], 
     return _plot(
         name,
         f"Speed and {label}",
-        "Up and to the right is better. The lines through a point are its 95% intervals. Methods on the dashed line "
-        "are the frontier: no other is both faster and better." + lower,
+        "Up and to the right is better. The lines through a point are its intervals; below 5 prompts there are none. "
+        "Methods on the dashed line are the frontier of the means: no other mean is both faster and better. Where "
+        "intervals overlap, the order is not settled." + lower,
         f"Scatter plot of tokens per second and {label}. On the frontier: {', '.join(points[i].method for i in best)}. "
         + "; ".join(f"{p.method}: {p.x:.3g} tokens per second, {label} {p.y:.3g}" for p in points)
         + ".",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -15,7 +15,7 @@ from markupsafe import Markup
 from specbeam.jobs.atomic import write_whole
 from specbeam.study import plots
 from specbeam.study.samples import samples
-from specbeam.study.words import between, between_ratios, first_line, number, several, times
+from specbeam.study.words import between, between_ratios, first_line, number, settled, several, times, too_few
 
 MAX_FAILURES_LISTED = 50
 
@@ -57,6 +57,7 @@ def write_report(
     summary: Mapping[str, Any],
     records: list[dict[str, Any]],
     overhead: float | None = None,
+    header: Sequence[tuple[str, str]] = (),
 ) -> Path:
     """Write ``report.html`` and ``plots/*.png`` into a folder, each whole or not at all.
 
@@ -66,6 +67,7 @@ def write_report(
         summary: as :func:`specbeam.study.summary.summarize` returns it.
         records: the generations. The samples show some of their texts and traces; failed ones are listed.
         overhead: the share of the time that the study took beside the decoding.
+        header: facts to show at the top, by name.
 
     Returns:
         The page's path.
@@ -75,7 +77,7 @@ def write_report(
         if not record.get("error") and record.get("stats"):
             tokens[record["method"]] += record["stats"].get("new_tokens") or 0
     drawn = plots.draw_all(summary, tokens)
-    page = render(title, config, fingerprint, summary, records, overhead, drawn)
+    page = render(title, config, fingerprint, summary, records, overhead, drawn, header)
     images = folder / "plots"
     images.mkdir(parents=True, exist_ok=True)
     for plot in drawn:
@@ -94,6 +96,7 @@ def render(
     records: list[dict[str, Any]],
     overhead: float | None,
     drawn: list[plots.Plot],
+    header: Sequence[tuple[str, str]] = (),
 ) -> str:
     """The page."""
     import jinja2
@@ -110,8 +113,10 @@ def render(
     return environment.from_string(template).render(
         title=title,
         about=about(methods, records),
+        header=header,
+        level=level(summary),
         answer=answer(summary),
-        table=table(methods),
+        table=table(summary),
         more=more_metrics(methods),
         plots=drawn,
         samples=samples(records),
@@ -136,43 +141,71 @@ def about(methods: list[Any], records: list[dict[str, Any]]) -> str:
     return ", ".join(counted) + (f" ({several(repeats, 'repeat')} each)" if repeats > 1 else "")
 
 
+def level(summary: Mapping[str, Any]) -> str:
+    """The confidence level of the intervals."""
+    return f"{100 * summary.get('confidence', 0.95):.3g}%"
+
+
 def answer(summary: Mapping[str, Any]) -> list[Markup]:
-    """The result of the study, in sentences."""
+    """The result of the study, in sentences. It names a winner only where the measurements settle it."""
     methods = {method["method"]: method for method in summary.get("methods", [])}
-    speeds = {name: speed for name, method in methods.items() if (speed := plots.interval(method, "tokens_per_second"))}
     failed = sum(method.get("failed") or 0 for method in methods.values())
-    if not speeds:
+    fastest = summary.get("fastest")
+    if not fastest:
         nothing = "No generation succeeded, so there is nothing to compare. The errors are listed below."
         return [Markup(nothing if failed else "There are no generations to compare.")]
-    best = max(speeds, key=lambda name: speeds[name]["mean"])
-    within = between(speeds[best])
-    speed_of_best = f"{number(speeds[best]['mean'])} tokens per second" + (
-        f" (95% interval {within})" if within else ""
-    )
-    sentences = [say("{} was the fastest: {}." if len(methods) > 1 else "{} made {}.", strong(best), speed_of_best)]
+    best = fastest["method"]
+    sentences = [*speed_of(methods, fastest, level(summary))]
     ratios = {n: m["against"]["tokens_per_second"]["ratio"] for n, m in methods.items() if m.get("against")}
     baseline = methods[best]["against"]["baseline"] if best in ratios else best
     if best in ratios:
-        sentences += [*compared(methods, best, "It"), *where(summary.get("categories", {}), best, baseline)]
+        sentences += compared(methods, best, strong(best) if fastest["unsettled"] else "It")
+        sentences += where(summary.get("categories", {}), best)
     for other in dict.fromkeys(methods[name]["against"]["baseline"] for name in ratios):
         rivals = [name for name in ratios if methods[name]["against"]["baseline"] == other]
-        fastest = max(rivals, key=ratios.__getitem__)
-        if ratios[fastest] <= 1:
+        leader = max(rivals, key=ratios.__getitem__)
+        if all(is_settled(methods[name]) and ratios[name] < 1 for name in rivals):
             sentences.append(say("Nothing that was tried made {} faster.", strong(other)))
+        elif not any(is_settled(methods[name]) and ratios[name] > 1 for name in rivals):
+            sentences.append(say("No method is settled to be faster than {}.", strong(other)))
         elif other != baseline:
-            sentences += compared(methods, fastest, strong(fastest))
+            sentences += compared(methods, leader, strong(leader))
     if failed:
         sentences.append(say("{} failed and {} listed at the end.", several(failed, "generation"), is_or_are(failed)))
     return sentences
+
+
+def speed_of(methods: Mapping[str, Any], fastest: Mapping[str, Any], level: str) -> Iterator[Markup]:
+    """The method with the highest mean speed, and whether it is settled that it is the fastest."""
+    best = fastest["method"]
+    speed = plots.interval(methods[best], "tokens_per_second")
+    if speed is None:
+        return
+    n = speed.get("n")
+    within = f"{level} interval {within}, n={n}" if (within := between(speed)) else too_few(n)
+    figure = f"{number(speed['mean'])} tokens per second ({within})"
+    if not fastest["rivals"]:
+        yield say("{} made {}.", strong(best), figure)
+    elif not fastest["unsettled"]:
+        yield say("{} was the fastest: {}.", strong(best), figure)
+    else:
+        yield say("{} has the highest mean speed: {}.", strong(best), figure)
+        names = [strong(name) for name in fastest["unsettled"]]
+        others = Markup(" and ").join([Markup(", ").join(names[:-1]), names[-1]] if len(names) > 1 else names)
+        yield say("The measurements do not settle whether it is faster than {}.", others)
+
+
+def is_settled(method: Mapping[str, Any]) -> bool:
+    """Whether it is settled that a method is faster than its baseline, or slower."""
+    return settled(method["against"]["tokens_per_second"])
 
 
 def compared(methods: Mapping[str, Any], name: str, subject: str) -> Iterator[Markup]:
     """A method compared with its baseline: speed, whether the text is the same, quality."""
     method = methods[name]
     baseline, ratio = method["against"]["baseline"], method["against"]["tokens_per_second"]
-    unsettled = ratio.get("low") is not None and ratio["low"] <= 1 <= ratio["high"]
-    settled = ", so the measurements do not settle which of them is faster" if unsettled else ""
-    yield say("{} is {} as fast as {}{}.", subject, times(ratio), strong(baseline), settled)
+    unsettled = "" if settled(ratio) else ", so the measurements do not settle which of them is faster"
+    yield say("{} is {} as fast as {}{}.", subject, times(ratio), strong(baseline), unsettled)
     same = method.get("agreement") or {"twin": baseline, "same": 0, "of": 0}
     exact = same["same"] == same["of"] > 0
     if exact:
@@ -188,21 +221,19 @@ def compared(methods: Mapping[str, Any], name: str, subject: str) -> Iterator[Ma
         if (mine := plots.interval(method, metric)) and (its := plots.interval(methods.get(baseline, {}), metric))
     ]
     if qualities and not exact:
-        yield say("In quality that is {}.", ", ".join(qualities))
+        yield say("Its mean quality is {}.", ", ".join(qualities))
 
 
-def where(categories: Mapping[str, Any], name: str, baseline: str) -> Iterator[Markup]:
-    """The categories in which a method helps most and least."""
-    ratios = {}
-    for category, methods in categories.items():
-        mine, its = (plots.mean_of(methods.get(m, {}).get("tokens_per_second")) for m in (name, baseline))
-        if mine and its:
-            ratios[category] = mine / its
+def where(categories: Mapping[str, Any], name: str) -> Iterator[Markup]:
+    """The categories in which a method helps most and least, if their intervals do not overlap."""
+    found = {category: (methods.get(name) or {}).get("against") for category, methods in categories.items()}
+    ratios = {category: ratio for category, ratio in found.items() if ratio and ratio["low"] is not None}
     if len(ratios) > 1:
-        most, least = max(ratios, key=ratios.__getitem__), min(ratios, key=ratios.__getitem__)
-        slower = ", which is slower" if ratios[least] < 0.995 else ""
-        sentence = "It helps most in “{}” ({:.2f} times) and least in “{}” ({:.2f} times{})."
-        yield say(sentence, most, ratios[most], least, ratios[least], slower)
+        most, least = (end(ratios, key=lambda category: ratios[category]["ratio"]) for end in (max, min))
+        if ratios[most]["low"] > ratios[least]["high"]:
+            slower = ", which is slower" if ratios[least]["high"] < 1 else ""
+            sentence = "It helps more in “{}” ({}) than in “{}” ({}{})."
+            yield say(sentence, most, times(ratios[most]), least, times(ratios[least]), slower)
 
 
 def say(sentence: str, *parts: Any) -> Markup:
@@ -227,7 +258,7 @@ class Cell:
 
     Attributes:
         whisker: the start of its interval, its mean and the end of the interval, in percent of the column's width.
-        best: whether it is the best of its column; for speed only.
+        best: whether it is settled that it is the best of its column; for speed only.
     """
 
     text: str = "–"
@@ -250,12 +281,15 @@ class Table:
     rows: list[Row]
 
 
-def table(methods: list[Mapping[str, Any]]) -> Table:
+def table(summary: Mapping[str, Any]) -> Table:
     """The methods' main numbers."""
+    methods = summary.get("methods", [])
+    fastest = summary.get("fastest")
+    winner = fastest["method"] if fastest and fastest["rivals"] and not fastest["unsettled"] else None
     speeds = [plots.interval(method, "tokens_per_second") for method in methods]
     widest = max((s["high"] if s.get("high") is not None else s["mean"] for s in speeds if s), default=0.0)
-    fastest = max((s["mean"] for s in speeds if s), default=0.0)
-    columns: list[tuple[str, list[Cell]]] = [("tokens/s", [speed_cell(s, widest, fastest) for s in speeds])]
+    cells = [speed_cell(s, widest, m["method"] == winner) for s, m in zip(speeds, methods, strict=True)]
+    columns: list[tuple[str, list[Cell]]] = [("tokens/s", cells)]
     if any(method.get("against") for method in methods):
         columns.append(("speed-up", [speed_up(method) for method in methods]))
     if any(method.get("agreement") for method in methods):
@@ -299,7 +333,7 @@ def metric_columns(
         found = [plots.interval(method, metric) for method in methods]
         if any(found):
             cells = [
-                Cell(number(estimate["mean"] * scale), between(estimate, scale)) if estimate else Cell()
+                Cell(number(estimate["mean"] * scale), beside(estimate, scale)) if estimate else Cell()
                 for estimate in found
             ]
             columns.append((heading, cells))
@@ -314,12 +348,18 @@ def as_table(methods: list[Mapping[str, Any]], columns: list[tuple[str, list[Cel
     return Table([heading for heading, _ in columns], rows)
 
 
-def speed_cell(speed: Mapping[str, Any] | None, widest: float, fastest: float) -> Cell:
+def beside(estimate: Mapping[str, Any], scale: float = 1.0) -> str:
+    """The interval of an estimate, and the number of values."""
+    n = "" if estimate.get("n") is None else f"n={estimate['n']}"
+    return ", ".join(filter(None, [between(estimate, scale), n]))
+
+
+def speed_cell(speed: Mapping[str, Any] | None, widest: float, best: bool) -> Cell:
     if speed is None:
         return Cell()
     ends = [value if value is not None else speed["mean"] for value in (speed.get("low"), speed.get("high"))]
     low, middle, high = (100 * value / widest if widest else 0.0 for value in (ends[0], speed["mean"], ends[1]))
-    return Cell(number(speed["mean"]), between(speed), (low, middle, high), best=speed["mean"] == fastest)
+    return Cell(number(speed["mean"]), beside(speed), (low, middle, high), best)
 
 
 def speed_up(method: Mapping[str, Any]) -> Cell:
@@ -327,7 +367,9 @@ def speed_up(method: Mapping[str, Any]) -> Cell:
     if not against:
         return Cell()
     ratio = against["tokens_per_second"]
-    return Cell(f"{ratio['ratio']:.2f}×", between_ratios(ratio))
+    facts = [between_ratios(ratio), "" if ratio.get("n") is None else f"n={ratio['n']}"]
+    facts += [] if settled(ratio) else ["not settled"]
+    return Cell(f"{ratio['ratio']:.2f}×", ", ".join(filter(None, facts)))
 
 
 def agreement(counts: Mapping[str, Any] | None) -> Cell:

@@ -116,7 +116,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
 
 
 def header(study: Study, about: Mapping[str, Any], records: Iterable[Record]) -> list[tuple[str, str]]:
-    """What was measured, where and when, by name: the models with their precision, the machine, versions, the date."""
+    """The facts at the top of a report, by name: the models with their precision, the machine, versions and the date."""
     precisions: dict[str, dict[str, None]] = {}
     for record in records:
         if record["error"] is None:
@@ -220,7 +220,9 @@ def _score(study: Study, config: Mapping[str, Any], run: Run, work: Work | None)
     known: dict[str, dict[str, Any]] = {}
     for record in left:
         # The score of a beam is a mean. A perplexity from it may differ from a greedy text's in the last bit.
-        same = json.dumps([record["mode"] in ("beam", "speculative-beam"), _said(record, run.records), record["token_ids"]])
+        same = json.dumps(
+            [record["mode"] in ("beam", "speculative-beam"), _said(record, run.records), record["token_ids"]]
+        )
         if same not in known:
             scores: dict[str, Any] = {"perplexity": {}, "passed": None}
             for name in study.metrics.perplexity:

@@ -25,6 +25,17 @@ def between(estimate: Mapping[str, Any], scale: float = 1.0) -> str:
     return f"{number(low * scale)}–{number(high * scale)}"
 
 
+def settled(comparison: Mapping[str, Any]) -> bool:
+    """Whether measurements settle which of two quantities is larger: their ratio's interval excludes 1."""
+    low, high = comparison.get("low"), comparison.get("high")
+    return low is not None and high is not None and not low <= 1 <= high
+
+
+def too_few(n: int | None) -> str:
+    """Why there is no interval."""
+    return f"n={n}: too few for an interval"
+
+
 def between_ratios(comparison: Mapping[str, Any]) -> str:
     """The interval of a ratio; "" if it has no interval."""
     return "" if comparison.get("low") is None else f"{comparison['low']:.2f}–{comparison['high']:.2f}"
@@ -32,7 +43,7 @@ def between_ratios(comparison: Mapping[str, Any]) -> str:
 
 def times(comparison: Mapping[str, Any]) -> str:
     """A speed-up in words."""
-    within = between_ratios(comparison)
+    within = between_ratios(comparison) or (too_few(comparison["n"]) if "n" in comparison else "")
     return f"{comparison['ratio']:.2f} times" + (f" ({within})" if within else "")
 
 
