@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pandas
 import pytest
@@ -26,6 +25,7 @@ from specbeam.study.data import Row
 from specbeam.study.run import run_study
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
 from tests.jobs.faults import Crash, CrashingDisk, killed_at_sync
+from tests.pages import ROOT, files, shell
 
 METHODS = ["greedy", "speculative", "beam", "speculative-beam"]
 
@@ -246,19 +246,12 @@ def test_a_run_of_earlier_names_is_shown_and_compared_with_one_of_today(words, t
 
 def test_the_configuration_folder_of_the_guide(here, folder, capsys):
     """The files and the command of docs/guides/study.md, as they stand there."""
-    guide = (Path(__file__).parents[2] / "docs/guides/study.md").read_text()
-    section = guide[guide.index("## A folder of your own") :].split("\n## ")[0]
-    files = re.findall(r"`(my-study/\S+)`[^\n]*:\n\n```\w+\n(.*?)```", section, re.DOTALL)
-    assert [name for name, _ in files] == [
-        "my-study/config.yaml",
-        "my-study/data/mine.yaml",
-        "my-study/questions.jsonl",
-    ]
-    for name, content in files:
+    guide = ROOT / "docs/guides/study.md"
+    for name in ("my-study/config.yaml", "my-study/data/mine.yaml", "my-study/questions.jsonl"):
         (here / name).parent.mkdir(parents=True, exist_ok=True)
-        (here / name).write_text(content)
-    (command,) = re.findall(r"^specbeam (study --config-dir .*)$", section, re.MULTILINE)
-    assert main([*command.split(), f"target_model={folder}", "decode.max_new_tokens=2"]) == 0
+        (here / name).write_text(files(guide)[name])
+    (command,) = [words for words in shell(guide) if "--config-dir" in words]
+    assert main([*command[1:], f"target_model={folder}", "decode.max_new_tokens=2"]) == 0
     (name,) = runs_in(here)
     assert name.startswith("my-study-")
     _, records, _ = results.read(here / "runs" / name)

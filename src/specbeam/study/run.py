@@ -116,7 +116,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
 
 
 def header(study: Study, about: Mapping[str, Any], records: Iterable[Record]) -> list[tuple[str, str]]:
-    """The facts at the top of a report, by name: the models with their precision, the machine, versions and the date."""
+    """The facts at the top of a report, by name: models with their precision, machine, versions and date."""
     precisions: dict[str, dict[str, None]] = {}
     for record in records:
         if record["error"] is None:
