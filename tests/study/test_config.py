@@ -314,7 +314,7 @@ def test_keys_of_hydras_own_are_refused(override, hint, capsys):
 def test_flags_of_hydras_own_are_refused(flag, capsys):
     with pytest.raises(SystemExit, match="2"):
         main(["study", "--show-config", "prompts=[hi]", flag])
-    assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+    assert f"unknown option {flag}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
