@@ -74,7 +74,7 @@ def workplace(stand_ins, tmp_path, monkeypatch):
         kinds = [kind for name, kind in (("opus-mt", "translator"), ("adapter-", "adapter")) if name in str(source)]
         return stand_ins[kinds[0] if kinds else "causal"]
 
-    for module in ("specbeam.model", "specbeam.checkpoints", "specbeam.study.run"):  # to import the first reads the second
+    for module in ("specbeam.model", "specbeam.checkpoints", "specbeam.study.run"):  # the others read the second
         monkeypatch.setattr(f"{module}.locate", locate)
     for loader in (transformers.AutoModelForCausalLM, transformers.AutoTokenizer):
         monkeypatch.setattr(loader, "from_pretrained", from_folder(loader.from_pretrained, locate))
