@@ -67,6 +67,31 @@ def test_values_that_are_not_outputs_are_refused(outputs):
         TokenTrie(outputs)
 
 
+CITIES = ["Paris", "Rome", "Rome-Ostia", "Lima"]
+
+
+def test_texts_become_outputs_by_the_models_tokenizer(tiny):
+    _, lm = tiny("llama")
+    for tokenizer in (lm, lm.tokenizer):
+        trie = TokenTrie(CITIES, tokenizer)
+        options = {"constraint": trie, "num_beams": 4, "num_return_sequences": 4}
+        sequences = specbeam.generate(lm, "Name a city: ", **options).sequences
+        assert {s.text for s in sequences} == {*CITIES}
+    assert repr(TokenTrie([" Paris"], lm)) == repr(TokenTrie([list(b" Paris")]))
+
+
+def test_texts_without_a_tokenizer_say_what_to_give(tiny):
+    with pytest.raises(SpecbeamError, match=r"needs the model, for its tokenizer: TokenTrie\(\['Paris', ...\], lm\)"):
+        TokenTrie(["Paris"])
+    with pytest.raises(SpecbeamError, match=r"not of one text: give \['Paris'\]"):
+        TokenTrie("Paris")
+    model, _ = tiny("llama")
+    with pytest.raises(SpecbeamError, match="has no tokenizer"):
+        TokenTrie(["Paris"], specbeam.hf.wrap(model))
+    with pytest.raises(SpecbeamError, match="TokenTrie"):
+        TokenTrie(["Paris", [3]], tiny("llama")[1])
+
+
 @example([[0], [0, 0, 0], [0, 3, 0], [0, 3], [3, 0], [2]], 6, None, 1.0, True, 8)
 @example([[0], [0, 0, 0], [1, 0, 0], [2], [0, 0]], 4, None, 1.0, True, 8)
 @given(

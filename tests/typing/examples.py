@@ -45,6 +45,9 @@ specbeam.generate(
     early_stopping="never",
 )
 specbeam.generate(lm, "Hi", constraint=TokenTrie([[1, 2]]), stop_strings=["\n", "."], eos_token_id=2)
+specbeam.generate(lm, "Hi", constraint=TokenTrie(["Paris", "Rome"], lm), num_beams=2, distinct=True)
+specbeam.generate(lm, "Hi", {"max_new_tokens": 8}, bad_words_ids=[[1, 2]], logit_bias={3: -100}, frequency_penalty=1)
+specbeam.generate(lm, "Hi", Options(max_new_tokens=8), logit_bias=[3])  # error
 specbeam.generate(
     lm, "Hi", prefix_allowed_tokens_fn=lambda batch, ids: [1, 2], logits_processor=lambda ids, scores: scores
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import chain
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,18 +22,24 @@ class TokenTrie:
 
     Args:
         outputs: the token ids of each allowed output, without an end-of-sequence token. Or an int array [n, length], in
-            which negative numbers fill up the rows of shorter outputs.
+            which negative numbers fill up the rows of shorter outputs. Or texts, with a tokenizer. A text follows the
+            prompt as it is: after a chat template "Paris", but after the raw prompt "The capital is" " Paris".
+        tokenizer: makes the token ids of texts: a model that :func:`specbeam.load` returned, or a tokenizer of
+            transformers. Each text is allowed in the tokens that the tokenizer makes of it, and in no others.
 
     Raises:
-        SpecbeamError: there are no outputs, an output is empty, or a value is not a token id.
+        SpecbeamError: there are no outputs, an output is empty, a value is not a token id, or texts come without a
+            tokenizer.
     """
 
     start = 0
 
-    def __init__(self, outputs: Iterable[Sequence[int]] | NDArray[np.integer]) -> None:
-        table = outputs if isinstance(outputs, np.ndarray) and outputs.ndim == 2 else _padded(outputs)
+    def __init__(
+        self, outputs: Iterable[Sequence[int]] | Iterable[str] | NDArray[np.integer], tokenizer: Any = None
+    ) -> None:
         if isinstance(outputs, bytes | str):
-            raise SpecbeamError("a TokenTrie is made of lists of token ids, not of text")
+            raise SpecbeamError(f"a TokenTrie is made of a list of outputs, not of one text: give [{outputs!r}]")
+        table = outputs if isinstance(outputs, np.ndarray) and outputs.ndim == 2 else _padded(outputs, tokenizer)
         if not table.size:
             raise SpecbeamError("a TokenTrie needs at least one output")
         if not np.issubdtype(table.dtype, np.integer) or (table[:, 0] < 0).any() or table.max() >= 2**31:
@@ -92,9 +99,14 @@ class TokenTrie:
         return self._complete[states]
 
 
-def _padded(outputs: Iterable[Sequence[int]]) -> NDArray[np.int32]:
+def _padded(outputs: Iterable[Any], tokenizer: Any) -> NDArray[np.int32]:
     try:
         outputs = [*outputs]
+    except TypeError as error:
+        raise SpecbeamError(f"a TokenTrie is made of a list of outputs: {error}") from error
+    if outputs and all(isinstance(output, str) for output in outputs):
+        outputs = _tokenized(outputs, tokenizer)
+    try:
         lengths = np.array([len(output) for output in outputs], dtype=np.int64)
         tokens = list(chain.from_iterable(outputs))
         if not all(isinstance(token, Integral) and not isinstance(token, bool) for token in tokens):
@@ -107,3 +119,23 @@ def _padded(outputs: Iterable[Sequence[int]]) -> NDArray[np.int32]:
     table = np.full((len(lengths), int(lengths.max())), -1, dtype=np.int32)
     table[np.arange(table.shape[1]) < lengths[:, None]] = flat
     return table
+
+
+def _tokenized(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    """The token ids of texts, without special tokens around them.
+
+    Raises:
+        SpecbeamError: there is no tokenizer, or a text is not valid Unicode.
+    """
+    if tokenizer is None:
+        raise SpecbeamError(
+            f"a TokenTrie of texts needs the model, for its tokenizer: TokenTrie([{texts[0]!r}, ...], lm)"
+        )
+    make = getattr(tokenizer, "tokenizer", tokenizer)
+    if not callable(make):
+        raise SpecbeamError(f"{tokenizer!r} has no tokenizer: give a TokenTrie lists of token ids")
+    try:
+        ids: list[list[int]] = make([str(text) for text in texts], add_special_tokens=False, verbose=False).input_ids
+    except Exception as error:  # tokenizers let any exception pass
+        raise SpecbeamError(f"the tokenizer cannot read the texts of a TokenTrie: {error}") from error
+    return ids

@@ -245,7 +245,7 @@ class Candidates:
         nodes: int64 [k].
         scores: sums of processed log-probabilities, float32 [k] on the CPU.
         ended: bool [k] on the CPU.
-        competing: those that may take a place of finished texts, bool [k] on the CPU.
+        competing: which candidates may take a place of finished texts, bool [k] on the CPU.
         texts: equal for candidates that may not both have a place, [k].
     """
 
