@@ -6,8 +6,9 @@ import logging
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -33,6 +34,8 @@ class LanguageModel:
             are token ids and texts are empty.
         eos_token_ids: the tokens that end its texts.
         generation_defaults: generation options its checkpoint recommends.
+        placement: the backend, the device, the number types and the threads that :func:`load` was given. Drafts that
+            are named by their source are loaded in the same way.
     """
 
     source: str
@@ -40,6 +43,23 @@ class LanguageModel:
     tokenizer: Any
     eos_token_ids: frozenset[int]
     generation_defaults: Mapping[str, Any]
+    placement: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    _drafts: dict[str, LanguageModel] = field(default_factory=dict, init=False, repr=False)
+    _loading: Lock = field(default_factory=Lock, init=False, repr=False)
+
+    def draft_model(self, source: str | os.PathLike[str]) -> LanguageModel:
+        """A draft for this model by its source (see :func:`load`), placed as this model is.
+
+        It is loaded at the first call, and kept as long as this model.
+
+        Raises:
+            SpecbeamError: no such model, or one that cannot be loaded.
+        """
+        name = os.fspath(source)
+        with self._loading:
+            if name not in self._drafts:
+                self._drafts[name] = load(name, **{"device": str(self.backend.device)} | dict(self.placement))
+            return self._drafts[name]
 
     @property
     def precision(self) -> str:
@@ -164,6 +184,7 @@ def load(
     """
     if backend not in ("auto", *BACKENDS):
         raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
+    placement = {"backend": backend, "device": device, "dtype": dtype, "quantize": quantize, "threads": threads}
     checkpoint = open_checkpoint(locate(source, revision), None if adapter is None else locate(adapter))
     if backend == "auto":
         backend = _choose_backend(checkpoint, os.fspath(source), device, dtype, quantize)
@@ -194,6 +215,7 @@ def load(
         tokenizer=checkpoint.tokenizer,
         eos_token_ids=checkpoint.eos_token_ids,
         generation_defaults=checkpoint.generation_defaults,
+        placement=placement,
     )
     _say_precision(lm, chosen_here=backend == "cpu" and quantize == dtype == "auto")
     return lm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,8 @@ from specbeam.model import LanguageModel
 from specbeam.options import Options
 
 LOOKUPS = ("ngram", "suffix")
-Draft = LanguageModel | SuffixAutomaton | str
-"""A draft model, "ngram", "suffix", or an automaton over earlier texts."""
+Draft = LanguageModel | SuffixAutomaton | str | os.PathLike[str]
+"""A draft model or its source, "ngram", "suffix", or an automaton over earlier texts."""
 
 
 def make_drafter(
@@ -89,6 +90,20 @@ def _draft_warpers(options: Options) -> Warpers:
     return Warpers(replace(options, temperature=temperature, top_k=top_k))
 
 
+def load_draft(lm: LanguageModel, draft: Any) -> Any:
+    """The draft that a caller means. A source of a model is loaded when it is first used with ``lm``.
+
+    Raises:
+        SpecbeamError: there is no such model.
+    """
+    if not isinstance(draft, str | os.PathLike) or draft in LOOKUPS:
+        return draft
+    try:
+        return lm.draft_model(draft)
+    except SpecbeamError as error:
+        raise SpecbeamError(f'draft={os.fspath(draft)!r}: give "ngram", "suffix" or a model; {error}') from error
+
+
 def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
     """Refuse a draft that cannot draft for a model, and options that have no effect with it.
 
@@ -103,8 +118,8 @@ def check_draft(lm: LanguageModel, draft: Any, options: Options) -> None:
         _check_draft_model(lm, draft)
     elif not (draft is None or isinstance(draft, SuffixAutomaton) or (isinstance(draft, str) and draft in LOOKUPS)):
         raise SpecbeamError(
-            f'draft={draft!r} is not allowed: give a loaded model (specbeam.load), "ngram", "suffix", or the '
-            "automaton that specbeam.suffix_automaton returned"
+            f'draft={draft!r} is not allowed: give a model or its source, "ngram", "suffix", or the automaton that '
+            "specbeam.suffix_automaton returned"
         )
 
 

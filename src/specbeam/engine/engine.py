@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
-from specbeam.engine.drafters import Draft, check_draft
+from specbeam.engine.drafters import Draft, check_draft, load_draft
 from specbeam.engine.memory import Memory
 from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
@@ -86,9 +86,9 @@ class Engine:
             system: a system message to put before text or messages.
             raw: do not apply the model's chat template.
             draft: guesses how the text goes on, so that one pass of the model can check many tokens. Give a loaded
-                model, "ngram" or "suffix" (lookups in the text so far), or the automaton that
-                :func:`specbeam.suffix_automaton` made of earlier texts. It changes how fast the text comes, not which
-                text comes (docs/exactness.md).
+                model, its source (loaded at first use, and kept with this model), "ngram" or "suffix" (lookups in the
+                text so far), or the automaton that :func:`specbeam.suffix_automaton` made of earlier texts. It changes
+                how fast the text comes, not which text comes (docs/exactness.md).
             strategy: a decoding method of your own, used in place of the one that the options name. It is called with a
                 :class:`specbeam.engine.Setup` and the drafter or None, and returns a
                 :data:`specbeam.decoding.Strategy`. It keeps at most ``num_beams`` unfinished texts.
@@ -124,6 +124,7 @@ class Engine:
         strategy: MakeStrategy | None = None,
     ) -> Request:
         chosen = Options.of(options or {})
+        draft = load_draft(self.lm, draft)
         check_draft(self.lm, draft, chosen)
         ids = encode(self.lm, prompt, system=system, raw=raw)
         cancellations, prefixes = self._scheduler.cancelled, self._memory.prefixes
