@@ -52,7 +52,7 @@ $(BIN)/python:
 
 # Compiles only what changed: the build folder is kept.
 .venv/specbeam: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
-	$(PIP) -e .
+	$(PIP) -e '.[chat]'
 	touch $@
 
 # Only the packages of the extra: specbeam itself is installed, so nothing is built again.

@@ -1,4 +1,4 @@
-"""Prefixes kept between requests: what an earlier request has read is not read again, and no text changes."""
+"""Prefixes kept between requests: no token is read twice, and no text changes."""
 
 import gc
 import weakref

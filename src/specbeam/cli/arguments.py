@@ -60,11 +60,11 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--threads", type=int, metavar="N", help="on a CPU: the number of threads (default: all)")
 
 
-def add_options_to(parser: argparse.ArgumentParser) -> None:
+def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -> None:
     """The options for generation: the fields of Options, under the same names."""
     options = parser.add_argument_group("generation (transformers' names; see specbeam.Options)")
     add = options.add_argument
-    add("--max-new-tokens", type=int, metavar="N", help="end after N new tokens (default 256)")
+    add("--max-new-tokens", type=int, metavar="N", help=f"end after N new tokens (default {max_new_tokens})")
     add("--min-new-tokens", type=int, metavar="N", help="do not end before N new tokens (default 0)")
     add("--do-sample", action=argparse.BooleanOptionalAction, help="draw tokens instead of taking the likeliest")
     add("--temperature", type=float, metavar="T", help="over 1 flatter, under 1 sharper, 0 greedy")

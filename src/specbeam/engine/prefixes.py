@@ -65,7 +65,7 @@ class Prefixes:
             self._kept[next(self._numbers)] = prefixes
 
     def take(self, prompt: Sequence[int]) -> list[Prefix]:
-        """Hand out the prefixes with the longest common beginning of prompt and target's text; none if none has any.
+        """Hand out the prefixes whose text on the target shares most with the prompt; none without a common token.
 
         Args:
             prompt: token ids.

@@ -1,0 +1,382 @@
+"""``specbeam chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbeam.cli.arguments import (
+    add_draft_to,
+    add_model_to,
+    add_options_to,
+    check_sources,
+    load_draft,
+    load_model,
+    options_of,
+)
+from specbeam.cli.generate import drain, summary
+from specbeam.cli.printing import one_line, printing_to
+from specbeam.errors import FAILED, SpecbeamError
+from specbeam.option_names import nearest_name
+from specbeam.options import Options
+
+if TYPE_CHECKING:
+    from specbeam.engine.request import Request
+    from specbeam.model import LanguageModel
+    from specbeam.results import Result
+
+MAX_NEW_TOKENS = 1024
+"""Of an answer, by default."""
+COMMAND = re.compile(r"/\w+")
+"""A first word like this is a command, and /usr/bin is none."""
+SPEAKERS = {"user": "User", "assistant": "Assistant"}
+"""In the transcript that a model without a chat template reads."""
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk with a model",
+        description=f"Talk with a model. An answer has at most {MAX_NEW_TOKENS} tokens unless you say otherwise. "
+        "/help lists the commands of a conversation. Without a terminal, each line of standard input is a message.",
+    )
+    add_model_to(parser)
+    parser.add_argument("--system", metavar="TEXT", help="the system message")
+    parser.add_argument("--raw", action="store_true", help="let the model read a transcript, without its chat template")
+    add_options_to(parser, max_new_tokens=MAX_NEW_TOKENS)
+    add_draft_to(parser)
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    given.max_new_tokens = MAX_NEW_TOKENS if given.max_new_tokens is None else given.max_new_tokens
+    options = options_of(given)  # wrong input is refused before the slow imports
+    options.check_drafting(given.draft is not None)
+    if options.num_return_sequences > 1:
+        raise SpecbeamError("--num-return-sequences has no use in a chat, which goes on with one answer: leave it out")
+    check_sources(given)
+    lm = load_model(given, given.model, revision=given.revision)
+    chat = Chat(lm, options, load_draft(given, lm), given.system, given.raw)
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")
+    on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    read = line_reader(chat.commands) if on_terminal else piped_line
+    if on_terminal:
+        note(f"{lm.source}, {lm.precision}. /help lists the commands. Ctrl-C stops an answer, Ctrl-D ends the chat.")
+    with contextlib.suppress(EOFError):
+        while True:
+            chat.hear(read())
+    return FAILED if chat.failed and not on_terminal else 0
+
+
+class Chat:
+    """A conversation. Its commands are the methods whose names begin with ``do_``.
+
+    Args:
+        draft: as for :meth:`specbeam.Engine.submit`.
+        raw: use a transcript in place of the chat template.
+
+    Attributes:
+        failed: the number of messages and commands that gave an error.
+    """
+
+    def __init__(self, lm: LanguageModel, options: Options, draft: Any, system: str | None, raw: bool) -> None:
+        from specbeam.engine import Engine
+
+        if lm.backend.start_token_ids is not None:
+            raise SpecbeamError(
+                f"{lm.source} has an encoder: it reads one text and no conversation. Use specbeam generate"
+            )
+        self.lm = lm
+        self.engine = Engine(lm, max_requests=1, max_kept_prefixes=1)
+        self.options = options
+        self.draft = draft
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+        self.results: list[Result] = []  # of all answers
+        self.tries = 0  # answers to the last message
+        self.failed = 0
+        self.own_files: set[Path] = set()
+        self.has_template = not raw and lm.tokenizer is not None and bool(lm.tokenizer.chat_template)
+        if not self.has_template:
+            stops = [*options.stop_strings, *(f"\n{speaker}:" for speaker in SPEAKERS.values())]
+            self.options = replace(options, stop_strings=stops)
+            if not raw:
+                note(f'{lm.source} has no chat template: it reads a transcript of "User:" and "Assistant:"')
+
+    @property
+    def commands(self) -> list[str]:
+        return sorted(f"/{name.removeprefix('do_')}" for name in dir(self) if name.startswith("do_"))
+
+    def hear(self, line: str) -> None:
+        """Answer a message, or obey a command. Errors are printed."""
+        word, _, argument = line.partition(" ")
+        try:
+            if not COMMAND.fullmatch(word):
+                if line.strip():
+                    self.answer([*self.messages, {"role": "user", "content": line.strip()}])
+            elif word in self.commands:
+                getattr(self, f"do_{word[1:]}")(argument.strip())
+            else:
+                near = nearest_name(word, self.commands)
+                hint = f"did you mean {near}?" if near else "/help lists the commands"
+                raise SpecbeamError(f"unknown command {word}: {hint} (a space before it makes it a message)")
+        except SpecbeamError as error:
+            self.failed += 1
+            note(f"specbeam: {one_line(error)}")
+
+    def answer(self, messages: list[dict[str, str]], tries: int = 0) -> None:
+        """Answer the last message, and let the conversation be these messages and the answer.
+
+        Args:
+            tries: how many answers to it there were.
+        """
+        ids = self.token_ids(messages)
+        seed = None if self.options.seed is None else self.options.seed + tries
+        request = self.engine.submit(ids, replace(self.options, seed=seed), draft=self.draft)
+        text = ""
+        with ctrl_c_cancels(request):
+            more = True
+            while more:
+                more = self.engine.step()
+                for piece in drain(request.pieces):
+                    new = piece.text if text or self.has_template else piece.text.lstrip()
+                    text += new
+                    print(new, end="", flush=True)
+        print(flush=True)
+        try:
+            result = request.result()
+        except SpecbeamError:
+            raise
+        except Exception as error:  # the conversation goes on after any error
+            raise SpecbeamError(one_line(error)) from error
+        answer = text if self.has_template else text.rstrip()
+        self.messages = [*messages, {"role": "assistant", "content": answer}]
+        self.results.append(result)
+        self.tries = tries + 1
+        context = self.lm.backend.context_length
+        if result.finish_reason == "cancelled":
+            note("[stopped]")
+        elif result.finish_reason == "length" and len(ids) + len(result.token_ids) == context:
+            note(f"[the context of {context:,} tokens is full: /drop forgets the oldest turn, /clear all turns]")
+        elif result.finish_reason == "length":
+            note(f"[ended after {len(result.token_ids):,} tokens: --max-new-tokens allows longer answers]")
+
+    def token_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """The messages as the model reads them. Raises SpecbeamError if the context cannot hold them."""
+        from specbeam.prompts import encode
+
+        if self.has_template:
+            ids = encode(self.lm, messages, system=self.system)
+        else:
+            said = [f"{SPEAKERS.get(m['role'], m['role'])}: {m['content']}" for m in messages]
+            text = "\n\n".join([*([self.system] if self.system else []), *said, "Assistant:"])
+            ids = encode(self.lm, text, raw=True)
+        if len(ids) >= (context := self.lm.backend.context_length):
+            raise SpecbeamError(
+                f"the conversation with this message has {len(ids):,} tokens, and the context of {self.lm.source} "
+                f"holds {context:,}: /drop forgets the oldest turn, /clear all turns"
+            )
+        return ids
+
+    def do_help(self, argument: str) -> None:
+        """/help: list the commands."""
+        for command in self.commands:
+            note((getattr(self, f"do_{command[1:]}").__doc__ or "").strip())
+        note("Alt-Enter, or a backslash before Enter, begins a new line.")
+        note("Ctrl-C stops an answer. A second Ctrl-C, or Ctrl-D, ends the chat.")
+
+    def do_exit(self, argument: str) -> None:
+        """/exit: end the chat."""
+        raise EOFError
+
+    def do_clear(self, argument: str) -> None:
+        """/clear: forget all turns. The system message stays."""
+        self.messages, self.results = [], []
+
+    def do_drop(self, argument: str) -> None:
+        """/drop [N]: forget the oldest N turns (1), for example when the context is full."""
+        try:
+            turns = int(argument or 1)
+        except ValueError:
+            turns = 0
+        if turns < 1:
+            raise SpecbeamError(f"/drop {argument}: give a number of turns, at least 1")
+        begins = [at for at, message in enumerate(self.messages) if message["role"] == "user"]
+        self.messages = self.messages[begins[turns] :] if turns < len(begins) else []
+        note(f"[{max(0, len(begins) - turns)} of {len(begins)} turns are left]")
+
+    def do_regenerate(self, argument: str) -> None:
+        """/regenerate: answer the last message again."""
+        if not self.messages:
+            raise SpecbeamError("/regenerate: there is no message yet")
+        *before, last = self.messages
+        self.answer(before if last["role"] == "assistant" else self.messages, self.tries)
+        if self.messages[-1] == last and not self.options.samples:
+            note("[the same answer, as you do not sample: begin the chat with --temperature 0.8 to draw others]")
+
+    def do_system(self, argument: str) -> None:
+        """/system [TEXT]: set the system message, also of the turns so far. Without TEXT, remove it."""
+        self.system = argument or None
+        note("[the system message is set]" if argument else "[there is no system message now]")
+
+    def do_stats(self, argument: str) -> None:
+        """/stats: show the cost of the last answer and of the conversation."""
+        if not self.results:
+            raise SpecbeamError("/stats: there is no answer yet")
+        last, every = self.results[-1], [result.stats for result in self.results]
+        note(f"last answer: {summary(last)}")
+        note(f"  {last.stats.reused_tokens:,} of {last.stats.prompt_tokens:,} prompt tokens were kept from before")
+        drafted, accepted = sum(stats.drafted for stats in every), sum(stats.accepted for stats in every)
+        guesses = f", {accepted / drafted:.0%} of {drafted:,} guesses accepted" if drafted else ""
+        new, seconds = sum(stats.new_tokens for stats in every), sum(stats.seconds for stats in every)
+        note(f"all {len(every)} answers: {new:,} tokens, {new / seconds:.1f} tokens/s{guesses}")
+        used = last.stats.prompt_tokens + last.stats.new_tokens
+        note(f"context: {used:,} of {self.lm.backend.context_length:,} tokens; {self.lm.precision}")
+
+    def do_save(self, argument: str) -> None:
+        """/save FILE: write the conversation to FILE.json, for /load, specbeam generate --prompts and Python."""
+        if not argument.endswith((".json", ".jsonl")):
+            raise SpecbeamError(f"/save {argument}: give the name of a file that ends with .json")
+        path = Path(argument).expanduser()
+        if path.exists() and path.resolve() not in self.own_files:
+            raise SpecbeamError(f"/save {argument}: there is such a file already, give another name")
+        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        with printing_to(str(path)) as file:
+            print(json.dumps([*system, *self.messages], ensure_ascii=False), file=file)
+        self.own_files.add(path.resolve())
+        note(f"[{len(self.messages)} messages are in {argument}]")
+
+    def do_load(self, argument: str) -> None:
+        """/load FILE: go on with a conversation that /save wrote."""
+        path = Path(argument).expanduser()
+        try:
+            found: Any = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise SpecbeamError(f"/load {argument}: the file cannot be read ({error.strerror})") from error
+        except (ValueError, RecursionError) as error:
+            raise SpecbeamError(f"/load {argument}: the file is not JSON ({error})") from error
+        found = found.get("messages") if isinstance(found, dict) else found
+        if not is_conversation(found):
+            raise SpecbeamError(f'/load {argument}: a conversation is a list of messages with "role" and "content"')
+        self.do_clear("")
+        self.system = found[0]["content"] if found[0]["role"] == "system" else None
+        self.messages = [message for message in found if message["role"] != "system"]
+        self.own_files.add(path.resolve())
+        note(f"[{len(self.messages)} messages]")
+        if self.messages[-1]["role"] == "user":
+            self.answer(self.messages)
+
+
+def is_conversation(found: Any) -> bool:
+    """Whether these are chat messages: perhaps a system message first, then user and assistant in turn."""
+    if not isinstance(found, list) or not all(isinstance(message, dict) for message in found):
+        return False
+    roles = [message.get("role") for message in found]
+    roles = roles[1:] if roles[:1] == ["system"] else roles
+    in_turn = all(role == ("user", "assistant")[at % 2] for at, role in enumerate(roles))
+    return bool(roles) and in_turn and all(isinstance(message.get("content"), str) for message in found)
+
+
+@contextlib.contextmanager
+def ctrl_c_cancels(request: Request) -> Iterator[None]:
+    """Let Ctrl-C end the request between two passes, so that its text so far is whole. A second one interrupts."""
+
+    def cancel(*_: Any) -> None:
+        request.cancel()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, cancel)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def note(text: str) -> None:
+    """Print a line that is no part of the conversation."""
+    dim = sys.stderr.isatty() and "NO_COLOR" not in os.environ
+    print(f"\x1b[2m{text}\x1b[0m" if dim else text, file=sys.stderr, flush=True)
+
+
+def piped_line() -> str:
+    """A line of standard input. A backslash at its end continues it."""
+    lines = [sys.stdin.readline()]
+    while lines[-1].endswith("\\\n"):
+        lines.append(sys.stdin.readline())
+    if not lines[0]:
+        raise EOFError
+    return "".join(line.replace("\\\n", "\n") for line in lines).removesuffix("\n")
+
+
+def line_reader(commands: list[str]) -> Callable[[], str]:
+    """A function that lets the user edit and send a message, and recall earlier ones. Ctrl-C and Ctrl-D end the chat.
+
+    Args:
+        commands: Tab completes them.
+    """
+    try:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.completion import WordCompleter
+        from prompt_toolkit.formatted_text import ANSI
+        from prompt_toolkit.key_binding import KeyBindings
+        from prompt_toolkit.shortcuts import CompleteStyle
+    except ImportError:
+        return plain_line
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def send(event: Any) -> None:
+        buffer = event.current_buffer
+        if buffer.document.char_before_cursor == "\\":
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter")  # Alt-Enter
+    def begin_line(event: Any) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c")
+    def clear_or_leave(event: Any) -> None:
+        if event.current_buffer.text:
+            event.current_buffer.reset()
+        else:
+            event.app.exit(exception=EOFError)
+
+    session: Any = PromptSession(
+        ANSI("> " if "NO_COLOR" in os.environ else "\x1b[1;32m>\x1b[0m "),
+        multiline=True,
+        prompt_continuation="  ",
+        key_bindings=keys,
+        completer=WordCompleter(commands, sentence=True),
+        complete_while_typing=False,
+        complete_style=CompleteStyle.READLINE_LIKE,
+        reserve_space_for_menu=0,
+    )
+    return lambda: str(session.prompt())
+
+
+def plain_line() -> str:
+    """A message from a terminal without prompt_toolkit. A backslash at the end of a line continues it."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # lets input() edit lines and recall earlier ones
+    try:
+        line = input("> ")
+        while line.endswith("\\"):
+            line = f"{line[:-1]}\n{input('  ')}"
+    except KeyboardInterrupt:
+        print()
+        raise EOFError from None
+    return line

@@ -1,0 +1,316 @@
+"""``specbeam chat``: conversations equal what generate makes of the same messages, and nothing ends them unasked."""
+
+import io
+import json
+import signal
+import sys
+
+import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
+
+import specbeam
+from specbeam.backends.cpu import CpuBackend
+from specbeam.cli import main
+from specbeam.cli.chat import line_reader
+from tests.backends.test_encoder_decoder import make
+from tests.conftest import EOS, byte_tokenizer, random_model
+
+SHORT = ("--max-new-tokens", "9")
+
+
+@pytest.fixture
+def chat(folder, specbeam_command, monkeypatch):
+    """Say some lines in a chat. Returns its exit status, the answers, and what was said beside them."""
+
+    def chat(*lines, options=SHORT, model=folder):
+        text = "".join(f"{line}\n" for line in lines)
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text.encode(errors="surrogateescape"))))
+        return specbeam_command("chat", "--model", str(model), *options)
+
+    return chat
+
+
+def answers(model, *questions, system=None, draft=None, **options):
+    """The answers of a conversation in which every turn is generated anew, and its messages."""
+    messages, texts = [], []
+    for question in questions:
+        messages.append({"role": "user", "content": question})
+        found = specbeam.generate(model, messages, system=system, draft=draft, **{"max_new_tokens": 9} | options)
+        texts.append(found.text)
+        messages.append({"role": "assistant", "content": found.text})
+    return texts, messages
+
+
+def printed(texts):
+    return "".join(f"{text}\n" for text in texts)
+
+
+def test_every_turn_answers_the_whole_conversation(chat, model):
+    status, out, err = chat("hi", "", "and now?", "thanks")
+    assert (status, out) == (0, printed(answers(model, "hi", "and now?", "thanks")[0]))
+    assert err == "[ended after 9 tokens: --max-new-tokens allows longer answers]\n" * 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 3, "length_penalty": 0.5},
+        {"temperature": 0.9, "top_k": 40, "seed": 5},
+        {"draft": "ngram", "num_draft_tokens": 2},
+        {"system": "Be brief.", "repetition_penalty": 1.3},
+    ],
+)
+def test_options_of_generate_hold_for_every_answer(chat, model, options):
+    given = [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    _, out, _ = chat("hi", "and now?", options=[*SHORT, *given])
+    assert out == printed(answers(model, "hi", "and now?", **options)[0])
+
+
+def test_a_draft_model_drafts_for_every_answer(chat, model, folder):
+    draft = ("--draft", folder, "--draft-width", "1", "--num-draft-tokens", "2")
+    _, out, err = chat("hi", "and now?", "/stats", options=[*SHORT, *draft])
+    assert out == printed(answers(model, "hi", "and now?")[0])
+    assert "100% of" in err
+
+
+def test_statistics_show_what_was_not_read_again(chat, model):
+    """The tokens are compared: this template writes the assistant's name in another way once it has answered."""
+    _, _, err = chat("/stats", "hi", "/stats", "and now?", "/stats", options=("--max-new-tokens", "1"))
+    _, (*messages, _) = answers(model, "hi", "and now?", max_new_tokens=1)
+    first, second = (specbeam.Engine(model).check(messages[:end]) for end in (1, 3))
+    common = next(at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
+    assert 0 < common < len(first)
+    assert "there is no answer yet" in err
+    assert f"  0 of {len(first)} prompt tokens were kept" in err
+    assert f"  {common} of {len(second)} prompt tokens were kept" in err
+    assert "all 2 answers: 2 tokens" in err
+    assert f"context: {len(second) + 1} of 256 tokens" in err
+
+
+def test_regenerate_draws_another_answer_in_the_place_of_the_last(chat, model):
+    options = {"temperature": 1.0, "seed": 5}
+    _, out, _ = chat("hi", "/regenerate", "more", options=[*SHORT, "--temperature", "1", "--seed", "5"])
+    (first,), _ = answers(model, "hi", **options)
+    (second,), messages = answers(model, "hi", **options | {"seed": 6})
+    third = specbeam.generate(model, [*messages, {"role": "user", "content": "more"}], max_new_tokens=9, **options)
+    assert first != second
+    assert out == printed([first, second, third.text])
+
+
+def test_regenerate_says_that_greedy_answers_stay(chat, model):
+    _, out, err = chat("/regenerate", "hi", "/regenerate")
+    assert "there is no message yet" in err
+    assert out == printed(2 * answers(model, "hi")[0])
+    assert "[the same answer, as you do not sample: begin the chat with --temperature 0.8" in err
+
+
+def test_turns_and_system_messages_can_be_changed(chat, model):
+    said = ["a", "b", "/drop", "c", "/system Be kind.", "d", "/clear", "e", "/system", "f", "/drop 9", "g"]
+    _, out, err = chat(*said)
+    (a, b), messages = answers(model, "a", "b")
+
+    def answer(question, system=None):
+        messages.append({"role": "user", "content": question})
+        messages.append(
+            {
+                "role": "assistant",
+                "content": specbeam.generate(model, messages, system=system, max_new_tokens=9).text,
+            }
+        )
+        return messages[-1]["content"]
+
+    del messages[:2]
+    c, d = answer("c"), answer("d", "Be kind.")
+    messages.clear()
+    e, f = answer("e", "Be kind."), answer("f")
+    messages.clear()
+    assert out == printed([a, b, c, d, e, f, answer("g")])
+    assert "[1 of 2 turns are left]" in err
+
+
+def test_a_saved_conversation_is_read_by_generate_python_and_load(chat, model, specbeam_command, folder, tmp_path):
+    file = tmp_path / "talk.json"
+    chat("hi é 你好", "more", f"/save {file}", options=[*SHORT, "--system", "Be brief."])
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    (_, _), messages = answers(model, "hi é 你好", "more", system="Be brief.")
+    assert saved == [{"role": "system", "content": "Be brief."}, *messages]
+    specbeam.generate(model, saved, max_new_tokens=2)
+    status, out, _ = specbeam_command("generate", "--prompts", str(file), "--json", "--model", folder, *SHORT)
+    assert (status, json.loads(out)["prompt"]) == (0, saved)
+
+    _, out, _ = chat("other", f"/load {file}", "again", f"/save {file}")
+    question = [*saved, {"role": "user", "content": "again"}]
+    assert out.endswith(specbeam.generate(model, question, max_new_tokens=9).text + "\n")
+    assert json.loads(file.read_text(encoding="utf-8"))[:-1] == question
+
+
+def test_a_loaded_question_is_answered(chat, model, tmp_path):
+    (tmp_path / "q.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
+    assert chat(f"/load {tmp_path / 'q.jsonl'}")[1] == printed(answers(model, "hi")[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("/regen", "unknown command /regen: did you mean /regenerate?"),
+        ("/xyz", "unknown command /xyz: /help lists the commands"),
+        ("/save talk", "/save talk: give the name of a file that ends with .json"),
+        ("/save", "/save : give the name of a file"),
+        ("/save /not/there/x.json", "/not/there/x.json cannot be written: there is no folder /not/there"),
+        ("/save {there}", "there is such a file already"),
+        ("/load /not/there.json", "/load /not/there.json: the file cannot be read (No such file or directory)"),
+        ("/load {there}", "the file is not JSON"),
+        ("/load {wrong}", 'a conversation is a list of messages with "role" and "content"'),
+        ("/drop many", "/drop many: give a number of turns, at least 1"),
+        ("x" * 300, "tokens, and the context of"),
+    ],
+)
+def test_wrong_input_is_one_line_and_the_chat_goes_on(chat, model, tmp_path, line, says):
+    there, wrong = tmp_path / "there.json", tmp_path / "wrong.json"
+    there.write_text("{")
+    wrong.write_text('[{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]')
+    status, out, err = chat(line.format(there=there, wrong=wrong), "hi")
+    assert (status, out) == (1, printed(answers(model, "hi")[0]))
+    assert says in err
+    assert len(err.splitlines()) == 2
+    assert there.read_text() == "{"
+
+
+def test_a_full_context_says_what_to_do(chat, model):
+    long = "x" * 180
+    status, out, err = chat(long, long, "/drop", "hi", options=("--max-new-tokens", "500", "--min-new-tokens", "500"))
+    assert status == 1
+    assert err.count("[the context of 256 tokens is full: /drop forgets the oldest turn, /clear all turns]") == 2
+    assert "holds 256: /drop forgets the oldest turn, /clear all turns" in err
+    (first,), _ = answers(model, long, max_new_tokens=500, min_new_tokens=500)
+    (other,), _ = answers(model, "hi", max_new_tokens=500, min_new_tokens=500)
+    assert out == printed([first, other])
+
+
+def test_lines_that_begin_with_a_path_or_a_space_are_messages(chat, model):
+    _, out, _ = chat("/usr/bin is what?", " /clear", "one\\", "two")
+    assert out == printed(answers(model, "/usr/bin is what?", "/clear", "one\ntwo")[0])
+
+
+def test_bytes_that_are_no_text_are_replaced(chat, model):
+    assert chat("caf\udce9")[:2] == (0, printed(answers(model, "caf\ufffd")[0]))
+
+
+def test_help_lists_every_command(chat):
+    _, _, err = chat("/help")
+    for command in ("clear", "drop", "exit", "help", "load", "regenerate", "save", "stats", "system"):
+        assert f"\n/{command}" in f"\n{err}"
+
+
+def test_exit_ends_the_chat(chat):
+    assert chat("/exit", "hi")[:2] == (0, "")
+
+
+def test_a_model_without_a_chat_template_reads_a_transcript(chat, save):
+    folder = save(random_model("llama"), byte_tokenizer())
+    lm = specbeam.load(folder)
+    _, out, err = chat("hi", "more", model=folder, options=[*SHORT, "--system", "A talk."])
+    assert "has no chat template: it reads a transcript" in err
+    stops = {"max_new_tokens": 9, "stop_strings": ["\nUser:", "\nAssistant:"]}
+    text = "A talk.\n\nUser: hi\n\nAssistant:"
+    first = specbeam.generate(lm, text, raw=True, **stops).text.strip()
+    second = specbeam.generate(lm, f"{text} {first}\n\nUser: more\n\nAssistant:", raw=True, **stops).text.strip()
+    assert [line.rstrip() for line in out.splitlines()] == printed([first, second]).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--num-return-sequences", "2", "--num-beams", "2"), "--num-return-sequences has no use in a chat"),
+        (("--json",), "unknown option --json"),
+        (("--temperature", "-1"), "temperature=-1.0 is not allowed"),
+        (("--num-draft-tokens", "2"), "num_draft_tokens=2 has no effect without a draft"),
+    ],
+)
+def test_bad_options_are_one_line_and_status_2(chat, options, says):
+    status, out, err = chat("hi", options=options)
+    assert (status, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_model_with_an_encoder_is_refused(chat, save):
+    status, _, err = chat("hi", model=save(make("t5"), byte_tokenizer()))
+    assert status == 2
+    assert "has an encoder: it reads one text and no conversation. Use specbeam generate" in err
+
+
+def test_the_chat_goes_on_after_a_failed_pass(chat, model, monkeypatch):
+    expected = answers(model, "hi")[0]
+    forward, passes = CpuBackend.forward, []
+
+    def failing(self, segments):
+        passes.append(segments)
+        if len(passes) == 3:
+            raise RuntimeError("broken")
+        return forward(self, segments)
+
+    monkeypatch.setattr(CpuBackend, "forward", failing)
+    status, out, err = chat("oh", "hi")
+    assert status == 1
+    assert "specbeam: RuntimeError: broken" in err
+    assert out.endswith(printed(expected))
+
+
+def test_ctrl_c_keeps_the_part_and_the_conversation_goes_on(save, terminal, monkeypatch, tmp_path, capsys):
+    from tests.conftest import CHAT_TEMPLATE
+
+    folder = save(random_model("llama", max_position_embeddings=2000), byte_tokenizer(CHAT_TEMPLATE))
+    lm = specbeam.load(folder)
+    (whole,), _ = answers(lm, "hi", max_new_tokens=60, eos_token_id=[EOS + 1])
+    file = tmp_path / "talk.json"
+    shown = terminal(interrupt_at=whole[:10])
+    said = f"hi\nmore\n/stats\n/save {file}\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(said.encode())))
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["chat", "--model", str(folder), "--max-new-tokens", "60", "--eos-token-id", str(EOS + 1)]) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    _, part, _, answer = (message["content"] for message in json.loads(file.read_text(encoding="utf-8")))
+    assert whole.startswith(part.rstrip("\ufffd"))
+    assert len(part) < len(whole)
+    assert shown.text() == printed([part, answer])
+    question = [*({"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", part)))]
+    question.append({"role": "user", "content": "more"})
+    assert answer == specbeam.generate(lm, question, max_new_tokens=60, eos_token_id=[EOS + 1]).text
+    err = capsys.readouterr().err
+    assert err.count("[stopped]\n") == 1
+    assert "  0 of" not in err  # the part was not read again
+
+
+@pytest.mark.parametrize(
+    ("typed", "lines"),
+    [
+        ("hi é\r", ["hi é"]),
+        ("one\\\rtwo\x1b\rthree\r", ["one\ntwo\nthree"]),
+        ("a typo\x03better\r", ["better"]),
+        ("/rege\t\r", ["/regenerate"]),
+        ("hi\r\x03", ["hi", EOFError]),
+        ("\x04", [EOFError]),
+    ],
+)
+def test_lines_are_edited_as_in_other_terminals(typed, lines):
+    with create_pipe_input() as keys, create_app_session(input=keys, output=DummyOutput()):
+        keys.send_text(typed)
+        read = line_reader(["/regenerate", "/help"])
+        for line in lines:
+            if line is EOFError:
+                with pytest.raises(EOFError):
+                    read()
+            else:
+                assert read() == line
+
+
+def test_without_prompt_toolkit_lines_are_read_plainly(monkeypatch):
+    monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\none\\\ntwo\n"))
+    read = line_reader([])
+    assert [read(), read()] == ["hi", "one\ntwo"]
+    with pytest.raises(EOFError):
+        read()
