@@ -22,7 +22,7 @@ SHORT = ("--max-new-tokens", "9")
 
 @pytest.fixture
 def chat(folder, specbeam_command, monkeypatch):
-    """Say some lines in a chat. Returns its exit status, the answers, and what was said beside them."""
+    """Say some lines in a chat. Returns its exit status, the answers, and its notes."""
 
     def chat(*lines, options=SHORT, model=folder):
         text = "".join(f"{line}\n" for line in lines)

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 1024
 """Of an answer, by default."""
 COMMAND = re.compile(r"/\w+")
-"""A first word like this is a command, and /usr/bin is none."""
+"""A first word like this is a command. The path /usr/bin is a message."""
 SPEAKERS = {"user": "User", "assistant": "Assistant"}
 """In the transcript that a model without a chat template reads."""
 
