@@ -181,7 +181,7 @@ def test_what_the_checkpoint_forces_and_forbids_holds(pair):
     config = model.generation_config
     config.forced_bos_token_id, config.forced_eos_token_id = 77, EOS
     config.bad_words_ids, config.suppress_tokens = [[plain[0]], [plain[1], plain[2]]], [plain[3]]
-    config.begin_suppress_tokens = [plain[4]]
+    config.begin_suppress_tokens, config.no_repeat_ngram_size = [plain[4]], 2
     lm = hf.wrap(model)
     (expected,), _ = beams(model, PROMPTS[0], max_new_tokens=8)
     got = specbeam.generate(lm, PROMPTS[0], max_new_tokens=8).token_ids

@@ -40,6 +40,7 @@ GENERATION = {
     "suppress_tokens": [5],
     "begin_suppress_tokens": [4],
     "bad_words_ids": [[4, 5]],
+    "typical_p": 0.9,
     "sequence_bias": [[[4], 1.0]],
     "no_repeat_ngram_size": 3,
     "exponential_decay_length_penalty": [2, 1.5],

@@ -15,14 +15,14 @@ from specbeam.cli.arguments import add_draft_to, add_model_to, add_options_to, l
 from specbeam.cli.printing import json_line, one_line
 from specbeam.cli.prompts import read_prompts
 from specbeam.errors import FAILED, SpecbeamError
-from specbeam.options import MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
+from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
 
 TWINS = {"greedy": None, "speculative": "greedy", "beam": None, "speculative-beam": "beam", "sample": None}
 """The strategies in the order they run. Each has the strategy whose text it must reproduce, or None."""
-BEAM_OPTIONS = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups")
+OPTIONS_OF_BEAMS = ("num_beams", "num_return_sequences", *BEAM_OPTIONS, "num_beam_groups", "diversity_penalty")
 ONLY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*SAMPLING_OPTIONS, "seed"), ("sample",)),
-    **dict.fromkeys((*BEAM_OPTIONS, "diversity_penalty"), ("beam", "speculative-beam")),
+    **dict.fromkeys(OPTIONS_OF_BEAMS, ("beam", "speculative-beam")),
     **dict.fromkeys(("draft", "draft_corpus", *MAX_DRAFT_SIZES), ("speculative", "speculative-beam")),
 }
 """The strategies of the options that not all strategies have."""

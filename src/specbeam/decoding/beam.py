@@ -257,9 +257,11 @@ class Candidates:
 
     @cached_property
     def first(self) -> Tensor:
-        """Which candidates are the best of their text, bool [k]. They may have been drawn, so sort them by score."""
+        """Which candidates are the best of their text, bool [k]."""
+        if len({*self.texts}) == len(self.texts):
+            return torch.ones(len(self.texts), dtype=torch.bool)
         best: dict[Hashable, int] = {}
-        for i in self.scores.argsort(descending=True, stable=True).tolist():
+        for i in self.scores.argsort(descending=True, stable=True).tolist():  # candidates may come as they were drawn
             best.setdefault(self.texts[i], i)
         first = torch.zeros(len(self.texts), dtype=torch.bool)
         first[[*best.values()]] = True
