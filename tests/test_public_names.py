@@ -70,3 +70,10 @@ def test_nbest_has_four_beams_unless_told_otherwise(lm):
     assert len([*specbeam.nbest(lm, [1, 2], Options(num_beams=2), max_new_tokens=4)]) == 2
     with pytest.raises(SpecbeamError, match="unknown option 'beams': did you mean 'num_beams'"):
         specbeam.nbest(lm, [1, 2], beams=3)
+
+
+@pytest.mark.parametrize("function", [specbeam.generate, specbeam.stream, specbeam.nbest])
+def test_other_values_in_the_place_of_options_are_refused(lm, function):
+    for wrong in (64, "Be brief.", [("num_beams", 2)]):
+        with pytest.raises(SpecbeamError, match=r"options=.* is not allowed: give Options or a mapping"):
+            function(lm, [1, 2], wrong)

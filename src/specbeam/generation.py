@@ -10,7 +10,7 @@ from specbeam.engine.drafters import Draft
 from specbeam.errors import SpecbeamError
 from specbeam.keywords import OptionKeywords, show_option_keywords
 from specbeam.model import LanguageModel
-from specbeam.options import Options
+from specbeam.options import Options, given_options
 from specbeam.prompts import Prompt, is_batch
 from specbeam.results import Piece, Result
 from specbeam.results import Sequence as FoundSequence
@@ -134,8 +134,8 @@ def nbest(
     """
     if is_batch(prompt):
         raise SpecbeamError("nbest takes one prompt: call it once for each")
-    given: dict[str, Any] = {**(options.given if isinstance(options, Options) else options or {}), **keywords}
-    given.setdefault("num_return_sequences", given.setdefault("num_beams", 4))
+    given = {"num_beams": 4, **given_options(options), **keywords}
+    given.setdefault("num_return_sequences", given["num_beams"])
     engine = Engine(lm)
     request = engine.submit(prompt, Options.of(given), system=system, raw=raw, draft=draft)
     return _found(engine, request)

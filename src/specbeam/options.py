@@ -307,7 +307,7 @@ class Options:
         """Options from options or a mapping, with changes. An unknown name is refused, and the likely one suggested."""
         if isinstance(given, Options) and not changes:
             return given
-        values = {**(given.given if isinstance(given, Options) else given or {}), **changes}
+        values = {**given_options(given), **changes}
         for name in ARGUMENTS:
             if name in values:
                 raise SpecbeamError(f"{name} is no option: give it beside the options, as in {name}={values[name]!r}")
@@ -315,11 +315,6 @@ class Options:
         if any(name not in names for name in values):
             check_names(values, [*names, *ARGUMENTS], "option")
         return cls(**values)
-
-    @property
-    def given(self) -> dict[str, Any]:
-        """The options that differ from their defaults."""
-        return {name: value for name, default in _DEFAULTS.items() if (value := getattr(self, name)) != default}
 
     @property
     def samples(self) -> bool:
@@ -396,3 +391,16 @@ class Options:
 
 
 _DEFAULTS = {field.name: field.default for field in fields(Options)}
+
+
+def given_options(options: Options | Mapping[str, Any] | None) -> dict[str, Any]:
+    """The options that differ from their defaults, or all of a mapping.
+
+    Raises:
+        SpecbeamError: the value is neither.
+    """
+    if isinstance(options, Options):
+        return {name: value for name, default in _DEFAULTS.items() if (value := getattr(options, name)) != default}
+    if options is not None and not isinstance(options, Mapping):
+        raise SpecbeamError(f"options={options!r} is not allowed: give Options or a mapping, or options by their names")
+    return {**(options or {})}

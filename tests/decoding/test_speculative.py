@@ -540,6 +540,7 @@ def test_drafts_change_nothing_where_texts_end_by_strings_or_in_groups(
     options |= {"eos_token_id": data.draw(st.sets(st.integers(0, 19), max_size=3))}
     if num_beams > 1:
         options |= {"length_penalty": length_penalty, "early_stopping": early_stopping}
+        options["distinct"] = data.draw(st.booleans())
     options["stop_strings"] = data.draw(st.lists(st.sampled_from("!#$%&'()*+"), max_size=4, unique=True))
     if num_beams % groups == 0 and num_beams > groups > 1:
         options |= {"num_beam_groups": groups, "diversity_penalty": 0.5}
