@@ -1,0 +1,98 @@
+"""The pages of the cookbook on real models: each gives what it says. tests/test_docs.py runs them on tiny ones."""
+
+import re
+from itertools import pairwise
+
+import pytest
+
+from specbeam import cli
+from tests.conftest import reference_model
+from tests.pages import COOKBOOK, ROOT, program, shell
+
+pytestmark = pytest.mark.models
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """Where the paths of the pages begin, and where the names of models are the reference models."""
+    for module in ("specbeam.model", "specbeam.checkpoints"):
+        monkeypatch.setattr(f"{module}.locate", lambda source, *_, **__: reference_model(source.removesuffix(".gguf")))
+    monkeypatch.chdir(ROOT)
+
+
+def run(name):
+    """Run a page's Python. Returns its variables."""
+    (page,) = (page for page in COOKBOOK if page.stem == name)
+    variables = {"__name__": "page"}
+    exec(compile(program(page), page, "exec"), variables)
+    return variables
+
+
+def texts_of(result):
+    """The texts of a result, stripped. They differ, and their scores fall."""
+    texts = [sequence.text.strip() for sequence in result.sequences]
+    assert len({*texts}) == len(texts)
+    assert all(a.score >= b.score for a, b in pairwise(result.sequences))
+    return texts
+
+
+@pytest.mark.thorough
+def test_translations_differ_and_their_scores_fall():
+    texts = texts_of(run("translate")["result"])
+    assert len(texts) == 5
+    assert texts[0] == "Merci pour votre aide."
+
+
+@pytest.mark.thorough
+def test_the_translation_of_the_command_line(capsys):
+    (words,) = shell(next(page for page in COOKBOOK if page.stem == "translate"))
+    assert cli.main(words[1:]) == 0
+    printed = capsys.readouterr().out
+    assert len(re.findall(r"score -\d", printed)) == 5
+    assert "Merci pour votre aide." in printed
+
+
+@pytest.mark.thorough
+def test_titles_are_of_the_catalogue_and_the_right_one_is_first():
+    page = run("retrieve")
+    texts = texts_of(page["result"])
+    assert len(texts) == 3
+    assert {*texts} <= {*page["titles"]}
+    assert texts[0] == "How to bake bread at home"
+
+
+@pytest.mark.thorough
+def test_a_draft_changes_no_token_of_code():
+    page = run("code")
+    assert page["drafted"].token_ids == page["plain"].token_ids
+    assert page["drafted"].stats.target_passes < page["plain"].stats.target_passes / 3
+    assert "count = count + 1" in page["renamed"].text
+
+
+@pytest.mark.thorough
+def test_texts_are_ranked_by_the_sum_of_log_probabilities_there_and_back():
+    page = run("rerank")
+    scores, candidates, result = page["scores"], page["candidates"], page["result"]
+    assert page["ranked"][0] == "Merci pour votre aide."
+    assert all(scores[a] >= scores[b] for a, b in pairwise(page["ranked"]))
+    there = page["log_prob"](page["there"].format(page["english"]), candidates[0])
+    assert there == pytest.approx(result.sequences[0].log_prob, abs=1e-3)  # as the search found it
+
+
+def test_labels_are_right_and_their_shares_sum_to_one():
+    page = run("label")
+    assert [result.text.strip() for result in page["results"]] == ["positive", "negative"]
+    for result in page["results"]:
+        assert sorted(texts_of(result)) == ["negative", "positive"]
+
+
+def test_the_passage_that_answers_a_question_is_found():
+    page = run("long-document")
+    assert "Disclaimer of Warranty" in page["best"]
+    assert page["answer"].text.strip().startswith("No")
+
+
+def test_settings_are_compared_on_labelled_reviews():
+    answers = run("evaluate")["answers"]
+    assert sum(answers["int8"]) >= 18
+    assert sum(answers["int4"]) >= 18
