@@ -5,9 +5,9 @@ BIN := .venv/bin
 
 # The main job: text from a real model (98 MB, fetched on first use), and the passes that lookup in the text saves.
 demo: .venv/specbeam
-	$(BIN)/specbeam generate "Why is the sky blue?" --max-new-tokens 96
-	$(BIN)/specbeam compare "Repeat this: \"Speculative decoding checks many guesses in one pass of the model, and keeps \
-	those that the model would have chosen itself. The text stays the same, it only comes sooner.\""
+	$(BIN)/specbeam generate "List three tips for a good night's sleep." --max-new-tokens 96
+	$(BIN)/specbeam compare "Repeat this: \"The tea is in the red box, the sugar is in the blue box, and the coffee is in the \
+	green box.\""
 
 # Every change must pass this. There is one worker per processor, with one thread each.
 test: .venv/installed

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, MarianConfig, MarianMTModel
 import specbeam
 from docs.hooks import help_of
 from specbeam import cli
+from specbeam.option_names import OTHER_NAMES
 from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, in_thorough_mode, random_model
 from tests.pages import COOKBOOK, PAGES, ROOT, blocks, files, inline_code, named, program, shell, text_of
 
@@ -81,7 +82,8 @@ def workplace(stand_ins, tmp_path, monkeypatch):
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
     monkeypatch.setattr("sys.stdin", io.StringIO())  # a conversation ends at once
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "docs").symlink_to(ROOT / "docs")
+    for name in ("docs", "LICENSE"):
+        (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "models").mkdir()
     (tmp_path / "models/gpt2").symlink_to(stand_ins["gpt2"])
     rows = [{"prompt": "one"}, {"prompt": "two"}]
@@ -284,7 +286,7 @@ def command_help():
 
 @cache
 def other_options():
-    """The options of the programs in bench, and of the evaluation harness."""
+    """The options of the programs in bench, of the evaluation harness, and names that get a suggestion."""
     import lm_eval
 
     files = [
@@ -292,7 +294,10 @@ def other_options():
         *(ROOT / "tests/fuzz").glob("*.py"),
         *Path(lm_eval.__file__).parent.rglob("*cli*/**/*.py"),
     ]
-    return {option for file in files for option in re.findall(r"\"(--[\w-]+)\"", file.read_text(encoding="utf-8"))}
+    suggested = {f"--{name}".replace("_", "-") for names in OTHER_NAMES.values() for name in names}
+    return suggested | {
+        option for file in files for option in re.findall(r"\"(--[\w-]+)\"", file.read_text(encoding="utf-8"))
+    }
 
 
 @pytest.mark.parametrize("page", named(PAGES))
@@ -326,6 +331,7 @@ OF_OTHERS = {
     *("jupyterlab", "lab"),
     *("manylinux_2_35", "vpdpbusd", "TORCHINDUCTOR_FORCE_DISABLE_CACHES"),
     *("SPECBEAM_", "xe6"),
+    *("bashrc", "sentencepiece", "zshrc"),
 }
 """Names of other programs, and parts of names."""
 
