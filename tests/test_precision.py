@@ -1,4 +1,4 @@
-"""Users are told which precision a model runs in: once when it is loaded, and in each result."""
+"""A model names its precision: once when it is loaded, and in each result."""
 
 import json
 import logging
