@@ -98,6 +98,12 @@ def test_a_dash_reads_standard_input(run, monkeypatch):
     assert json.loads(out)["token_ids"] == json.loads(expected)["token_ids"]
 
 
+def test_lines_of_standard_input_are_prompts(run, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\n\n{two}\n")))
+    _, out, _ = run("--prompts", "-", "--json", "--max-new-tokens", "2")
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["one", "{two}"]
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -208,6 +214,15 @@ def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(ru
 def test_a_device_as_output_stays_a_device(run):
     assert run("hi", "--max-new-tokens", "2", "--output", os.devnull)[:2] == (0, "")
     assert not os.path.isfile(os.devnull)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes")
+def test_a_pipe_may_be_the_output(run, model):
+    reading, writing = os.pipe()
+    assert run("hi", "--max-new-tokens", "2", "--output", f"/dev/fd/{writing}")[:2] == (0, "")
+    os.close(writing)
+    with open(reading, encoding="utf-8") as pipe:
+        assert pipe.read() == specbeam.generate(model, "hi", max_new_tokens=2).text + "\n"
 
 
 def test_beams_are_printed_best_first(run, model):

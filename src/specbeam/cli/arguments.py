@@ -55,7 +55,8 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
     add = partial(model.add_argument, default="auto")
     add("--backend", choices=BACKENDS, metavar="NAME", help=f"{', '.join(BACKENDS)} (default %(default)s)")
     add("--device", help="auto, cpu, cuda, ... (default %(default)s)")
-    add("--dtype", choices=DTYPES, metavar="TYPE", help=f"{', '.join(DTYPES)} (default %(default)s)")
+    exact = "float32 for transformers' own numbers"
+    add("--dtype", choices=DTYPES, metavar="TYPE", help=f"{', '.join(DTYPES)} (default %(default)s); {exact}")
     add("--quantize", choices=FORMATS, metavar="TYPE", help=f"on a CPU: {', '.join(FORMATS)} (default %(default)s)")
     model.add_argument("--threads", type=int, metavar="N", help="on a CPU: the number of threads (default: all)")
 
@@ -88,7 +89,7 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -
         type=token_ids,
         action="append",
         metavar="ID,ID,...",
-        help="token ids that do not follow each other; specbeam tokens shows a word's (repeatable)",
+        help="token ids that the text must not have in this order; specbeam tokens shows a word's ids (repeatable)",
     )
     add("--num-beams", type=int, metavar="B", help="beam search with B beams (default 1)")
     add("--num-return-sequences", type=int, metavar="N", help="return the N best beams, or N samples (default 1)")

@@ -51,7 +51,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="one prompt per line; in a .jsonl file each is a JSON text, list or object, which may have options",
+        help="one prompt per line; in a .jsonl file each is a JSON text, list or object, which may have options; - "
+        "reads standard input",
     )
     parser.add_argument(
         "--output",

@@ -38,11 +38,12 @@ def printing_to(file: str | None) -> Iterator[TextIO]:
     if file is None or file == "-":
         yield sys.stdout
         return
-    path = Path(file).resolve()  # a link stays, and the file that it names is replaced
-    if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe, which stays what it is
+    path = Path(file)
+    if path.exists() and not path.is_file() and not path.is_dir():  # a device or a pipe cannot be replaced
         with path.open("w", encoding="utf-8", errors="replace") as out:
             yield out
         return
+    path = path.resolve()  # a link stays, and the file that it names is replaced
     check_writable(path, file)
     with replacing(path) as whole:
         text = io.TextIOWrapper(whole, encoding="utf-8", errors="replace", newline="\n")

@@ -48,6 +48,7 @@ def read_rows(prompt: str | None, file: str | None) -> Iterator[PromptRow]:
         yield PromptRow("", prompt)
         return
     assert file is not None
+    file = "standard input" if file == "-" else file
     number = found = 0
     for number, line in enumerate(_read(file).split("\n"), 1):  # splitlines() would also cut at U+2028
         line = line.removesuffix("\r")
