@@ -152,7 +152,7 @@ def make_cases(models: Models, seed: int) -> list[Case]:
     draw = random.Random(seed)
     made: list[Case] = []
     while len(made) < CASES:
-        case = _random_case(models, draw, len(made))
+        case = _random_case(models, draw, made)
         # The plain search is the reference for drafts, except where a seed gives another text with drafts.
         samples = "temperature" in case.options
         plain = case if samples else replace(case, draft=None, options=_without_draft_sizes(case.options))
@@ -166,11 +166,14 @@ def make_cases(models: Models, seed: int) -> list[Case]:
     return made
 
 
-def _random_case(models: Models, draw: random.Random, number: int) -> Case:
+def _random_case(models: Models, draw: random.Random, made: list[Case]) -> Case:
     length = draw.choice((1, 3, 10, 30, 100, 250))
     period = draw.choice((3, 7, 1000))  # repetition lets lookups guess right
     tokens = [draw.randrange(256) for _ in range(min(period, length))]
     prompt = (tokens * length)[:length]
+    if made and draw.random() < 0.5:  # kept prefixes are for prompts that begin alike
+        earlier = draw.choice(made).prompt
+        prompt = (earlier[: draw.choice((5, 20, len(earlier)))] + prompt)[:250]
     options: dict[str, Any] = {"max_new_tokens": draw.choice((1, 5, 20, 50))}
     if draw.random() < 0.2:
         options["min_new_tokens"] = draw.randrange(options["max_new_tokens"] + 1)
@@ -208,7 +211,7 @@ def _random_case(models: Models, draw: random.Random, number: int) -> Case:
         options |= {"num_draft_tokens": draw.choice((1, 3, 8)), "draft_width": draw.choice((1, 2, 4))}
     if draft is not None and draw.random() < 0.2:
         options["trace"] = True
-    return Case(number, prompt, options, draft)
+    return Case(len(made), prompt, options, draft)
 
 
 def _without_draft_sizes(options: dict[str, Any]) -> dict[str, Any]:
@@ -529,6 +532,7 @@ def _random_limits(draw: random.Random) -> dict[str, Any]:
         "max_requests": draw.choice((1, 2, 3, 8, 16)),
         "max_batch_tokens": draw.choice((1, 4, 8, 32, 512)),
         "max_cache_tokens": draw.choice((350, 700, 4000, None)),
+        "max_kept_prefixes": draw.choice((0, 1, 3, 20)),
     }
 
 

@@ -49,7 +49,8 @@ class Broken(Exception):
 @pytest.fixture(scope="module")
 def conversing(save):
     """By backend: a target with sliding windows, and drafts with the same and with another tokenizer."""
-    models = random_model("mistral", sliding_window=8), random_model("llama", seed=1), random_model("llama", seed=7)
+    other = random_model("llama", seed=7, num_hidden_layers=2)
+    models = random_model("mistral", sliding_window=8), random_model("llama", seed=1), other
     folders = [save(model, other_tokenizer() if model is models[2] else None) for model in models]
     made = {}
 
@@ -179,13 +180,65 @@ def test_a_turn_reads_only_what_is_new(conversing, backend, draft):
     assert all(number >= 61 for number in nodes.values())
 
 
-def test_a_draft_model_takes_no_cache_of_another(conversing):
+def test_slots_that_the_kept_text_does_not_need_are_free(conversing):
+    lm, _ = conversing("cpu")
+    engine = Engine(lm, max_kept_prefixes=1)
+    beams = ended(engine, PROMPT, LONG | {"num_beams": 8})
+    prompt = PROMPT + beams.token_ids + PROMPT
+    got, anew = ended(engine, prompt, LONG), result(lm, prompt, LONG)
+    assert got.stats.reused_tokens > len(PROMPT)
+    assert beams.stats.peak_slots > len(PROMPT) + 20  # beams lay between the slots of the text
+    assert got.stats.peak_slots == anew.stats.peak_slots
+    assert got.sequences == anew.sequences
+
+
+def test_a_draft_that_rests_for_a_turn_keeps_its_text(conversing):
     lm, drafts = conversing("cpu")
+    draft, nodes = drafts["model"], []
+    forward = draft.backend.forward
+
+    def counted(segments):
+        nodes.append(sum(len(s.tokens) for s in segments))
+        return forward(segments)
+
+    engine = Engine(lm, max_kept_prefixes=1)
+    with mock.patch.object(draft.backend, "forward", counted):
+        for new_tokens, read in ((9, range(60, 100)), (1, [0]), (9, range(1, 40))):  # one token needs no draft
+            nodes.clear()
+            ended(engine, PROMPT, {"max_new_tokens": new_tokens, "num_draft_tokens": 2}, draft=draft)
+            assert sum(nodes) in read
+
+
+def test_a_cache_that_was_taken_over_grows_by_steps(conversing):
+    lm, _ = conversing("cpu")
+    new_cache, capacities = lm.backend.new_cache, []
+
+    def watched(most):
+        cache = new_cache(most)
+
+        def reserve(slots):
+            type(cache).reserve(cache, slots)
+            capacities.append(cache.capacity)
+
+        cache.reserve = reserve
+        return cache
+
+    engine = Engine(lm, max_kept_prefixes=1)
+    with mock.patch.object(lm.backend, "new_cache", watched):
+        ended(engine, PROMPT, {"max_new_tokens": 1})
+        ended(engine, PROMPT, {"max_new_tokens": 120, "min_new_tokens": 120})
+    assert len(capacities) > 120
+    assert len(set(capacities)) < 10
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_draft_model_takes_no_cache_of_another(conversing, backend):
+    lm, drafts = conversing(backend)
     engine = Engine(lm, max_kept_prefixes=1)
     for draft in ("model", "other vocabulary", None, "model", "model"):
         draft = drafts.get(draft)
         got = ended(engine, PROMPT, GREEDY, draft=draft)
-        assert got.sequences == result(lm, PROMPT, GREEDY).sequences
+        assert got.token_ids == result(lm, PROMPT, GREEDY).token_ids
 
 
 def test_the_longest_common_beginning_is_taken(lm):
@@ -259,9 +312,15 @@ def test_as_many_caches_are_kept_as_asked_for(lm, tiny, caches):
 
 
 def test_models_with_an_encoder_keep_nothing():
-    lm = specbeam.hf.wrap(make("t5"))
+    """Their texts begin alike, but their keys and values depend on the text that the encoder has read."""
+    model = make("t5")
+    model.generation_config.decoder_start_token_id = [256, 5, 5]
+    lm = specbeam.hf.wrap(model)
     engine = Engine(lm, max_kept_prefixes=1)
-    assert [ended(engine, [5, 6, 7, 257], GREEDY).stats.reused_tokens for _ in range(2)] == [0, 0]
+    for prompt in ([*lm.backend.start_token_ids, 6, 7, 257], [*lm.backend.start_token_ids, 9, 8, 257]):
+        got = ended(engine, prompt, GREEDY)
+        assert got.stats.reused_tokens == 0
+        assert got.token_ids == result(lm, prompt, GREEDY).token_ids
 
 
 @given(
