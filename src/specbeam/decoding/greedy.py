@@ -43,7 +43,7 @@ def log_prob(logits: Tensor, token: int, scores: Tensor) -> float:
     """
     if scores[token] == MASKED:
         raise SpecbeamError(
-            "no token is allowed where the text now ends: the constraint, prefix_allowed_tokens_fn, logits_processor, "
-            "no_repeat_ngram_size, bad_words_ids, logit_bias and min_new_tokens together leave none"
+            "no token is allowed where the text now ends: constraint, prefix_allowed_tokens_fn, logits_processor, "
+            "bans (no_repeat_ngram_size, bad_words_ids) and min_new_tokens together leave none"
         )
     return float(logits[token] - logits.logsumexp(-1))

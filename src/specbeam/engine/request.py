@@ -300,9 +300,8 @@ class Request:
     def _finish(self, hypotheses: list[Hypothesis]) -> None:
         if not hypotheses:
             raise SpecbeamError(
-                "no text is possible: the constraint, prefix_allowed_tokens_fn, logits_processor, no_repeat_ngram_size, "
-                "bad_words_ids, logit_bias, min_new_tokens and max_new_tokens together allow none, or length_penalty "
-                "puts all scores out of range"
+                "no text is possible: constraint, prefix_allowed_tokens_fn, logits_processor, bans and length limits "
+                "together allow none, or length_penalty puts all scores out of range"
             )
         best, *others = hypotheses
         rest = self._setup.tree.path(best.node)[self._streamed :]
