@@ -58,9 +58,8 @@ def generate(
             of any of these.
         system: a system message to put before text or messages.
         raw: do not apply the model's chat template.
-        draft: guesses how the text goes on, so that it comes sooner: a loaded model or its source (a path, an alias or
-            a hub id, which is loaded once), "ngram", "suffix", or an automaton that :func:`specbeam.suffix_automaton`
-            returned.
+        draft: guesses how the text goes on, so that it comes sooner: a loaded model or its source, "ngram", "suffix",
+            or an automaton that :func:`specbeam.suffix_automaton` returned. A source is loaded once.
         options: :class:`specbeam.Options`, or a mapping of its fields.
         keywords: fields of :class:`specbeam.Options`, such as ``max_new_tokens=64``. They override ``options``.
 

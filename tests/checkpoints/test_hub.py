@@ -9,11 +9,14 @@ import sys
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.errors import EntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import locate
+from specbeam.cli import main
+from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model
 
 
@@ -84,16 +87,24 @@ def repository(save, tmp_path, monkeypatch):
     folder = save(random_model("llama"), max_shard_size="20KB")
     cache = tmp_path / "snapshots" / ("c" * 40)
 
-    def snapshot_download(name, revision=None, allow_patterns=None):
-        assert name == "some/model"
-        assert revision in (None, cache.name)
-        files = [str(file.relative_to(folder)) for file in folder.rglob("*")]
-        for file in filter_repo_objects(files, allow_patterns=allow_patterns):
+    def list_repo_files(name, revision=None):
+        assert (name, revision) in (("some/model", None), ("some/model", cache.name))
+        return [str(file.relative_to(folder)) for file in folder.rglob("*")]
+
+    def snapshot_download(name, revision=None, allow_patterns=None, local_files_only=False):
+        for file in filter_repo_objects(list_repo_files(name, revision), allow_patterns=allow_patterns):
             (cache / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(folder / file, cache / file)
         return str(cache)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    def hf_hub_download(name, file, revision=None, local_files_only=False):
+        if file not in list_repo_files(name, revision):
+            raise EntryNotFoundError(f"404: no file {file}")
+        snapshot_download(name, revision, [file])
+        return str(cache / file)
+
+    for function in (list_repo_files, snapshot_download, hf_hub_download):
+        monkeypatch.setattr(huggingface_hub, function.__name__, function)
     return folder
 
 
@@ -122,3 +133,117 @@ def test_an_index_that_names_other_files_is_refused_before_they_are_asked_for(re
     index.write_text(json.dumps({"weight_map": {"lm_head.weight": "../../other/model/model.safetensors"}}))
     with pytest.raises(SpecbeamError, match="Only files inside the folder are read"):
         locate("some/model")
+
+
+# GGUF files
+
+
+@pytest.fixture
+def quantized(repository):
+    """The repository, with GGUF files in place of other weights."""
+    for file in repository.glob("*.safetensors*"):
+        file.unlink()
+    (repository / "old").mkdir(exist_ok=True)
+    for name in ("m-Q4_K_M", "m-Q4_K_S", "m-IQ4_K_M", "m.Q8_0", "old/m-F16", "mmproj-Q4_K_M", "old/m.Q8_0"):
+        (repository / f"{name}.gguf").write_bytes(name.encode())
+    (repository / "m-BF16-00001-of-00002.gguf").write_bytes(b"half")
+    yield repository
+    shutil.rmtree(repository / "old")
+
+
+@pytest.mark.parametrize(
+    ("pick", "file"),
+    [
+        ("m-Q4_K_M.gguf", "m-Q4_K_M"),
+        ("Q4_K_M", "m-Q4_K_M"),
+        ("q4_k_s", "m-Q4_K_S"),
+        ("IQ4_K_M", "m-IQ4_K_M"),
+        ("old/m-F16.gguf", "old/m-F16"),
+        ("F16", "old/m-F16"),
+    ],
+)
+def test_one_gguf_file_is_downloaded_by_name_or_quantization(quantized, pick, file):
+    path = locate(f"some/model:{pick}")
+    assert path.read_bytes() == file.encode()
+    assert [other.name for other in path.parent.rglob("*.gguf")] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("some/model:Q4_K", "has no GGUF file of Q4_K: give some/model:FILE or .* m-Q4_K_M.gguf, m-Q4_K_S.gguf"),
+        ("some/model:Q8_0", "has 2 GGUF files of Q8_0: .*m.Q8_0.gguf, old/m-F16.gguf, old/m.Q8_0.gguf"),
+        ("some/model", "has 7 GGUF files: give some/model:FILE or some/model:QUANTIZATION"),
+        ("some/model:BF16", "m-BF16-00001-of-00002.gguf is one part of a split model"),
+        ("some/model:other.gguf", "has no such file: 404: no file other.gguf"),
+        ("some/model:../../other.gguf", "there is no file or folder"),
+    ],
+)
+def test_a_file_that_cannot_be_picked_is_refused_with_the_choices(quantized, source, says):
+    with pytest.raises(SpecbeamError, match=says):
+        locate(source)
+
+
+def test_a_repository_with_one_gguf_file_is_that_file(quantized, tmp_path):
+    for file in quantized.rglob("*.gguf"):
+        file.unlink()
+    write_gguf(quantized / "m-Q8_0.gguf", random_model("llama"))
+    assert specbeam.load("some/model").backend.vocab_size == 259
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A cache with two models, one of them a GGUF file as huggingface_hub keeps it. Returns the folder."""
+    for name, content in (("org--m", b"x" * 3_000_000), ("org--m-7b", b"y" * 1_000_000)):
+        repository, commit = tmp_path / f"models--{name}", "d" * 40
+        for folder in ("refs", "blobs", f"snapshots/{commit}"):
+            (repository / folder).mkdir(parents=True)
+        (repository / "refs/main").write_text(commit)
+        (repository / "blobs/1").write_bytes(content)
+        (repository / f"snapshots/{commit}/m-Q4_K_M.gguf").symlink_to("../../blobs/1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("pick", [":Q4_K_M", ":m-Q4_K_M.gguf", ""])
+def test_without_network_a_gguf_file_is_found_in_the_cache(kept, pick):
+    assert locate(f"org/m-7b{pick}").read_bytes() == b"y" * 1_000_000
+
+
+def test_a_gguf_file_that_is_not_in_the_cache_is_named(kept):
+    with pytest.raises(SpecbeamError, match="org/m has no GGUF file of Q8_0"):
+        locate("org/m:Q8_0")
+    with pytest.raises(SpecbeamError, match="org/m is not in the local cache and cannot be fetched"):
+        locate("org/m:m-Q8_0.gguf")
+
+
+def test_models_of_the_hub_are_listed_and_removed_with_their_packed_weights(kept, capsys):
+    (kept / "home/packed").mkdir(parents=True)
+    packed = [
+        kept / f"home/packed/models--org--{name}-int8-{'0' * 16}.weights" for name in ("m", "m--m-Q4_K_M", "m-7b")
+    ]
+    for file in packed:
+        file.write_bytes(b"z" * 500_000)
+    assert main(["models", "list", "--json"]) == 0
+    found = {model["name"]: model for model in json.loads(capsys.readouterr().out)}
+    assert [found[name]["bytes_on_disk"] // 1_000_000 for name in ("org/m", "org/m-7b")] == [3, 1]
+    assert main(["models", "rm", "org/m"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"removed org/m: 3 MB from {kept / 'models--org--m'}"
+    assert second == f"removed its packed weights: 1 MB from {kept / 'home/packed'}"
+    assert not (kept / "models--org--m").exists()
+    assert (kept / "models--org--m-7b/blobs/1").exists()
+    assert [file.exists() for file in packed] == [False, False, True]
+    assert main(["models", "rm", "org/m"]) == 2
+    assert "org/m is no fetched model" in capsys.readouterr().err
+
+
+def test_show_fetches_nothing(kept, monkeypatch, capsys):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # it could ask
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", None)
+    assert main(["models", "show", "other/model"]) == 2
+    assert "other/model is not in the local cache: fetch it with specbeam models pull" in capsys.readouterr().err
+    assert main(["models", "show", "org/m"]) == 2
+    assert "is not a GGUF file" in capsys.readouterr().err

@@ -1,11 +1,20 @@
 """``specbeam models``."""
 
+import json
 from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
 
 from specbeam.checkpoints import registry
 from specbeam.cli import main
 from tests.checkpoints.test_registry import WHOLE, index  # noqa: F401  (a fixture)
 from tests.conftest import random_model
+
+
+@pytest.fixture(autouse=True)
+def empty_hub_cache(monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
 def test_list_names_the_aliases(capsys, monkeypatch, tmp_path):
@@ -35,3 +44,52 @@ def test_show_of_a_damaged_file_is_refused(capsys, tmp_path):
     (tmp_path / "x.gguf").write_bytes(b"hello")
     assert main(["models", "show", str(tmp_path / "x.gguf")]) == 2
     assert "not a GGUF file" in capsys.readouterr().err
+
+
+def test_an_alias_is_shown_without_fetching_it(capsys, index, tmp_path):  # noqa: F811
+    assert main(["models", "show", "toy"]) == 0
+    out, err = capsys.readouterr()
+    rows = dict(line.split("  ", 1) for line in out.splitlines())
+    assert {name: value.strip() for name, value in rows.items()} == {
+        "source": "toy",
+        "size to fetch": "0 MB",
+        "license": "mit",
+        "description": "a toy",
+    }
+    assert "specbeam models pull toy" in err
+    assert not (tmp_path / "home" / "models").exists()
+
+
+def test_sizes_on_disk_and_as_json(capsys, index, save):  # noqa: F811
+    def listed():
+        assert main(["models", "list", "--json"]) == 0
+        (toy,) = [model for model in json.loads(capsys.readouterr().out) if model["name"] == "toy"]
+        return toy["path"], toy["bytes_on_disk"], toy["bytes_to_fetch"]
+
+    assert listed() == (None, 0, len(WHOLE))
+    assert main(["models", "pull", "toy"]) == 0
+    path = capsys.readouterr().out.strip()
+    assert listed() == (path, len(WHOLE), 0)
+    folder = save(random_model("llama"))
+    assert main(["models", "show", str(folder), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["size"], shown["packed_weights"]) == ((folder / "model.safetensors").stat().st_size, 0)
+
+
+def test_rm_removes_a_fetched_alias_and_nothing_else(capsys, index, tmp_path, save):  # noqa: F811
+    assert main(["models", "pull", "toy"]) == 0
+    capsys.readouterr()
+    packed = tmp_path / "home/packed" / f"toy-keep-{'0' * 16}.weights"
+    packed.parent.mkdir()
+    packed.write_bytes(b"z" * 2_000_000)
+    assert main(["models", "rm", "toy"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"removed toy: 0 MB from {tmp_path / 'home/models'}"
+    assert second == f"removed its packed weights: 2 MB from {packed.parent}"
+    assert [file for file in (tmp_path / "home").rglob("*") if file.is_file() and file.suffix != ".lock"] == []
+    assert main(["models", "rm", "toy"]) == 2
+    assert "toy is not on this machine" in capsys.readouterr().err
+    folder = save(random_model("llama"))
+    assert main(["models", "rm", str(folder)]) == 2
+    assert "Files and folders of your own are yours to remove" in capsys.readouterr().err
+    assert (folder / "config.json").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,13 +15,14 @@ if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.checkpoints.checkpoint import Checkpoint
 
 
-def locate(source: str | os.PathLike[str], revision: str | None = None) -> Path:
+def locate(source: str | os.PathLike[str], revision: str | None = None, *, download: bool = True) -> Path:
     """The folder or file a source stands for, fetched if need be.
 
     Args:
         source: an alias of the registry, a folder, a .gguf file, or a hub id ``org/name``; the first of these that
-            fits.
+            fits. A hub id may name a GGUF file or its quantization: ``org/name:Q4_K_M``.
         revision: a branch, tag or commit of a hub id.
+        download: False to look only on this machine.
 
     Raises:
         SpecbeamError: nothing fits, or it cannot be fetched.
@@ -36,13 +36,14 @@ def locate(source: str | os.PathLike[str], revision: str | None = None) -> Path:
     if revision is not None and (exists or name in registry.ALIASES):
         raise SpecbeamError(f"revision={revision!r} goes with a hub id, and {name} is not a hub id")
     if name in registry.ALIASES:
-        return registry.fetch(name)
+        return registry.fetch(name) if download else registry.location(name)
     if exists:
         return path
+    found = hub.ID.fullmatch(name)
+    if found is not None and (found["pick"] or not name.endswith(".gguf")) and not name.startswith("."):
+        return hub.fetch(found["repository"], revision, found["pick"], download=download)
     if name.endswith(".gguf") or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise SpecbeamError(f"there is no file or folder {name}")
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name):
-        return hub.fetch(name, revision)
     near = difflib.get_close_matches(name, registry.ALIASES, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise SpecbeamError(
@@ -51,13 +52,14 @@ def locate(source: str | os.PathLike[str], revision: str | None = None) -> Path:
     )
 
 
-def open_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
+def open_checkpoint(path: Path, adapter: Path | None = None, *, download: bool = True) -> Checkpoint:
     """Open what lies at a path, without reading the weights.
 
     Args:
         path: a GGUF file; or a folder with a model as transformers saves it, with one GGUF file, or with a LoRA
             adapter. The base model that the adapter names is then located, and fetched if need be.
         adapter: the folder of a LoRA adapter to merge into the model's weights.
+        download: False to look for the base model only on this machine.
 
     Raises:
         SpecbeamError: it is no checkpoint, or a damaged one.
@@ -65,7 +67,7 @@ def open_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
     if path.is_dir() and (path / ADAPTER).is_file():
         if adapter is not None:
             raise SpecbeamError(f"{path} is an adapter, too: load its base model with adapter={os.fspath(adapter)!r}")
-        path, adapter = _base_of(path), path
+        path, adapter = _base_of(path, download), path
     if path.is_dir() and not (path / "config.json").is_file():
         path = _only_gguf(path)
     if path.is_dir():
@@ -82,7 +84,7 @@ def open_checkpoint(path: Path, adapter: Path | None = None) -> Checkpoint:
     return GGUFCheckpoint(path)
 
 
-def _base_of(folder: Path) -> Path:
+def _base_of(folder: Path, download: bool) -> Path:
     """The base model of an adapter, as the adapter names it."""
     from specbeam.checkpoints.adapter import Adapter
 
@@ -92,7 +94,7 @@ def _base_of(folder: Path) -> Path:
             f"the adapter {folder} names no base model: load the base model with adapter={str(folder)!r}"
         )
     try:
-        base = locate(adapter.base, adapter.base_revision)
+        base = locate(adapter.base, adapter.base_revision, download=download)
         if base.is_dir() and (base / ADAPTER).is_file():
             raise SpecbeamError(f"{base} is an adapter itself")
     except SpecbeamError as error:

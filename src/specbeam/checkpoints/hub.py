@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import glob
 import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, WEIGHTS, weight_map
 from specbeam.errors import SpecbeamError
@@ -20,33 +24,145 @@ DESCRIPTIONS = [
     "README.md",
 ]
 """The files beside the weights that are read. The index is among them."""
+ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<pick>\w[\w.+-]*(/\w[\w.+-]*)*))?", re.ASCII)
+"""A hub id, with the name of a GGUF file or its quantization after a colon: ``org/name:Q4_K_M``."""
+PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
-def fetch(repository: str, revision: str | None = None) -> Path:
-    """The folder of a repository's snapshot, downloaded first if the cache lacks it.
+class Kept(NamedTuple):
+    """A repository in the cache.
+
+    Attributes:
+        size: bytes on disk, of all its revisions.
+    """
+
+    repository: str
+    path: Path
+    size: int
+
+
+def fetch(repository: str, revision: str | None = None, pick: str | None = None, *, download: bool = True) -> Path:
+    """The folder of a repository's snapshot, or one of its GGUF files. It is downloaded first if the cache lacks it.
 
     Of the weights only the files that the index names are downloaded. Without an index that is model.safetensors, or
-    for an adapter adapter_model.safetensors.
+    for an adapter adapter_model.safetensors. A repository without them may have one GGUF file.
     ``HF_HOME``, ``HF_HUB_OFFLINE``, ``HF_TOKEN`` and the rest of huggingface_hub's environment hold.
 
+    Args:
+        pick: the name of a GGUF file, or the quantization in its name, such as "Q4_K_M".
+        download: False to look only into the cache.
+
     Raises:
-        SpecbeamError: no such repository or revision, no access, no network and not in the cache, or a full disk. Also
-            for an index that names files outside the repository.
+        SpecbeamError: no such repository, revision or file, no access, no network and not in the cache, or a full disk.
+            Also for an index that names files outside the repository.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError, RevisionNotFoundError
 
-    at = f" at revision {revision!r}" if revision else ""
-    try:
-        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=DESCRIPTIONS))
+    with _errors_of(repository, revision, download):
+        if pick is not None:
+            return _fetch_gguf(repository, revision, pick, download)
+        from_cache = not download
+        folder = Path(
+            snapshot_download(repository, revision=revision, allow_patterns=DESCRIPTIONS, local_files_only=from_cache)
+        )
         if (folder / ADAPTER).is_file():
             weights = {ADAPTER_WEIGHTS}
         else:
             weights = {file.relative_to(folder).as_posix() for file in weight_map(folder).values()} or {WEIGHTS}
         # The name of a snapshot is its commit: a branch may have moved meanwhile.
-        return Path(
-            snapshot_download(repository, revision=folder.name, allow_patterns=[glob.escape(name) for name in weights])
+        patterns = [glob.escape(name) for name in weights]
+        snapshot_download(repository, revision=folder.name, allow_patterns=patterns, local_files_only=from_cache)
+        if not any((folder / name).is_file() for name in weights) and _gguf_files(repository, folder.name, download):
+            return _fetch_gguf(repository, folder.name, None, download)
+        return folder
+
+
+def kept() -> list[Kept]:
+    """The models in the cache, by name. Other programs may have fetched some of them."""
+    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
+
+    try:
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except (CacheNotFound, ValueError):  # ValueError: a file in its place
+        return []
+    models = (repository for repository in repositories if repository.repo_type == "model")
+    return sorted(Kept(model.repo_id, model.repo_path, model.size_on_disk) for model in models)
+
+
+def remove(repository: str) -> int:
+    """Remove all revisions of a repository from the cache. Returns the bytes that this frees."""
+    from huggingface_hub import constants, scan_cache_dir
+
+    cache = scan_cache_dir(constants.HF_HUB_CACHE)
+    found = [one for one in cache.repos if (one.repo_id, one.repo_type) == (repository, "model")]
+    removal = cache.delete_revisions(*(revision.commit_hash for one in found for revision in one.revisions))
+    removal.execute()
+    return removal.expected_freed_size
+
+
+def _fetch_gguf(repository: str, revision: str | None, pick: str | None, download: bool) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    if pick is not None and pick.endswith(".gguf"):
+        name = pick
+    else:
+        name = _choose(repository, _gguf_files(repository, revision, download), pick)
+    if PART.search(name):
+        raise SpecbeamError(f"{repository}: {name} is one part of a split model: choose a file that is whole")
+    return Path(hf_hub_download(repository, name, revision=revision, local_files_only=not download))
+
+
+def _gguf_files(repository: str, revision: str | None, download: bool) -> list[str]:
+    """The names of a repository's GGUF files, from the hub or else from the cache."""
+    from huggingface_hub import list_repo_files, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    names: Iterable[str]
+    try:
+        if not download:
+            raise ConnectionError
+        names = list_repo_files(repository, revision=revision)
+    except HfHubHTTPError:
+        raise
+    except Exception:  # no network
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[], local_files_only=True))
+        names = (file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf"))
+    return sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
+
+
+def _choose(repository: str, names: list[str], pick: str | None) -> str:
+    """The file that a quantization stands for; without one, the only file."""
+    whole = rf"(?<![a-z0-9]){re.escape(pick.lower())}(?![a-z0-9_])" if pick is not None else ""
+    fits = [name for name in names if re.search(whole, name.lower().removesuffix(".gguf"))]
+    if len(fits) != 1:
+        found = f"{len(fits)} GGUF files" if fits else "no GGUF file"
+        of = f" of {pick}" if pick is not None else ""
+        raise SpecbeamError(
+            f"{repository} has {found}{of}: give {repository}:FILE or {repository}:QUANTIZATION for one of "
+            f"{', '.join(names) or 'its files'}"
         )
+    return fits[0]
+
+
+@contextmanager
+def _errors_of(repository: str, revision: str | None, download: bool) -> Iterator[None]:
+    """Turns the errors of huggingface_hub into one line.
+
+    Raises:
+        SpecbeamError: in their place.
+    """
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        yield
     except SpecbeamError:
         raise
     except GatedRepoError as error:
@@ -60,6 +176,12 @@ def fetch(repository: str, revision: str | None = None) -> Path:
     except HFValidationError as error:
         raise SpecbeamError(f"{repository!r} is no hub id: {str(error).splitlines()[0]}") from error
     except Exception as error:  # every HTTP library has its own ways to say that there is no network
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            raise SpecbeamError(f"{repository}{at} has no such file: {str(error).splitlines()[0]}") from error
+        if not download:
+            raise SpecbeamError(
+                f"{repository}{at} is not in the local cache: fetch it with specbeam models pull {repository}"
+            ) from error
         offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
         first = next(iter(str(error).strip().splitlines()), "")
         why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}: {first}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,31 @@ def evict(keep: Path) -> None:
     for file in kept:
         if total > most and file.path != keep and _remove(file.path):
             total -= file.size
+
+
+def label(path: Path) -> str:
+    """The beginning of the names of a checkpoint's packed files.
+
+    Args:
+        path: the checkpoint's. In the hub's cache the label is the name of the repository and of the GGUF file.
+    """
+    whole = path.resolve() if path.is_dir() else path.absolute()  # in the hub's cache, files are links to blobs
+    name = whole.name if path.is_dir() else whole.stem
+    for place in (whole, *whole.parents):
+        if place.parent.name == "snapshots":
+            name = place.parent.parent.name + ("" if place == whole else f"--{name}")
+    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:80].lstrip(".")
+
+
+def files_of(name: str) -> list[PackedFile]:
+    """The packed files of the checkpoints that have a label, and of the files of a repository that has it."""
+    named = re.compile(rf"{re.escape(name)}(--.+)?-[^-]+-[0-9a-f]+{SUFFIX}")
+    return [file for file in files() if named.fullmatch(file.path.name)]
+
+
+def remove(name: str) -> int:
+    """Remove :func:`files_of` a label. Returns the bytes that were removed."""
+    return sum(file.size for file in files_of(name) if _remove(file.path))
 
 
 def clear() -> int:

