@@ -284,6 +284,22 @@ def test_ctrl_c_keeps_the_part_and_the_conversation_goes_on(save, terminal, monk
     assert "  0 of" not in err  # the part was not read again
 
 
+def test_ctrl_c_before_the_answer_forgets_the_message(chat, model, monkeypatch):
+    (expected,), _ = answers(model, "hi", num_beams=4)
+    forward, passes = CpuBackend.forward, []
+
+    def interrupted(self, segments):
+        passes.append(segments)
+        if len(passes) == 1:
+            signal.raise_signal(signal.SIGINT)
+        return forward(self, segments)
+
+    monkeypatch.setattr(CpuBackend, "forward", interrupted)
+    _, out, err = chat("x" * 100, "hi", options=[*SHORT, "--num-beams", "4"])
+    assert out == f"\n{expected}\n"
+    assert "[stopped before a token was certain: the message is forgotten]" in err
+
+
 @pytest.mark.parametrize(
     ("typed", "lines"),
     [

@@ -161,6 +161,9 @@ class Chat:
         except Exception as error:  # the conversation goes on after any error
             raise SpecbeamError(one_line(error)) from error
         answer = text if self.has_template else text.rstrip()
+        if result.finish_reason == "cancelled" and not answer:
+            note("[stopped before a token was certain: the message is forgotten]")
+            return
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         self.results.append(result)
         self.tries = tries + 1
@@ -242,7 +245,7 @@ class Chat:
         new, seconds = sum(stats.new_tokens for stats in every), sum(stats.seconds for stats in every)
         note(f"all {len(every)} answers: {new:,} tokens, {new / seconds:.1f} tokens/s{guesses}")
         used = last.stats.prompt_tokens + last.stats.new_tokens
-        note(f"context: {used:,} of {self.lm.backend.context_length:,} tokens; {self.lm.precision}")
+        note(f"context: {used:,} of {self.lm.backend.context_length:,} tokens")
 
     def do_save(self, argument: str) -> None:
         """/save FILE: write the conversation to FILE.json, for /load, specbeam generate --prompts and Python."""
@@ -370,13 +373,18 @@ def line_reader(commands: list[str]) -> Callable[[], str]:
 
 def plain_line() -> str:
     """A message from a terminal without prompt_toolkit. A backslash at the end of a line continues it."""
+    typed: Callable[[], str] = str
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  # lets input() edit lines and recall earlier ones
-    try:
-        line = input("> ")
-        while line.endswith("\\"):
-            line = f"{line[:-1]}\n{input('  ')}"
-    except KeyboardInterrupt:
-        print()
-        raise EOFError from None
-    return line
+        import readline  # lets input() edit lines and recall earlier ones
+
+        typed = readline.get_line_buffer
+    while True:
+        try:
+            line = input("> ")
+            while line.endswith("\\"):
+                line = f"{line[:-1]}\n{input('  ')}"
+            return line
+        except KeyboardInterrupt:
+            print()
+            if not typed():
+                raise EOFError from None
