@@ -1,6 +1,7 @@
 """``specbeam compare``: the table, the texts, and the answers to wrong input."""
 
 import json
+import os
 
 import pytest
 
@@ -49,6 +50,26 @@ def test_the_table_has_the_results_of_the_library_and_equal_texts_come_once(run,
     assert table["speculative"]["accepted"].endswith("%")
     assert one.text != beams.text
     assert out.count("\ngreedy, speculative:\n") == out.count("\nbeam, speculative-beam:\n") == 1
+
+
+def test_several_texts_are_numbered(run, model):
+    several = ("--num-beams", "3", "--num-return-sequences", "2")
+    status, out, _ = run("hi", "--strategies", "beam", "--max-new-tokens", "4", *several)
+    assert status == 0
+    expected = specbeam.generate(model, "hi", num_beams=3, num_return_sequences=2, max_new_tokens=4).sequences
+    for number, sequence in enumerate(expected, 1):
+        assert f"\n  [{number} of 2, score {sequence.score:.4f}, log-prob {sequence.log_prob:.3f}, length]\n" in out
+
+
+def test_output_that_nobody_reads_on_is_no_error(run, terminal, monkeypatch):
+    monkeypatch.setattr(terminal(), "write", closed)
+    monkeypatch.setattr(os, "dup2", lambda *_: None)  # the command silences the process's own standard output
+    status, _, err = run("hi", "--max-new-tokens", "2")
+    assert (status, err) == (1, "")
+
+
+def closed(text):
+    raise BrokenPipeError(32, "Broken pipe")
 
 
 def test_json_is_the_results_and_nothing_else(run, model):

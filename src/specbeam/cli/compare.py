@@ -12,6 +12,7 @@ from statistics import fmean
 from typing import Any
 
 from specbeam.cli.arguments import add_draft_to, add_model_to, add_options_to, load_draft, load_model
+from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line
 from specbeam.cli.prompts import read_prompts
 from specbeam.errors import FAILED, SpecbeamError
@@ -152,6 +153,8 @@ def run(given: argparse.Namespace) -> int:
                     bar.update()
                     if not given.json:
                         say(row(strategy, [results]))
+            except BrokenPipeError:  # nobody reads on
+                raise
             except Exception as error:  # the other prompts go on after any error
                 say(f"specbeam: prompt {number} failed: {one_line(error)}", file=sys.stderr)
                 continue
@@ -206,9 +209,9 @@ def texts(results: dict[str, Any]) -> Iterator[str]:
     found: dict[tuple[str, ...], list[str]] = {}
     for strategy, result in results.items():
         found.setdefault(tuple(s.text for s in result.sequences), []).append(strategy)
-    for several, names in found.items():
+    for names in found.values():
         yield from ("", f"{', '.join(names)}:")
-        for line in "\n".join(several).split("\n"):
+        for line in "\n".join(numbered_texts(results[names[0]])).split("\n"):
             yield from textwrap.wrap(line, LINE_WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
     yield ""
     for strategy in results:

@@ -218,7 +218,7 @@ class Printer:
                 self._print("")
             else:
                 self._print_heading(row, index, shown_prompt)
-                self._print(*texts(result))
+                self._print(*numbered_texts(result))
             if result.trace is not None:
                 self._print(*show_trace(result.trace, colour=self.out.isatty() and "NO_COLOR" not in os.environ))
             if self.out is sys.stdout or self.number_of_prompts == 1:
@@ -250,7 +250,7 @@ def drain(pieces: Any) -> Iterator[Any]:
         yield pieces.popleft()
 
 
-def texts(result: Result) -> Iterator[str]:
+def numbered_texts(result: Result) -> Iterator[str]:
     """The text. Several texts come best first, each with a heading above it and an empty line between them."""
     several = len(result.sequences)
     if several == 1:
