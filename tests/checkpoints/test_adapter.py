@@ -180,13 +180,13 @@ def test_half_precision_is_rounded_once(train):
 
 
 def test_the_command_line_loads_an_adapter(train, capsys):
-    merged, _, folder = train(random_model("llama"), target_modules=LLAMA)
+    merged, base, folder = train(random_model("llama"), target_modules=LLAMA)
     prompt = byte_tokenizer()("hello", return_tensors="pt").input_ids
     out = merged.generate(prompt, do_sample=False, max_new_tokens=8)
     expected = byte_tokenizer().decode(out[0, 5:], skip_special_tokens=True)
-    command = ["generate", "hello", "--model", str(folder), "--dtype", "float32", "--max-new-tokens", "8"]
-    assert main(command) == 0
-    assert capsys.readouterr().out == expected + "\n"
+    for named in (["--model", str(folder)], ["--model", str(base), "--adapter", str(folder)]):
+        assert main(["generate", "hello", *named, "--dtype", "float32", "--max-new-tokens", "8"]) == 0
+        assert capsys.readouterr().out == expected + "\n"
 
 
 def test_packed_weights_belong_to_an_adapter(trained, adapter, monkeypatch, tmp_path):

@@ -52,6 +52,7 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
     """The options for a model: its source, backend, device and number types."""
     model = parser.add_argument_group("model")
     add_source_to(model)
+    model.add_argument("--adapter", metavar="SOURCE", help="a LoRA adapter to merge into it: a folder or a hub id")
     add = partial(model.add_argument, default="auto")
     add("--backend", choices=BACKENDS, metavar="NAME", help=f"{', '.join(BACKENDS)} (default %(default)s)")
     add("--device", help="auto, cpu, cuda, ... (default %(default)s)")
@@ -195,12 +196,12 @@ def check_source(source: str) -> None:
         locate(source)
 
 
-def load_model(given: argparse.Namespace, source: str, revision: str | None = None) -> LanguageModel:
-    """Load a model as the options of ``add_model_to`` say."""
+def load_model(given: argparse.Namespace) -> LanguageModel:
+    """Load the model as the options of ``add_model_to`` say."""
     from specbeam.model import load
 
-    placement = {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
-    return load(source, **placement, revision=revision)
+    names = ("revision", "adapter", "backend", "device", "dtype", "quantize", "threads")
+    return load(given.model, **{name: getattr(given, name) for name in names})
 
 
 def load_draft(given: argparse.Namespace, lm: Any) -> Any:
@@ -211,4 +212,4 @@ def load_draft(given: argparse.Namespace, lm: Any) -> Any:
         return suffix_automaton(lm, (text for _, text in read_prompts(None, given.draft_corpus)))
     if given.draft in (None, *LOOKUPS):
         return given.draft
-    return load_model(given, given.draft)
+    return lm.draft_model(given.draft)

@@ -258,7 +258,7 @@ class Generation:
     options: Options
 
     def __call__(self) -> Work:
-        lm = load_model(self.given, self.given.model, revision=self.given.revision)
+        lm = load_model(self.given)
         return partial(generate, lm, load_draft(self.given, lm), self.options, self.given)
 
 

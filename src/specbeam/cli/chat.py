@@ -65,7 +65,7 @@ def run(given: argparse.Namespace) -> int:
     if options.num_return_sequences > 1:
         raise SpecbeamError("--num-return-sequences has no use in a chat, which goes on with one answer: leave it out")
     check_sources(given)
-    lm = load_model(given, given.model, revision=given.revision)
+    lm = load_model(given)
     chat = Chat(lm, options, load_draft(given, lm), given.system, given.raw)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")

@@ -120,7 +120,7 @@ def run(given: argparse.Namespace) -> int:
     drafted = {*ONLY["draft"]} & {*chosen}
     if drafted and given.draft is None:
         given.draft = "ngram"
-    lm = load_model(given, given.model, revision=given.revision)
+    lm = load_model(given)
     draft = load_draft(given, lm)
     engine = Engine(lm)
     where = {s: {"system": given.system, "raw": given.raw, "draft": draft if s in drafted else None} for s in chosen}

@@ -131,7 +131,7 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
     from specbeam.engine import Engine
     from specbeam.prompts import show_prompt
 
-    lm = load_model(given, given.model, revision=given.revision)
+    lm = load_model(given)
     draft = load_draft(given, lm)
     engine = Engine(lm)
     requests, shown_prompts = [], []

@@ -110,7 +110,7 @@ def rungs_on(device: str, given: argparse.Namespace, prompt: Any, say: Callable[
     if plain and device.startswith("cpu"):
         where["dtype"] = "float32"  # the default there, the cpu backend, has nothing to compile
     try:
-        lm = load_model(argparse.Namespace(**vars(given) | where), given.model, given.revision)
+        lm = load_model(argparse.Namespace(**vars(given) | where))
     except SpecbeamError:
         raise
     except Exception as error:  # the device lacks memory, or an operation that the model needs
