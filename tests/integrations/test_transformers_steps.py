@@ -27,7 +27,8 @@ from tests.integrations.test_transformers import EXTRA, PAD, PROMPTS, VOCAB, pad
 
 LONG = {"max_new_tokens": 10, "eos_token_id": [1, 11], "pad_token_id": PAD}
 DETAILS = {"return_dict_in_generate": True, "output_scores": True}
-LETTERS = dict(zip(range(VOCAB), "<>_abcdefghijklmnopq", strict=True))
+NO_ASCII = [*range(94, 259)]
+"""The tokens of a byte tokenizer that are not visible characters of ASCII."""
 
 
 @pytest.fixture(scope="module")
@@ -144,11 +145,15 @@ def test_a_callers_criterion_ends_each_text(model, small, num_beams, draft):
 
 @pytest.mark.parametrize("draft", [None, "ngram"])
 def test_a_criterion_is_called_after_each_token_with_the_scores_so_far(model, draft):
+    def fourth(ids, scores):
+        return len(scores) == 4
+
     options = LONG | DETAILS
     inputs = padded([[3, 4, 5]])
     theirs, ours = Until(), Until()
-    model.generate(**inputs, **options, stopping_criteria=[theirs])
-    model.generate(**inputs, **options, stopping_criteria=[ours], draft=draft, **EXTRA)
+    for criterion, more in ((theirs, {}), (ours, {"draft": draft, **EXTRA})):
+        rows = model.generate(**inputs, **options, stopping_criteria=[criterion, fourth], **more).sequences
+        assert rows.shape == (1, 3 + 4)
     assert [ids.tolist() for ids, _ in ours] == [ids.tolist() for ids, _ in theirs]
     for (_, got), (_, expected) in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
@@ -159,7 +164,7 @@ def test_stop_strings_end_texts_as_in_transformers(bytes_model, num_beams):
     tokenizer = byte_tokenizer()
     inputs = {"input_ids": torch.tensor([[40, 41], [7, 8]]), "attention_mask": torch.ones(2, 2, dtype=torch.long)}
     options = {"max_new_tokens": 12, "num_beams": num_beams, "pad_token_id": 256}
-    options["suppress_tokens"] = [*range(94, 259)]  # all but the visible characters of ASCII
+    options["suppress_tokens"] = NO_ASCII
     plain = bytes_model.generate(**inputs, **options)
     stops = [tokenizer.decode(plain[0, 5:7]), tokenizer.decode(plain[1, 4])]
     expected = bytes_model.generate(**inputs, **options, stop_strings=stops, tokenizer=tokenizer)
@@ -256,15 +261,24 @@ def test_a_streamer_with_beams_is_refused_as_transformers_refuses_it(model):
             model.generate(torch.tensor([[3, 4]]), num_beams=2, max_new_tokens=3, **how)
 
 
+@pytest.fixture
+def submitted(monkeypatch):
+    """The drafts of all requests."""
+    drafts, submit = [], specbeam.Engine.submit
+
+    def noting(*args, draft=None, **how):
+        drafts.append(draft)
+        return submit(*args, draft=draft, **how)
+
+    monkeypatch.setattr(specbeam.Engine, "submit", noting)
+    return drafts
+
+
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_lookups_and_loaded_models_are_drafts(model, small, num_beams, monkeypatch):
+def test_lookups_and_loaded_models_are_drafts(model, small, num_beams, submitted):
     options = LONG | {"num_beams": num_beams}
     inputs = padded([[3, 4, 5, 3, 4], [6]])
     expected = model.generate(**inputs, **options).tolist()
-    drafts, submit = [], specbeam.Engine.submit
-    monkeypatch.setattr(
-        specbeam.Engine, "submit", lambda *a, draft, **kw: drafts.append(draft) or submit(*a, draft=draft, **kw)
-    )
     loaded, corpus = hf.wrap(small), specbeam.suffix_automaton(hf.wrap(model), [[3, 4, 5, 6, 7]])
     config = GenerationConfig(prompt_lookup_num_tokens=4, **options)
     for how, draft in (
@@ -275,13 +289,13 @@ def test_lookups_and_loaded_models_are_drafts(model, small, num_beams, monkeypat
         ({"draft": corpus}, corpus),
         ({"draft": loaded}, loaded),
     ):
-        drafts.clear()
+        submitted.clear()
         how = how if "generation_config" in how else options | how
         assert model.generate(**inputs, **how, **EXTRA).tolist() == expected
-        assert drafts == [draft, draft]
-    drafts.clear()
+        assert submitted == [draft, draft]
+    submitted.clear()
     assert model.generate(**inputs, **options, draft=small, **EXTRA).tolist() == expected
-    assert [draft.backend.model is small for draft in drafts] == [True, True]
+    assert [draft.backend.model is small for draft in submitted] == [True, True]
 
 
 def test_several_samples_of_a_prompt_can_have_a_draft(model):
@@ -290,6 +304,24 @@ def test_several_samples_of_a_prompt_can_have_a_draft(model):
     rows = model.generate(**padded([[3, 4, 5], [6]]), **options, draft="ngram", **EXTRA)
     assert len(rows) == 6
     assert len({*map(tuple, rows[:3].tolist())}) > 1
+
+
+def test_a_draft_may_have_another_vocabulary(bytes_model, submitted):
+    prompt, options = torch.tensor([[40, 41, 42]]), {"max_new_tokens": 8, "pad_token_id": 257}
+    options["suppress_tokens"] = NO_ASCII
+    expected = bytes_model.generate(prompt, **options).tolist()
+    other = random_model("llama", vocab_size=130, eos_token_id=1, bos_token_id=2)
+    tokenizer, others = byte_tokenizer(), byte_tokenizer(vocab_size=130)
+    for how in (
+        {"assistant_model": other, "assistant_tokenizer": others},
+        {"draft": other, "assistant_tokenizer": others},
+        {"draft": hf.wrap(other, others)},
+    ):
+        got = bytes_model.generate(prompt, **options, **how, tokenizer=tokenizer, **EXTRA)
+        assert got.tolist() == expected
+    assert [(draft.backend.model, draft.tokenizer) for draft in submitted] == [(other, others)] * 3
+    with pytest.raises(SpecbeamError, match="different vocabularies"):
+        bytes_model.generate(prompt, **options, draft=other, **EXTRA)
 
 
 def test_a_draft_by_our_name_gives_no_warning(model, small, caplog):

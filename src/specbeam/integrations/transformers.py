@@ -96,6 +96,7 @@ def generate(
     prompt_lookup_num_tokens: int | None = None,
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
     inputs_tensor: Tensor | None = None,
     **model_kwargs: Any,
 ) -> Any:
@@ -118,7 +119,8 @@ def generate(
             automaton that :func:`specbeam.suffix_automaton` returned.
         prompt_lookup_num_tokens: the n-gram draft, with at most this many tokens ahead.
         stop_strings: end a text where one of these ends, as ``StopStringCriteria`` does. Needs the tokenizer.
-        tokenizer: for stop strings, and for a draft that :func:`specbeam.load` returned with another vocabulary.
+        tokenizer: for stop strings, and for a draft with another vocabulary.
+        assistant_tokenizer: of the draft, if it is a model of transformers with another vocabulary.
         inputs_tensor: the encoder's token ids, which transformers gives.
 
     Returns:
@@ -135,6 +137,7 @@ def generate(
     """
     assistant_model = assistant_model or argument_of_generate("assistant_model")
     tokenizer = tokenizer or argument_of_generate("tokenizer")
+    assistant_tokenizer = assistant_tokenizer or argument_of_generate("assistant_tokenizer")
     theirs = argument_of_generate("streamer")  # it has the prompt already
     beams = generation_config.num_beams or 1
     _check_config(generation_config, beams, assistant_model is not None)
@@ -144,7 +147,8 @@ def generate(
             "use specbeam.stream(specbeam.hf.wrap(model, tokenizer), prompt, num_beams=...)"
         )
     _check_arguments(model_kwargs)
-    lm = replace(wrap(model, tokenizer if isinstance(draft, LanguageModel) else None), generation_defaults={})
+    bridged = isinstance(draft, LanguageModel) or assistant_tokenizer is not None  # another vocabulary, by way of text
+    lm = replace(wrap(model, tokenizer if bridged else None), generation_defaults={})  # transformers has filled them in
     if model.config.is_encoder_decoder:
         backend, prompts = _encoded_sources(model, input_ids, inputs_tensor, model_kwargs)
         lm, padding = replace(lm, backend=backend), [0] * len(input_ids)
@@ -152,7 +156,7 @@ def generate(
         padding = _padding(input_ids, model_kwargs)
         prompts = [row[n:].tolist() for row, n in zip(input_ids, padding, strict=True)]
     lookup = prompt_lookup_num_tokens or generation_config.prompt_lookup_num_tokens
-    how = _draft(lm, draft=draft, assistant_model=assistant_model, prompt_lookup_num_tokens=lookup)
+    how = _draft(lm, assistant_tokenizer, draft=draft, assistant_model=assistant_model, prompt_lookup_num_tokens=lookup)
     check_processors(logits_processor, lm.backend.vocab_size)
     eos, criteria = _ends(stopping_criteria, stop_strings, tokenizer)
     if criteria and eos is None and beams == 1 and len(input_ids) > 1:
@@ -219,8 +223,11 @@ def generate(
     return OUTPUTS[bool(model.config.is_encoder_decoder), beams > 1](**outputs)
 
 
-def _draft(lm: LanguageModel, **given: Any) -> dict[str, Any]:
+def _draft(lm: LanguageModel, tokenizer: Any, **given: Any) -> dict[str, Any]:
     """The draft that one of the arguments asks for, as an argument of ``Engine.submit``; empty without one.
+
+    Args:
+        tokenizer: of a draft that is a model of transformers.
 
     Raises:
         SpecbeamError: two of them ask for one.
@@ -233,7 +240,7 @@ def _draft(lm: LanguageModel, **given: Any) -> dict[str, Any]:
     for name, value in asked.items():
         if name == "draft" and not isinstance(value, PreTrainedModel):
             return {"draft": value}
-        wrapped = wrap(value)
+        wrapped = wrap(value, tokenizer)
         if None not in (lm.backend.start_token_ids, wrapped.backend.start_token_ids):
             wrapped.backend.start_token_ids = lm.backend.start_token_ids  # the caller's decoder_input_ids
         return {"draft": wrapped}
