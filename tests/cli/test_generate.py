@@ -392,6 +392,7 @@ def test_help_and_missing_files_need_no_slow_imports(arguments, status, tmp_path
         ("specbeam gen", {"generate"}),
         ("specbeam generate hi --draft ", {"ngram", "suffix", "smollm2-135m-instruct", "gemma3-270m"}),
         ("specbeam batch --model g", {"gemma3-270m"}),
+        ("specbeam models show g", {"gemma3-270m"}),
         ("specbeam generate --backend t", {"torch", "transformers"}),
         ("specbeam generate --quantize int", {"int8", "int4"}),
         ("specbeam batch --num-beam", {"--num-beams", "--num-beam-groups"}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
@@ -22,7 +21,6 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("auto", "keep", "int8", "int4", "float32")
 LOOKUPS = ("ngram", "suffix")
 """The drafts that are no model."""
-HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(?:(?<!\.gguf)|:.+)")
 
 
 def completer(*names: str) -> Callable[..., list[str]]:
@@ -189,10 +187,12 @@ def check_sources(given: argparse.Namespace) -> None:
 
 def check_source(source: str) -> None:
     """Refuse a model that is not there. An alias or a hub id may still have to be fetched, and is not looked up."""
-    from specbeam.checkpoints import locate
+    from specbeam.checkpoints import hub, locate
     from specbeam.checkpoints.registry import ALIASES
 
-    if source not in ALIASES and not HUB_ID.fullmatch(source):
+    found = hub.ID.fullmatch(source)
+    is_hub_id = found is not None and (found["pick"] or not source.endswith(".gguf")) and not source.startswith(".")
+    if source not in ALIASES and not is_hub_id:
         locate(source)
 
 
