@@ -163,7 +163,8 @@ def load(
 
     Args:
         source: an alias (``specbeam models list``), a folder as transformers saves models, a .gguf file, or a hub id.
-            A folder may also hold one .gguf file, or a LoRA adapter as PEFT saves it, which names its base model.
+            A folder may also hold one .gguf file, or a LoRA adapter as PEFT saves it, which names its base model. A hub
+            id may name a GGUF file or its quantization: "org/name:Q4_K_M".
         backend: "cpu": native kernels with quantized weights (docs/cpu.md). "torch": specbeam's own transformer on any
             device. "transformers": any architecture that transformers can load. "auto": "cpu" on a CPU if no dtype is
             given, else "torch"; "transformers" if those two lack the architecture. A warning of the logger

@@ -141,6 +141,7 @@ def test_a_file_has_the_name_of_its_model(save, cached, tmp_path):
     loaded(long)
     names = {re.sub("-[0-9a-f]{16}.weights", "", file.name) for file in cached.glob("*.weights")}
     assert names == {"models--some--model-int8", "Model_2.5__" + "x" * 69 + "-int8"}
+    assert packed.label(snapshot / "sub" / "m-Q4_K_M.gguf") == "models--some--model--m-Q4_K_M"
 
 
 # What is read
