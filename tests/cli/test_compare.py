@@ -42,7 +42,7 @@ def test_the_table_has_the_results_of_the_library_and_equal_texts_come_once(run,
     one = specbeam.generate(model, "hello hello hello", max_new_tokens=20)
     beams = specbeam.generate(model, "hello hello hello", max_new_tokens=20, num_beams=4)
     for name, plain in zip(DEFAULT, [one, one, beams, beams], strict=True):
-        assert float(table[name]["score"]) == pytest.approx(plain.sequences[0].score, abs=1e-3)
+        assert float(table[name]["log-prob"]) == pytest.approx(plain.sequences[0].log_prob, abs=1e-3)
         assert table[name]["draft"] == "0"
     assert table["greedy"]["target"] == "20"
     assert table["greedy"]["steps/pass"] == "1.00"
@@ -115,11 +115,12 @@ def test_several_prompts_end_with_means(run):
     status, out, _ = run("hello hello", "x", *few, "10")
     assert status == 0
     first, second, means = tables(out)
-    assert "\nmeans of 2 prompts\n" in out
+    assert "\nmeans of n=2 prompts, each run once per strategy\n" in out
+    assert "No difference of speed is settled by single runs" in out
     assert means["speculative"]["identical"] == "2/2"
     assert means["greedy"]["identical"] == "-"
-    scores = [float(table["greedy"]["score"]) for table in (first, second)]
-    assert float(means["greedy"]["score"]) == pytest.approx(sum(scores) / 2, abs=2e-3)
+    scores = [float(table["greedy"]["log-prob"]) for table in (first, second)]
+    assert float(means["greedy"]["log-prob"]) == pytest.approx(sum(scores) / 2, abs=2e-3)
 
 
 def test_a_difference_is_reported(run, monkeypatch):
@@ -158,6 +159,13 @@ def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, argu
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize(("option", "name"), [("--methods", "hybrid"), ("--strategies", "speculative_beam")])
+def test_studies_and_comparisons_have_one_set_of_names(run, option, name):
+    status, out, _ = run("hi", option, name, "--max-new-tokens", "4", "--json")
+    assert status == 0
+    assert [*json.loads(out)["strategies"]] == ["speculative-beam"]
+
+
 def test_a_prompt_that_cannot_run_is_named_before_anything_runs(run):
     status, out, err = run("good", "x" * 300)
     assert (status, out) == (2, "")
@@ -182,7 +190,24 @@ def test_a_prompt_that_fails_does_not_take_the_others_along(run, monkeypatch):
 def test_ctrl_c_keeps_the_printed_lines(run, terminal):
     screen = terminal(interrupt_at="greedy ")
     status, _, err = run("hi", "--max-new-tokens", "5")
-    assert (status, err) == (130, "specbeam: interrupted\n")
+    assert status == 130
+    assert err == "specbeam: interrupted: 0 of 1 prompts are finished; the same command begins again\n"
     lines = screen.text().splitlines()
     assert lines[:3] == ["prompt: hi", "draft: ngram", ""]
     assert [line.split()[0] for line in lines[3:]] == ["strategy", "greedy"]
+
+
+def test_ctrl_c_shows_the_means_of_the_finished_prompts(run, monkeypatch):
+    check = specbeam.generate
+
+    def interrupted(lm, prompt, **how):
+        if prompt == "three":
+            raise KeyboardInterrupt
+        return check(lm, prompt, **how)
+
+    monkeypatch.setattr("specbeam.generation.generate", interrupted)
+    status, out, err = run("one", "two", "three", "four", "--strategies", "greedy", "--max-new-tokens", "4")
+    assert status == 130
+    assert err == "specbeam: interrupted: 2 of 4 prompts are finished; give only the others to go on\n"
+    assert "means of n=2 prompts" in out
+    assert len(tables(out)[-1]) == 1

@@ -37,6 +37,7 @@ def test_the_table_has_a_row_per_rung_with_the_reason_of_a_failure(run, folder):
     assert max(map(len, lines)) <= command.LINE_WIDTH
     assert lines[0] == "prompt: hello"
     assert lines[1].startswith("cpu, torch backend, float32, ")
+    assert lines[1].endswith(", n=2 runs")
     names = "rung seconds (min to max) tokens/s speed-up passes compile s GB identical"
     assert " ".join(lines[3].split()) == names
     table = rows(out)
@@ -47,6 +48,23 @@ def test_the_table_has_a_row_per_rung_with_the_reason_of_a_failure(run, folder):
     assert table["1"].split()[-5:-3] == ["1.00", str(len(expected.token_ids))]
     assert [table[n].split()[-1] for n in "135"] == ["-", "yes", "yes"]
     assert out.split()[-1] == expected.text.split()[-1]
+
+
+@pytest.mark.parametrize(
+    ("some", "others", "mark"),
+    [
+        ((1.0, 1.1), (2.0, 2.2), ""),
+        ((2.0, 2.2), (1.0, 1.1), ""),
+        ((1.0, 2.1), (2.0, 2.2), "~"),
+        ((1.0,), (2.0,), "~"),
+    ],
+)
+def test_a_speed_up_that_is_not_settled_is_marked(some, others, mark):
+    first = ladder.Rung(1, "cpu", "torch", "float32", token_ids=(1,), seconds=others, passes=1)
+    rung = ladder.Rung(3, "cpu", "torch", "float32", token_ids=(1,), seconds=some, passes=1)
+    line = command.row(rung, [first, rung])
+    assert f" {mark}{first.median / rung.median:.2f} " in line
+    assert ("not settled" in " ".join(command.verdict([first, rung]))) == bool(mark)
 
 
 def test_json_is_one_object_and_nothing_else(run, folder):
@@ -151,7 +169,9 @@ def test_ctrl_c_keeps_the_finished_rungs(run, monkeypatch, form):
 
     monkeypatch.setattr(ladder, "kv_cache", endless)
     status, out, err = run("hi", "--rungs", "1,3", "--runs", "1", "--max-new-tokens", "3", *form)
-    assert (status, err) == (130, "specbeam: interrupted\n")
+    assert status == 130
+    left = "1 of 2 rungs are finished; for the others give --device cpu --rungs 3"
+    assert err == f"specbeam: interrupted: {left}\n"
     if form:
         assert [rung["number"] for rung in json.loads(out)["rungs"]] == [1]
     else:

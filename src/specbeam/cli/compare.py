@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields
 from statistics import fmean
@@ -20,6 +20,8 @@ from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Op
 
 TWINS = {"greedy": None, "speculative": "greedy", "beam": None, "speculative-beam": "beam", "sample": None}
 """The strategies in the order they run. Each has the strategy whose text it must reproduce, or None."""
+OTHER_NAMES = {"hybrid": "speculative-beam"}
+"""Names of strategies that studies had earlier."""
 OPTIONS_OF_BEAMS = ("num_beams", "num_return_sequences", *BEAM_OPTIONS, "num_beam_groups", "diversity_penalty")
 ONLY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*SAMPLING_OPTIONS, "seed"), ("sample",)),
@@ -37,7 +39,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], float | None]]] = {
     "draft passes": (".0f", lambda result: result.stats.draft_passes),
     "steps/pass": (".2f", lambda result: result.stats.steps_per_target_pass),
     "accepted": (".0%", lambda result: result.stats.acceptance_rate),
-    "score": (".3f", lambda result: result.sequences[0].score),
+    "log-prob": (".3f", lambda result: result.sequences[0].log_prob),
 }
 """The columns of the table: how a figure is written, and where it is in a result."""
 
@@ -48,12 +50,14 @@ def add_to(commands: Any) -> None:
         help="compare strategies on a prompt, side by side",
         description="Run each prompt with each strategy, one at a time, and show speed and texts side by side. "
         "A step is one token, or with beams one token of each beam. Accepted is the share of the guesses that were "
-        "right. Times include the prefill, but not a short warm-up.",
+        "right. Log-prob is the log-probability of the best text, the sum over its tokens. Beam search ranks by the score "
+        "in --json, which divides it by length ** length_penalty. Times include the prefill, but not a short warm-up.",
         conflict_handler="resolve",  # some of generate's options have other defaults here
     )
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="the prompts; - reads one from standard input")
     parser.add_argument(
         "--strategies",
+        "--methods",
         type=strategies,
         default=[name for name in TWINS if name != "sample"],
         metavar="LIST",
@@ -76,6 +80,7 @@ def add_to(commands: Any) -> None:
 
 def strategies(text: str) -> list[str]:
     asked = [name.strip().replace("_", "-") for name in text.split(",") if name.strip()]
+    asked = [OTHER_NAMES.get(name, name) for name in asked]
     for name in asked or [""]:
         if name not in TWINS:
             wrong = f"{name!r} is no strategy" if name else "no strategy is named"
@@ -135,6 +140,8 @@ def run(given: argparse.Namespace) -> int:
     with tqdm(total=len(prompts) * len(chosen), desc="warm-up", leave=False, disable=None) as bar:
 
         def say(*lines: str, file: Any = sys.stdout) -> None:
+            if not lines:
+                return
             with bar.external_write_mode(file=file):
                 print(*lines, sep="\n", file=file, flush=True)
 
@@ -158,11 +165,23 @@ def run(given: argparse.Namespace) -> int:
             except Exception as error:  # the other prompts go on after any error
                 say(f"specbeam: prompt {number} failed: {one_line(error)}", file=sys.stderr)
                 continue
+            except KeyboardInterrupt:
+                say(*(means(chosen, done) if not given.json else ()))
+                left = "give only the others to go on" if done else "the same command begins again"
+                raise KeyboardInterrupt(f"{len(done)} of {len(prompts)} prompts are finished; {left}") from None
             done.append(results)
             say(*([json_line(to_dict(prompt, given.draft, results))] if given.json else texts(results)))
-        if len(done) > 1 and not given.json:
-            say(f"means of {len(done)} prompts", "", header(), *(row(strategy, done) for strategy in chosen))
+        if not given.json:
+            say(*means(chosen, done))
     return 0 if len(done) == len(prompts) else FAILED
+
+
+def means(strategies: Iterable[str], done: list[dict[str, Any]]) -> Iterator[str]:
+    """The table of several prompts."""
+    if len(done) > 1:
+        yield from (f"means of n={len(done)} prompts, each run once per strategy", "", header())
+        yield from (row(strategy, done) for strategy in strategies)
+        yield from ("", "No difference of speed is settled by single runs: specbeam study measures with intervals.")
 
 
 def to_dict(prompt: Any, draft: str | None, results: dict[str, Any]) -> dict[str, Any]:

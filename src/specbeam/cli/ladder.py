@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +74,7 @@ def run(given: argparse.Namespace) -> int:
     else:
         chosen = ["cpu"] if given.backend == "cpu" else devices()
     found: list[Rung] = []
+    left = {device: [*given.rungs] for device in chosen}
     with tqdm(total=len(chosen) * len(given.rungs), unit="rung", leave=False, disable=None) as bar:
 
         def say(*lines: str) -> None:
@@ -86,11 +87,22 @@ def run(given: argparse.Namespace) -> int:
                 for rung in rungs_on(device, given, prompt, bar.set_description):
                     bar.update()
                     if not given.json:
-                        say(*([] if here else heading(rung, prompt)), row(rung, [*here, rung]))
+                        say(*([] if here else heading(rung, prompt, given.runs)), row(rung, [*here, rung]))
                     here.append(rung)
                     found.append(rung)
+                    left[device].remove(rung.number)
                 if not given.json:
                     say(*verdict(here))
+        except KeyboardInterrupt:
+            others = " and ".join(
+                f"--device {device} --rungs {','.join(map(str, numbers))}"
+                for device, numbers in left.items()
+                if numbers
+            )
+            total = len(chosen) * len(given.rungs)
+            raise KeyboardInterrupt(
+                f"{len(found)} of {total} rungs are finished; for the others give {others}"
+            ) from None
         finally:  # after Ctrl-C, too
             if given.json and found:
                 about = {"model": given.model, "prompt": prompt, "torch": torch.__version__}
@@ -128,24 +140,28 @@ def rungs_on(device: str, given: argparse.Namespace, prompt: Any, say: Callable[
     )
 
 
-def heading(rung: Rung, prompt: str) -> Iterator[str]:
+def heading(rung: Rung, prompt: str, runs: int) -> Iterator[str]:
     import torch
 
     yield textwrap.shorten(f"prompt: {prompt}", LINE_WIDTH, placeholder=" ...")
     threads = f", {torch.get_num_threads()} threads" if rung.device == "cpu" and rung.backend != "cpu" else ""
     runs_on = f"{rung.device}, {rung.backend} backend, {rung.weights}{threads}"
-    yield f"{runs_on}, torch {torch.__version__}, {rung.prompt_tokens} tokens of prompt"
+    yield f"{runs_on}, torch {torch.__version__}, {rung.prompt_tokens} tokens of prompt, n={runs} runs"
     yield ""
     names = f"{'tokens/s':>8}  {'speed-up':>8}  {'passes':>6}  {'compile s':>9}  {'GB':>5}  {'identical':>9}"
     yield f"{'rung':20}  {'seconds (min to max)':>21}  {names}"
 
 
 def row(rung: Rung, here: list[Rung]) -> str:
-    """A line of the table. Speed-ups are over the first rung that worked."""
+    """A line of the table. Speed-ups are over the first rung that worked, with "~" where the times do not settle it."""
     name = f"{rung.number} {rung.name}"
     if rung.median is None or rung.tokens_per_second is None:
         return f"{name:20}  failed: {rung.failure}"
-    slowest = next(r.median for r in here if r.median is not None)
+    first = next(r for r in here if r.median is not None)
+    assert first.median is not None
+    speed_up = f"{first.median / rung.median:.2f}"
+    if rung is not first and not apart(rung.seconds, first.seconds):
+        speed_up = f"~{speed_up}"
     seconds = f"{rung.median:.2f} ({min(rung.seconds):.2f} to {max(rung.seconds):.2f})"
     compiling = "-" if rung.compile_seconds is None else f"{rung.compile_seconds:.1f}"
     memory = "-" if rung.peak_memory is None else f"{rung.peak_memory / 1e9:.2f}"
@@ -153,9 +169,15 @@ def row(rung: Rung, here: list[Rung]) -> str:
     if rung.difference is not None and rung.difference.near_tie:
         same = "near-tie"
     return (
-        f"{name:20}  {seconds:>21}  {rung.tokens_per_second:>8.1f}  {slowest / rung.median:>8.2f}  {rung.passes:>6}  "
+        f"{name:20}  {seconds:>21}  {rung.tokens_per_second:>8.1f}  {speed_up:>8}  {rung.passes:>6}  "
         f"{compiling:>9}  {memory:>5}  {same:>9}"
     )
+
+
+def apart(some: Sequence[float], others: Sequence[float]) -> bool:
+    """Whether all of these times lie on one side of all the others. A single time settles nothing."""
+    several = len(some) > 1 and len(others) > 1
+    return several and (max(some) < min(others) or min(some) > max(others))
 
 
 def verdict(here: list[Rung]) -> Iterator[str]:
@@ -167,6 +189,8 @@ def verdict(here: list[Rung]) -> Iterator[str]:
             can = "can do that (docs/exactness.md)" if other.near_tie else "does not do that"
             parts = f"{rung.number} {rung.name} parts from {worked[0].number} {worked[0].name}"
             yield from ("", f"{parts} at new token {other.token}{gap}: rounding {can}")
+    if any(not apart(rung.seconds, worked[0].seconds) for rung in worked[1:]):
+        yield from ("", "~ the times of the two rungs overlap, or there is one run: which is faster is not settled")
     if worked:
         yield ""
         for line in worked[0].text.split("\n"):

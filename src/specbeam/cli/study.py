@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -89,8 +88,7 @@ def run(given: argparse.Namespace) -> int:
             if stopped.done:
                 print_table(stopped.folder)
             kept = f"{stopped.done} of {stopped.total} generations are kept in {stopped.folder}"
-            print(f"specbeam: {kept}; give the same command to go on", file=sys.stderr)
-            raise
+            raise KeyboardInterrupt(f"{kept}; give the same command to go on") from None
     return 0
 
 

@@ -50,6 +50,8 @@ MODES_THAT = {
     "returns several texts": "methods with beams and methods that sample",
 }
 DECODE_KEYS = ("mode", *(f.name for f in fields(Options) if f.name not in (*SET_BY_THE_STUDY, *FUNCTIONS)))
+ABOVE_STUDY = "study_and_config"
+"""The name under which Hydra knows the user's ``config.yaml``."""
 GROUPS = ("data", "tracking", "launcher", "ablation")
 """The groups of the packaged configuration. A group is a folder of files to choose from."""
 INSTEAD_OF_HYDRAS = {
@@ -268,7 +270,7 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
     GlobalHydra.instance().clear()
     try:
         if folder is not None and (folder / "config.yaml").exists():
-            primary = "study_and_config"
+            primary = ABOVE_STUDY
             ConfigStore.instance().store(primary, _above_study(OmegaConf.load(folder / "config.yaml")))
         with initialize_config_dir(str(Path(__file__).parent / "conf"), version_base="1.3"):
             # ``check`` refuses unknown names and suggests the nearest one. Hydra's own message would be less clear.
@@ -445,7 +447,8 @@ def _may_add(override: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:400] or type(error).__name__
+    line = " ".join(str(error).split()).replace(f"'{ABOVE_STUDY}'", ABOVE_STUDY).replace(ABOVE_STUDY, "config.yaml")
+    return line[:400] or type(error).__name__
 
 
 def check(given: Mapping[str, Any]) -> Study:

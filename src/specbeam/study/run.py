@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ class Interrupted(KeyboardInterrupt):
     """
 
     def __init__(self, folder: Path, done: int, total: int) -> None:
+        super().__init__()
         self.folder, self.done, self.total = folder, done, total
 
 
@@ -115,7 +116,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     return folder
 
 
-def header(study: Study, about: Mapping[str, Any], records: Iterable[Record]) -> list[tuple[str, str]]:
+def header(study: Study, about: Mapping[str, Any], records: Sequence[Record]) -> list[tuple[str, str]]:
     """The facts at the top of a report, by name: models with their precision, machine, versions and date."""
     precisions: dict[str, dict[str, None]] = {}
     for record in records:
@@ -126,10 +127,11 @@ def header(study: Study, about: Mapping[str, Any], records: Iterable[Record]) ->
     else:
         each = (f"{precision or 'unknown'} ({', '.join(names)})" for precision, names in precisions.items())
         target = ": ".join(filter(None, [study.target_model, "; ".join(each)]))
+    by_name = {method.name: method for method in methods(study)}
     drafts = dict.fromkeys(
-        f"{m.draft}" + ("" if m.draft in ("ngram", "suffix") else f", quantize={m.draft_load['quantize']}")
-        for m in methods(study)
-        if m.draft is not None
+        ", ".join(filter(None, [draft, record.get("draft_precision")]))
+        for record in records
+        if record["error"] is None and (draft := by_name[record["method"]].draft) is not None
     )
     machine = about["machine"]
     has = [machine["processor"], f"{machine['cores']} cores", machine["memory"], machine.get("gpu")]
@@ -219,7 +221,7 @@ def _score(study: Study, config: Mapping[str, Any], run: Run, work: Work | None)
     work = work or make_work(config)()
     known: dict[str, dict[str, Any]] = {}
     for record in left:
-        # The score of a beam is a mean. A perplexity from it may differ from a greedy text's in the last bit.
+        # Passes over several beams may round otherwise than passes over one text, in the last bit.
         same = json.dumps(
             [record["mode"] in ("beam", "speculative-beam"), _said(record, run.records), record["token_ids"]]
         )

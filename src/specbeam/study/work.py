@@ -19,6 +19,9 @@ from specbeam.study.results import Record
 WARM_UP_TOKENS = 8
 """Length of each method's first generation, which is not kept: it allocates memory and times passes."""
 
+KEPT_OF_TEXTS = ("text", "token_ids", "score", "log_prob")
+"""The attributes of :class:`specbeam.Sequence` that are kept of each text."""
+
 Job = dict[str, Any]
 """A method's name, a row, the turn and the repeat, and the messages of the conversation so far."""
 
@@ -74,8 +77,9 @@ class Work:
             "text": result.text,
             "token_ids": result.token_ids,
             "finish_reason": result.finish_reason,
-            "beams": [{"text": s.text, "token_ids": s.token_ids, "score": s.score} for s in result.sequences],
+            "beams": [{name: getattr(s, name) for name in KEPT_OF_TEXTS} for s in result.sequences],
             "stats": stats,
+            "draft_precision": draft.precision if isinstance(draft, LanguageModel) else None,
             "times": times,
             "trace": result.trace,
         }
@@ -96,22 +100,10 @@ class Work:
             token_ids = tokenize(lm.tokenizer, record["text"], add_special_tokens=False).input_ids
         if not token_ids:
             return None
-        log_prob = self._known(lm, method, record) if name == "target" else None
+        log_prob = record["beams"][0].get("log_prob") if name == "target" else None  # earlier versions kept none
         if log_prob is None:
             ((_, log_prob, _),) = score(lm, [(encode(lm, prompt, **how), list(token_ids))])
         return math.exp(-log_prob / len(token_ids))
-
-    def _known(self, lm: LanguageModel, method: Method, record: Record) -> float | None:
-        """The log-probability of the text, if the search's score tells it (:class:`specbeam.Sequence`), else None."""
-        found: float = record["beams"][0]["score"]
-        if method.mode not in ("beam", "speculative-beam"):
-            return found
-        if method.options.get("repetition_penalty", lm.generation_defaults.get("repetition_penalty")) not in (
-            None,
-            1.0,
-        ):
-            return None
-        return found * len(record["token_ids"]) ** method.options.get("length_penalty", 1.0)
 
     def _asked(self, lm: LanguageModel, messages: list[dict[str, str]]) -> tuple[Any, dict[str, Any]]:
         """The prompt for some messages, and the options that say how to read it."""
