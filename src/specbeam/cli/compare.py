@@ -50,8 +50,9 @@ def add_to(commands: Any) -> None:
         help="compare strategies on a prompt, side by side",
         description="Run each prompt with each strategy, one at a time, and show speed and texts side by side. "
         "A step is one token, or with beams one token of each beam. Accepted is the share of the guesses that were "
-        "right. Log-prob is the log-probability of the best text, the sum over its tokens. Beam search ranks by the score "
-        "in --json, which divides it by length ** length_penalty. Times include the prefill, but not a short warm-up.",
+        "right. Log-prob is the log-probability of the best text, the sum over its tokens. Beam search ranks by the "
+        "score in --json, which divides it by length ** length_penalty. Times include the prefill, but not a short "
+        "warm-up.",
         conflict_handler="resolve",  # some of generate's options have other defaults here
     )
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="the prompts; - reads one from standard input")
@@ -136,7 +137,7 @@ def run(given: argparse.Namespace) -> int:
             except SpecbeamError as error:
                 raise SpecbeamError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from error
 
-    done = []
+    done: list[dict[str, Any]] = []
     with tqdm(total=len(prompts) * len(chosen), desc="warm-up", leave=False, disable=None) as bar:
 
         def say(*lines: str, file: Any = sys.stdout) -> None:
