@@ -13,6 +13,7 @@ WORDS = [
     "ablation=k\nprompts=[Hi]",
     "data=spec_bench\ndata.source=x.jsonl\ndata.per_category=2",
     "methods={a:{mode:greedy},b:{mode:hybrid,num_beams:2,draft_width:auto}}\nprompts=[Hi]",
+    "decode={mode:speculative-beam,num_draft_tokens:3,logit_bias:{5:-1}}\nprompts=[Hi]",
     "~prompts\n+x=1",
     "launcher=ray\nlauncher.cpus=2\nmetrics.confidence=0.9\nprompts=['é',\"b\"]",
 ]
@@ -21,7 +22,8 @@ WORDS = [
 def seeds() -> list[bytes]:
     packaged = Path(specbeam.study.config.__file__).parent / "conf" / "study.yaml"
     own = "defaults:\n  - _self_\nprompts: [Hi]\ndecode:\n  mode: beam\n  num_beams: ${seed}\nseed: 3\n"
-    files = [packaged.read_text(), own, "prompts:\n- &a Hi\n- *a\nseed: !!int '3'\n"]
+    chosen = "defaults:\n  - override data: none\n  - launcher: local\nprompts: [Hi]\n"
+    files = [packaged.read_text(), own, chosen, "prompts:\n- &a Hi\n- *a\nseed: !!int '3'\n"]
     return [*(f"{file}\n---\nseed=1".encode() for file in files), *(f"---\n{words}".encode() for words in WORDS)]
 
 

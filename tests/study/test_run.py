@@ -108,7 +108,12 @@ def test_a_study_finds_what_generate_finds(words, folder, tmp_path, capsys):
     assert (table.tokens_per_second > 0).all()
     out = capsys.readouterr().out
     assert "48 generations, 0 failed" in out
-    assert (tmp_path / "run" / "report.html").stat().st_size > 10_000
+    report = (tmp_path / "run" / "report.html").read_text()
+    header = report[report.index("<header>") : report.index("</header>")]
+    assert f"{folder}, float32 on cpu" in header
+    assert "<dt>drafts</dt><dd>ngram</dd>" in header
+    assert f"specbeam {specbeam.__version__}, torch {torch.__version__}" in header
+    assert re.search(r"<dt>date</dt><dd>\d{4}-\d\d-\d\d", header)
     assert study("show", str(tmp_path / "run")) == 0
     assert "speculative" in capsys.readouterr().out
 
