@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +58,7 @@ def main() -> None:
     print(f"{given.model.stem}, {given.threads} threads, {given.tokens} new tokens, {given.prompts} prompts per kind\n")
     figures = Figures.of_this_run(kernels)
 
-    engines = {}
+    engines: dict[str, Engine] = {}
     for name, make in ENGINES.items():  # one loads after the other
         if make in (keep, int8) or not given.without_peers:
             engine = Engine(make, given)
@@ -64,6 +66,8 @@ def main() -> None:
                 print(f"{name}: {wrong}\n")
             else:
                 engines[name] = engine
+    figures.settings = {name: engine.ask({"settings": True}) for name, engine in engines.items()}
+    print("\n".join(f"{name}: {settings}" for name, settings in figures.settings.items()), end="\n\n")
     ours = {name: engine for name, engine in engines.items() if name.startswith("specbeam")}
     if "load" in given.parts:
         print("| load | s, first or packed | later | resident, MB | weights, MB |\n| --- | --- | --- | --- | --- |")
@@ -176,6 +180,8 @@ def ours(mode: str, given: argparse.Namespace) -> Callable[[Ask], Any]:
         draft = specbeam.load(given.draft, backend="cpu", quantize="int4", threads=given.threads)  # it is checked
 
     def run(ask: Ask) -> Any:
+        if "settings" in ask:
+            return f"{specbeam.__version__}, kernels {library().specbeam_isa(b'').decode()}, {given.threads} threads"
         if "loading" in ask:
             return [*seconds, resident, size]
         if "passes" in ask:
@@ -236,6 +242,7 @@ def passes(lm: Any, passes: list[int], repeats: int) -> list[float]:
 
 def ctranslate2(given: argparse.Namespace) -> Callable[[Ask], Any]:
     """CTranslate2 on the file's values, which it quantizes to int8."""
+    os.environ["CT2_VERBOSE"] = "1"  # it then reports its instruction set, on standard error when it is first used
     import ctranslate2 as peer
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -255,10 +262,14 @@ def ctranslate2(given: argparse.Namespace) -> Callable[[Ask], Any]:
         )
         converter = peer.converters.TransformersConverter(str(where / "folder"), low_cpu_mem_usage=True)
         converter.convert(str(where / "int8"), quantization="int8", force=True)
-    generator = peer.Generator(str(where / "int8"), device="cpu", compute_type="int8", intra_threads=given.threads)
+    with standard_error() as printed:
+        generator = peer.Generator(str(where / "int8"), device="cpu", compute_type="int8", intra_threads=given.threads)
+    chosen = [line.split(" - ")[-1] for line in printed if "Selected ISA" in line or "GEMM_S8 backend" in line]
     tokens = open_checkpoint(path).tokenizer.convert_ids_to_tokens
 
-    def run(ask: Ask) -> int:
+    def run(ask: Ask) -> Any:
+        if "settings" in ask:
+            return ", ".join([peer.__version__, *chosen, "compute type int8", f"{given.threads} threads"])
         new, beams = ask["new"], ask.get("num_beams", 1)
         (result,) = generator.generate_batch(
             [tokens(ask["ids"])], max_length=new, min_length=new, beam_size=beams, include_prompt_in_result=False
@@ -268,13 +279,33 @@ def ctranslate2(given: argparse.Namespace) -> Callable[[Ask], Any]:
     return run
 
 
+@contextmanager
+def standard_error() -> Iterator[list[str]]:
+    """The lines that native code prints on standard error in the meantime."""
+    lines: list[str] = []
+    before = os.dup(2)
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            file.seek(0)
+            lines += file.read().splitlines()
+
+
 def llama_cpp(given: argparse.Namespace) -> Callable[[Ask], Any]:
     """llama.cpp on the file."""
+    import llama_cpp as peer
     from llama_cpp import Llama
 
     model = Llama(str(given.model), n_ctx=1024, n_threads=given.threads, n_threads_batch=given.threads, verbose=False)
 
-    def run(ask: Ask) -> int:
+    def run(ask: Ask) -> Any:
+        if "settings" in ask:
+            build = peer.llama_print_system_info().decode().strip()
+            return f"llama-cpp-python {peer.__version__}, {build}, {given.threads} threads"
         model.reset()
         model.eval(ask["ids"])
         for _ in range(ask["new"] - 1):

@@ -1,6 +1,7 @@
 """The figures of a bench run as JSON, so that a later run can be compared with them (``bench/compare.py``).
 
-A file holds ``date``, ``commit``, ``machine``, ``command`` and ``figures``. Each figure has a ``name``
+A file holds ``date``, ``commit``, ``machine``, ``command``, ``settings`` (versions, instruction sets and threads of the
+engines that are compared, by name; files before 2026-11-23 have none) and ``figures``. Each figure has a ``name``
 ("model / part / method"), a ``value`` (the median or the mean), ``min``, ``max`` and a ``unit``. Files that are kept
 lie in ``bench/results`` as ``BENCH-DATE-COMMIT.json``.
 """
@@ -42,6 +43,7 @@ class Figures:
     machine: str
     command: str
     figures: list[Figure] = field(default_factory=list)
+    settings: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_this_run(cls, *peers: str) -> Figures:

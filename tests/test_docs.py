@@ -330,7 +330,7 @@ OF_OTHERS = {
     *("jupyterlab", "lab"),
     *("manylinux_2_35", "vpdpbusd", "TORCHINDUCTOR_FORCE_DISABLE_CACHES"),
     *("SPECBEAM_", "xe6"),
-    *("bashrc", "sentencepiece", "zshrc"),
+    *("bashrc", "CT2_FORCE_CPU_ISA", "q4_k_m", "sentencepiece", "zshrc"),
 }
 """Names of other programs, and parts of names."""
 
