@@ -1,7 +1,7 @@
 """The figures of a bench run as JSON, so that a later run can be compared with them (``bench/compare.py``).
 
 A file holds ``date``, ``commit``, ``machine``, ``command``, ``settings`` (versions, instruction sets and threads of the
-engines that are compared, by name; files before 2026-11-23 have none) and ``figures``. Each figure has a ``name``
+engines that are compared, by name; empty in older files) and ``figures``. Each figure has a ``name``
 ("model / part / method"), a ``value`` (the median or the mean), ``min``, ``max`` and a ``unit``. Files that are kept
 lie in ``bench/results`` as ``BENCH-DATE-COMMIT.json``.
 """
