@@ -8,9 +8,8 @@ import io
 import json
 import os
 import re
-import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,13 +24,13 @@ from specbeam.cli.arguments import (
     options_of,
 )
 from specbeam.cli.generate import drain, summary
+from specbeam.cli.interrupts import ctrl_c_cancels
 from specbeam.cli.printing import one_line, printing_to
 from specbeam.errors import FAILED, SpecbeamError
 from specbeam.option_names import nearest_name
 from specbeam.options import Options
 
 if TYPE_CHECKING:
-    from specbeam.engine.request import Request
     from specbeam.model import LanguageModel
     from specbeam.results import Result
 
@@ -145,7 +144,7 @@ class Chat:
         seed = None if self.options.seed is None else self.options.seed + tries
         request = self.engine.submit(ids, replace(self.options, seed=seed), draft=self.draft)
         text = ""
-        with ctrl_c_cancels(request):
+        with ctrl_c_cancels([request]):
             more = True
             while more:
                 more = self.engine.step()
@@ -289,21 +288,6 @@ def is_conversation(found: Any) -> bool:
     roles = roles[1:] if roles[:1] == ["system"] else roles
     in_turn = all(role == ("user", "assistant")[at % 2] for at, role in enumerate(roles))
     return bool(roles) and in_turn and all(isinstance(message.get("content"), str) for message in found)
-
-
-@contextlib.contextmanager
-def ctrl_c_cancels(request: Request) -> Iterator[None]:
-    """Let Ctrl-C end the request between two passes, so that its text so far is whole. A second one interrupts."""
-
-    def cancel(*_: Any) -> None:
-        request.cancel()
-        signal.signal(signal.SIGINT, before)
-
-    before = signal.signal(signal.SIGINT, cancel)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def note(text: str) -> None:

@@ -21,6 +21,7 @@ from specbeam.cli.arguments import (
     load_model,
     options_of,
 )
+from specbeam.cli.interrupts import ctrl_c_cancels
 from specbeam.cli.printing import json_line, one_line, printing_to
 from specbeam.cli.prompts import PromptRow, read_rows
 from specbeam.cli.trace import show_trace
@@ -146,21 +147,16 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
     one_text = len(rows) == 1 and options[0].num_return_sequences == 1
     stream = given.stream and one_text and not given.json and out is sys.stdout
     printer = Printer(rows, requests, shown_prompts, out, given.json, stream)
-    try:
+    with ctrl_c_cancels(requests) as ctrl_c:
         while engine.step():
             printer.print_ready()
         printer.print_ready()
-    except KeyboardInterrupt:
+    if ctrl_c.pressed:
         if out is not sys.stdout:
-            raise KeyboardInterrupt(f"{given.output} was not written") from None
-        finished = sum(request.done for request in requests)
-        for request in requests:
-            request.cancel()
-        engine.step()  # ends the cancelled requests without another pass
-        printer.print_ready()
+            raise KeyboardInterrupt(f"{given.output} was not written")
         if len(rows) > 1:
-            raise KeyboardInterrupt(f"{finished:,} of {len(rows):,} prompts were finished") from None
-        raise
+            raise KeyboardInterrupt(f"{printer.finished:,} of {len(rows):,} prompts were finished")
+        raise KeyboardInterrupt
     return printer.failed
 
 
@@ -186,7 +182,7 @@ class Printer:
 
         self.waiting = [*enumerate(zip(rows, requests, shown_prompts, strict=True))]
         self.number_of_prompts = len(rows)
-        self.failed = 0
+        self.finished = self.failed = 0
         self.out = out
         self.as_json = as_json
         self.stream = stream
@@ -209,6 +205,7 @@ class Printer:
                 self.failed += 1
                 self._print(f"specbeam: {row.name or 'the prompt'} failed: {one_line(error)}", file=sys.stderr)
                 continue
+            self.finished += result.finish_reason != "cancelled"
             if self.as_json:
                 if shown_prompt is not None:
                     self._print(shown_prompt, file=sys.stderr)
