@@ -247,6 +247,8 @@ def test_a_run_of_earlier_names_is_shown_and_compared_with_one_of_today(words, t
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines()[:2]] == ["beam", "speculative-beam"]
     assert "only in" not in out
+    assert out.count("(n=4: too few for an interval)") == 2
+    assert out.count("not settled") == 2
 
 
 def test_the_configuration_folder_of_the_guide(here, folder, capsys):
