@@ -38,7 +38,7 @@ SHORT = {
     "ladder": {"--max-new-tokens": "4", "--runs": "1", "--rungs": "3,5"},  # tests/test_ladder.py compiles
     "study": {"decode.max_new_tokens": "4", "data.limit": "2"},
 }
-"""The sizes that commands have in these tests, unless a page gives them."""
+"""The sizes that commands have in these tests."""
 
 
 @pytest.fixture(scope="session")
@@ -214,12 +214,11 @@ def check_specbeam(command, words, request):
             shutil.copytree(request.getfixturevalue("finished_study"), word, dirs_exist_ok=True)
     if "prompts.parquet" in words:
         pandas.DataFrame({"prompt": ["one", "two"]}).to_parquet("prompts.parquet")
-    given = {word.partition("=")[0] for word in words}
-    sizes = {name: size for name, size in SHORT.get(command, {}).items() if name not in given}
-    shorter = [word for size in sizes.items() for word in size]
+    sizes = SHORT.get(command, {}).items()
+    shorter = [word for size in sizes for word in size]  # the last of two values holds
     if command == "study":
-        runs = not {"show", "diff", "--show-config"} & given
-        shorter = [f"{name}={size}" for name, size in sizes.items()] if runs else []
+        runs = not {"show", "diff", "--show-config"} & {*words}
+        shorter = [f"{name}={size}" for name, size in sizes] if runs else []
     if "ray" in words and not in_thorough_mode():  # starting a cluster takes long
         words, shorter = [command], ["--help"]
     assert run([*words, *shorter]) == 0, words
