@@ -240,6 +240,21 @@ def test_models_of_the_hub_are_listed_and_removed_with_their_packed_weights(kept
     assert "org/m is no fetched model" in capsys.readouterr().err
 
 
+def test_only_the_named_repository_is_removed_of_several_with_one_commit(tmp_path, monkeypatch, capsys):
+    """Each in turn, of many: huggingface_hub looks for a commit in a set, whose order is by chance."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    names = ["gpt2", *(f"org-{i}/gpt2" for i in range(8))]
+    models = {name: tmp_path / f"models--{name.replace('/', '--')}" for name in names}
+    data = [tmp_path / f"datasets--org-{i}--gpt2" for i in range(8)]
+    for folder in [*models.values(), *data]:
+        (snapshot := folder / "snapshots" / ("c" * 40)).mkdir(parents=True)
+        (snapshot / "model.safetensors").write_bytes(bytes(1_000_000))
+    for name in names:
+        assert main(["models", "rm", name]) == 0
+        assert capsys.readouterr().out == f"removed {name}: 1 MB from {models.pop(name)}\n"
+        assert {*tmp_path.iterdir()} == {*models.values(), *data}
+
+
 def test_show_fetches_nothing(kept, monkeypatch, capsys):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # it could ask
     monkeypatch.setattr(huggingface_hub, "list_repo_files", None)

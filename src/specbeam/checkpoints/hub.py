@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,13 +91,22 @@ def kept() -> list[Kept]:
 
 
 def remove(repository: str) -> int:
-    """Remove all revisions of a repository from the cache. Returns the bytes that this frees."""
+    """Remove all revisions of a repository from the cache. Returns the bytes that this frees.
+
+    Raises:
+        SpecbeamError: a part of it is still there.
+    """
     from huggingface_hub import constants, scan_cache_dir
 
     cache = scan_cache_dir(constants.HF_HUB_CACHE)
     found = [one for one in cache.repos if (one.repo_id, one.repo_type) == (repository, "model")]
-    removal = cache.delete_revisions(*(revision.commit_hash for one in found for revision in one.revisions))
+    # Two repositories can have one commit, such as gpt2 and openai-community/gpt2: offer only this one for removal.
+    alone = replace(cache, repos=frozenset(found))
+    removal = alone.delete_revisions(*(revision.commit_hash for one in found for revision in one.revisions))
     removal.execute()
+    for one in found:
+        if one.repo_path.exists():
+            raise SpecbeamError(f"{repository} could not be removed: {one.repo_path} is still there")
     return removal.expected_freed_size
 
 
