@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -235,7 +236,7 @@ def test_killed_for_real_and_started_again_it_gives_the_same_file(run, folder, t
 def interrupted(run, monkeypatch):
     """A run that is stopped after its first job."""
 
-    def interrupted(*arguments):
+    def interrupted(*arguments, **model):
         jobs, generate = iter([1]), batch.generate
 
         def once(*given):
@@ -245,7 +246,7 @@ def interrupted(run, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(batch, "generate", once)
-            status, err = run(*arguments)
+            status, err = run(*arguments, **model)
             kept = f"in {arguments[1]}.partial.jsonl. The same command goes on from there\n"
             assert status == 130
             assert err.startswith(f"specbeam: interrupted: {batch.BATCHES_PER_JOB} of ")
@@ -269,6 +270,53 @@ def test_another_run_does_not_go_on_where_one_was_interrupted(run, interrupted, 
     assert part.read_bytes() == before
     assert run("in.jsonl", "out.jsonl", "--batch-size", 3, "--max-new-tokens", 4) == (0, "")  # that makes no difference
     assert [row["id"] for row in read(tmp_path / "out.jsonl")] == [row["id"] for row in numbered()]
+
+
+def test_every_option_that_may_change_an_answer_belongs_to_a_run(run, interrupted, tmp_path, save, folder):
+    peft = pytest.importorskip("peft")
+    write(tmp_path / "in.jsonl", numbered())
+    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 4)
+    interrupted(*arguments)
+    tuned = peft.get_peft_model(random_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+    tuned.save_pretrained(tmp_path / "adapter")
+    for wrong in [("--adapter", "adapter"), ("--system", "Be brief."), ("--draft", "ngram"), ("--quantize", "int4")]:
+        status, err = run(*arguments, *wrong)
+        assert (status, "out.jsonl.partial.jsonl is of another run" in err) == (2, True), wrong
+    assert run(*arguments, "--threads", 1) == (0, "")
+
+
+@pytest.mark.parametrize("changed", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"])
+def test_a_model_of_the_same_name_with_another_content_is_another_run(run, interrupted, tmp_path, folder, changed):
+    write(tmp_path / "in.jsonl", numbered())
+    other = shutil.copytree(folder, tmp_path / "model")
+    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 2)
+    interrupted(*arguments, model=str(other))
+    before = (other / changed).read_bytes()
+    flipped = before[:-1] + bytes([before[-1] ^ 1]) if changed == "model.safetensors" else before + b"\n"
+    (other / changed).write_bytes(flipped)
+    status, err = run(*arguments, model=str(other))
+    assert (status, "out.jsonl.partial.jsonl is of another run (another input file, model" in err) == (2, True)
+    (other / changed).write_bytes(before)
+    assert run(*arguments, model=str(other)) == (0, "")
+
+
+@pytest.mark.parametrize("draft", ["model", "corpus"])
+def test_a_draft_of_the_same_name_with_another_content_is_another_run(run, interrupted, tmp_path, folder, save, draft):
+    write(tmp_path / "in.jsonl", numbered())
+    shutil.copytree(folder, tmp_path / "draft")
+    (tmp_path / "corpus.txt").write_text("hello hello\n")
+    given = (
+        ("--draft", tmp_path / "draft") if draft == "model" else ("--draft", "suffix", "--draft-corpus", "corpus.txt")
+    )
+    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 2, *given)
+    interrupted(*arguments)
+    if draft == "model":
+        shutil.rmtree(tmp_path / "draft")
+        shutil.copytree(save(random_model("llama", seed=1), byte_tokenizer(CHAT_TEMPLATE)), tmp_path / "draft")
+    else:
+        (tmp_path / "corpus.txt").write_text("hello hallo\n")
+    status, err = run(*arguments)
+    assert (status, "out.jsonl.partial.jsonl is of another run" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
@@ -367,7 +415,7 @@ def test_a_full_disk_is_one_line_and_what_is_finished_stays(run, tmp_path, monke
             "out.jsonl.partial.jsonl",
             '{"prompt": "x"}\n' * 2,
             ["out.jsonl"],
-            "out.jsonl.partial.jsonl is of another run",
+            "out.jsonl.partial.jsonl is where out.jsonl keeps its finished rows: name another",
         ),
         ("in.jsonl", b"\xff", ["out.jsonl"], "line 1 is not UTF-8 text (byte 0)"),
         ("in.parquet", "PAR1 but no more", ["out.jsonl"], "in.parquet"),
@@ -488,7 +536,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_line_and_nothing_stays(run, t
     write(tmp_path / "in.jsonl", numbered())
     monkeypatch.setattr(os, "fsync", full)
     says = "specbeam: cannot write the output: No space left on device\n"
-    assert run("in.jsonl", "out.jsonl", model=NOT_FETCHED) == (1, says)
+    assert run("in.jsonl", "out.jsonl") == (1, says)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

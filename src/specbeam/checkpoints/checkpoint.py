@@ -22,10 +22,12 @@ from specbeam.checkpoints.architecture import Architecture, tensor_names
 from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.families import ARCHITECTURES
-from specbeam.checkpoints.fingerprint import Extent
+from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.errors import SpecbeamError
 from specbeam.machine import usable_processors
 
+TEXT_FILES = (".json", ".jinja", ".txt", ".model")
+"""Endings of a folder's files that hold its configuration, its tokenizer and its chat template."""
 Piece = tuple[int, Callable[[], object]]
 """How many weights to read, and the function that reads them."""
 
@@ -130,6 +132,20 @@ class Checkpoint(ABC):
     @abstractmethod
     def extents(self) -> list[tuple[Path, list[Extent]]]:
         """Its files of weights, and where in each of them the header and the tensors lie."""
+
+    def fingerprint(self) -> str:
+        """A digest of all that its texts depend on: the weights in samples, the configuration and tokenizer whole.
+
+        Raises:
+            SpecbeamError: a file cannot be read.
+        """
+        folders = [path for path in (self.path, self.adapter and self.adapter.path) if path and path.is_dir()]
+        files = [file for folder in folders for file in sorted(folder.iterdir()) if file.suffix in TEXT_FILES]
+        try:
+            whole = [(file, [Extent(0, file.stat().st_size, whole=True)]) for file in files]
+            return fingerprint([*self.extents, *whole])
+        except OSError as error:
+            raise SpecbeamError(f"{error.filename} cannot be read: {error.strerror}") from error
 
     @property
     def ignored(self) -> tuple[str, ...]:

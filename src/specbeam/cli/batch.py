@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.arguments import (
+    LOOKUPS,
     add_draft_to,
     add_model_to,
     add_options_to,
@@ -23,6 +24,7 @@ from specbeam.cli.arguments import (
     options_of,
 )
 from specbeam.cli.printing import check_writable, one_line
+from specbeam.cli.prompts import read_prompts
 from specbeam.errors import FAILED, SpecbeamError
 from specbeam.options import ARGUMENTS, Options, check_names
 
@@ -50,6 +52,11 @@ COLUMN_TYPES: dict[str, Type] = {
 }
 """The columns that are added to the input's columns: token_ids with --tokens, sequences if there are several."""
 OPTION_NAMES = [field.name for field in fields(Options)]
+SETTINGS_WITHOUT_EFFECT = (
+    *("command", "run", "input", "output", "column", "batch_size"),
+    *("threads", "launcher", "address", "workers", "cpus", "gpus"),
+)
+"""Settings on which no answer depends, or which the fingerprint has in another form. All others are part of it."""
 BATCHES_PER_JOB = 4
 """The rows of a job are this many batches. With few batches, many passes run half empty for the job's last texts."""
 
@@ -213,7 +220,10 @@ def check_output(source: Path, output: Path) -> None:
         raise SpecbeamError(f"{output} has an unknown ending: name it .parquet or .jsonl")
     if output.suffix.lower() == ".parquet" or source.suffix.lower() == ".parquet":
         pyarrow()
-    if output.exists() and not Path(f"{output}.partial.jsonl").exists():
+    finished_rows = Path(f"{output}.partial.jsonl")
+    if source.exists() and finished_rows.exists() and source.samefile(finished_rows):
+        raise SpecbeamError(f"{source} is where {output} keeps its finished rows: name another OUT, or rename it")
+    if output.exists() and not finished_rows.exists():
         raise SpecbeamError(f"{output} is there already: delete it, or name another")
     check_writable(output, output)
 
@@ -244,10 +254,31 @@ def added_columns(source: Path, columns: list[str], tokens: bool, options: Optio
 
 
 def fingerprint(digest: str, column: str, given: argparse.Namespace, options: Options) -> str:
-    """A hash of all that the answers depend on. The number of workers, and their place, is no part of it."""
-    names = ("model", "revision", "backend", "device", "dtype", "quantize", "system", "raw", "tokens")
-    settings = {name: getattr(given, name) for name in (*names, "draft", "draft_corpus")}
-    return hashlib.sha256(json.dumps([column, settings, repr(options), digest]).encode()).hexdigest()
+    """A hash of all that the answers depend on. The number of workers, and their place, is no part of it.
+
+    Raises:
+        SpecbeamError: a model is not there, cannot be fetched, or is damaged.
+    """
+    from specbeam import __version__
+
+    left_out = {*SETTINGS_WITHOUT_EFFECT, *OPTION_NAMES}
+    settings = sorted((name, repr(value)) for name, value in vars(given).items() if name not in left_out)
+    facts = [__version__, column, settings, repr(options), digest, contents(given)]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+
+
+def contents(given: argparse.Namespace) -> list[str]:
+    """Digests of the model with its adapter, of a draft model, and of a draft's corpus. Names stay, contents change."""
+    from specbeam.checkpoints import locate, open_checkpoint
+
+    adapter = None if given.adapter is None else locate(given.adapter)
+    found = [open_checkpoint(locate(given.model, given.revision), adapter).fingerprint()]
+    if given.draft not in (None, *LOOKUPS):
+        found.append(open_checkpoint(locate(given.draft)).fingerprint())
+    if given.draft_corpus is not None:
+        corpus = [prompt for _, prompt in read_prompts(None, given.draft_corpus)]
+        found.append(hashlib.sha256(json.dumps(corpus).encode()).hexdigest())
+    return found
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class FinishedRows:
             self._head = entry
         elif self._head.get("fingerprint") != self._fingerprint:
             raise SpecbeamError(
-                f"{self.path} is of another run (another input file, model or option): give the same again, or "
-                "delete that file to begin anew"
+                f"{self.path} is of another run (another input file, model, option or version): give the same "
+                "again, or delete that file to begin anew"
             )
         elif self._is_answer(entry):  # the row of a damaged answer is made again
             self._keep(entry["row"], place)
