@@ -6,10 +6,17 @@ import shutil
 import subprocess
 import sys
 
+import httpx
 import huggingface_hub
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 from huggingface_hub.utils import filter_repo_objects
 
 import specbeam
@@ -210,6 +217,39 @@ def kept(tmp_path, monkeypatch):
 @pytest.mark.parametrize("pick", [":Q4_K_M", ":m-Q4_K_M.gguf", ""])
 def test_without_network_a_gguf_file_is_found_in_the_cache(kept, pick):
     assert locate(f"org/m-7b{pick}").read_bytes() == b"y" * 1_000_000
+
+
+def answering(error, status):
+    """An answer of the hub in place of the names of a repository's files."""
+
+    def list_repo_files(name, revision=None):
+        raise error(
+            f"{status} for {name}", response=httpx.Response(status, request=httpx.Request("GET", "https://hub"))
+        )
+
+    return list_repo_files
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_while_the_hub_is_down_a_gguf_file_is_found_in_the_cache(kept, monkeypatch, status):
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", answering(HfHubHTTPError, status))
+    assert locate("org/m-7b:Q4_K_M").read_bytes() == b"y" * 1_000_000
+    with pytest.raises(SpecbeamError, match=rf"cannot be fetched \(HfHubHTTPError: {status} for other/m\)"):
+        locate("other/m:Q4_K_M")
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (GatedRepoError, "org/m-7b is gated"),
+        (RepositoryNotFoundError, "the hub has no org/m-7b, or it is private"),
+        (RevisionNotFoundError, "the hub has no org/m-7b"),
+    ],
+)
+def test_what_the_hub_says_of_a_repository_goes_before_the_cache(kept, monkeypatch, error, says):
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", answering(error, 404))
+    with pytest.raises(SpecbeamError, match=says):
+        locate("org/m-7b:Q4_K_M")
 
 
 def test_a_gguf_file_that_is_not_in_the_cache_is_named(kept):

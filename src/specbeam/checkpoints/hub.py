@@ -125,17 +125,20 @@ def _fetch_gguf(repository: str, revision: str | None, pick: str | None, downloa
 def _gguf_files(repository: str, revision: str | None, download: bool) -> list[str]:
     """The names of a repository's GGUF files, from the hub or else from the cache."""
     from huggingface_hub import list_repo_files, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
 
     names: Iterable[str]
     try:
         if not download:
             raise ConnectionError
         names = list_repo_files(repository, revision=revision)
-    except HfHubHTTPError:
+    except (RepositoryNotFoundError, RevisionNotFoundError):  # a gated repository is among them
         raise
-    except Exception:  # no network
-        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[], local_files_only=True))
+    except Exception as error:  # no network, or the hub is down or refuses more requests
+        try:
+            folder = Path(snapshot_download(repository, revision=revision, allow_patterns=[], local_files_only=True))
+        except LocalEntryNotFoundError:
+            raise error from None
         names = (file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf"))
     return sorted(name for name in names if name.endswith(".gguf") and "mmproj" not in name)
 
