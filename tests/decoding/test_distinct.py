@@ -192,3 +192,52 @@ def test_groups_and_drawn_beams_return_each_text_once(spellings):
 def test_distinct_needs_beams(spellings):
     with pytest.raises(SpecbeamError, match="distinct=True has no effect without beams"):
         specbeam.generate(spellings(0)[1], PROMPT, distinct=True)
+
+
+IDS = {"<1>": 4, "<2>": 5, "<3>": 6}  # special tokens: no text shows them
+
+
+@pytest.fixture(scope="module")
+def identifiers(save):
+    """A model whose tokenizer has special tokens for identifiers."""
+    tokenizer = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<e>", *IDS])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
+    changes = TINY | {"vocab_size": 7, "eos_token_id": 3}
+    return specbeam.load(save(random_model("llama", **changes), fast), backend="cpu", dtype="float32")
+
+
+DRAFTS = [None, "ngram", "itself"]
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_identifiers_of_special_tokens_are_different_texts(identifiers, draft):
+    outputs = [*itertools.product(IDS.values(), repeat=2)]
+    options = {"constraint": TokenTrie(outputs), "num_beams": 9, "num_return_sequences": 9}
+    draft = identifiers if draft == "itself" else draft
+    sequences = specbeam.generate(identifiers, [0, 1], draft=draft, **options).sequences
+    assert sorted(tuple(s.token_ids[:-1]) for s in sequences) == outputs
+    assert {s.text for s in sequences} == {""}
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_identifiers_before_a_stop_string_are_different_texts(identifiers, draft):
+    """Two spellings of one text before the stop string are one text, and what follows it makes no difference."""
+    outputs = [[4, 1], [5, 1], [1], [4, 0, 1], [4, 2], [0, 5, 1], [5, 0, 1]]
+    options = {"constraint": TokenTrie(outputs), "num_beams": 7, "num_return_sequences": 7, "stop_strings": "b"}
+    draft = identifiers if draft == "itself" else draft
+    sequences = specbeam.generate(identifiers, [0, 1], draft=draft, **options).sequences
+    before = ["".join({0: "a", 2: "a", 1: ""}.get(t, str(t)) for t in s.token_ids) for s in sequences]
+    assert sorted(before) == sorted(["4", "5", "", "4a", "a5", "5a"])
+    assert sorted(s.text for s in sequences) == ["", "", "", "a", "a", "a"]
+
+
+def test_an_end_token_may_end_a_stop_string(identifiers):
+    ends = {"eos_token_id": [3, 1], "stop_strings": "ab", "num_beams": 4, "num_return_sequences": 4, "distinct": True}
+
+    def allowed(_, ids):
+        return [0, 3] if len(ids) == 2 else [1]  # "ab", or nothing
+
+    result = specbeam.generate(identifiers, [0, 1], max_new_tokens=4, prefix_allowed_tokens_fn=allowed, **ends)
+    assert [s.text for s in result.sequences] == [""]

@@ -23,7 +23,8 @@ class Stopping:
         eos_token_ids: tokens that end the sequence.
         max_length: the largest number of tokens, prompt and generated text together.
         stop_strings: strings that end the sequence when its text contains one.
-        decode: makes text of token ids; None without a tokenizer. Then there are no stop strings.
+        decode: makes text of token ids. It writes special tokens out with ``skip_special_tokens=False``. None without a
+            tokenizer. Then there are no stop strings.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class Stopping:
         eos_token_ids: frozenset[int],
         max_length: int,
         stop_strings: tuple[str, ...],
-        decode: Callable[[list[int]], str] | None,
+        decode: Callable[..., str] | None,
     ) -> None:
         self.eos_token_ids = eos_token_ids
         self._eos = np.array(sorted(eos_token_ids), dtype=np.int64)
@@ -61,15 +62,19 @@ class Stopping:
         return "length" if tree.depths(node) + 1 >= self.max_length else None
 
     def text(self, tree: Tree, node: int) -> str | tuple[int, ...]:
-        """The generated text down to a node, up to the first stop string. Without a tokenizer: tokens, without the end.
+        """The generated text down to a node, up to the first stop string, or without the end token.
 
+        Special tokens are written out, because identifiers may be made of them. Without a tokenizer it is the tokens.
         Two sequences are the same text if it is equal for both.
         """
         tokens = tree.new_tokens(node)
-        if self._decode is None:
-            return tuple(tokens[:-1] if tokens[-1] in self.eos_token_ids else tokens)
-        text = self._decode(tokens)
-        return text[: min((at for s in self.stop_strings if (at := text.find(s)) >= 0), default=len(text))]
+        if self._decode is not None and self.stop_strings:
+            shown = self._decode(tokens)  # a stop string is one of the shown text
+            if found := [at for s in self.stop_strings if (at := shown.find(s)) >= 0]:
+                return self._decode(tokens, skip_special_tokens=False).removesuffix(shown[min(found) :])
+        if tokens[-1] in self.eos_token_ids:
+            tokens = tokens[:-1]
+        return tuple(tokens) if self._decode is None else self._decode(tokens, skip_special_tokens=False)
 
     def _text_end(self, tree: Tree, node: int) -> TextEnd:
         """The end of the generated text down to a node."""
