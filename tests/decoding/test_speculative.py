@@ -195,6 +195,29 @@ def test_a_perfect_draft_saves_passes(tiny):
     assert beams.stats.target_passes <= 6
 
 
+RAISED = {
+    "all tokens": {"logit_bias": dict.fromkeys(range(259), 3.0)},
+    "one token": {"logit_bias": {5: 10_000.0}},
+    "frequent tokens": {"frequency_penalty": -1.0},
+    "present tokens": {"presence_penalty": -2.0},
+    "a caller's": {"logits_processor": lambda ids, scores: scores * 0.5 + 7},
+}
+
+
+@pytest.mark.parametrize("raised", RAISED.values(), ids=RAISED)
+@pytest.mark.filterwarnings("error")
+def test_a_perfect_draft_saves_passes_where_scores_are_raised_above_0(tiny, raised):
+    _, lm = tiny("llama")
+    sizes = {"num_draft_tokens": 8, "draft_width": 8, "draft_budget": 8}
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, **raised}
+    result = specbeam.generate(lm, [*range(50)], draft=lm, trace=True, **sizes, **options)
+    assert result.token_ids == specbeam.generate(lm, [*range(50)], **options).token_ids
+    assert result.stats.target_passes <= 20
+    guesses = [guess for entry in result.trace for guess in entry["drafted"]]
+    assert len(guesses) >= 8
+    assert not [guess for guess in guesses if guess["parent"] is None and guess["beam"] is None]
+
+
 LOW_TOKENS = [*range(10, 40), 12, 15, *range(10, 20)]
 
 

@@ -83,7 +83,8 @@ class ModelDrafter:
                     return DECLINED
                 break
             spent += sizes.draft_cost(expanded)
-            level, at = yield from self._next_level(level[:expanded], at[:expanded], sizes.widths[-1], vocab)
+            level, at = level[:expanded], at[:expanded]
+            level, at = yield from self._next_level(level, at, sizes.widths[-1], vocab, normalized=True)
             nodes, totals = np.concatenate([nodes, level]), np.concatenate([totals, at])
             chances = np.exp(totals - scores[0])
             depth += 1
@@ -105,9 +106,18 @@ class ModelDrafter:
             nodes = np.concatenate([nodes, level])
         return Guesses(nodes[: self.pace.most_guesses], width=width)
 
-    def _next_level(self, level: Nodes, at: NDArray[np.float64], width: int, vocab: int) -> Any:
-        """The likeliest continuations of a level, and their scores, the likeliest first."""
+    def _next_level(
+        self, level: Nodes, at: NDArray[np.float64], width: int, vocab: int, normalized: bool = False
+    ) -> Any:
+        """The likeliest continuations of a level, and their scores, the likeliest first.
+
+        Args:
+            normalized: no score may be above 0, because it is a chance. Beam search adds up the raised scores as they
+                are, so guesses below beams need these.
+        """
         log_probs = self._log_probs(level, (yield Evaluate(level, drafting=True, vocab=vocab)))
+        if normalized and self.process.raises:
+            log_probs = log_probs.log_softmax(-1).nan_to_num(nan=MASKED, neginf=MASKED)  # NaN where no token may follow
         # The likeliest of each node: the likeliest of the level are among them.
         values, tokens = top(log_probs, min(width, self.vocab_size))
         totals = at[:, None] + values.double().cpu().numpy()
