@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import specbeam
-from specbeam.decoding import alternatives
+from specbeam import Engine
+from specbeam.decoding import Evaluate, Hypothesis, alternatives
 from specbeam.decoding.alternatives import Alternatives
 from specbeam.tree import Tree
 from tests.conftest import EOS, random_model
@@ -168,3 +169,29 @@ def test_alternatives_of_dropped_nodes_take_no_memory():
     rows = sum(trace.size for trace in held.statistics("filename")) / (50 * 24)  # a float of 24 bytes per token
     assert rows < 40 * 8  # 40 live nodes, of 640
     assert [*remembered.after(tree.tip)] == logits[0].topk(50).indices.tolist()
+
+
+def test_no_alternatives_are_known_where_a_strategy_added_a_token_unasked(tiny):
+    model, lm = tiny("llama")
+
+    def strategy(setup, drafter):
+        tree = setup.tree
+        (first,) = tree.add(tree.tip, 5, -1.0)  # the prompt's end was not evaluated
+        logits = yield Evaluate(np.array([first]))
+        (second,) = tree.add(first, 6, float(logits[0].log_softmax(-1)[6]))
+        return [Hypothesis(int(second), 0.0, "length")]
+
+    engine = Engine(lm)
+    request = engine.submit([1, 2, 3], {"top_logprobs": 2}, strategy=strategy)
+    engine.run()
+    (sequence,) = request.result().sequences
+    unknown, known = sequence.top_logprobs
+    assert (sequence.token_ids, unknown) == ([5, 6], {})
+    assert [*known] == log_probs_of_model(model, [1, 2, 3], [5, 6])[1].topk(2).indices.tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}])
+def test_no_alternatives_may_be_asked_for_with_any_vocabulary(tiny, options):
+    lm = tiny("llama", vocab_size=20, eos_token_id=7, bos_token_id=1)[1]
+    result = specbeam.generate(lm, [1, 2], max_new_tokens=3, min_new_tokens=3, top_logprobs=0, **options)
+    assert result.sequences[0].top_logprobs == [{}, {}, {}]

@@ -38,5 +38,8 @@ class Alternatives:
             self._most_rows = max(2 * len(self._rows), MIN_FORGOTTEN_ROWS)
 
     def after(self, node: int) -> dict[int, float]:
-        """The log-probabilities of the k likeliest tokens after an evaluated live node, the likeliest first."""
-        return self._rows[node]
+        """The log-probabilities of the k likeliest tokens after a live node, the likeliest first.
+
+        Empty after a node that was not evaluated: a strategy of the caller may add tokens without the model's logits.
+        """
+        return self._rows.get(node, {})

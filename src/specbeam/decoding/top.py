@@ -19,7 +19,7 @@ def top(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
         RuntimeError: k is more than n.
     """
     n = scores.shape[-1]
-    if scores.device.type != "cpu" or n < 16 * BLOCK_SIZE * k:
+    if scores.device.type != "cpu" or n < 16 * BLOCK_SIZE * max(1, k):
         found = scores.topk(k)
         return found.values, found.indices
     whole = n // BLOCK_SIZE * BLOCK_SIZE
