@@ -1,5 +1,7 @@
 """Options: ranges, contradictions, and what a checkpoint may fill in."""
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,10 @@ from specbeam import Options, SpecbeamError
         {"logit_bias": {3: "much"}},
         {"logit_bias": {3: float("inf")}},
         {"logit_bias": {3: float("nan")}},
+        {"logit_bias": {3: 10_001}},
+        {"logit_bias": {3: -1e9}},
+        {"logit_bias": {3: 1, "3": 2}},
+        {"logit_bias": {2**63: 1.0}},
         {"bad_words_ids": 3},
         {"bad_words_ids": [3]},
         {"bad_words_ids": ["Paris"]},
@@ -42,6 +48,8 @@ from specbeam import Options, SpecbeamError
         {"bad_words_ids": [[]]},
         {"bad_words_ids": [[-1]]},
         {"bad_words_ids": [[1.5]]},
+        {"bad_words_ids": [b"ab"]},
+        {"bad_words_ids": [[2**63]]},
         {"distinct": "yes", "num_beams": 2},
         {"repetition_penalty": 0},
         {"seed": -1},
@@ -69,6 +77,41 @@ def test_values_out_of_range_are_refused_by_name_and_value(wrong):
         Options(**wrong)
     assert "give" in str(error.value)
     assert name in ("stop_strings", "eos_token_id") or repr(value) in str(error.value)
+
+
+@pytest.mark.parametrize("digits", [400, 5000])  # Python writes out no more than 4300
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_new_tokens",
+        "temperature",
+        "top_k",
+        "repetition_penalty",
+        "frequency_penalty",
+        "seed",
+        "num_beams",
+        "length_penalty",
+        "diversity_penalty",
+        "num_draft_tokens",
+        "eos_token_id",
+        "top_logprobs",
+    ],
+)
+def test_huge_numbers_are_refused_in_a_short_message(name, digits):
+    with pytest.raises(SpecbeamError, match=rf"^{name}=.* is not allowed: give .{{1,300}}$"):
+        Options(**{name: 10**digits})
+    with pytest.raises(SpecbeamError, match=f"^{name}="):
+        Options(**{name: -Fraction(10**digits)})
+
+
+def test_a_checkpoints_huge_number_is_refused():
+    with pytest.raises(SpecbeamError, match=r"generation_config.json: repetition_penalty="):
+        Options().with_defaults({"repetition_penalty": 10**400})
+
+
+def test_a_bias_may_be_as_large_as_it_ever_counts():
+    bias = {0: 10_000, 1: -10_000.0, 2: float("-inf")}
+    assert Options(logit_bias=bias).logit_bias == bias
 
 
 @pytest.mark.parametrize("wrong", [{"do_sample": False, "top_p": 0.5}, {"do_sample": True, "temperature": 0}])

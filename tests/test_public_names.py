@@ -4,6 +4,8 @@ import inspect
 import pydoc
 import subprocess
 import sys
+from copy import copy
+from dataclasses import replace
 
 import pytest
 
@@ -68,6 +70,9 @@ def test_nbest_has_four_beams_unless_told_otherwise(lm):
     for options in (None, Options(max_new_tokens=4), {"max_new_tokens": 4}):
         assert len([*specbeam.nbest(lm, [1, 2], options, max_new_tokens=4)]) == 4
     assert len([*specbeam.nbest(lm, [1, 2], Options(num_beams=2), max_new_tokens=4)]) == 2
+    for said, count in ({"num_beams": 3, "num_return_sequences": 1}, 1), ({"num_beams": 1}, 1), ({"num_beams": 3}, 3):
+        for options in (said, Options(**said), replace(Options(**said), max_new_tokens=4), copy(Options(**said))):
+            assert len([*specbeam.nbest(lm, [1, 2], options, max_new_tokens=4)]) == count
     with pytest.raises(SpecbeamError, match="unknown option 'beams': did you mean 'num_beams'"):
         specbeam.nbest(lm, [1, 2], beams=3)
 

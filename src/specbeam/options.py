@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
+from numbers import Integral, Rational, Real
 from typing import Any
 
 from specbeam.errors import SpecbeamError
@@ -15,6 +16,10 @@ MAX_DRAFT_SIZES = {"num_draft_tokens": 64, "draft_width": 1024, "draft_budget": 
 NEUTRAL_VALUES = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 """The options that shape the distribution tokens are drawn from, and the values with which they leave it alone."""
 SAMPLING_OPTIONS = tuple(NEUTRAL_VALUES)
+MAX_SHOWN_CHARACTERS = 200
+"""Messages show this much of a wrong value."""
+MAX_LOGIT_BIAS = 10_000
+"""The sum of such biases over a text stays far from the scores that mark forbidden texts."""
 BEAM_OPTIONS = ("length_penalty", "early_stopping", "distinct")
 """Options that have no effect without beams, None if they are not given."""
 FILLED_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size")
@@ -30,6 +35,10 @@ def check_names(given: Iterable[str], names: Sequence[str], kind: str) -> None:
             near = nearest_name(str(name), names)
             hint = f"did you mean {near!r}?" if near else f"there are {', '.join(names)}"
             raise SpecbeamError(f"unknown {kind} {name!r}: {hint}")
+
+
+class NotGiven(int):
+    """The default of an option. The same number is another type where a caller gives it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +63,17 @@ class Options:
         no_repeat_ngram_size: no n-gram of this size comes twice, in prompt and text together [0: off].
         frequency_penalty, presence_penalty: OpenAI's, -2 to 2. For each token that the text (without the prompt) has
             count times, its score loses count * frequency_penalty + presence_penalty.
-        logit_bias: OpenAI's: numbers that are added to the scores of tokens, by token id. -inf forbids a token.
+        logit_bias: OpenAI's: numbers that are added to the scores of tokens, by token id. They are -10000 to 10000, or
+            -inf, which forbids a token.
         bad_words_ids: token id lists. The text contains none of them, but the prompt may. A list of one end token alone
             has no effect, as in transformers [the checkpoint's].
         num_beams: the number of beams of beam search. 1 is greedy search or sampling. More than 1 with sampling is beam
             sampling.
         num_return_sequences: the number of texts to return: of beams the best finished ones, else independent samples.
-        distinct: the texts that beam search returns differ as decoded texts. Of texts that decode alike the best is
-            kept, and another text takes the place of each further one (docs/exactness.md). Without a tokenizer, texts
-            differ by their tokens without the end token [True under a constraint, else False, as in transformers].
+        distinct: the texts that beam search returns differ as decoded texts, with special tokens written out and
+            without the end token. Of texts that decode alike the best is kept, and another text takes the place of each
+            further one (docs/exactness.md). Without a tokenizer, texts differ by their tokens without the end token
+            [True under a constraint, else False, as in transformers].
         length_penalty: beams compete by log-probability / length ** length_penalty. A value over 0 favours long texts
             [1.0].
         early_stopping: True stops beam search when num_beams texts are finished. False stops it when the best beam, if
@@ -115,8 +126,8 @@ class Options:
     logit_bias: Any = None
     bad_words_ids: Any = None
     seed: int | None = None
-    num_beams: int = 1
-    num_return_sequences: int = 1
+    num_beams: int = NotGiven(1)  # nbest has other defaults
+    num_return_sequences: int = NotGiven(1)
     distinct: bool | None = None
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
@@ -156,7 +167,7 @@ class Options:
         self._check("stop_strings", all(stops), "text that is not empty")
         if self.eos_token_id is not None:
             ids = self._make_tuple("eos_token_id", self.eos_token_id, Integral)
-            self._check("eos_token_id", all(i >= 0 for i in ids), "token ids")
+            self._check("eos_token_id", all(0 <= i < 2**63 for i in ids), "token ids")
 
     def _check_sampling(self) -> None:
         for name in SAMPLING_OPTIONS:
@@ -198,14 +209,17 @@ class Options:
         given = self.logit_bias
         if given is None:
             return
-        self._check("logit_bias", isinstance(given, Mapping), "a number for each token id, such as {50256: -100}")
+        numbers = f"numbers from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}, or -inf, by token id, such as {{50256: -100}}"
+        self._check("logit_bias", isinstance(given, Mapping), numbers)
         whole = all(isinstance(token, Integral | str) and not isinstance(token, bool) for token in given)
         try:  # keys of JSON objects are texts
             bias = {int(token): float(value) for token, value in given.items()} if whole else {-1: 0.0}
         except (TypeError, ValueError, OverflowError):
             bias = {-1: 0.0}
         for token, value in bias.items():
-            self._check("logit_bias", token >= 0 and value < float("inf"), "token ids with numbers")
+            in_range = abs(value) <= MAX_LOGIT_BIAS or value == float("-inf")
+            self._check("logit_bias", 0 <= token < 2**63 and in_range, numbers)
+        self._check("logit_bias", len(bias) == len(given), 'each token id once: 5 and "5" are the same one')
         object.__setattr__(self, "logit_bias", bias)
 
     def _make_bad_words(self) -> None:
@@ -214,12 +228,12 @@ class Options:
             return
         allowed = "lists of token ids, such as lm.tokenizer([...], add_special_tokens=False).input_ids"
         try:
-            words = tuple(() if isinstance(word, str) else tuple(word) for word in given)
+            words = tuple(() if isinstance(word, str | bytes) else tuple(word) for word in given)
         except TypeError:
             words = ((),)
         for word in words:
             whole = all(isinstance(token, Integral) and not isinstance(token, bool) for token in word)
-            self._check("bad_words_ids", bool(word) and whole and all(token >= 0 for token in word), allowed)
+            self._check("bad_words_ids", bool(word) and whole and all(0 <= token < 2**63 for token in word), allowed)
         object.__setattr__(self, "bad_words_ids", tuple(tuple(map(int, word)) for word in words))
 
     def _check_beams(self) -> None:
@@ -367,7 +381,7 @@ class Options:
 
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
-            raise SpecbeamError(f"{name}={getattr(self, name)!r} is not allowed: give {allowed}")
+            raise SpecbeamError(f"{name}={_shown(getattr(self, name))} is not allowed: give {allowed}")
 
     def _make_number(self, name: str, make: type) -> None:
         """Check the kind of an option and make it a Python number. It may be a NumPy number."""
@@ -376,7 +390,10 @@ class Options:
             return
         kind, number = (Integral, "a whole number") if make is int else (Real, "a number")
         self._check(name, isinstance(value, kind) and not isinstance(value, bool), number)
-        object.__setattr__(self, name, make(value))
+        whole = isinstance(value, Rational)  # Python's are of any size
+        self._check(name, not whole or abs(value) < 2**63, f"{number} between -2**63 and 2**63")
+        if not isinstance(value, NotGiven):
+            object.__setattr__(self, name, make(value))
 
     def _make_tuple(self, name: str, value: Any, kind: type) -> tuple[Any, ...]:
         """Check one value or several and make them a tuple."""
@@ -394,13 +411,27 @@ _DEFAULTS = {field.name: field.default for field in fields(Options)}
 
 
 def given_options(options: Options | Mapping[str, Any] | None) -> dict[str, Any]:
-    """The options that differ from their defaults, or all of a mapping.
+    """The options that were given or differ from their defaults, or all of a mapping.
 
     Raises:
         SpecbeamError: the value is neither.
     """
     if isinstance(options, Options):
-        return {name: value for name, default in _DEFAULTS.items() if (value := getattr(options, name)) != default}
+        return {
+            name: value
+            for name, default in _DEFAULTS.items()
+            if (value := getattr(options, name)) != default
+            or (isinstance(default, NotGiven) and not isinstance(value, NotGiven))
+        }
     if options is not None and not isinstance(options, Mapping):
         raise SpecbeamError(f"options={options!r} is not allowed: give Options or a mapping, or options by their names")
     return {**(options or {})}
+
+
+def _shown(value: Any) -> str:
+    """A value as messages show it: not all of it if it is long."""
+    try:
+        text = repr(value)
+    except ValueError:
+        return f"(a number of more than {sys.get_int_max_str_digits()} digits)"
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
