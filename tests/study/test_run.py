@@ -139,6 +139,33 @@ def test_another_model_may_judge(words, save, tmp_path):
     assert all({*s["perplexity"]} == {"target", str(other)} for s in scores.values())
 
 
+def test_each_methods_own_model_measures_the_perplexity_of_its_texts(words, tmp_path):
+    """Models that are loaded in two ways give the same short texts, and other probabilities."""
+    words = [word for word in words if not word.startswith("load.")]
+    given = "methods={exact: {mode: greedy, quantize: float32}, small: {mode: greedy, quantize: int4}}"
+    assert study(*words, given, "load.backend=cpu", "decode.max_new_tokens=1") == 0
+    _, records, scores = results.read(tmp_path / "run")
+    by_key = {record["key"]: record for record in records}
+    same = [key for key in by_key if by_key[key]["token_ids"] == by_key[key.replace("exact", "small")]["token_ids"]]
+    assert any(key.startswith("exact") for key in same)
+    for record in records:
+        expected = math.exp(-record["beams"][0]["log_prob"] / len(record["token_ids"]))
+        assert scores[record["key"]]["perplexity"]["target"] == pytest.approx(expected, rel=1e-12)
+
+
+def test_another_base_model_of_an_adapter_is_another_run(small, save, tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    base = save(random_model("llama"))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    words = [*small("run")[1:], f"target_model={tmp_path / 'adapter'}", "metrics.perplexity=[]"]
+    assert study(*words) == 0
+    random_model("llama", seed=1).save_pretrained(base)
+    capsys.readouterr()
+    assert study(*words) == 2
+    assert "holds another run (models." in capsys.readouterr().err
+
+
 def test_methods_take_turns_to_be_first():
     made = check(compose(["prompts=[hi]", "decode.mode=[greedy,speculative,beam]"]))
     rows = [Row(str(i), ["a"]) for i in range(3)]

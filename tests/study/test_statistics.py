@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbeam import SpecbeamError
-from specbeam.study.statistics import Estimate, bootstrap_mean, holm, paired_ratio
+from specbeam.study import words
+from specbeam.study.statistics import Comparison, Estimate, bootstrap_mean, holm, paired_ratio
 
 scipy_stats = pytest.importorskip("scipy.stats")
 
@@ -15,6 +16,22 @@ def test_a_mean_without_spread_has_an_interval_without_width():
     assert bootstrap_mean([]) is None
     same = bootstrap_mean([2.5] * 7)
     assert (same.mean, same.low, same.high, same.n) == (2.5, 2.5, 2.5, 7)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [0.7, 1e-9, 123.4])
+def test_values_that_differ_by_rounding_have_an_interval_without_width(value):
+    values = [value] * 4 + [float(np.nextafter(value, np.inf))]
+    found = bootstrap_mean(values)
+    assert (found.low, found.high) == pytest.approx((value, value), rel=1e-12)
+    ratio = paired_ratio([1.0] * 4 + [float(np.nextafter(1.0, 2))], [1.0] * 5)
+    assert (ratio.low, ratio.high) == pytest.approx((1, 1), rel=1e-12)
+
+
+@pytest.mark.parametrize("ends", [(None, None), (float("nan"), float("nan")), (1.1, float("inf"))])
+def test_an_interval_without_finite_ends_settles_nothing(ends):
+    assert not Comparison(1.2, *ends, 0.01, 9).settled
+    assert not words.settled({"low": ends[0], "high": ends[1]})
 
 
 @pytest.mark.parametrize("values", [[0.1], [0.1, 0.1], [1.0, 2.0, 9.0], [0, 0, 0, 1]])

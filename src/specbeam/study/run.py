@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from specbeam.checkpoints import locate
+from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import write_whole
 from specbeam.jobs.crew import Crew
@@ -212,19 +212,22 @@ def _generate(
 
 
 def _score(study: Study, config: Mapping[str, Any], run: Run, work: Work | None) -> None:
-    """Add perplexities, and whether programs pass their tests, where they are missing. Equal texts are scored once."""
+    """Add perplexities, and whether programs pass their tests, where they are missing.
+
+    Equal texts from models that were loaded in the same way are scored once.
+    """
     left = [r for r in run.records.values() if r["error"] is None and r["key"] not in run.scores]
     if not left or not (study.metrics.perplexity or any(r["problem"] for r in left)):
         return
     from specbeam.study.execution import completion_of, passes
 
     work = work or make_work(config)()
+    loads = {method.name: sorted(method.load.items()) for method in methods(study)}
     known: dict[str, dict[str, Any]] = {}
     for record in left:
         # Passes over several beams may round otherwise than passes over one text, in the last bit.
-        same = json.dumps(
-            [record["mode"] in ("beam", "speculative-beam"), _said(record, run.records), record["token_ids"]]
-        )
+        beams = record["mode"] in ("beam", "speculative-beam")
+        same = json.dumps([loads[record["method"]], beams, _said(record, run.records), record["token_ids"]])
         if same not in known:
             scores: dict[str, Any] = {"perplexity": {}, "passed": None}
             for name in study.metrics.perplexity:
@@ -259,10 +262,14 @@ def _summarize(study: Study, records: list[Record], scores: Mapping[str, Any]) -
 
 
 def _sources(study: Study) -> dict[str, Path]:
-    """The path of every model. A model that cannot be found is an error before anything is written."""
+    """The path of every model, and of the base model of an adapter. One that is not there is an error at once."""
     wanted = [study.target_model, *(m.draft for m in methods(study)), *study.metrics.perplexity]
     names = dict.fromkeys(name for name in wanted if name not in (None, "ngram", "suffix", "target"))
-    return {str(name): locate(str(name)) for name in names}
+    found = {str(name): locate(str(name)) for name in names}
+    for name, path in [*found.items()]:
+        if (checkpoint := open_checkpoint(path)).adapter is not None:
+            found[f"{name} (base model)"] = checkpoint.path
+    return found
 
 
 def _yaml(config: Mapping[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,15 +51,17 @@ class Comparison:
     @property
     def settled(self) -> bool:
         """Whether the measurements settle which quantity is larger: there is an interval, and it excludes 1."""
-        return self.low is not None and self.high is not None and not self.low <= 1 <= self.high
+        ends = [end for end in (self.low, self.high) if end is not None and math.isfinite(end)]
+        return len(ends) == 2 and not ends[0] <= 1 <= ends[1]
 
 
 def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Estimate | None:
     """The mean and its bias-corrected and accelerated bootstrap interval (BCa; Efron 1987).
 
-    Equal values have an interval without width. Without values there is no mean: None.
+    Equal values have an interval without width, and so have values that differ by their rounding only. Without values
+    there is no mean: None.
     """
-    from scipy.stats import bootstrap
+    from scipy.stats import DegenerateDataWarning, bootstrap
 
     if not len(values):
         return None
@@ -66,15 +70,19 @@ def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, seed: int 
         return Estimate(mean, None, None, len(values))
     if min(values) == max(values):
         return Estimate(mean, mean, mean, len(values))
-    found = bootstrap(
-        (np.asarray(values, dtype=np.float64),),
-        np.mean,
-        n_resamples=BOOTSTRAP_RESAMPLES,
-        confidence_level=confidence,
-        method="BCa",
-        rng=np.random.default_rng(seed),
-    )
+    with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+        warnings.simplefilter("ignore", DegenerateDataWarning)  # BCa divides by 0: see below
+        found = bootstrap(
+            (np.asarray(values, dtype=np.float64),),
+            np.mean,
+            n_resamples=BOOTSTRAP_RESAMPLES,
+            confidence_level=confidence,
+            method="BCa",
+            rng=np.random.default_rng(seed),
+        )
     low, high = map(float, found.confidence_interval)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        low = high = mean
     return Estimate(mean, low, high, len(values))
 
 

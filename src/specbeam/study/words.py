@@ -27,8 +27,8 @@ def between(estimate: Mapping[str, Any], scale: float = 1.0) -> str:
 
 def settled(comparison: Mapping[str, Any]) -> bool:
     """Whether measurements settle which of two quantities is larger: their ratio's interval excludes 1."""
-    low, high = comparison.get("low"), comparison.get("high")
-    return low is not None and high is not None and not low <= 1 <= high
+    ends = [end for end in (comparison.get("low"), comparison.get("high")) if end is not None and math.isfinite(end)]
+    return len(ends) == 2 and not ends[0] <= 1 <= ends[1]
 
 
 def too_few(n: int | None) -> str:
