@@ -273,10 +273,10 @@ def without_b(folder):
     )
 
 
-def with_tensor(name):
+def with_tensor(name, shape=(4,)):
     def change(folder):
         tensors = load_file(folder / "adapter_model.safetensors")
-        save_file(tensors | {name: torch.ones(4)}, folder / "adapter_model.safetensors")
+        save_file(tensors | {name: torch.ones(shape)}, folder / "adapter_model.safetensors")
 
     return change
 
@@ -316,6 +316,13 @@ def truncated(folder):
         ),
         (with_tensor("model.norm.weight"), "the tensor model.norm.weight cannot be merged"),
         (with_tensor("base_model.model.model.extra.weight"), "model.extra.weight, which the base model lacks"),
+        (with_tensor("base_model.model.lm_head.weight", ()), r"damaged: lm_head.weight has the shape \[\]"),
+        (with_tensor("base_model.model.lm_head.weight"), r"damaged: lm_head.weight has the shape \[4\]"),
+        (
+            with_tensor("base_model.model.model.embed_tokens.weight", ()),
+            r"damaged: model.embed_tokens.weight has the shape \[\]",
+        ),
+        (with_tensor("base_model.model.model.norm.weight", ()), r"norm.weight"),
         (as_pickle, "has no adapter_model.safetensors, and pickles .* are never opened"),
         (outside, "Only files inside the folder are read"),
         (truncated, "damaged or not a safetensors file"),

@@ -303,9 +303,9 @@ def _resize(model: Any, adapter: Adapter) -> None:
     both = [
         names[module] for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module in names
     ]
-    rows = [adapter.shapes[adapter.replaced[name]][0] for name in both if name in adapter.replaced]
-    if len(rows) == 2 and rows[0] == rows[1]:
-        model.resize_token_embeddings(rows[0], mean_resizing=False)
+    vocab_sizes = adapter.vocab_sizes(both)
+    if len(vocab_sizes) == 2 and vocab_sizes[0] == vocab_sizes[1]:
+        model.resize_token_embeddings(vocab_sizes[0], mean_resizing=False)
 
 
 def _context_length(config: Any) -> int:

@@ -118,6 +118,23 @@ class Adapter:
         rows, columns = self.shapes[update.b][0], self.shapes[update.a][1]
         return (columns, rows) if update.embedding else (rows, columns)
 
+    def vocab_sizes(self, names: Collection[str]) -> list[int]:
+        """The number of tokens in those of the adapter's own tensors that replace an embedding or a head.
+
+        Args:
+            names: of the embedding and the head, in the base model.
+
+        Raises:
+            SpecbeamError: the adapter's tensor is no matrix.
+        """
+        shapes = {name: self.shapes[self.replaced[name]] for name in names if name in self.replaced}
+        for name, shape in shapes.items():
+            if len(shape) != 2 or not shape[0]:
+                raise SpecbeamError(
+                    f"{self.path} is damaged: {name} has the shape {list(shape)}, not one row for each token"
+                )
+        return [tokens for tokens, _ in shapes.values()]
+
     def replacement(self, name: str) -> Tensor:
         """The new tensor in place of one that is replaced."""
         with safe_open(self.weights, "pt") as tensors:

@@ -105,14 +105,14 @@ class FolderCheckpoint(Checkpoint):
         names = ARCHITECTURES[config.architecture].folder_tensors
         both = [f"{names['embedding']}.weight", f"{names['head']}.weight"]
         self._tied = both if config.tied_head else []
-        rows = [adapter.shapes[adapter.replaced[name]][0] for name in both if name in adapter.replaced]
+        vocab_sizes = adapter.vocab_sizes(both)
         embedding, head = map(self._stored, both)
-        if rows and config.tied_head and embedding in self._shapes:  # from now on the two are different
+        if vocab_sizes and config.tied_head and embedding in self._shapes:  # from now on the two are different
             self._places[head], self._shapes[head] = self._places[embedding], self._shapes[embedding]
         for name, new in adapter.replaced.items():
             stored = self._stored(name)
             self._places[stored], self._shapes[stored] = (adapter.weights, new), adapter.shapes[new]
-        return replace(config, tied_head=False, vocab_size=rows[0]) if rows else config
+        return replace(config, tied_head=False, vocab_size=vocab_sizes[0]) if vocab_sizes else config
 
     @cached_property
     def tokenizer(self) -> Any:
