@@ -21,7 +21,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.checkpoints import locate
+from specbeam.checkpoints import locate, packed
 from specbeam.cli import main
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model
@@ -261,10 +261,8 @@ def test_a_gguf_file_that_is_not_in_the_cache_is_named(kept):
 
 def test_models_of_the_hub_are_listed_and_removed_with_their_packed_weights(kept, capsys):
     (kept / "home/packed").mkdir(parents=True)
-    packed = [
-        kept / f"home/packed/models--org--{name}-int8-{'0' * 16}.weights" for name in ("m", "m--m-Q4_K_M", "m-7b")
-    ]
-    for file in packed:
+    files = [kept / f"home/packed/models--org--{name}-int8-{'0' * 16}.weights" for name in ("m", "m--m-Q4_K_M", "m-7b")]
+    for file in files:
         file.write_bytes(b"z" * 500_000)
     assert main(["models", "list", "--json"]) == 0
     found = {model["name"]: model for model in json.loads(capsys.readouterr().out)}
@@ -275,7 +273,7 @@ def test_models_of_the_hub_are_listed_and_removed_with_their_packed_weights(kept
     assert second == f"removed its packed weights: 1 MB from {kept / 'home/packed'}"
     assert not (kept / "models--org--m").exists()
     assert (kept / "models--org--m-7b/blobs/1").exists()
-    assert [file.exists() for file in packed] == [False, False, True]
+    assert [file.exists() for file in files] == [False, False, True]
     assert main(["models", "rm", "org/m"]) == 2
     assert "org/m is no fetched model" in capsys.readouterr().err
 
@@ -293,6 +291,65 @@ def test_only_the_named_repository_is_removed_of_several_with_one_commit(tmp_pat
         assert main(["models", "rm", name]) == 0
         assert capsys.readouterr().out == f"removed {name}: 1 MB from {models.pop(name)}\n"
         assert {*tmp_path.iterdir()} == {*models.values(), *data}
+
+
+def test_an_unfinished_first_download_is_listed_and_removed(kept, capsys):
+    repository = kept / "models--org--m"
+    shutil.rmtree(repository / "snapshots")
+    (repository / "blobs/1").rename(repository / "blobs/1.incomplete")
+    assert main(["models", "list", "--json"]) == 0
+    (found,) = [model for model in json.loads(capsys.readouterr().out) if model["name"] == "org/m"]
+    assert found["bytes_on_disk"] == 3_000_000
+    assert main(["models", "rm", "org/m"]) == 0
+    assert capsys.readouterr().out == f"removed org/m: 3 MB from {repository}\n"
+    assert not repository.exists()
+
+
+def test_a_repository_behind_a_link_is_not_removed(kept, tmp_path_factory, capsys):
+    elsewhere = tmp_path_factory.mktemp("disk") / "m"
+    repository = (kept / "models--org--m").rename(elsewhere)
+    (kept / "models--org--m").symlink_to(elsewhere)
+    assert main(["models", "rm", "org/m"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"models--org--m is a link to {elsewhere}: remove both yourself. Nothing was removed" in err
+    assert (kept / "models--org--m").is_symlink()
+    assert (repository / "blobs/1").exists()
+
+
+def test_what_another_user_owns_is_not_reported_as_removed(kept, monkeypatch, capsys):
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refuse)
+    assert main(["models", "rm", "org/m"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert "models--org--m cannot be removed whole: [Errno 13] Permission denied" in err
+
+
+def test_bytes_that_stay_on_the_disk_are_not_reported_as_removed(kept, tmp_path_factory, capsys):
+    elsewhere = tmp_path_factory.mktemp("disk") / "blobs"
+    (kept / "models--org--m/blobs").rename(elsewhere)
+    (kept / "models--org--m/blobs").symlink_to(elsewhere)
+    assert main(["models", "rm", "org/m"]) == 0
+    assert "removed org/m: 0 MB" in capsys.readouterr().out
+    assert (elsewhere / "1").exists()
+
+
+@pytest.mark.parametrize("length", [30, 78, 79, 96])
+def test_packed_weights_of_a_long_name_are_removed(kept, capsys, length):
+    name = "org/" + "m" * (length - 4)
+    repository = (kept / "models--org--m").rename(kept / f"models--{name.replace('/', '--')}")
+    (kept / "home/packed").mkdir(parents=True)
+    labels = [packed.label(file) for file in (repository / f"snapshots/{'d' * 40}", *repository.rglob("*.gguf"))]
+    files = [kept / f"home/packed/{label}-int8-{'0' * 32}.weights" for label in labels]
+    for file in files:
+        file.write_bytes(b"z" * 500_000)
+    assert main(["models", "rm", name]) == 0
+    assert "removed its packed weights: 1 MB" in capsys.readouterr().out
+    assert [file.exists() for file in files] == [False, False]
 
 
 def test_show_fetches_nothing(kept, monkeypatch, capsys):

@@ -93,3 +93,16 @@ def test_rm_removes_a_fetched_alias_and_nothing_else(capsys, index, tmp_path, sa
     assert main(["models", "rm", str(folder)]) == 2
     assert "Files and folders of your own are yours to remove" in capsys.readouterr().err
     assert (folder / "config.json").exists()
+
+
+@pytest.mark.parametrize("linked", ["toy.gguf", "toy.wheels"])
+def test_rm_of_an_alias_removes_nothing_if_a_part_is_a_link(capsys, index, tmp_path, linked):  # noqa: F811
+    assert main(["models", "pull", "toy"]) == 0
+    folder, disk = tmp_path / "home/models", tmp_path / "disk"
+    (folder / "toy.wheels").mkdir(exist_ok=True)
+    (folder / linked).rename(disk)
+    (folder / linked).symlink_to(disk)
+    capsys.readouterr()
+    assert main(["models", "rm", "toy"]) == 2
+    assert f"{linked} is a link to {disk}: remove both yourself. Nothing was removed" in capsys.readouterr().err
+    assert (folder / "toy.gguf").read_bytes() == WHOLE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -61,6 +62,12 @@ def _check_link(folder: Path, file: Path) -> None:
         raise SpecbeamError(
             f"{file} is a link to {target}, outside the folder. Only files inside the folder are read: copy it there"
         )
+
+
+def check_no_link(path: Path) -> None:
+    """Raises SpecbeamError if a path that is to be removed is a link: that would leave what it leads to."""
+    if path.is_symlink():
+        raise SpecbeamError(f"{path} is a link to {os.readlink(path)}: remove both yourself. Nothing was removed")
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import glob
 import os
 import re
+import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, WEIGHTS, weight_map
+from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, WEIGHTS, check_no_link, weight_map
 from specbeam.errors import SpecbeamError
 
 DESCRIPTIONS = [
@@ -27,6 +28,8 @@ DESCRIPTIONS = [
 """The files beside the weights that are read. The index is among them."""
 ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<pick>\w[\w.+-]*(/\w[\w.+-]*)*))?", re.ASCII)
 """A hub id, with the name of a GGUF file or its quantization after a colon: ``org/name:Q4_K_M``."""
+PREFIX = "models--"
+"""Begins the name of a model's folder in the cache. Data sets have another one."""
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
@@ -34,7 +37,7 @@ class Kept(NamedTuple):
     """A repository in the cache.
 
     Attributes:
-        size: bytes on disk, of all its revisions.
+        size: bytes on disk, of all its revisions and of unfinished downloads.
     """
 
     repository: str
@@ -80,34 +83,52 @@ def fetch(repository: str, revision: str | None = None, pick: str | None = None,
 
 def kept() -> list[Kept]:
     """The models in the cache, by name. Other programs may have fetched some of them."""
-    from huggingface_hub import CacheNotFound, constants, scan_cache_dir
+    from huggingface_hub import constants
 
-    try:
-        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
-    except (CacheNotFound, ValueError):  # ValueError: a file in its place
-        return []
-    models = (repository for repository in repositories if repository.repo_type == "model")
-    return sorted(Kept(model.repo_id, model.repo_path, model.size_on_disk) for model in models)
+    folders = Path(constants.HF_HUB_CACHE).expanduser().glob(f"{PREFIX}*")
+    models = [
+        Kept(folder.name.removeprefix(PREFIX).replace("--", "/"), folder, sum(_sizes(folder).values()))
+        for folder in folders
+    ]
+    return sorted(model for model in models if model.size)
 
 
-def remove(repository: str) -> int:
-    """Remove all revisions of a repository from the cache. Returns the bytes that this frees.
+def remove(model: Kept) -> int:
+    """Remove a repository from the cache: all revisions, and unfinished downloads. Returns the bytes that this frees.
 
     Raises:
-        SpecbeamError: a part of it is still there.
+        SpecbeamError: its folder is a link, or a part of it cannot be removed.
     """
     from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.utils import logging
 
+    check_no_link(model.path)
+    sizes = _sizes(model.path)
     cache = scan_cache_dir(constants.HF_HUB_CACHE)
-    found = [one for one in cache.repos if (one.repo_id, one.repo_type) == (repository, "model")]
+    found = [one for one in cache.repos if (one.repo_id, one.repo_type) == (model.repository, "model")]
     # Two repositories can have one commit, such as gpt2 and openai-community/gpt2: offer only this one for removal.
     alone = replace(cache, repos=frozenset(found))
-    removal = alone.delete_revisions(*(revision.commit_hash for one in found for revision in one.revisions))
-    removal.execute()
-    for one in found:
-        if one.repo_path.exists():
-            raise SpecbeamError(f"{repository} could not be removed: {one.repo_path} is still there")
-    return removal.expected_freed_size
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)  # it only warns, with a traceback, of what it cannot remove
+    try:
+        alone.delete_revisions(*(revision.commit_hash for one in found for revision in one.revisions)).execute()
+        if model.path.exists():  # no download was finished, or a part could not be removed
+            shutil.rmtree(model.path)
+    except OSError as error:
+        raise SpecbeamError(f"{model.path} cannot be removed whole: {error}") from error
+    finally:
+        logging.set_verbosity(verbosity)
+    return sum(size for file, size in sizes.items() if not file.exists())
+
+
+def _sizes(repository: Path) -> dict[Path, int]:
+    """The bytes of each file of a repository in the cache. Several revisions can share a file."""
+    sizes = {}
+    for file in (*repository.glob("blobs/*"), *repository.glob("snapshots/*/**/*")):
+        with suppress(OSError):  # another process has just removed it
+            if file.is_file():
+                sizes[file.resolve()] = file.stat().st_size
+    return sizes
 
 
 def _fetch_gguf(repository: str, revision: str | None, pick: str | None, download: bool) -> Path:

@@ -15,6 +15,8 @@ from specbeam.errors import SpecbeamError
 
 SUFFIX = ".weights"
 DEFAULT_LIMIT_GB = 20.0
+NAME_CHARACTERS = 80
+"""How much of a file's or folder's name is in the names of its packed files."""
 
 
 @dataclass(frozen=True)
@@ -109,8 +111,13 @@ def label(path: Path) -> str:
     name = whole.name if path.is_dir() else whole.stem
     for place in (whole, *whole.parents):
         if place.parent.name == "snapshots":
-            name = place.parent.parent.name + ("" if place == whole else f"--{name}")
-    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:80].lstrip(".")
+            # Uncut, so that the name of the repository finds its files.
+            return _plain(place.parent.parent.name) + ("" if place == whole else f"--{_plain(name)[:NAME_CHARACTERS]}")
+    return _plain(name)[:NAME_CHARACTERS].lstrip(".")
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)
 
 
 def files_of(name: str) -> list[PackedFile]:

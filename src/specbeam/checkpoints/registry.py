@@ -19,6 +19,7 @@ from filelock import FileLock
 from platformdirs import user_cache_dir
 from tqdm import tqdm
 
+from specbeam.checkpoints.files import check_no_link
 from specbeam.errors import SpecbeamError
 
 COPY_BYTES = 1 << 22
@@ -111,13 +112,18 @@ def remove(name: str) -> int:
     """Remove a model of the registry, and what an interrupted fetch has left behind. Returns the bytes that this frees.
 
     Raises:
-        OSError: a file cannot be removed.
+        SpecbeamError: a file is a link, or cannot be removed.
     """
     freed = size_on_disk(name)
     if freed:
-        with FileLock(location(name).with_suffix(".lock")):
-            for path in _files(name):
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        try:
+            with FileLock(location(name).with_suffix(".lock")):
+                for path in _files(name):
+                    check_no_link(path)
+                for path in _files(name):
+                    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        except OSError as error:
+            raise SpecbeamError(f"{name} cannot be removed whole: {error}") from error
     return freed
 
 

@@ -143,14 +143,14 @@ def remove(given: argparse.Namespace) -> int:
         freed, where, label = remove_alias(given.name), home() / "models", given.name
     elif given.name in kept:
         where = kept[given.name].path
-        freed, label = hub.remove(given.name), where.name
+        freed, label = hub.remove(kept[given.name]), where.name
     else:
         raise SpecbeamError(
             f"{given.name} is no fetched model: give an alias or a hub id that specbeam models list shows. Files and "
             "folders of your own are yours to remove"
         )
     freed_packed = packed.remove(label)
-    if not freed + freed_packed:
+    if given.name in ALIASES and not freed + freed_packed:
         raise SpecbeamError(f"{given.name} is not on this machine: there is nothing to remove")
     print(f"removed {given.name}: {megabytes(freed)} from {where}")
     if freed_packed:
