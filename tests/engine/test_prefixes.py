@@ -34,6 +34,7 @@ KINDS = [
 TURN = st.fixed_dictionaries(
     {
         "forgotten": st.sampled_from([0, 0, 0, 1, 4, 15, 1000]),  # tokens at the end of the conversation so far
+        "who": st.integers(0, 1),  # which of two conversations goes on
         "said": st.lists(st.integers(97, 122), min_size=1, max_size=12),
         "kind": st.sampled_from(KINDS),
         "ends": st.sampled_from([None, None, None, "cancel", "interrupt", "failure"]),
@@ -91,11 +92,12 @@ def result(lm, prompt, options, draft=None):
     return request.result()
 
 
-def converse(lm, drafts, turns):
-    """Hold a conversation with kept prefixes. Yield the results of each turn, and what it is without them."""
-    engine, conversation = Engine(lm, max_kept_prefixes=1, max_batch_tokens=16), []
+def converse(lm, drafts, turns, max_kept_prefixes):
+    """Hold two conversations with kept prefixes. Yield the results of each turn, and what it is without them."""
+    engine, conversations = Engine(lm, max_kept_prefixes=max_kept_prefixes, max_batch_tokens=16), [[], []]
     for turn in turns:
         options, draft = turn["kind"]
+        conversation = conversations[turn["who"]]
         prompt = [*conversation[: max(0, len(conversation) - turn["forgotten"])], *turn["said"]]
         if draft == "other vocabulary" and any(token > 127 for token in prompt):
             draft = "model"  # these bytes may be no text
@@ -104,18 +106,18 @@ def converse(lm, drafts, turns):
         run(engine, request, turn["ends"], turn["passes"])
         assert request.done
         assert engine.cache_tokens == 0
-        conversation = prompt
+        conversations[turn["who"]] = prompt
         try:
             got = request.result()
         except Broken:
             continue
-        conversation = prompt + got.token_ids
+        conversations[turn["who"]] = prompt + got.token_ids
         yield got, result(lm, prompt, options, draft), draft
 
 
-@given(turns=st.lists(TURN, min_size=2, max_size=5))
-def test_a_conversation_is_the_same_bit_for_bit(conversing, turns):
-    for got, anew, draft in converse(*conversing("cpu"), turns):
+@given(turns=st.lists(TURN, min_size=2, max_size=6), most=st.integers(1, 3))
+def test_conversations_are_the_same_bit_for_bit(conversing, turns, most):
+    for got, anew, draft in converse(*conversing("cpu"), turns, most):
         if got.finish_reason == "cancelled":
             assert got.token_ids == anew.token_ids[: len(got.token_ids)]
         else:
@@ -127,9 +129,9 @@ def test_a_conversation_is_the_same_bit_for_bit(conversing, turns):
 
 @pytest.mark.parametrize("backend", ["torch", "transformers"])
 @settings(max_examples=examples(0.3))
-@given(turns=st.lists(TURN, min_size=2, max_size=4))
-def test_a_conversation_is_the_same_on_every_backend(conversing, backend, turns):
-    for got, anew, _ in converse(*conversing(backend), turns):
+@given(turns=st.lists(TURN, min_size=2, max_size=4), most=st.integers(1, 3))
+def test_conversations_are_the_same_on_every_backend(conversing, backend, turns, most):
+    for got, anew, _ in converse(*conversing(backend), turns, most):
         if got.finish_reason == "cancelled":
             assert got.token_ids == anew.token_ids[: len(got.token_ids)]
         else:
@@ -142,9 +144,9 @@ def test_a_turn_reads_only_what_is_new(conversing, backend, draft):
     lm, drafts = conversing(backend)
     draft = drafts.get(draft)
     engine = Engine(lm, max_kept_prefixes=1)
-    options = {"max_new_tokens": 4, "eos_token_id": [256], **({"num_draft_tokens": 1} if draft else {})}
+    options = {"eos_token_id": [256], **({"num_draft_tokens": 1} if draft else {})}
 
-    def turn(prompt):
+    def turn(prompt, new_tokens=4):
         """Nodes that each model evaluates for a prompt, and the result."""
         nodes = {}
         for one in filter(None, [lm, draft]):
@@ -156,7 +158,7 @@ def test_a_turn_reads_only_what_is_new(conversing, backend, draft):
 
             one.backend.forward = counted
         try:
-            request = engine.submit(prompt, options, draft=draft)
+            request = engine.submit(prompt, {"max_new_tokens": new_tokens, **options}, draft=draft)
             engine.run()
         finally:
             for one in filter(None, [lm, draft]):
@@ -172,7 +174,7 @@ def test_a_turn_reads_only_what_is_new(conversing, backend, draft):
     assert second.stats.reused_tokens == (63 if draft is None else 60)
     assert all(number <= 20 for number in nodes.values())
     # The same prompt again: logits are needed after its last token.
-    third, _ = turn(second_prompt := prompt[:50])
+    third, _ = turn(second_prompt := prompt[:50], new_tokens=30)
     assert third.stats.reused_tokens == len(second_prompt) - 1
     # Other tokens before the common ones change the meaning of these.
     fourth, nodes = turn([99, *prompt])
@@ -256,6 +258,95 @@ def test_the_longest_common_beginning_is_taken(lm):
     assert sorted(one.result().stats.reused_tokens for one in together) == [0, 0, 11]  # one request takes a cache
 
 
+@pytest.mark.parametrize("most", [2, 4])
+def test_conversations_take_turns(lm, most):
+    """Their prompts begin alike, as prompts of one chat template do."""
+    engine = Engine(lm, max_kept_prefixes=most)
+    conversations = [[256, 10, 11, 12] + [20 + who] * 8 for who in range(2)]
+    for turn in range(4):
+        for who, prompt in enumerate(conversations):
+            got = ended(engine, prompt, {"max_new_tokens": 3, "min_new_tokens": 3})
+            # The last token of an answer is not evaluated. The first turn of the second one may share the beginning.
+            assert turn == 0 or got.stats.reused_tokens == len(prompt) - 6
+            conversations[who] = [*prompt, *got.token_ids, 30 + who, 40, 41, 42, 43]
+
+
+def test_a_prompt_that_shares_little_leaves_the_kept_text(lm):
+    engine = Engine(lm, max_kept_prefixes=2)
+    text = [256, *range(100)]
+
+    def reused(prompt):
+        return ended(engine, prompt, {"max_new_tokens": 60, "min_new_tokens": 1}).stats.reused_tokens
+
+    ended(engine, text, {"max_new_tokens": 1})
+    assert reused([256, 9, 9, 9]) == 0
+    assert reused([*text, 5, 5]) == 101
+
+
+def test_the_oldest_text_goes_in_any_case_once_there_are_enough(lm):
+    engine = Engine(lm, max_kept_prefixes=2)
+    one_token = {"max_new_tokens": 1}
+    for prompt in ([1] * 10 + [2] * 30, [3] * 10 + [4] * 30):
+        ended(engine, prompt, one_token)
+    assert ended(engine, [3] * 10 + [5] * 40, one_token).stats.reused_tokens == 0  # the younger one stays
+    for prompt in ([1] * 10 + [2] * 30, [3] * 10 + [4] * 30):
+        ended(engine, prompt, one_token)
+    assert ended(engine, [1] * 10 + [5] * 40, one_token).stats.reused_tokens == 10
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [({"eos_token_id": []}, "length"), ({"eos_token_id": "a"}, "stop"), ({"stop_strings": ["a"]}, "stop")],
+)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_finished_request_leaves_its_text(lm, how, reason, beams):
+    a, b = lm.tokenizer("ab").input_ids
+    how = {name: [a] if value == "a" else value for name, value in how.items()}
+
+    def forced(ids, scores):  # b, b, b, a
+        scores[:, a if len(ids[0]) > 12 else b] += 1000
+        return scores
+
+    engine = Engine(lm, max_kept_prefixes=1)
+    options = {"max_new_tokens": 6, "num_beams": beams, "logits_processor": [forced], **how}
+    got = ended(engine, [1] * 10, options)
+    assert got.finish_reason == reason
+    again = ended(engine, [1] * 10 + got.token_ids + [2], {"max_new_tokens": 20})
+    assert again.stats.reused_tokens == 9 + len(got.token_ids)
+
+
+MANY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": True, "seed": 0, "num_return_sequences": 20}
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_no_request_fails_because_a_large_cache_is_kept(conversing, drafts):
+    lm, models = conversing("cpu")
+    prompt, draft = list(range(40)), models["model"] if drafts else None
+    engine = Engine(lm, max_cache_tokens=300, max_kept_prefixes=1)
+    ended(engine, prompt, MANY)  # 20 texts of 12 tokens lie in its cache
+    got = ended(engine, [*prompt, 1], {"max_new_tokens": 12}, draft=draft)
+    assert got.token_ids == result(lm, [*prompt, 1], {"max_new_tokens": 12}).token_ids
+
+
+def test_requests_after_a_large_one_read_no_prompt_twice(lm):
+    engine = Engine(lm, max_cache_tokens=300, max_kept_prefixes=1)
+    ended(engine, prompt := list(range(40)), MANY)
+    requests = [engine.submit([*prompt, n], LONG) for n in range(4)]
+    engine.run()
+    assert [one.result().stats.nodes_evaluated for one in requests] == [60] * 4
+
+
+def test_a_cache_that_was_taken_over_counts_when_others_are_admitted(lm):
+    """Else the younger request would begin, pause at once, and lose the cache that it took over itself."""
+    engine = Engine(lm, max_cache_tokens=100, max_kept_prefixes=2)
+    ended(engine, [1] * 10, {"max_new_tokens": 15, "min_new_tokens": 15, "num_beams": 4})  # 66 slots
+    ended(engine, [2] * 20, {"max_new_tokens": 1})
+    ends_early = {"max_new_tokens": 80, "min_new_tokens": 10, "eos_token_id": list(range(258))}
+    requests = [engine.submit([1] * 12, ends_early), engine.submit([2] * 20 + [5] * 15, {"max_new_tokens": 5})]
+    engine.run()
+    assert [one.result().stats.reused_tokens for one in requests] == [10, 20]
+
+
 def watch_caches(lm, monkeypatch):
     """A function that returns the slots of all caches of the model that are alive."""
     new_cache, alive = lm.backend.new_cache, weakref.WeakKeyDictionary()
@@ -325,13 +416,18 @@ def test_models_with_an_encoder_keep_nothing():
 
 @given(
     tokens=st.integers(40, 120),
-    kinds=st.lists(st.tuples(st.integers(1, 3), st.integers(1, 40), st.sampled_from([1, 1, 3])), max_size=8),
+    kinds=st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 20), st.sampled_from([1, 1, 3])), max_size=8
+    ),
 )
 def test_kept_caches_and_requests_stay_within_the_memory(lm, tokens, kinds):
     with pytest.MonkeyPatch.context() as patch:
         caches = watch_caches(lm, patch)
         engine = Engine(lm, max_cache_tokens=tokens, max_kept_prefixes=3, max_batch_tokens=32)
-        wishes = [([first, *[8] * length], {**GREEDY, "num_beams": beams}) for first, length, beams in kinds]
+        wishes = [
+            ([first, *[8] * length], {"max_new_tokens": new_tokens, "num_beams": beams})
+            for first, length, new_tokens, beams in kinds
+        ]
         requests = []
         for number, wish in enumerate(wishes):
             try:
@@ -346,7 +442,8 @@ def test_kept_caches_and_requests_stay_within_the_memory(lm, tokens, kinds):
         try:
             got = request.result()
         except SpecbeamError:
-            assert wish[1]["num_beams"] > 1
+            with pytest.raises(SpecbeamError, match="cache slots"):  # it fails because of its own size
+                ended(Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32), *wish)
         else:
             assert [s.token_ids for s in got.sequences] == [s.token_ids for s in result(lm, *wish).sequences]
 

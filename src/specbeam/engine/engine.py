@@ -36,9 +36,11 @@ class Engine:
         max_cache_tokens: cache slots for the keys and values of all live requests together. When they would not
             suffice, the youngest request pauses: it gives up its slots and is read again later, to the same result. By
             default all engines of the process share a quarter of its memory, or four fifths of the GPU's free memory.
-        max_kept_prefixes: keep the caches of this many ended requests, with prompt and best text. A request whose
-            prompt begins like one of them takes the cache over, and reads only the rest. In a conversation these are
-            the tokens of the new turn. Kept caches are dropped when requests need the memory.
+        max_kept_prefixes: keep the caches of this many ended requests, with prompt and best text: one for each
+            conversation that goes on. A request whose prompt begins with at least half of a kept text takes its cache
+            over, and reads only the rest of its prompt. For the oldest of this many texts one common token is enough.
+            A cache that holds more slots than prompt and ``max_new_tokens`` need is not taken over. Kept caches are
+            dropped when requests need the memory.
 
     A round is one pass of each draft model in use, and one of the target. Every live request advances in each pass of
     the model that it waits for, unless more than ``max_batch_tokens`` requests take turns. The target waits for drafts

@@ -18,6 +18,7 @@ class ModelState:
         new_tokens: the most tokens per text.
         texts: the number of texts that grow at once.
         guesses: the most guesses per round.
+        prompt_length: the prompt's length in tokens of this model, if these are others.
 
     Attributes:
         most_rows: the most nodes whose logits are needed at once.
@@ -28,13 +29,20 @@ class ModelState:
     """
 
     def __init__(
-        self, backend: Backend[Any], tree: Tree, prompt_ids: list[int], new_tokens: int, texts: int, guesses: int
+        self,
+        backend: Backend[Any],
+        tree: Tree,
+        prompt_ids: list[int],
+        new_tokens: int,
+        texts: int,
+        guesses: int,
+        prompt_length: int = 0,
     ) -> None:
         self.backend = backend
         self.tree = tree
         self.most_rows = texts + guesses
-        # Texts may share only the prompt. Guesses may last for two rounds. A draft may read the prompt as other tokens.
-        others = max(len(prompt_ids), tree.prompt_length) + 2 * guesses
+        # Texts may share only the prompt. Guesses may last for two rounds.
+        others = max(len(prompt_ids), tree.prompt_length, prompt_length) + 2 * guesses
         self._most_slots = others + new_tokens * texts
         self._least_slots = others + new_tokens
         self.passes = self.answered = self.nodes = 0
@@ -44,12 +52,20 @@ class ModelState:
         self._peak_slots = self._reused_tokens = 0  # until the last close
 
     def open(self, kept: Prefix | None = None) -> None:
-        """Take a cache: a new one, or a kept one of this model. A model with an encoder reads the prompt now."""
-        kept = kept if kept is not None and kept.backend is self.backend else None
+        """Take a cache: a new one, or a kept one that may be taken. A model with an encoder reads the prompt now."""
+        kept = kept if kept is not None and self.may_take(kept) else None
         slots = Slots(self.tree, self.backend, self._most_slots, kept)
         if self._source is not None:
             cast(EncodingBackend[Any], self.backend).encode(slots.cache, self._source)
         self._slots = slots
+
+    def may_take(self, kept: Prefix) -> bool:
+        """Whether a kept cache is of this model, and holds no more than a text of full length needs.
+
+        All slots of the cache count as the request's own, free slots included. So it holds no more than the engine has
+        checked when the request was submitted.
+        """
+        return kept.backend is self.backend and kept.bytes <= self.least_bytes
 
     def close(self) -> None:
         """Give up the cache."""
@@ -97,6 +113,11 @@ class ModelState:
     def held_bytes(self) -> int:
         """Bytes that the cache holds. Slots that were given back stay in it until they are used again."""
         return 0 if self._slots is None else self._bytes(self._slots.held)
+
+    @property
+    def surplus_bytes(self) -> int:
+        """Bytes that the cache would not hold, had it not been taken over."""
+        return 0 if self._slots is None else self._slots.surplus * self.backend.slot_bytes
 
     @property
     def needed_bytes(self) -> int:

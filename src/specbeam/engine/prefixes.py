@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -11,6 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.contract import Backend, Cache
+
+MIN_COMMON_SHARE = 0.5
+"""A cache is taken over if at least this share of its text is common. Prompts of one chat template all begin alike."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +46,10 @@ class Prefix:
 
 
 class Prefixes:
-    """The caches of the engine's last requests. A request whose prompt begins like one of them takes it over.
+    """The caches of the engine's last requests. A request whose prompt goes on with one of their texts takes it over.
+
+    The rest of the cache's text is lost then. So a request that shares only the beginning of a text leaves it to
+    others: several conversations can take turns. The oldest of ``most`` texts goes in any case when a request ends.
 
     The engine keeps and takes them in one thread. Engines that are short of memory may drop them from other threads:
     each statement that changes ``_kept`` is one operation of a dictionary.
@@ -64,18 +70,28 @@ class Prefixes:
                 pass
             self._kept[next(self._numbers)] = prefixes
 
-    def take(self, prompt: Sequence[int]) -> list[Prefix]:
-        """Hand out the prefixes whose text on the target shares most with the prompt; none without a common token.
+    def take(self, prompt: Sequence[int], fits: Callable[[Prefix], bool]) -> list[Prefix]:
+        """Hand out the prefixes whose text on the target shares most with the prompt.
 
         Args:
-            prompt: token ids.
+            prompt: token ids. The last one is evaluated in any case, for its logits.
+            fits: whether a request may hold the cache of a prefix on the target.
+
+        Returns:
+            The prefixes of one request, of the target first. None without a common token, and none if too little is
+            common (:data:`MIN_COMMON_SHARE`), except of the oldest of ``most`` texts.
         """
-        tokens = np.asarray(prompt, dtype=np.int64)
-        common = {number: prefixes[0].common(tokens) for number, prefixes in list(self._kept.items())}
+        tokens = np.asarray(prompt[:-1], dtype=np.int64)
+        kept = list(self._kept.items())
+        is_full = len(kept) >= self.most
+        common: dict[int, int] = {}
+        for place, (number, (prefix, *_)) in enumerate(kept):
+            shared = prefix.common(tokens)
+            goes_anyway = is_full and place == 0
+            if shared and fits(prefix) and (goes_anyway or shared >= MIN_COMMON_SHARE * len(prefix.tokens)):
+                common[number] = shared
         longest = max(common, key=lambda number: common[number], default=None)
-        if longest is None or not common[longest]:
-            return []
-        return self._kept.pop(longest, [])
+        return [] if longest is None else self._kept.pop(longest, [])
 
     @property
     def bytes(self) -> int:

@@ -20,6 +20,7 @@ from specbeam.decoding.processors import Processors, Warpers, check_token_ids, p
 from specbeam.decoding.record import Record
 from specbeam.decoding.sampling import seeded
 from specbeam.decoding.stopping import Stopping
+from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.costs import SharedCost, pass_times
 from specbeam.engine.drafters import Draft, make_drafter
 from specbeam.engine.failures import forget_frames, is_out_of_memory
@@ -78,7 +79,8 @@ class Request:
         self._target = ModelState(lm.backend, setup.tree, *size, guesses=0 if pace is None else pace.most_guesses)
         self._draft: ModelState | None = None
         if isinstance(draft, LanguageModel) and self._drafter is not None and pace is not None:
-            self._draft = ModelState(draft.backend, self._drafter.tree, *size, guesses=pace.most_drafted)
+            length = self._drafter.prompt_length if isinstance(self._drafter, RetokenizingDrafter) else len(prompt_ids)
+            self._draft = ModelState(draft.backend, self._drafter.tree, *size, pace.most_drafted, length)
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
         self._make_strategy = strategy or make_strategy
         self._strategy: Strategy | None = None
@@ -116,6 +118,11 @@ class Request:
     def held_bytes(self) -> int:
         """Bytes that its caches hold."""
         return sum(state.held_bytes for state in self._states)
+
+    @property
+    def surplus_bytes(self) -> int:
+        """Bytes that its caches would not hold, had they not been taken over. After a pause there are none."""
+        return sum(state.surplus_bytes for state in self._states)
 
     def growth_bytes(self, nodes: Nodes) -> int:
         """Bytes by which a pass over some of its pending nodes makes a cache grow."""
@@ -162,10 +169,11 @@ class Request:
         if all(state.is_open for state in self._states):
             return
         with self._failing_alone():
-            kept = self._prefixes.take(self.prompt_ids) if self._strategy is None else []
+            begins = self._strategy is None
+            kept = self._prefixes.take(self.prompt_ids, self._target.may_take) if begins else []
             for state, prefix in zip_longest(self._states, kept[: len(self._states)]):
                 state.open(prefix)
-            if self._strategy is None:
+            if begins:
                 self._strategy = self._make_strategy(self._setup, self._drafter)
                 self._advance(None)
             else:

@@ -84,6 +84,8 @@ class Scheduler:
     def admit(self) -> None:
         """Start waiting requests while there is room. While the first does not fit, a few smaller ones may overtake."""
         self.drop_done()
+        for request in self._live:  # an interrupt may have come before it was opened
+            request.open()
         needed = sum(one.needed_bytes for one in self._live)
         rows = [one.most_rows for one in self._live]
         place = 0
@@ -92,7 +94,6 @@ class Scheduler:
             if request.done or request in self._live:  # cancelled; or an interrupt came after the next statement
                 del self._waiting[place]
             elif self._fits(request, needed, rows):
-                needed += request.needed_bytes
                 rows.append(request.most_rows)
                 self._turns += 1
                 request.last_turn = self._turns  # behind the requests that are live already
@@ -100,12 +101,12 @@ class Scheduler:
                     self._waiting[overtaken].overtaken += 1
                 self._live[request] = None
                 del self._waiting[place]
+                request.open()
+                needed += request.needed_bytes  # a cache that it has taken over counts in full
             elif max(place, request.overtaken) < MAX_OVERTAKING_REQUESTS:
                 place += 1
             else:
                 break
-        for request in self._live:
-            request.open()
 
     def _fits(self, request: Request, needed: int, rows: list[int]) -> bool:
         """Whether there is memory for a round of the live requests and this one. A request alone always tries.
@@ -178,21 +179,25 @@ class Scheduler:
         return self.memory.drop_kept() or self.pause_youngest()
 
     def pause_youngest(self) -> bool:
-        """Take the keys and values of the youngest request, unless it is alone. It goes on once another has ended.
+        """Take the keys and values of the youngest request. It goes on once another has ended.
 
         Its nodes are evaluated again then, with the same results. It waits at its old place. So the oldest request is
-        never paused beside others, and ends.
+        never paused beside others, and ends. A request alone is paused only if it took over a cache that is too large.
+        Then it goes on at once, with a cache of its own.
+
+        Returns:
+            Whether a request was paused.
         """
         self._is_full = len(self._live) > 1
-        if self._is_full:
-            youngest = max(self._live, key=lambda one: one.number)
+        youngest = max(self._live, key=lambda one: one.number)
+        if can_pause := self._is_full or youngest.surplus_bytes > 0:
             youngest.pause()
             place = 0
             while place < len(self._waiting) and self._waiting[place].number < youngest.number:
                 place += 1
             self._waiting.insert(place, youngest)
             del self._live[youngest]
-        return self._is_full
+        return can_pause
 
     def still_live(self, batch: Batch) -> Batch:
         """A batch without the requests that were paused."""

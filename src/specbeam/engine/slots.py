@@ -112,6 +112,11 @@ class Slots:
         return max(self.length, self._held_before)
 
     @property
+    def surplus(self) -> int:
+        """Slots that a cache of its own would not hold: the rest of a cache that was taken over."""
+        return self.held - self.peak
+
+    @property
     def used(self) -> int:
         """Slots in use."""
         return self.length - len(self._free)
