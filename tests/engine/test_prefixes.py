@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, SpecbeamError
+from specbeam.engine.strategies import make_strategy
 from tests.backends.test_encoder_decoder import make
 from tests.conftest import examples, random_model
 from tests.decoding.test_speculative import other_tokenizer
@@ -318,14 +319,31 @@ def test_a_finished_request_leaves_its_text(lm, how, reason, beams):
 MANY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": True, "seed": 0, "num_return_sequences": 20}
 
 
-@pytest.mark.parametrize("drafts", [False, True])
-def test_no_request_fails_because_a_large_cache_is_kept(conversing, drafts):
-    lm, models = conversing("cpu")
-    prompt, draft = list(range(40)), models["model"] if drafts else None
+def test_no_request_fails_because_a_large_cache_is_kept(conversing):
+    lm, drafts = conversing("cpu")
+    prompt = list(range(40))
     engine = Engine(lm, max_cache_tokens=300, max_kept_prefixes=1)
     ended(engine, prompt, MANY)  # 20 texts of 12 tokens lie in its cache
-    got = ended(engine, [*prompt, 1], {"max_new_tokens": 12}, draft=draft)
+    got = ended(engine, [*prompt, 1], {"max_new_tokens": 12, "num_draft_tokens": 2}, draft=drafts["model"])
     assert got.token_ids == result(lm, [*prompt, 1], {"max_new_tokens": 12}).token_ids
+
+
+def test_a_request_that_outgrows_the_memory_gives_up_what_it_took_over(conversing):
+    """Eight beams and the unused cache of the draft do not fit together. Without kept prefixes the beams do."""
+    lm, models = conversing("cpu")
+    drafted = {"draft": models["model"]}
+    ends_early = {"max_new_tokens": 40, "min_new_tokens": 18, "eos_token_id": list(range(258))}
+    beams = {**ends_early, "num_beams": 8, "early_stopping": True, "num_draft_tokens": 1, "draft_width": 1}
+    results = []
+    for most in (0, 1):
+        engine = Engine(lm, max_cache_tokens=230, max_kept_prefixes=most)
+        ended(engine, PROMPT[:40], {"max_new_tokens": 40, "min_new_tokens": 40, "num_draft_tokens": 1}, **drafted)
+        # A strategy of one's own need not draft.
+        results.append(
+            ended(engine, PROMPT[:40], beams, **drafted, strategy=lambda setup, drafter: make_strategy(setup, None))
+        )
+    assert results[0].sequences == results[1].sequences
+    assert results[0].stats.peak_slots == results[1].stats.peak_slots > 150
 
 
 def test_requests_after_a_large_one_read_no_prompt_twice(lm):
@@ -342,7 +360,7 @@ def test_a_cache_that_was_taken_over_counts_when_others_are_admitted(lm):
     ended(engine, [1] * 10, {"max_new_tokens": 15, "min_new_tokens": 15, "num_beams": 4})  # 66 slots
     ended(engine, [2] * 20, {"max_new_tokens": 1})
     ends_early = {"max_new_tokens": 80, "min_new_tokens": 10, "eos_token_id": list(range(258))}
-    requests = [engine.submit([1] * 12, ends_early), engine.submit([2] * 20 + [5] * 15, {"max_new_tokens": 5})]
+    requests = [engine.submit([1] * 12, ends_early), engine.submit([2] * 20 + [5] * 40, {"max_new_tokens": 5})]
     engine.run()
     assert [one.result().stats.reused_tokens for one in requests] == [10, 20]
 

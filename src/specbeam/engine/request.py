@@ -121,7 +121,7 @@ class Request:
 
     @property
     def surplus_bytes(self) -> int:
-        """Bytes that its caches would not hold, had they not been taken over. After a pause there are none."""
+        """Bytes that its caches would not hold, had they not been taken over. Zero after a pause."""
         return sum(state.surplus_bytes for state in self._states)
 
     def growth_bytes(self, nodes: Nodes) -> int:
