@@ -6,8 +6,8 @@ import torch
 
 import specbeam
 from specbeam.errors import SpecbeamError
-from specbeam.prompts import encode
-from tests.conftest import BOS
+from specbeam.prompts import encode, render
+from tests.conftest import BOS, byte_tokenizer
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
 
@@ -42,6 +42,46 @@ def test_a_message_of_the_assistant_at_the_end_is_continued(chat, lm):
     assert specbeam.show_prompt(chat, closed) == (
         "<bos>user: Count.\n<bos>assistant: One, \n<bos>user: On.\nassistant: "
     )
+
+
+TURN = "<|im_start|>{{ m.role }}\n{{ CONTENT }}<|im_end|>\n"
+CHATML = "{% for m in messages %}TURN{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+
+def templated(content):
+    """A tokenizer whose chat template writes the content of a message so."""
+    return byte_tokenizer(CHATML.replace("TURN", TURN.replace("CONTENT", content)))
+
+
+def begun(content):
+    return [{"role": "user", "content": " q "}, {"role": "assistant", "content": content}]
+
+
+@pytest.mark.parametrize("content", ["m.content", "m.content | trim"], ids=["kept", "trimmed"])
+@pytest.mark.parametrize("answer", ["", "1", "1. Blue\n2. ", "1. Blue\n\n", "a\u00a0", "im", "user"])
+def test_a_begun_answer_is_continued_where_it_ends(content, answer):
+    """Also if the template trims messages, and if the answer's text is elsewhere in the prompt."""
+    question = templated(content).apply_chat_template(begun("")[:1], tokenize=False, add_generation_prompt=True)
+    assert render(templated(content), begun(answer)) == question + answer
+
+
+def test_space_before_a_begun_answer_is_left_to_the_template():
+    for answer, trimmed in (("  ", ""), ("\n1. ", "1. ")):
+        start = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+        assert render(templated("m.content | trim"), begun(answer)) == start + trimmed
+        theirs = templated("m.content").apply_chat_template(begun(answer), tokenize=False, continue_final_message=True)
+        assert render(templated("m.content"), begun(answer)) == theirs == start.replace("q", " q ") + answer
+
+
+@pytest.mark.parametrize("content", ["m.content | upper", "m.role", "m.content.split('</think>')[-1]"])
+def test_a_begun_answer_that_the_template_changes_is_refused(content):
+    with pytest.raises(SpecbeamError, match="changes the assistant's message at the end"):
+        render(templated(content), begun("one</think>two"))
+
+
+def test_an_empty_answer_is_no_prompt(chat):
+    with pytest.raises(SpecbeamError, match="the messages are empty: give at least one with text"):
+        encode(chat, begun("")[1:])
 
 
 def test_parts_of_text_are_joined_by_line_breaks(chat):

@@ -23,6 +23,9 @@ A part is ``{"type": "text", "text": ...}``. A line break joins the parts, as in
 Prompt = str | Sequence[int] | Sequence[Message] | NDArray[np.integer[Any]] | Tensor
 """Text, token ids (a list, or a vector of NumPy or PyTorch), or chat messages."""
 
+PLACE_OF_ANSWER = "<PLACE OF THE ANSWER>"
+"""Put at the end of the message that is to be continued, this shows where the chat template has that end."""
+
 
 def is_batch(prompt: Any) -> bool:
     """Whether this is a list of prompts, not one prompt."""
@@ -37,7 +40,8 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
     Args:
         prompt: text, a list of chat messages (dictionaries with "role" and "content"), or token ids. A chat model gets
             text as a user's message, other models get it unchanged. Token ids are used unchanged.
-            A message of the assistant at the end is continued: the chat template does not close it.
+            A message of the assistant at the end is continued: the chat template does not close it. If it is empty,
+            the assistant begins its answer.
         system: a system message to put first. It is refused beside one in the messages.
         raw: use no chat template. Messages and the system message are joined by blank lines.
 
@@ -90,16 +94,29 @@ def show_prompt(lm: LanguageModel, prompt: Any, *, system: str | None = None, ra
 def render(tokenizer: Any, messages: list[Message]) -> str:
     """Messages as text by the tokenizer's chat template, up to the place where the model should answer.
 
-    If the assistant has the last message, that place is the end of its content.
+    If the assistant has the last message, that place is the end of its content. Space at its end stays, also where the
+    template trims messages. An empty last message of the assistant is an answer that it has not begun.
 
     Raises:
-        SpecbeamError: the template refuses them.
+        SpecbeamError: the template refuses the messages, or changes the text that is to be continued.
     """
-    begun = messages[-1]["role"] == "assistant"
+    if messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
+        messages = messages[:-1]
+        if not messages:
+            raise SpecbeamError("the messages are empty: give at least one with text")
+    *earlier, last = messages
+    begun = last["role"] == "assistant"
+    if begun:
+        messages = [*earlier, last | {"content": last["content"] + PLACE_OF_ANSWER}]
     with refusing("the model's chat template refuses these messages"):
-        text: str = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=not begun, continue_final_message=begun
-        )
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not begun)
+    if begun:
+        text, found, _ = text.rpartition(PLACE_OF_ANSWER)
+        if not found or not text.endswith(last["content"].lstrip()):
+            raise SpecbeamError(
+                "the model's chat template changes the assistant's message at the end, so that it cannot be continued: "
+                "end with a user's message, or use raw=True"
+            )
     return text
 
 
