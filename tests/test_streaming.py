@@ -95,6 +95,31 @@ def test_the_last_piece_of_a_cancelled_text_has_its_result(lm):
     assert request.result().finish_reason == "cancelled"
 
 
+@pytest.mark.parametrize("streamed", range(9))
+def test_a_cancelled_text_ends_before_an_unfinished_character(lm, streamed):
+    """The model is led to characters of one, three and four bytes."""
+    text = "a€😀b"
+    ids = ids_of(text)
+    engine = specbeam.Engine(lm)
+    led = {"max_new_tokens": len(ids), "prefix_allowed_tokens_fn": lambda _, given: [ids[len(given) - 1]]}
+    request = engine.submit([1], led)
+    while sum(len(piece.token_ids) for piece in request.pieces) < streamed:
+        engine.step()
+    request.cancel()
+    engine.run()
+    result = request.result()
+    assert "".join(piece.text for piece in request.pieces) == result.text
+    assert result.text == bytes(text, "utf-8")[: len(result.token_ids)].decode(errors="ignore")
+    assert result.token_ids == ids[: len(result.token_ids)]
+
+
+def test_a_text_that_was_not_cancelled_ends_as_the_tokenizer_decodes_it(lm):
+    ids = ids_of("€")[:2]
+    led = {"max_new_tokens": 2, "prefix_allowed_tokens_fn": lambda _, given: [ids[len(given) - 1]]}
+    *_, last = specbeam.stream(lm, [1], **led)
+    assert last.result.text == lm.tokenizer.decode(ids) == last.text
+
+
 def test_stream_refuses_bad_input_at_once(lm):
     with pytest.raises(SpecbeamError, match="one prompt"):
         specbeam.stream(lm, ["a", "b"])

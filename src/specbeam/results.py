@@ -18,7 +18,8 @@ class Sequence:
     truncation and the caller's processors.
 
     Attributes:
-        text: the new text, without special tokens and without the stop string that ended it.
+        text: the new text, without special tokens and without the stop string that ended it. A last character that is
+            incomplete is U+FFFD, as the tokenizer decodes it. A cancelled text ends before such a character.
         token_ids: the new tokens, including the one that ended the text.
         log_probs: the log-probability of each new token given what precedes it.
         log_prob: the sum of ``log_probs``, so the log-probability of the text under the model. It compares texts of all
@@ -162,7 +163,8 @@ class Piece:
     be empty. All pieces together have the text, the tokens and the log-probabilities of the finished result.
 
     Attributes:
-        text: whole characters, never part of a stop string.
+        text: whole characters, never part of a stop string. Only the last piece may end with an incomplete one, as the
+            result's text does.
         token_ids: new tokens. Without any, the piece is the last.
         log_probs, top_logprobs: of these tokens, as in :class:`Sequence`.
         result: the finished result, with its statistics, in the last piece. None in all others.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from specbeam.detokenizing import Detokenizer, TextEnd
+from specbeam.detokenizing import INCOMPLETE, Detokenizer, TextEnd
 
 
 class TextStream:
@@ -40,9 +40,15 @@ class TextStream:
             pieces.append(self._take(self._end.added))
         return "".join(pieces)
 
-    def finish(self) -> str:
-        """No more tokens come: return the text that was held back."""
-        piece = self._take("" if self.stopped else self._end.unsettled)
+    def finish(self, cancelled: bool = False) -> str:
+        """No more tokens come: return the text that was held back.
+
+        Args:
+            cancelled: more tokens would have come, so leave out an incomplete character. Otherwise the text ends as the
+                tokenizer decodes it, with U+FFFD for such a character.
+        """
+        unsettled = "" if self.stopped else self._end.unsettled
+        piece = self._take(unsettled.rstrip(INCOMPLETE) if cancelled else unsettled)
         rest, self._held = self._held, ""
         self._pieces.append(rest)
         return piece + rest

@@ -313,7 +313,7 @@ class Request:
             )
         best, *others = hypotheses
         rest = self._setup.tree.path(best.node)[self._streamed :]
-        text = self._take(rest) + self._text.finish()
+        text = self._take(rest) + self._text.finish(cancelled=best.finish_reason == "cancelled")
         sequences = [self._sequence(best, self._text.text), *map(self._sequence, others)]
         trace = self._setup.record.trace(self._lm.decode_token)
         self._result = Result(sequences, self._stats(len(sequences[0].token_ids)), trace)
