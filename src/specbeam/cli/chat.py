@@ -9,7 +9,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -137,6 +137,8 @@ class Chat:
     def answer(self, messages: list[dict[str, str]], tries: int = 0) -> None:
         """Answer the last message, and let the conversation be these messages and the answer.
 
+        If the answer is stopped before there is a text, the conversation stays as it was.
+
         Args:
             tries: how many answers to it there were.
         """
@@ -161,7 +163,9 @@ class Chat:
             raise SpecbeamError(one_line(error)) from error
         answer = text if self.has_template else text.rstrip()
         if result.finish_reason == "cancelled" and not answer:
-            note("[stopped before a token was certain: the message is forgotten]")
+            is_new = len(messages) > len(self.messages)
+            outcome = "the message is forgotten" if is_new else "the conversation stays as it was"
+            note(f"[stopped before there was a text: {outcome}]")
             return
         self.messages = [*messages, {"role": "assistant", "content": answer}]
         self.results.append(result)
@@ -224,7 +228,8 @@ class Chat:
             raise SpecbeamError("/regenerate: there is no message yet")
         *before, last = self.messages
         self.answer(before if last["role"] == "assistant" else self.messages, self.tries)
-        if self.messages[-1] == last and not self.options.samples:
+        answer = self.messages[-1]  # the last one itself if this one was stopped before there was a text
+        if answer is not last and answer == last and not self.options.samples:
             note("[the same answer, as you do not sample: begin the chat with --temperature 0.8 to draw others]")
 
     def do_system(self, argument: str) -> None:
@@ -250,22 +255,23 @@ class Chat:
         """/save FILE: write the conversation to FILE.json, for /load, specbeam generate --prompts and Python."""
         if not argument.endswith((".json", ".jsonl")):
             raise SpecbeamError(f"/save {argument}: give the name of a file that ends with .json")
-        path = Path(argument).expanduser()
-        if path.exists() and path.resolve() not in self.own_files:
-            raise SpecbeamError(f"/save {argument}: there is such a file already, give another name")
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        with printing_to(str(path)) as file:
-            print(json.dumps([*system, *self.messages], ensure_ascii=False), file=file)
-        self.own_files.add(path.resolve())
+        with file_errors(f"/save {argument}: the file cannot be written"):
+            path = Path(argument).expanduser().resolve()
+            if path.exists() and path not in self.own_files:
+                raise SpecbeamError(f"/save {argument}: there is such a file already, give another name")
+            with printing_to(str(path)) as file:
+                print(json.dumps([*system, *self.messages], ensure_ascii=False), file=file)
+        self.own_files.add(path)
         note(f"[{len(self.messages)} messages are in {argument}]")
 
     def do_load(self, argument: str) -> None:
         """/load FILE: go on with a conversation that /save wrote."""
-        path = Path(argument).expanduser()
+        with file_errors(f"/load {argument}: the file cannot be read"):
+            path = Path(argument).expanduser().resolve()
+            text = path.read_text(encoding="utf-8")
         try:
-            found: Any = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise SpecbeamError(f"/load {argument}: the file cannot be read ({error.strerror})") from error
+            found: Any = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise SpecbeamError(f"/load {argument}: the file is not JSON ({error})") from error
         found = found.get("messages") if isinstance(found, dict) else found
@@ -274,10 +280,26 @@ class Chat:
         self.do_clear("")
         self.system = found[0]["content"] if found[0]["role"] == "system" else None
         self.messages = [message for message in found if message["role"] != "system"]
-        self.own_files.add(path.resolve())
+        self.own_files.add(path)
         note(f"[{len(self.messages)} messages]")
         if self.messages[-1]["role"] == "user":
             self.answer(self.messages)
+
+
+@contextlib.contextmanager
+def file_errors(what: str) -> Iterator[None]:
+    """One line that begins with ``what``, in place of an error of the file system or of the file's name.
+
+    Raises:
+        SpecbeamError: a file cannot be used, or no file can have its name (a user who does not exist, a NUL byte).
+    """
+    try:
+        yield
+    except SpecbeamError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SpecbeamError(f"{what} ({reason})") from error
 
 
 def is_conversation(found: Any) -> bool:
