@@ -56,14 +56,15 @@ _HOMES = {
     "suffix_automaton": "drafting.suffix",
 }
 
-_MODULES = ("constraints", "hf", "ladder", "lm_eval", "reference", "scoring")
+_MODULES = ("constraints", "hf", "ladder", "reference", "scoring")
+_MODULES_OF_EXTRAS = ("lm_eval",)
 
 __all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name or module on first use, so that the command line answers before PyTorch has loaded."""
-    if name in _MODULES:
+    if name in _MODULES or name in _MODULES_OF_EXTRAS:
         return import_module(f"specbeam.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'specbeam' has no attribute {name!r}")
@@ -71,5 +72,8 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """The public names, for ``dir``, ``help`` and tab completion. Modules are among them once they are imported."""
-    return [*_HOMES, *(name for name in globals() if name in _MODULES or name.startswith("__"))]
+    """The public names, for ``dir``, ``help`` and tab completion.
+
+    ``help`` imports all of them. So modules that need an extra are among them only once they are imported.
+    """
+    return [*_HOMES, *_MODULES, *(name for name in globals() if name in _MODULES_OF_EXTRAS or name.startswith("__"))]
