@@ -35,6 +35,7 @@ WARPERS: dict[type, tuple[str, str]] = {
     theirs.TopKLogitsWarper: ("top_k", "top_k"),
     theirs.TopPLogitsWarper: ("top_p", "top_p"),
     theirs.MinPLogitsWarper: ("min_p", "min_p"),
+    theirs.TypicalLogitsWarper: ("typical_p", "mass"),
 }
 """The warpers that specbeam has, in the order it applies them: our option, and their attribute."""
 OTHERS = (
@@ -45,7 +46,6 @@ OTHERS = (
     theirs.SuppressTokensLogitsProcessor,
     theirs.SuppressTokensAtBeginLogitsProcessor,
     theirs.TopHLogitsWarper,
-    theirs.TypicalLogitsWarper,
     theirs.EpsilonLogitsWarper,
     theirs.EtaLogitsWarper,
     theirs.WatermarkLogitsProcessor,
