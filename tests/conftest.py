@@ -1,6 +1,7 @@
 """Tiny random models written by transformers, and the real ones where they are on the machine."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -32,6 +33,9 @@ from transformers import (
 
 import specbeam
 from specbeam.checkpoints import registry
+
+# A shell makes its background jobs ignore Ctrl-C, and their children inherit that. Tests press it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("quick", max_examples=10, deadline=None)
 settings.register_profile("thorough", max_examples=300, deadline=None)

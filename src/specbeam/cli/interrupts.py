@@ -21,8 +21,15 @@ class CtrlC:
 
 @contextlib.contextmanager
 def ctrl_c_cancels(requests: Sequence[Request]) -> Iterator[CtrlC]:
-    """Let Ctrl-C end requests between two passes, so that their texts so far are whole. A second one interrupts."""
+    """Let Ctrl-C end requests between two passes, so that their texts so far are whole. A second one interrupts.
+
+    A background job of a shell ignores Ctrl-C, and goes on doing so.
+    """
     ctrl_c = CtrlC()
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:
+        yield ctrl_c
+        return
 
     def cancel(*_: Any) -> None:
         ctrl_c.pressed = True
@@ -30,7 +37,7 @@ def ctrl_c_cancels(requests: Sequence[Request]) -> Iterator[CtrlC]:
             request.cancel()
         signal.signal(signal.SIGINT, before)
 
-    before = signal.signal(signal.SIGINT, cancel)
+    signal.signal(signal.SIGINT, cancel)
     try:
         yield ctrl_c
     finally:
