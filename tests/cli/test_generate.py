@@ -210,6 +210,41 @@ def test_an_output_that_cannot_be_written_is_refused_before_a_model_is_loaded(ru
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("option", ["--prompts", "--draft-corpus", "--model"])
+@pytest.mark.parametrize("link", [False, True])
+def test_an_output_that_is_an_input_is_refused(run, tmp_path, option, link):
+    source = tmp_path / "in.gguf"
+    source.write_text("one\n")
+    output = source
+    if link:
+        output = tmp_path / "link"
+        output.symlink_to(source)
+    prompt = ["--prompts", str(source)] if option == "--prompts" else ["hi"]
+    corpus = ["--draft", "suffix", "--draft-corpus", str(source)] if option == "--draft-corpus" else []
+    model = str(source) if option == "--model" else "not/fetched"
+    status, out, err = run(*prompt, *corpus, "--output", str(output), model=model)
+    assert (status, out) == (2, "")
+    assert err == f"specbeam: --output {output} would replace the file of {option}: name another file\n"
+    assert source.read_text() == "one\n"
+
+
+@pytest.mark.parametrize("before", [None, "of an earlier run"])
+def test_an_output_stays_as_it_was_if_every_prompt_fails(run, tmp_path, monkeypatch, before):
+    def failing(self, segments):
+        raise RuntimeError("it broke")
+
+    monkeypatch.setattr(CpuBackend, "forward", failing)
+    (tmp_path / "p.txt").write_text("one\ntwo\n")
+    output = tmp_path / "out.jsonl"
+    if before is not None:
+        output.write_text(before)
+    status, out, err = run("--prompts", str(tmp_path / "p.txt"), "--output", str(output))
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1] == f"specbeam: no prompt was finished, so {output} was not written"
+    assert (output.read_text() if output.exists() else None) == before
+    assert {*tmp_path.iterdir()} <= {output, tmp_path / "p.txt"}
+
+
 @pytest.mark.skipif(os.name == "nt", reason="devices")
 def test_a_device_as_output_stays_a_device(run):
     assert run("hi", "--max-new-tokens", "2", "--output", os.devnull)[:2] == (0, "")

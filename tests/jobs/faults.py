@@ -46,7 +46,7 @@ class CrashingDisk:
         raise Crash
 
     def _open(self, path, mode="r", *more, **named):
-        if mode not in ("wb", "ab"):
+        if mode not in ("wb", "xb", "ab"):
             return self.open(path, mode, *more, **named)
         if self.crashed:
             raise Crash

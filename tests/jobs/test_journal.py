@@ -86,7 +86,10 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, power, before):
     path = tmp_path / "whole"
 
     def restore(crash_at):
-        path.unlink(missing_ok=True) if before is None else path.write_bytes(before)
+        for file in tmp_path.iterdir():  # a process that ended may have left its unfinished file
+            file.unlink()
+        if before is not None:
+            path.write_bytes(before)
 
     def write(crash_at):
         with replacing(path) as file:
@@ -98,6 +101,34 @@ def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path, power, before):
         assert (path.read_bytes() if path.exists() else None) == before
     assert path.read_bytes() == b"new content"
     assert [*tmp_path.iterdir()] == [path]
+
+
+def test_two_that_write_one_file_do_not_mix(tmp_path):
+    path = tmp_path / ("long" * 60)
+    with replacing(path) as first, replacing(path) as second:
+        first.write(b"first " * 10_000)
+        second.write(b"second " * 10_000)
+    assert path.read_bytes() == b"first " * 10_000
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="permissions")
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path):
+    path = tmp_path / "whole"
+    for mode in (0o400, 0o600, 0o664):
+        path.touch()
+        path.chmod(mode)
+        with replacing(path) as file:
+            (unfinished,) = {*tmp_path.iterdir()} - {path}
+            assert unfinished.stat().st_mode & 0o777 == mode
+            file.write(b"new")
+        assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"new", mode)
+    umask = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "other", b"")
+    finally:
+        os.umask(umask)
+    assert (tmp_path / "other").stat().st_mode & 0o777 == 0o640
 
 
 def test_a_file_that_is_not_finished_leaves_nothing(tmp_path):

@@ -95,12 +95,34 @@ def run(given: argparse.Namespace) -> int:
         raise SpecbeamError("--top-logprobs goes with --json")
     options = [options_of_row(given, row) for row in rows]
     check_sources(given)
-    with printing_to(given.output) as out:
-        failed = generate(given, rows, options, out)
+    check_no_input(given)
+    try:
+        with printing_to(given.output) as out:
+            failed = generate(given, rows, options, out)
+            if failed == len(rows) and out is not sys.stdout:
+                raise NothingFinished
+    except NothingFinished:
+        print(f"specbeam: no prompt was finished, so {given.output} was not written", file=sys.stderr)
+        return FAILED
     if out is not sys.stdout:
         prompts = "1 prompt" if len(rows) == 1 else f"{len(rows):,} prompts"
         print(f"[{prompts}, {failed:,} failed, in {given.output}]", file=sys.stderr)
     return FAILED if failed else 0
+
+
+class NothingFinished(Exception):
+    """Every prompt failed: there is nothing that could replace an earlier output."""
+
+
+def check_no_input(given: argparse.Namespace) -> None:
+    """Refuse an output that would replace a file of the input. Raises SpecbeamError."""
+    if given.output in (None, "-") or not os.path.isfile(given.output):
+        return
+    for name in ("prompts", "draft_corpus", "model", "draft", "adapter"):
+        source = getattr(given, name)
+        if source is not None and os.path.exists(source) and os.path.samefile(source, given.output):
+            option = name.replace("_", "-")
+            raise SpecbeamError(f"--output {given.output} would replace the file of --{option}: name another file")
 
 
 def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
