@@ -1,6 +1,7 @@
 """LoRA adapters against PEFT: the merged model computes what PEFT's merged model computes, on every backend."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -211,7 +212,33 @@ def test_packed_weights_belong_to_an_adapter(trained, adapter, monkeypatch, tmp_
     assert torch.equal(packed(), plain)
 
 
+def test_packed_weights_follow_a_training_that_keeps_size_and_time_of_the_file(train, monkeypatch, tmp_path):
+    """As after cp -p or rsync -t. The change is in the middle of a tensor."""
+    monkeypatch.setattr(weights, "MIN_FILE_BYTES", 0)
+    monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path / "home"))
+    _, base, folder = train(random_model("llama"), target_modules=["q_proj"], r=256)
+
+    def packed():
+        return logits(specbeam.load(base, adapter=folder, backend="cpu", quantize="int8"))
+
+    first, file = packed(), folder / "adapter_model.safetensors"
+    before = file.stat()
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if "lora_A" in name:
+            tensor[40:70] *= -3
+    save_file(tensors, file, metadata={"format": "pt"})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert file.stat().st_size == before.st_size
+    assert (packed() - first).abs().max() > 1e-3
+
+
 # The base model
+
+
+def test_the_revision_of_a_base_on_this_machine_is_ignored(trained, adapter):
+    rewrite(adapter, revision="main")
+    check(trained[0], specbeam.load(adapter, **FLOAT32["torch"]))
 
 
 def test_the_base_may_be_another_than_the_adapter_names(trained, adapter, save):
@@ -230,6 +257,15 @@ def test_an_adapter_is_no_base(adapter, trained, tmp_path):
     rewrite(adapter, base_model_name_or_path=str(adapter))
     with pytest.raises(SpecbeamError, match="is an adapter itself"):
         specbeam.load(adapter)
+
+
+def test_a_folder_without_an_adapter_and_an_empty_name_are_refused(trained, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(trained[1])  # an empty path would be this folder
+    with pytest.raises(SpecbeamError, match=r"has no adapter_config.json: give the folder of a LoRA adapter"):
+        specbeam.load(trained[1], adapter=tmp_path)
+    for named in (["--model", ""], ["--model", str(trained[1]), "--adapter", ""]):
+        assert main(["generate", "hello", *named]) == 2
+        assert "the source is empty: give an alias, a folder" in capsys.readouterr().err
 
 
 def test_a_gguf_file_takes_no_adapter(adapter, tmp_path):

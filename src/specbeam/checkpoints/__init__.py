@@ -28,16 +28,14 @@ def locate(source: str | os.PathLike[str], revision: str | None = None, *, downl
         SpecbeamError: nothing fits, or it cannot be fetched.
     """
     name = os.fspath(source)
-    try:
-        path = Path(name).expanduser()
-        exists = path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # too long, or no such user
-        raise SpecbeamError(f"{name[:80]!r} cannot be a source: {error}") from error
-    if revision is not None and (exists or name in registry.ALIASES):
+    if not name:
+        raise SpecbeamError("the source is empty: give an alias, a folder, a .gguf file or a hub id (org/name)")
+    path = _local(name)
+    if revision is not None and (path is not None or name in registry.ALIASES):
         raise SpecbeamError(f"revision={revision!r} goes with a hub id, and {name} is not a hub id")
     if name in registry.ALIASES:
         return registry.fetch(name) if download else registry.location(name)
-    if exists:
+    if path is not None:
         return path
     found = hub.ID.fullmatch(name)
     if found is not None and (found["pick"] or not name.endswith(".gguf")) and not name.startswith("."):
@@ -50,6 +48,15 @@ def locate(source: str | os.PathLike[str], revision: str | None = None, *, downl
         f"unknown model {name!r}: {hint}Aliases are {', '.join(registry.ALIASES)}; a folder, a .gguf file or a hub id "
         "(org/name) will do too"
     )
+
+
+def _local(name: str) -> Path | None:
+    """The file or folder of that name; None if there is no such file or folder."""
+    try:
+        path = Path(name).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError) as error:  # too long, or no such user
+        raise SpecbeamError(f"{name[:80]!r} cannot be a source: {error}") from error
 
 
 def open_checkpoint(path: Path, adapter: Path | None = None, *, download: bool = True) -> Checkpoint:
@@ -94,7 +101,9 @@ def _base_of(folder: Path, download: bool) -> Path:
             f"the adapter {folder} names no base model: load the base model with adapter={str(folder)!r}"
         )
     try:
-        base = locate(adapter.base, adapter.base_revision, download=download)
+        # PEFT writes a revision beside every base, also beside a folder.
+        on_disk = adapter.base in registry.ALIASES or _local(adapter.base) is not None
+        base = locate(adapter.base, None if on_disk else adapter.base_revision, download=download)
         if base.is_dir() and (base / ADAPTER).is_file():
             raise SpecbeamError(f"{base} is an adapter itself")
     except SpecbeamError as error:

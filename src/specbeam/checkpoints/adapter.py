@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, check_links, read_json
 from specbeam.checkpoints.fingerprint import Extent
-from specbeam.checkpoints.safetensors_file import extents_of, shapes_of
+from specbeam.checkpoints.safetensors_file import shapes_of
 from specbeam.errors import SpecbeamError
 
 PREFIX = "base_model.model."
@@ -69,6 +69,8 @@ class Adapter:
     def __init__(self, path: Path) -> None:
         self.path, self.weights = path, path / ADAPTER_WEIGHTS
         check_links(path)
+        if not (path / ADAPTER).is_file():
+            raise SpecbeamError(f"{path} has no {ADAPTER}: give the folder of a LoRA adapter as PEFT saves it")
         self._config = read_json(path, ADAPTER)
         self._check_config()
         if not self.weights.is_file():
@@ -108,9 +110,10 @@ class Adapter:
 
     @property
     def extents(self) -> list[tuple[Path, list[Extent]]]:
-        """Its files, and where in each of them the header and the tensors lie."""
-        config = self.path / ADAPTER
-        return [(config, [Extent(0, config.stat().st_size, whole=True)]), (self.weights, extents_of(self.weights))]
+        """Its files, each as a whole."""
+        # An adapter is small, and its next training keeps the size: read all of it.
+        files = [self.path / ADAPTER, self.weights]
+        return [(file, [Extent(0, file.stat().st_size, whole=True)]) for file in files]
 
     def shape(self, name: str) -> tuple[int, int]:
         """The shape [out, in] of a tensor that is updated."""
@@ -119,7 +122,7 @@ class Adapter:
         return (columns, rows) if update.embedding else (rows, columns)
 
     def vocab_sizes(self, names: Collection[str]) -> list[int]:
-        """The number of tokens in those of the adapter's own tensors that replace an embedding or a head.
+        """The number of tokens in each tensor that replaces the embedding or the head.
 
         Args:
             names: of the embedding and the head, in the base model.

@@ -11,6 +11,9 @@ from typing import NamedTuple
 SAMPLED_BLOCKS, BLOCK_BYTES = 4, 4096
 """How many blocks of each extent are read, and their size. A block is a page, the least that a disk reads."""
 
+READ_BYTES = 1 << 24
+"""The most that is read into memory at once."""
+
 
 class Extent(NamedTuple):
     """A part of a file, such as a tensor.
@@ -46,6 +49,7 @@ def fingerprint(files: Iterable[tuple[Path, list[Extent]]]) -> str:
 def _blocks(extent: Extent) -> list[tuple[int, int]]:
     """The start and the size of each block of an extent that is read."""
     if extent.whole or extent.size <= SAMPLED_BLOCKS * BLOCK_BYTES:
-        return [(extent.start, extent.size)]
+        end = extent.start + extent.size
+        return [(start, min(READ_BYTES, end - start)) for start in range(extent.start, end, READ_BYTES)]
     last = extent.size - BLOCK_BYTES
     return [(extent.start + last * i // (SAMPLED_BLOCKS - 1), BLOCK_BYTES) for i in range(SAMPLED_BLOCKS)]

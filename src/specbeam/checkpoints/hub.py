@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from logging import ERROR
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,7 +101,7 @@ def remove(model: Kept) -> int:
         SpecbeamError: its folder is a link, or a part of it cannot be removed.
     """
     from huggingface_hub import constants, scan_cache_dir
-    from huggingface_hub.utils import logging
+    from huggingface_hub.utils.logging import get_verbosity, set_verbosity
 
     check_no_link(model.path)
     sizes = _sizes(model.path)
@@ -108,8 +109,8 @@ def remove(model: Kept) -> int:
     found = [one for one in cache.repos if (one.repo_id, one.repo_type) == (model.repository, "model")]
     # Two repositories can have one commit, such as gpt2 and openai-community/gpt2: offer only this one for removal.
     alone = replace(cache, repos=frozenset(found))
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)  # it only warns, with a traceback, of what it cannot remove
+    verbosity = get_verbosity()
+    set_verbosity(ERROR)  # if a file cannot be removed, it only warns, with a traceback
     try:
         alone.delete_revisions(*(revision.commit_hash for one in found for revision in one.revisions)).execute()
         if model.path.exists():  # no download was finished, or a part could not be removed
@@ -117,7 +118,7 @@ def remove(model: Kept) -> int:
     except OSError as error:
         raise SpecbeamError(f"{model.path} cannot be removed whole: {error}") from error
     finally:
-        logging.set_verbosity(verbosity)
+        set_verbosity(verbosity)
     return sum(size for file, size in sizes.items() if not file.exists())
 
 
