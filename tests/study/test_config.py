@@ -182,8 +182,17 @@ def test_old_and_new_names_together(tmp_path):
     assert study("decode.num_draft_tokens=2", folder=tmp_path).decode["num_draft_tokens"] == 2
     assert study("decode.k=2", folder=tmp_path).decode["num_draft_tokens"] == 2
     (tmp_path / "config.yaml").write_text("decode: {k: 3, num_draft_tokens: 5}\n")
-    with pytest.raises(SpecbeamError, match=r"decode\.k=3 and num_draft_tokens=5 are the same setting: leave out k"):
+    with pytest.raises(
+        SpecbeamError, match=r"decode\.k=3 and decode\.num_draft_tokens=5 are the same.*: leave out decode\.k"
+    ):
         study(folder=tmp_path)
+    (tmp_path / "config.yaml").write_text("decode: {max_tokens: 32, max_new_tokens: 64}\n")  # 64 is the default
+    with pytest.raises(SpecbeamError, match=r"decode\.max_tokens=32 and decode\.max_new_tokens=64 are the same"):
+        study(folder=tmp_path)
+    for words in (["decode.k=2", "decode.num_draft_tokens=5"], ["++decode.num_draft_tokens=auto", "decode.k=2"]):
+        with pytest.raises(SpecbeamError, match=r"decode\.k=2 and decode\.num_draft_tokens=.* are the same setting"):
+            study(*words)
+    assert study("decode.k=2", "decode.num_draft_tokens=2").decode["num_draft_tokens"] == 2
     with pytest.raises(SpecbeamError, match=r"methods\.a\.k=3 and num_draft_tokens=5"):
         study("methods={a: {mode: speculative, k: 3, num_draft_tokens: 5}}")
 

@@ -225,6 +225,19 @@ def test_runs_of_a_sweep_are_named_by_their_values(here, tiny_words):
     assert names == [f"specbeam-study-decode.max_new_tokens={n}" for n in (1, 2)]
 
 
+@pytest.mark.parametrize("output", [[], ["output=swp"]])
+def test_values_of_a_sweep_that_are_no_names_of_folders(here, tiny_words, output):
+    (here / "a").mkdir()
+    (here / "a" / "b.txt").write_text("one")
+    (here / "a_b.txt").write_text("two")
+    (here / f"{'x' * 240}.txt").write_text("three")
+    sources = f"data.source=a/b.txt,a_b.txt,{'x' * 240}.txt"
+    assert study(*tiny_words, *output, "--multirun", sources) == 0
+    found = sorted((here / ("swp" if output else "runs")).glob("*/generations.jsonl"))
+    assert len(found) == 3
+    assert {json.loads(path.read_text())["prompt"] for path in found} == {"one", "two", "three"}
+
+
 def test_without_a_run_show_says_so(here, capsys):
     assert study("show") == 2
     assert "there is no run in runs/: give show RUN" in capsys.readouterr().err

@@ -260,6 +260,7 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
     parsed = _parsed(overrides)
     for override in parsed:
         _refuse_hydras(override.key_or_group.replace("/", "."), override.key_or_group)
+    _refuse_old_beside_new({o.key_or_group: o.value() for o in parsed if not o.is_delete()})
     words = [_may_add(_with_new_key(str(override.input_line))) for override in parsed]
     search, primary = [], "study"
     if folder is not None:
@@ -317,6 +318,7 @@ def _above_study(own: Any) -> dict[str, Any]:
                 overrides.append({f"override {group}": choice})
                 continue
         plain.append(entry)
+    _refuse_old_beside_new(_leaves("", OmegaConf.to_container(own)))
     before = [] if "study" in plain else ["study"]
     after = [] if "_self_" in plain else ["_self_"]
     return {"defaults": [*before, *plain, *after, *overrides], **{str(key): own._get_node(key) for key in own}}
@@ -366,6 +368,18 @@ def with_new_names(config: Mapping[str, Any], given_last: Set[str] = frozenset()
     if not new.get("methods") and isinstance(metrics, dict) and "baseline" in metrics:
         metrics["baseline"] = _new_mode(metrics["baseline"])
     return new
+
+
+def _refuse_old_beside_new(given: Mapping[str, Any]) -> None:
+    """Raise SpecbeamError if one place, such as the command line, gives a setting by both of its names.
+
+    Args:
+        given: values by dotted keys.
+    """
+    values = {key.lstrip("."): value for key, value in given.items()}
+    for old, new in OLD_KEYS.items():
+        if old in values and new in values:
+            _refuse_both("", old, values[old], new, values[new])
 
 
 def _refuse_both(path: str, old: str, value: Any, new: str, other: Any) -> None:

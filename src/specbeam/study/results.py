@@ -37,6 +37,8 @@ RECORD_KEYS = ("key", "method", "row", "turn", "repeat", "mode", "prompt", "erro
 
 ASKED_PARTS = ("config", "models", "data")
 """The parts of a fingerprint that the user chose. The others describe where the study ran."""
+MAX_NAME_BYTES = 200
+"""Bytes of a folder's name before a hash. File systems allow 255."""
 RUNS = Path("runs")
 """Where runs lie that have no folder of their own."""
 
@@ -48,8 +50,26 @@ def default_folder(project: str, fingerprint: Mapping[str, Any], swept: str = ""
         swept: the keys and values of a sweep that this run stands for.
     """
     asked = json.dumps({part: fingerprint[part] for part in ASKED_PARTS}, sort_keys=True)
-    words = [project, *([swept] if swept else []), hashlib.sha256(asked.encode()).hexdigest()[:8]]
-    return RUNS / "-".join(words).replace("/", "_")
+    return RUNS / f"{_plain_name('-'.join(filter(None, [project, swept])))}-{_short_hash(asked)}"
+
+
+def folder_of_sweep(swept: str) -> str:
+    """The name of the folder of one run of a sweep. A hash tells runs from each other that would have one name.
+
+    Args:
+        swept: the keys and values of a sweep that this run stands for.
+    """
+    name = _plain_name(swept)
+    return name if name == swept else f"{name}-{_short_hash(swept)}"
+
+
+def _plain_name(text: str) -> str:
+    """A text as the name of a file."""
+    return text.replace("/", "_").encode()[:MAX_NAME_BYTES].decode(errors="ignore")
+
+
+def _short_hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def latest_run() -> Path:
