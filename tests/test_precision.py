@@ -35,7 +35,8 @@ def sources(save, tmp_path_factory):
 def test_precision_is_logged_and_in_the_statistics(sources, caplog, source, options, precision):
     with caplog.at_level(logging.INFO, "specbeam"):
         lm = specbeam.load(sources[source], device="cpu", **options)
-    advice = "" if options else "; dtype='float32' for transformers' own numbers"
+    of_file = " of this file" if source == "quantized file" else ""
+    advice = "" if options else f"; dtype='float32' for transformers' own numbers{of_file}"
     assert caplog.messages == [f"{sources[source]}: {precision}{advice}"]
     assert specbeam.generate(lm, [1], max_new_tokens=1).stats.precision == precision
 
@@ -43,10 +44,26 @@ def test_precision_is_logged_and_in_the_statistics(sources, caplog, source, opti
 def test_a_quantization_that_nobody_asked_for_is_shown_once(sources, capsys, monkeypatch):
     """Without logging set up, on standard error. The draft does not repeat it, and JSON is alone on standard output."""
     monkeypatch.setattr(logging.getLogger("specbeam"), "propagate", False)  # as if pytest had not set up logging
-    monkeypatch.setattr(specbeam.model, "quantization_was_shown", False)  # as in a process that begins
+    monkeypatch.setattr(specbeam.model, "shown_precisions", set())  # as in a process that begins
     target, draft = map(str, sources.values())
     assert main(["generate", "hi", "--json", "--device", "cpu", "--model", target, "--draft", draft]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["stats"]["precision"] == "int8 on cpu"
     shown = [line for line in err.splitlines() if "float32" in line]
     assert shown == [f"specbeam: {target}: int8 on cpu; dtype='float32' for transformers' own numbers"]
+
+
+def test_each_model_is_shown_once(sources, capsys, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("specbeam"), "propagate", False)
+    monkeypatch.setattr(specbeam.model, "shown_precisions", set())
+    for source in [*sources.values(), *sources.values()]:
+        specbeam.load(source, device="cpu")
+    assert [line.split("; ")[0] for line in capsys.readouterr().err.splitlines()] == [
+        f"specbeam: {sources['folder']}: int8 on cpu",
+        f"specbeam: {sources['quantized file']}: Q8_0 on cpu",
+    ]
+
+
+def test_two_precisions_at_once_are_refused(sources):
+    with pytest.raises(specbeam.SpecbeamError, match="contradicts quantize='int8'"):
+        specbeam.load(sources["folder"], device="cpu", dtype="float32", quantize="int8")

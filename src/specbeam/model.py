@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # it imports PyTorch, which takes a second
 
 logger = logging.getLogger("specbeam")
 BACKENDS = ("cpu", "torch", "transformers")
-quantization_was_shown = False  # in this process
+shown_precisions: set[str] = set()  # the lines that this process has shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +58,7 @@ class LanguageModel:
         name = os.fspath(source)
         with self._loading:
             if name not in self._drafts:
-                self._drafts[name] = load(name, **{"device": str(self.backend.device)} | dict(self.placement))
+                self._drafts[name] = _load(name, **{"device": str(self.backend.device)} | dict(self.placement))
             return self._drafts[name]
 
     @property
@@ -124,23 +124,25 @@ def _precision(device: str, dtype: str, quantize: str) -> str:
         raise SpecbeamError(f"the cpu backend does not run on {device}: leave out the device, or the backend")
     if dtype == "auto" or (dtype == "float32" and quantize in ("auto", "float32")):
         return quantize if dtype == "auto" else "float32"
+    if dtype == "float32":
+        raise SpecbeamError(f"dtype='float32' contradicts quantize={quantize!r}: leave one out")
     raise SpecbeamError(f"the cpu backend has no dtype={dtype!r}: give quantize= keep, int8, int4 or float32 instead")
 
 
 def _say_precision(lm: LanguageModel, chosen_here: bool) -> None:
-    """Log the number type of the weights at level INFO. Show it once per process if it is not the caller's choice.
+    """Log the number type of the weights at level INFO. Show each line once per process if it is not the caller's choice.
 
     Python shows only warnings where nobody set up logging, and this is no warning. So it is printed there.
     """
-    global quantization_was_shown
     if not chosen_here:
         logger.info("%s: %s", lm.source, lm.precision)
         return
-    line = f"{lm.source}: {lm.precision}; dtype='float32' for transformers' own numbers"
+    of_file = "" if lm.backend.precision in ("int8", "int4") else " of this file"
+    line = f"{lm.source}: {lm.precision}; dtype='float32' for transformers' own numbers{of_file}"
     logger.info(line)
-    if not quantization_was_shown and logger.level == logging.NOTSET and not logger.hasHandlers():
+    if line not in shown_precisions and logger.level == logging.NOTSET and not logger.hasHandlers():
         print(f"specbeam: {line}", file=sys.stderr, flush=True)
-        quantization_was_shown = True
+        shown_precisions.add(line)
 
 
 def load(
@@ -158,8 +160,8 @@ def load(
 
     On a CPU its weights are quantized unless you ask for another precision: that is fastest, but texts may differ from
     transformers' texts. ``dtype="float32"`` gives transformers' own numbers. The line ``MODEL: int8 on cpu; ...`` says
-    so, at level INFO of the logger ``specbeam``. Where logging is not set up, the first such line of a process goes to
-    standard error. ``Stats.precision`` says it for each result.
+    so, at level INFO of the logger ``specbeam``. Where logging is not set up, the line goes to standard error, once per
+    model. ``Stats.precision`` says it for each result. Drafts say nothing, since they change no text.
 
     Args:
         source: an alias (``specbeam models list``), a folder as transformers saves models, a .gguf file, or a hub id.
@@ -174,7 +176,7 @@ def load(
             or for float32 on the other two backends. On other devices it is the checkpoint's own half precision, or
             bfloat16.
         quantize: the cpu backend's format of weights. "keep": a quantized GGUF file's own values. "int8" or "int4": in
-            groups of 32. "float32". "auto": keep for a quantized GGUF file, else int8.
+            groups of 32. Activations are rounded to int8 with each of these. "float32". "auto": keep for a quantized GGUF file, else int8.
         threads: how many threads the cpu backend uses [$SPECBEAM_THREADS, else all processors of this process].
         revision: a branch, tag or commit of a hub id.
         adapter: a LoRA adapter (a folder or a hub id) to merge into the weights of the model.
@@ -183,6 +185,23 @@ def load(
         SpecbeamError: no such source, an unsupported architecture, a damaged file, a tokenizer with tokens that the
             model lacks, a device that is not there.
     """
+    lm = _load(source, backend, device, dtype, quantize, threads, revision, adapter)
+    is_quantized = lm.backend.precision not in ("float32", "bfloat16", "float16")
+    _say_precision(lm, chosen_here=is_quantized and quantize == dtype == "auto")
+    return lm
+
+
+def _load(
+    source: str | os.PathLike[str],
+    backend: str,
+    device: str,
+    dtype: str,
+    quantize: str,
+    threads: int | None,
+    revision: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+) -> LanguageModel:
+    """Load a model, and say nothing of its precision. Arguments and errors as for :func:`load`."""
     if backend not in ("auto", *BACKENDS):
         raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
     placement = {"backend": backend, "device": device, "dtype": dtype, "quantize": quantize, "threads": threads}
@@ -210,7 +229,7 @@ def load(
             from specbeam.backends.torch import TorchBackend
 
             loaded = TorchBackend(checkpoint, device, dtype)
-    lm = LanguageModel(
+    return LanguageModel(
         source=os.fspath(source),
         backend=loaded,
         tokenizer=checkpoint.tokenizer,
@@ -218,5 +237,3 @@ def load(
         generation_defaults=checkpoint.generation_defaults,
         placement=placement,
     )
-    _say_precision(lm, chosen_here=backend == "cpu" and quantize == dtype == "auto")
-    return lm

@@ -401,3 +401,9 @@ def test_pytorch_uses_one_thread_beside_a_target_with_its_own(lm):
     finally:
         torch.set_num_threads(before)
     assert set(threads) == {1}
+
+
+@pytest.mark.parametrize("given", ["smollm2-135m-instruct", [1, 2], None])
+def test_what_is_no_loaded_model_is_refused(given):
+    with pytest.raises(SpecbeamError, match=r"is no loaded model: give what specbeam\.load returned"):
+        specbeam.generate(given, "hi")

@@ -225,7 +225,7 @@ def row(strategy: str, prompts: list[dict[str, Any]]) -> str:
 
 
 def texts(results: dict[str, Any]) -> Iterator[str]:
-    """The texts, each different one once, and the strategies that should not differ but do."""
+    """The texts, each different one once, drafts that were not used, and strategies that should not differ but do."""
     found: dict[tuple[str, ...], list[str]] = {}
     for strategy, result in results.items():
         found.setdefault(tuple(s.text for s in result.sequences), []).append(strategy)
@@ -234,7 +234,9 @@ def texts(results: dict[str, Any]) -> Iterator[str]:
         for line in "\n".join(numbered_texts(results[names[0]])).split("\n"):
             yield from textwrap.wrap(line, LINE_WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
     yield ""
-    for strategy in results:
+    for strategy, result in results.items():
+        if result.stats.draft_note is not None:
+            yield f"{strategy}: {result.stats.draft_note}\n"
         if identical(strategy, results) is False:
             twin = TWINS[strategy]
             yield f"{strategy} differs from {twin}: a near-tie in floating point can do that (docs/exactness.md)\n"

@@ -49,7 +49,7 @@ class Engine:
     ``submit`` and ``Request.cancel`` may be called from any thread, ``step`` and ``run`` from one thread at a time.
 
     Raises:
-        SpecbeamError: a limit is not at least 1, or ``max_kept_prefixes`` not at least 0.
+        SpecbeamError: lm is no loaded model, a limit is not at least 1, or ``max_kept_prefixes`` not at least 0.
     """
 
     def __init__(
@@ -67,6 +67,10 @@ class Engine:
             least = 0 if name == "max_kept_prefixes" else 1
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise SpecbeamError(f"{name}={value!r} is not allowed: give at least {least}")
+        if not isinstance(lm, LanguageModel):
+            raise SpecbeamError(
+                f"{type(lm).__name__} is no loaded model: give what specbeam.load returned, or specbeam.hf.wrap(model)"
+            )
         self.lm = lm
         self._memory = Memory(lm.backend, max_cache_tokens, max_kept_prefixes)
         self._scheduler = Scheduler(memory=self._memory, **limits)
