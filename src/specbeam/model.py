@@ -130,7 +130,7 @@ def _precision(device: str, dtype: str, quantize: str) -> str:
 
 
 def _say_precision(lm: LanguageModel, chosen_here: bool) -> None:
-    """Log the number type of the weights at level INFO. Show each line once per process if it is not the caller's choice.
+    """Log the number type of the weights at level INFO. Show it once per model if it is not the caller's choice.
 
     Python shows only warnings where nobody set up logging, and this is no warning. So it is printed there.
     """
@@ -176,7 +176,8 @@ def load(
             or for float32 on the other two backends. On other devices it is the checkpoint's own half precision, or
             bfloat16.
         quantize: the cpu backend's format of weights. "keep": a quantized GGUF file's own values. "int8" or "int4": in
-            groups of 32. Activations are rounded to int8 with each of these. "float32". "auto": keep for a quantized GGUF file, else int8.
+            groups of 32. With these three, activations are rounded to int8. "float32". "auto": keep for a quantized
+            GGUF file, else int8.
         threads: how many threads the cpu backend uses [$SPECBEAM_THREADS, else all processors of this process].
         revision: a branch, tag or commit of a hub id.
         adapter: a LoRA adapter (a folder or a hub id) to merge into the weights of the model.
