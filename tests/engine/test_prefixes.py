@@ -322,7 +322,7 @@ MANY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": True, "seed": 0
 def test_no_request_fails_because_a_large_cache_is_kept(conversing):
     lm, drafts = conversing("cpu")
     prompt = list(range(40))
-    engine = Engine(lm, max_cache_tokens=300, max_kept_prefixes=1)
+    engine = Engine(lm, max_cache_tokens=270, max_kept_prefixes=1)
     ended(engine, prompt, MANY)  # 20 texts of 12 tokens lie in its cache
     got = ended(engine, [*prompt, 1], {"max_new_tokens": 12, "num_draft_tokens": 2}, draft=drafts["model"])
     assert got.token_ids == result(lm, [*prompt, 1], {"max_new_tokens": 12}).token_ids
