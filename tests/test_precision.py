@@ -67,3 +67,8 @@ def test_each_model_is_shown_once(sources, capsys, monkeypatch):
 def test_two_precisions_at_once_are_refused(sources):
     with pytest.raises(specbeam.SpecbeamError, match="contradicts quantize='int8'"):
         specbeam.load(sources["folder"], device="cpu", dtype="float32", quantize="int8")
+
+
+def test_a_model_shows_its_name_and_precision(sources):
+    lm = specbeam.load(sources["folder"], device="cpu")
+    assert repr(lm) == f"LanguageModel({str(sources['folder'])!r}, int8 on cpu)"

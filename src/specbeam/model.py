@@ -24,7 +24,7 @@ BACKENDS = ("cpu", "torch", "transformers")
 shown_precisions: set[str] = set()  # the lines that this process has shown
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class LanguageModel:
     """A loaded model with its tokenizer, made by :func:`load`.
 
@@ -43,9 +43,12 @@ class LanguageModel:
     tokenizer: Any
     eos_token_ids: frozenset[int]
     generation_defaults: Mapping[str, Any]
-    placement: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    _drafts: dict[str, LanguageModel] = field(default_factory=dict, init=False, repr=False)
-    _loading: Lock = field(default_factory=Lock, init=False, repr=False)
+    placement: Mapping[str, Any] = field(default_factory=dict)
+    _drafts: dict[str, LanguageModel] = field(default_factory=dict, init=False)
+    _loading: Lock = field(default_factory=Lock, init=False)
+
+    def __repr__(self) -> str:
+        return f"LanguageModel({self.source!r}, {self.precision})"
 
     def draft_model(self, source: str | os.PathLike[str]) -> LanguageModel:
         """A draft for this model by its source (see :func:`load`), placed as this model is.

@@ -160,6 +160,7 @@ def test_a_loaded_question_is_answered(chat, model, tmp_path):
         ("/save", "/save : give the name of a file"),
         ("/save /not/there/x.json", "specbeam: /not/there/x.json cannot be written: there is no folder /not/there"),
         ("/save {there}", "specbeam: /save {there}: there is such a file already"),
+        ("/load", "/load: give the name of a file"),
         ("/load /not/there.json", "/load /not/there.json: the file cannot be read (No such file or directory)"),
         ("/load {there}", "the file is not JSON"),
         ("/load {wrong}", 'a conversation is a list of messages with "role" and "content"'),

@@ -208,6 +208,10 @@ class Chat:
 
     def do_clear(self, argument: str) -> None:
         """/clear: forget all turns. The system message stays."""
+        self._forget()
+        note("[all turns are forgotten]")
+
+    def _forget(self) -> None:
         self.messages, self.results = [], []
 
     def do_drop(self, argument: str) -> None:
@@ -267,6 +271,8 @@ class Chat:
 
     def do_load(self, argument: str) -> None:
         """/load FILE: go on with a conversation that /save wrote."""
+        if not argument:
+            raise SpecbeamError("/load: give the name of a file that /save wrote")
         with file_errors(f"/load {argument}: the file cannot be read"):
             path = Path(argument).expanduser().resolve()
             text = path.read_text(encoding="utf-8")
@@ -277,7 +283,7 @@ class Chat:
         found = found.get("messages") if isinstance(found, dict) else found
         if not is_conversation(found):
             raise SpecbeamError(f'/load {argument}: a conversation is a list of messages with "role" and "content"')
-        self.do_clear("")
+        self._forget()
         self.system = found[0]["content"] if found[0]["role"] == "system" else None
         self.messages = [message for message in found if message["role"] != "system"]
         self.own_files.add(path)
