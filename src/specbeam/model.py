@@ -197,11 +197,11 @@ def load(
 
 def _load(
     source: str | os.PathLike[str],
-    backend: str,
-    device: str,
-    dtype: str,
-    quantize: str,
-    threads: int | None,
+    backend: str = "auto",
+    device: str = "auto",
+    dtype: str = "auto",
+    quantize: str = "auto",
+    threads: int | None = None,
     revision: str | None = None,
     adapter: str | os.PathLike[str] | None = None,
 ) -> LanguageModel:
