@@ -410,6 +410,7 @@ def test_texts_of_models_with_an_encoder_equal_the_texts_of_transformers(encoder
 
 def test_the_encoder_reads_once(encoders):
     model, passes = encoders("t5"), []
+    model.generate(**sources(SOURCES, "right"), max_new_tokens=1, **EXTRA)  # a new model is tried once
     hook = model.get_encoder().register_forward_hook(lambda *_: passes.append(1))
     model.generate(**sources(SOURCES, "right"), num_beams=2, max_new_tokens=4, **EXTRA)
     hook.remove()
