@@ -114,6 +114,18 @@ def test_a_stop_string_is_found_where_the_whole_text_first_has_it(name, data):
             break
 
 
+def test_a_stop_string_that_ends_inside_a_token_is_found_where_the_window_begins_anew():
+    decode, _ = whole_text(*DECODERS["metaspace"])
+    tokens = [1] * 13 + [0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1]
+    stop_string = decode([*tokens, 0])[58:77]
+    tree, stop = Tree([0]), Stopping(frozenset(), 10_000, (stop_string,), decode)
+    for token in tokens:
+        (node,) = tree.add(tree.tip, token).tolist()
+        tree.keep(node)
+    assert stop_string in decode(tokens)
+    assert stop(tree, node) == "stop"
+
+
 @settings(max_examples=examples(0.3))
 @given(st.integers(0, 1000))
 def test_stop_strings_of_beams_are_found_though_texts_are_forgotten(seed):

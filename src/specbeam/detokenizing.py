@@ -50,7 +50,7 @@ class Detokenizer:
 
     Args:
         decode: makes text of token ids.
-        reach: the window's text has at least this many settled characters, or it is the whole text.
+        reach: before the last token's text, the window has at least this many settled characters, or all there are.
     """
 
     def __init__(self, decode: Callable[[list[int]], str], reach: int = 1) -> None:
@@ -98,7 +98,7 @@ class Detokenizer:
                 ids = end.ids[max(0, start) :]
                 texts = tuple(self._decode([*ids[: len(ids) - k]]) for k in reversed(range(len(end.texts))))
                 settled = end.settled - (len(end.text) - len(texts[-1]))
-                if settled < self._reach:
+                if settled - len(end.added) < self._reach:  # a stop string may end inside the text that was added
                     break
                 if all(whole.endswith(text) for whole, text in zip(end.texts, texts, strict=True)):
                     return replace(end, ids=ids, texts=texts, settled=settled)
