@@ -333,7 +333,7 @@ def test_a_draft_by_our_name_gives_no_warning(model, small, caplog):
             model.generate(torch.tensor([[3, 4]]), **LONG, num_beams=2, **how, **EXTRA)
         assert "ignored" not in caplog.text
         model.generate(torch.tensor([[3, 4]]), **LONG, num_beams=2, assistant_model=small, **EXTRA)
-        assert caplog.text.count("ignored") == 1
+        assert "ignored" in caplog.text
     finally:
         logger.removeHandler(caplog.handler)
 

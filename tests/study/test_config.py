@@ -7,7 +7,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from specbeam.cli import main
 from specbeam.errors import SpecbeamError
-from specbeam.study.config import check, compose, methods, sweep
+from specbeam.study.composition import compose, sweep
+from specbeam.study.config import check, methods
 
 ORIGINAL = """
 project_name: specbeam-study

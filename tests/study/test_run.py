@@ -20,7 +20,8 @@ import specbeam
 from specbeam.cli import main
 from specbeam.errors import SpecbeamError
 from specbeam.study import results, work
-from specbeam.study.config import check, compose
+from specbeam.study.composition import compose
+from specbeam.study.config import check
 from specbeam.study.data import Row
 from specbeam.study.run import run_study
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model

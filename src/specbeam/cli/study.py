@@ -65,7 +65,8 @@ def run(given: argparse.Namespace) -> int:
             raise SpecbeamError(
                 f"{word!r} is no KEY=VALUE: give decode.max_new_tokens=64 or so, show RUN, or diff RUN_A RUN_B"
             )
-    from specbeam.study.config import check, compose, sweep
+    from specbeam.study.composition import compose, sweep
+    from specbeam.study.config import check
     from specbeam.study.results import folder_of_sweep
 
     combinations = [*sweep(given.words)] if given.multirun else [given.words]

@@ -19,7 +19,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import replacing, write_whole
 from specbeam.jobs.journal import Entry, Journal, entries_in
 from specbeam.jobs.lock import locked
-from specbeam.study.config import OLD_MODES
+from specbeam.study.old_names import OLD_MODES
 
 Record = dict[str, Any]
 GENERATIONS, SCORES, FINGERPRINT, CONFIG, SUMMARY = (

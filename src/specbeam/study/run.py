@@ -14,8 +14,9 @@ from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import write_whole
 from specbeam.jobs.crew import Crew
 from specbeam.jobs.launchers import crew_on_ray, run_here
-from specbeam.study.config import Study, check, methods, with_new_names
+from specbeam.study.config import Study, check, methods
 from specbeam.study.data import Row, local_file, read_rows
+from specbeam.study.old_names import with_new_names
 from specbeam.study.progress import Progress
 from specbeam.study.results import (
     SUMMARY,
@@ -53,7 +54,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     """Run a study, or the rest of an interrupted one, and write its table, plots and report.
 
     Args:
-        config: as :func:`specbeam.study.config.compose` returns it.
+        config: as :func:`specbeam.study.composition.compose` returns it.
         show: called with a line for people at the start and at the end.
         swept: the keys and values of a sweep that this run stands for. They are part of the default folder's name.
 

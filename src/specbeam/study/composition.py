@@ -1,0 +1,188 @@
+"""Hydra composes the configuration of a study.
+
+It puts together the packaged ``conf/``, the ``config.yaml`` and groups of the user's own folder, and ``key=value`` from
+the command line.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from specbeam.errors import SpecbeamError
+from specbeam.study.old_names import refuse_old_beside_new, with_new_key, with_new_names
+
+ABOVE_STUDY = "study_and_config"
+"""The name under which Hydra knows the user's ``config.yaml``."""
+GROUPS = ("data", "tracking", "launcher", "ablation")
+"""The groups of the packaged configuration. A group is a folder of files to choose from."""
+INSTEAD_OF_HYDRAS = {
+    "hydra.run": "give output=FOLDER",
+    "hydra.sweep": "give --multirun and output=FOLDER",
+    "hydra.mode": "give --multirun",
+    "hydra.sweeper": "give --multirun and KEY=A,B",
+    "hydra.launcher": "give launcher=ray",
+    "hydra.job.name": "give project_name=NAME",
+    "hydra.searchpath": "give --config-dir DIR",
+}
+"""The study's own words for Hydra's keys. Hydra composes the configuration here, but does not run the study."""
+SET_BY_HYDRA = ("hydra.overrides", "hydra.runtime", "hydra.searchpath", "hydra.job.config_name", "hydra.job.override")
+"""The keys of Hydra's own that differ from run to run by themselves."""
+
+
+def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str, Any]:
+    """The configuration as plain data.
+
+    Args:
+        overrides: ``key=value`` in Hydra's grammar.
+        folder: the user's own, with a ``config.yaml`` and groups (data/NAME.yaml, ablation/NAME.yaml, ...).
+
+    Raises:
+        SpecbeamError: it cannot be read, an override is not understood, or a key of Hydra's own is set.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import MissingConfigException
+    from omegaconf import OmegaConf, open_dict
+
+    parsed = _parsed(overrides)
+    for override in parsed:
+        _refuse_hydras(override.key_or_group.replace("/", "."), override.key_or_group)
+    refuse_old_beside_new({o.key_or_group: o.value() for o in parsed if not o.is_delete()})
+    words = [_may_add(with_new_key(str(override.input_line))) for override in parsed]
+    search, primary = [], "study"
+    if folder is not None:
+        if not folder.is_dir():
+            raise SpecbeamError(f"--config-dir {folder} is not a folder")
+        quoted = str(folder.resolve()).replace("\\", "\\\\").replace("'", "\\'")
+        search = [f"hydra.searchpath=['file://{quoted}']"]
+    GlobalHydra.instance().clear()
+    try:
+        if folder is not None and (folder / "config.yaml").exists():
+            primary = ABOVE_STUDY
+            ConfigStore.instance().store(primary, _above_study(OmegaConf.load(folder / "config.yaml")))
+        with initialize_config_dir(str(Path(__file__).parent / "conf"), version_base="1.3"):
+            # ``check`` refuses unknown names and suggests the nearest one. Hydra's own message would be less clear.
+            composed = hydra_compose(primary, [*words, *search], return_hydra_config=True)
+            with open_dict(composed):
+                hydras = composed.pop("hydra")
+            if folder is not None:
+                usual = _leaves("hydra", OmegaConf.to_container(hydra_compose("study", return_hydra_config=True).hydra))
+                for key, value in _leaves("hydra", OmegaConf.to_container(hydras)).items():
+                    if not key.startswith(SET_BY_HYDRA) and (key not in usual or usual[key] != value):
+                        _refuse_hydras(key, key)
+            plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
+    except SpecbeamError:
+        raise
+    except MissingConfigException as error:
+        raise SpecbeamError(_missing(error)) from error
+    except UnicodeDecodeError as error:
+        raise SpecbeamError(f"a configuration file is not UTF-8 text (byte {error.start:,}): convert it") from error
+    except Exception as error:  # Hydra raises ValueError, AssertionError and others for wrong words and files, too
+        raise SpecbeamError(f"the configuration cannot be composed: {_one_line(error)}") from error
+    given_last = {word.partition("=")[0].lstrip("+~") for word in words}
+    return with_new_names(cast(dict[str, Any], plain), given_last)
+
+
+def _above_study(own: Any) -> dict[str, Any]:
+    """The configuration of a user's ``config.yaml``, which is composed after the packaged one.
+
+    Hydra takes overrides of groups from the primary configuration only, so this is made the primary one. A group of the
+    packaged configuration is overridden with the word ``override`` and without it.
+    """
+    from omegaconf import DictConfig, ListConfig, OmegaConf
+
+    if not isinstance(own, DictConfig):
+        raise SpecbeamError("config.yaml cannot be composed: it has no keys and values")
+    listed = own.pop("defaults", None)
+    if not isinstance(listed, ListConfig | None):
+        raise SpecbeamError(f"config.yaml cannot be composed: defaults={str(listed)[:40]!r} is not a list")
+    plain, overrides = [], []
+    for entry in [] if listed is None else OmegaConf.to_container(listed):
+        if isinstance(entry, Mapping) and len(entry) == 1:
+            ((key, choice),) = entry.items()
+            group = str(key).removeprefix("override ").strip().removeprefix("/")
+            if group in GROUPS or str(key).startswith("override "):
+                overrides.append({f"override {group}": choice})
+                continue
+        plain.append(entry)
+    refuse_old_beside_new(_leaves("", OmegaConf.to_container(own)))
+    before = [] if "study" in plain else ["study"]
+    after = [] if "_self_" in plain else ["_self_"]
+    return {"defaults": [*before, *plain, *after, *overrides], **{str(key): own._get_node(key) for key in own}}
+
+
+def _missing(error: Any) -> str:
+    """A group's file that is not there, and the files that are."""
+    group, slash, name = str(error.missing_cfg_file or "").rpartition("/")
+    if not slash:
+        return f"the configuration cannot be composed: {_one_line(error).partition(' Config search path')[0]}"
+    there = ", ".join(sorted({*(error.options or ())}))
+    return f"there is no {group}={name}: give one of {there}, or --config-dir DIR with DIR/{group}/{name}.yaml"
+
+
+def sweep(overrides: Sequence[str]) -> Iterator[list[str]]:
+    """The combinations that ``key=a,b`` and ``key=range(...)`` stand for, in order.
+
+    Raises:
+        SpecbeamError: an override is not understood, or stands for no value.
+    """
+    from hydra.errors import HydraException
+
+    try:
+        each = [
+            [f"{o.get_key_element()}={value}" for value in o.sweep_string_iterator()]
+            if o.is_sweep_override()
+            else [str(o.input_line)]
+            for o in _parsed(overrides)
+        ]
+    except HydraException as error:
+        raise SpecbeamError(f"an override is not understood: {_one_line(error)}") from error
+    for override, values in zip(overrides, each, strict=True):
+        if not values:
+            raise SpecbeamError(f"{override} stands for no value: give at least one")
+    for combination in itertools.product(*each):
+        yield list(combination)
+
+
+def _parsed(overrides: Sequence[str]) -> list[Any]:
+    """Overrides in Hydra's grammar."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return list(OverridesParser.create().parse_overrides(list(overrides)))
+    except HydraException as error:
+        raise SpecbeamError(f"an override is not understood: {_one_line(error)}") from error
+
+
+def _refuse_hydras(key: str, given: str) -> None:
+    """Raise SpecbeamError if a key is Hydra's own, such as hydra.run.dir or hydra.launcher, as it was given."""
+    if key.partition(".")[0] == "hydra":
+        instead = (hint for prefix, hint in INSTEAD_OF_HYDRAS.items() if f"{key}.".startswith(f"{prefix}."))
+        hint = next(instead, "leave it out")
+        raise SpecbeamError(f"{given} is a key of Hydra's own, and a study does not use it: {hint}")
+
+
+def _leaves(path: str, value: Any) -> dict[str, Any]:
+    """The values in nested mappings, by dotted keys."""
+    if isinstance(value, Mapping) and value:
+        return {k: v for part in value for k, v in _leaves(f"{path}.{part}", value[part]).items()}
+    return {path: value}
+
+
+def _may_add(override: str) -> str:
+    """Let Hydra accept a key that its files do not have: ``check`` knows all keys."""
+    name = override.partition("=")[0]
+    if name[:1] in "+~" or name in GROUPS:
+        return override
+    return f"++{override}"
+
+
+def _one_line(error: Exception) -> str:
+    line = " ".join(str(error).split()).replace(f"'{ABOVE_STUDY}'", ABOVE_STUDY).replace(ABOVE_STUDY, "config.yaml")
+    return line[:400] or type(error).__name__
