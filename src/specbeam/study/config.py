@@ -287,7 +287,7 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
     if changes.get("do_sample") and mode not in ("sample", "speculative"):
         raise SpecbeamError(f"methods.{name}.do_sample=true has no effect: {mode} never samples; leave it out")
     does = traits(mode, bool(do_sample))
-    for key, value in given_options(changes).items():
+    for key, value in non_default_options(changes).items():
         if key in USERS and not USERS[key] <= does:
             raise SpecbeamError(_without_effect(f"methods.{name}.{key}={value}", USERS[key] - does, f"{name} does not"))
     options = {
@@ -322,7 +322,7 @@ def traits(mode: str, do_sample: bool) -> frozenset[str]:
 def _refuse_without_effect(study: Study, found: list[Method]) -> None:
     """Raise SpecbeamError if an option of ``decode`` or ``draft`` has an effect in none of the methods."""
     done = [traits(method.mode, method.options["do_sample"]) for method in found]
-    for key, value in given_options(study.decode).items():
+    for key, value in non_default_options(study.decode).items():
         needs = USERS.get(key, frozenset())
         if not any(needs <= does for does in done):
             raise SpecbeamError(_without_effect(f"decode.{key}={value}", needs, "no method does"))
@@ -346,8 +346,8 @@ def _not_null(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in mapping.items() if value is not None}
 
 
-def given_options(decode: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are given: not null, and not the default of the packaged configuration."""
+def non_default_options(decode: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are not null, and not the default of the packaged configuration."""
     return {key: value for key, value in _not_null(decode).items() if value != DECODE_DEFAULTS.get(key)}
 
 

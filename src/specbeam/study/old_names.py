@@ -6,7 +6,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from specbeam.errors import SpecbeamError
-from specbeam.study.config import given_options
+from specbeam.study.config import non_default_options
 
 OLD_MODES = {"hybrid": "speculative-beam", "speculative_beam": "speculative-beam"}
 """Other names of modes. Folders and configurations of earlier studies have "hybrid"."""
@@ -35,7 +35,7 @@ def with_new_names(config: Mapping[str, Any], given_last: Set[str] = frozenset()
             value = new[old_section].pop(old_name)
             into = new.setdefault(section, {})
             if value is not None and isinstance(into, dict) and key not in given_last:
-                _refuse_both(f"{old_section}.", old_name, value, name, given_options(into).get(name, value))
+                _refuse_both(f"{old_section}.", old_name, value, name, non_default_options(into).get(name, value))
                 into[name] = value
     if isinstance(decode := new.get("decode"), dict) and "mode" in decode:
         decode["mode"] = _new_mode(decode["mode"])
