@@ -24,6 +24,25 @@ BACKENDS = ("cpu", "torch", "transformers")
 shown_precisions: set[str] = set()  # the lines that this process has shown
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where and in which numbers a model runs. :func:`load` says more of each value.
+
+    Attributes:
+        backend: "cpu", "torch", "transformers", or "auto".
+        device: a PyTorch device such as "cpu" or "cuda:1", or "auto".
+        dtype: "float32", "bfloat16", "float16", or "auto".
+        quantize: the cpu backend's format of weights: "keep", "int8", "int4", "float32", or "auto".
+        threads: how many threads the cpu backend uses; None: $SPECBEAM_THREADS, else all processors of this process.
+    """
+
+    backend: str = "auto"
+    device: str = "auto"
+    dtype: str = "auto"
+    quantize: str = "auto"
+    threads: int | None = None
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class LanguageModel:
     """A loaded model with its tokenizer, made by :func:`load`.
@@ -34,8 +53,8 @@ class LanguageModel:
             are token ids and texts are empty.
         eos_token_ids: the tokens that end its texts.
         generation_defaults: generation options its checkpoint recommends.
-        placement: the backend, the device, the number types and the threads that :func:`load` was given. Drafts that
-            are named by their source are loaded in the same way.
+        placement: what :func:`load` was given; None for a model that was not loaded by it. Drafts that are named by
+            their source are loaded in the same way, or on the device of this model.
     """
 
     source: str
@@ -43,7 +62,7 @@ class LanguageModel:
     tokenizer: Any
     eos_token_ids: frozenset[int]
     generation_defaults: Mapping[str, Any]
-    placement: Mapping[str, Any] = field(default_factory=dict)
+    placement: Placement | None = None
     _drafts: dict[str, LanguageModel] = field(default_factory=dict, init=False)
     _loading: Lock = field(default_factory=Lock, init=False)
 
@@ -61,7 +80,8 @@ class LanguageModel:
         name = os.fspath(source)
         with self._loading:
             if name not in self._drafts:
-                self._drafts[name] = _load(name, **{"device": str(self.backend.device)} | dict(self.placement))
+                placement = self.placement or Placement(device=str(self.backend.device))
+                self._drafts[name] = _load(name, placement)
             return self._drafts[name]
 
     @property
@@ -97,7 +117,7 @@ class LanguageModel:
         return text
 
 
-def _choose_backend(checkpoint: Checkpoint, source: str, device: str, dtype: str, quantize: str) -> str:
+def _choose_backend(checkpoint: Checkpoint, source: str, placement: Placement) -> str:
     """The backend for a checkpoint on this machine."""
     try:
         _ = checkpoint.config
@@ -107,22 +127,23 @@ def _choose_backend(checkpoint: Checkpoint, source: str, device: str, dtype: str
     from specbeam.backends.cpu.library import library
     from specbeam.backends.devices import choose_device
 
-    if quantize == "auto" and (dtype != "auto" or choose_device(device).type != "cpu"):
+    if placement.quantize == "auto" and (placement.dtype != "auto" or choose_device(placement.device).type != "cpu"):
         return "torch"
     try:
         library()
         return "cpu"
     except SpecbeamError as error:
-        if quantize != "auto":
+        if placement.quantize != "auto":
             raise
         logger.warning("%s runs on the torch backend: %s", source, error)
         return "torch"
 
 
-def _precision(device: str, dtype: str, quantize: str) -> str:
-    """The cpu backend's format of weights for these options."""
+def _weight_format(placement: Placement) -> str:
+    """The cpu backend's format of weights."""
     from specbeam.backends.devices import choose_device
 
+    device, dtype, quantize = placement.device, placement.dtype, placement.quantize
     if device != "auto" and choose_device(device).type != "cpu":
         raise SpecbeamError(f"the cpu backend does not run on {device}: leave out the device, or the backend")
     if dtype == "auto" or (dtype == "float32" and quantize in ("auto", "float32")):
@@ -189,7 +210,7 @@ def load(
         SpecbeamError: no such source, an unsupported architecture, a damaged file, a tokenizer with tokens that the
             model lacks, a device that is not there.
     """
-    lm = _load(source, backend, device, dtype, quantize, threads, revision, adapter)
+    lm = _load(source, Placement(backend, device, dtype, quantize, threads), revision, adapter)
     is_quantized = lm.backend.precision not in ("float32", "bfloat16", "float16")
     _say_precision(lm, chosen_here=is_quantized and quantize == dtype == "auto")
     return lm
@@ -197,23 +218,20 @@ def load(
 
 def _load(
     source: str | os.PathLike[str],
-    backend: str = "auto",
-    device: str = "auto",
-    dtype: str = "auto",
-    quantize: str = "auto",
-    threads: int | None = None,
+    placement: Placement,
     revision: str | None = None,
     adapter: str | os.PathLike[str] | None = None,
 ) -> LanguageModel:
     """Load a model, and say nothing of its precision. Arguments and errors as for :func:`load`."""
+    backend, device, dtype = placement.backend, placement.device, placement.dtype
     if backend not in ("auto", *BACKENDS):
         raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
-    placement = {"backend": backend, "device": device, "dtype": dtype, "quantize": quantize, "threads": threads}
     checkpoint = open_checkpoint(locate(source, revision), None if adapter is None else locate(adapter))
     if backend == "auto":
-        backend = _choose_backend(checkpoint, os.fspath(source), device, dtype, quantize)
-    if backend != "cpu" and (quantize != "auto" or threads is not None):
-        given = f"quantize={quantize!r}" if quantize != "auto" else f"threads={threads}"
+        backend = _choose_backend(checkpoint, os.fspath(source), placement)
+    if backend != "cpu" and (placement.quantize != "auto" or placement.threads is not None):
+        by_quantize = placement.quantize != "auto"
+        given = f"quantize={placement.quantize!r}" if by_quantize else f"threads={placement.threads}"
         raise SpecbeamError(f"{given} is for the cpu backend, and this is the {backend} backend: leave it out")
     loaded: Backend[Any]
     if backend == "transformers":
@@ -228,7 +246,7 @@ def _load(
         if backend == "cpu":
             from specbeam.backends.cpu import CpuBackend
 
-            loaded = CpuBackend(checkpoint, _precision(device, dtype, quantize), threads)
+            loaded = CpuBackend(checkpoint, _weight_format(placement), placement.threads)
         else:
             from specbeam.backends.torch import TorchBackend
 
