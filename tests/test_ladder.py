@@ -69,8 +69,8 @@ def test_models_of_transformers_are_not_compiled(family, attention):
     architecture, changes = FAMILIES[family]
     model = random_model(architecture, attention=attention, **changes)
     found = list(ladder.climb(hf.wrap(model), PROMPT, max_new_tokens=TOKENS, runs=1))
-    told = "the model runs on the transformers backend, and only torch's passes are compiled"
-    assert failures(found) == {1: None, 2: told, 3: None, 4: told, 5: None}
+    failure = "the model runs on the transformers backend, and only torch's passes are compiled"
+    assert failures(found) == {1: None, 2: failure, 3: None, 4: failure, 5: None}
     assert {rung.token_ids for rung in found if not rung.failure} == {expected(model)}
 
 
@@ -96,8 +96,8 @@ def test_native_kernels_climb_what_is_not_compiled(save, quantize):
 def test_models_with_an_encoder_are_for_the_engine_alone():
     model = make("t5")
     found = list(ladder.climb(hf.wrap(model), [10, 11, EOS], max_new_tokens=4, runs=1))
-    told = "the model has an encoder, which this rung does not know"
-    assert failures(found) == {1: told, 2: told, 3: told, 4: told, 5: None}
+    failure = "the model has an encoder, which this rung does not know"
+    assert failures(found) == {1: failure, 2: failure, 3: failure, 4: failure, 5: None}
     assert found[-1].identical is None
 
 
@@ -155,8 +155,8 @@ def test_a_rung_that_fails_says_why_and_the_others_go_on(lm, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", failing)
     found = list(ladder.climb(lm, PROMPT, max_new_tokens=2, rungs=[2, 3, 4, 5], runs=1))
-    told = "RuntimeError: no compiler here"
-    assert failures(found) == {2: told, 3: None, 4: told, 5: None}
+    failure = "RuntimeError: no compiler here"
+    assert failures(found) == {2: failure, 3: None, 4: failure, 5: None}
     assert [rung.identical for rung in found] == [None, None, None, True]
 
 

@@ -73,9 +73,9 @@ BEAMS = [
 def generation(method, row=0, category="code", text=None, trace=None, **more):
     chosen = trace if trace is not None else {"speculative": CHAIN, "speculative-beam": BEAMS}.get(METHODS[method][0])
     text = text if text is not None else "The sky is blue" if chosen is BEAMS else "def add(a, b"
-    ids = [next(b["token_id"] for b in step) for told in chosen or [] for step in told["steps"]]
-    drafted = sum(len(told["drafted"]) for told in chosen or [])
-    accepted = sum(g["accepted"] for told in chosen or [] for g in told["drafted"])
+    ids = [next(b["token_id"] for b in step) for round in chosen or [] for step in round["steps"]]
+    drafted = sum(len(round["drafted"]) for round in chosen or [])
+    accepted = sum(g["accepted"] for round in chosen or [] for g in round["drafted"])
     stats = {
         "prompt_tokens": 12, "new_tokens": 64, "seconds": 3.0, "tokens_per_second": 20.0, "time_to_first_token": 0.2,
         "forward_passes": 30, "target_passes": 30, "draft_passes": 0, "drafted": drafted, "accepted": accepted,
@@ -96,7 +96,7 @@ def failure(method, row, error):
 
 def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
     """Summary and records, as a real study has them."""
-    told = []
+    method_summaries = []
     for name in methods:
         mode, speed, steps = METHODS[name]
         metrics = {
@@ -115,7 +115,7 @@ def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
             metrics["acceptance_rate"] = around(0.61)
         twin = TWINS.get(name)
         ratio = {"ratio": speed / METHODS[twin][1], "low": 1.31, "high": 2.09, "p": 0.001, "n": 24} if twin else None
-        told.append(
+        method_summaries.append(
             {
                 "method": name,
                 "mode": mode,
@@ -152,7 +152,7 @@ def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
             "rivals": {name: around_ratio(METHODS[best][1] / METHODS[name][1]) for name in methods if name != best},
             "unsettled": [],
         },
-        "methods": told,
+        "methods": method_summaries,
         "categories": categories if with_categories else {},
         "acceptance_by_position": {
             name: [
@@ -188,8 +188,8 @@ class Page(HTMLParser):
         self.text += data
 
 
-def written(folder, **told):
-    path = report.write_report(folder, **told)
+def written(folder, **report_data):
+    path = report.write_report(folder, **report_data)
     html = path.read_text(encoding="utf-8")
     return html, Page(html)
 
@@ -209,9 +209,9 @@ def report_of(tmp_path_factory):
 
 
 def test_every_method_its_numbers_and_their_intervals_are_there(report_of):
-    told = study()
+    report_data = study()
     _, html, page = report_of("everything")
-    for method in told["summary"]["methods"]:
+    for method in report_data["summary"]["methods"]:
         assert method["method"] in page.text
         speed = method["metrics"]["tokens_per_second"]
         assert words.number(speed["mean"]) in page.text
@@ -256,23 +256,23 @@ def test_a_difference_that_is_not_settled_is_called_that_and_other_texts_have_th
 
 
 def test_of_few_prompts_nothing_is_called_the_fastest():
-    told = study(["greedy", "greedy, n-gram drafts"])
-    for method in told["summary"]["methods"]:
+    report_data = study(["greedy", "greedy, n-gram drafts"])
+    for method in report_data["summary"]["methods"]:
         against = [method["against"]["tokens_per_second"]] if method["against"] else []
         for figure in [*method["metrics"].values(), *against]:
             figure |= {"low": None, "high": None, "n": 3}
-    for by_method in told["summary"]["categories"].values():
+    for by_method in report_data["summary"]["categories"].values():
         for figures in by_method.values():
             if figures["against"]:
                 figures["against"] |= {"low": None, "high": None, "n": 1}
-    told["summary"]["fastest"]["unsettled"] = ["greedy"]
-    lead = said(told["summary"])
+    report_data["summary"]["fastest"]["unsettled"] = ["greedy"]
+    lead = said(report_data["summary"])
     assert "24.9 tokens per second (n=3: too few for an interval)" in lead
     assert "do not settle whether it is faster than greedy" in lead
     assert "1.86 times (n=3: too few for an interval) as fast as greedy, so the measurements do not settle" in lead
     assert "No method is settled to be faster than greedy." in lead
     assert "helps" not in lead
-    html = report.render(**told, overhead=None, drawn=[])
+    html = report.render(**report_data, overhead=None, drawn=[])
     page = Page(html)
     assert "was the fastest" not in page.text
     assert "n=3, not settled" in page.text
@@ -298,12 +298,13 @@ def test_slower_and_unsettled_baselines():
 
 
 def test_the_header_names_the_setting():
-    told = study(["greedy"])
-    told["header"] = [("target", "smollm2, int8 on cpu"), ("machine", "a <CPU>, 2 cores"), ("date", "2026-11-22")]
-    told["summary"]["confidence"] = 0.9
-    html = report.render(**told, overhead=None, drawn=[])
+    report_data = study(["greedy"])
+    header = [("target", "smollm2, int8 on cpu"), ("machine", "a <CPU>, 2 cores"), ("date", "2026-11-22")]
+    report_data["header"] = header
+    report_data["summary"]["confidence"] = 0.9
+    html = report.render(**report_data, overhead=None, drawn=[])
     head = Page(html[html.index("<header>") : html.index("</header>")])
-    for name, fact in told["header"]:
+    for name, fact in header:
         assert name in head.text
         assert fact in head.text
     assert "90% intervals" in Page(html).text
@@ -318,7 +319,7 @@ def test_plots_are_files_and_in_the_page(report_of):
             image.verify()
             assert image.format == "PNG"
             assert image.size[0] > 1000
-    described = [told["aria-label"] for tag, told in page.tags if told.get("role") == "img"]
+    described = [attributes["aria-label"] for tag, attributes in page.tags if attributes.get("role") == "img"]
     assert len(described) == 5
     assert all(len(alt) > 50 for alt in described)
     drawn = html[html.index("<figure>") :]
@@ -327,35 +328,35 @@ def test_plots_are_files_and_in_the_page(report_of):
 
 def test_nothing_is_asked_of_the_network_and_ids_are_unique(report_of):
     _, _, page = report_of("everything")
-    for tag, told in page.tags:
+    for tag, attributes in page.tags:
         assert tag not in ("script", "iframe", "object")
         for name in ("src", "href", "xlink:href", "data"):
-            assert not re.match("https?:|//", told.get(name) or "")
-    ids = [told["id"] for _, told in page.tags if "id" in told]
+            assert not re.match("https?:|//", attributes.get(name) or "")
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
     assert len(ids) == len({*ids})
-    for table_head in (told for tag, told in page.tags if tag == "th"):
+    for table_head in (attributes for tag, attributes in page.tags if tag == "th"):
         assert table_head.get("scope") in ("col", "row", "rowgroup")
 
 
 def test_texts_are_escaped_wherever_they_come_from(tmp_path):
-    told = study()
+    report_data = study()
     bad = "<img src=x onerror=alert(1)>"
-    told["summary"]["methods"][1]["method"] = told["summary"]["fastest"]["method"] = bad
-    told["summary"]["fastest"]["unsettled"] = ["greedy", bad]
-    told["header"] = [(bad, bad)]
-    told["summary"]["categories"] = {bad: {bad: {"tokens_per_second": 9, "steps_per_target_pass": 2.0}}}
-    told["summary"]["acceptance_by_position"] = {bad: [{"position": 1, "drafted": 5, "accepted": 3}]}
-    told["summary"]["time"] = {bad: {"target": 1.0, "draft": 0.0, "rest": 0.1}}
-    told["records"] = [
+    report_data["summary"]["methods"][1]["method"] = report_data["summary"]["fastest"]["method"] = bad
+    report_data["summary"]["fastest"]["unsettled"] = ["greedy", bad]
+    report_data["header"] = [(bad, bad)]
+    report_data["summary"]["categories"] = {bad: {bad: {"tokens_per_second": 9, "steps_per_target_pass": 2.0}}}
+    report_data["summary"]["acceptance_by_position"] = {bad: [{"position": 1, "drafted": 5, "accepted": 3}]}
+    report_data["summary"]["time"] = {bad: {"target": 1.0, "draft": 0.0, "rest": 0.1}}
+    report_data["records"] = [
         generation("greedy", 0, category=bad, text=NASTY, prompt=NASTY),
         generation("greedy, n-gram drafts", 1, text=NASTY, prompt=NASTY + "\ud83d"),
         {**generation("greedy"), "method": bad},
         failure("greedy", 2, bad + "\nand more"),
     ]
-    told["config"] = {bad: bad}
-    told["fingerprint"] = {bad: {bad: bad}}
-    told["title"] = bad
-    html, page = written(tmp_path, **told)
+    report_data["config"] = {bad: bad}
+    report_data["fingerprint"] = {bad: {bad: bad}}
+    report_data["title"] = bad
+    html, page = written(tmp_path, **report_data)
     assert not [tag for tag, _ in page.tags if tag in ("script", "img")]
     assert "<img src=x" not in html
     assert bad in page.text
@@ -363,15 +364,15 @@ def test_texts_are_escaped_wherever_they_come_from(tmp_path):
 
 
 def test_a_sample_tells_what_was_proposed_verified_and_replaced(tmp_path):
-    told = study(["greedy", "greedy, n-gram drafts"])
-    html, page = written(tmp_path, **told)
+    report_data = study(["greedy", "greedy, n-gram drafts"])
+    html, page = written(tmp_path, **report_data)
     for heading in ("what it proposed", "which tokens it verified", "what replaced the rest", "the text"):
         assert heading in page.text
     assert "target’s own choice" in page.text
     assert "in place of" in page.text
     assert '<span class="guessed"> add</span>' in html
     assert page.text.count("rejected") >= 2
-    (chain,) = {one.method for one in samples.samples(told["records"])}
+    (chain,) = {one.method for one in samples.samples(report_data["records"])}
     assert chain == "greedy, n-gram drafts"
 
 
@@ -445,28 +446,28 @@ def some(which):
     if which == "no drafts":
         return study(["greedy", "sampling", "beam search, 4 beams"])
     if which == "no categories":
-        told = study(with_categories=False)
-        told["records"] = [generation("greedy, n-gram drafts", category=None)]
-        return told
+        report_data = study(with_categories=False)
+        report_data["records"] = [generation("greedy, n-gram drafts", category=None)]
+        return report_data
     if which == "no perplexity":
         return study(perplexity=False)
     if which == "all failed":
-        told = study(["greedy"])
-        told["summary"] = {
+        report_data = study(["greedy"])
+        report_data["summary"] = {
             "methods": [{"method": "greedy", "mode": "greedy", "generations": 0, "failed": 60, "metrics": {}}],
             "fastest": None, "categories": {}, "acceptance_by_position": {}, "time": {},
         }  # fmt: skip
-        told["records"] = [failure("greedy", row, "SpecbeamError: out of memory") for row in range(60)]
-        return told
+        report_data["records"] = [failure("greedy", row, "SpecbeamError: out of memory") for row in range(60)]
+        return report_data
     if which == "nothing":
         return {"title": "", "config": {}, "fingerprint": {}, "summary": {"methods": []}, "records": []}
-    told = study()
-    told["records"] = [generation("greedy, n-gram drafts", row, text=NASTY, prompt=NASTY) for row in range(500)]
-    for method in told["summary"]["methods"]:
+    report_data = study()
+    report_data["records"] = [generation("greedy, n-gram drafts", row, text=NASTY, prompt=NASTY) for row in range(500)]
+    for method in report_data["summary"]["methods"]:
         method["metrics"]["tokens_per_second"] |= {"low": None, "high": None}
         method["metrics"]["perplexity big/judge"] = around(12.0)
         method["metrics"]["perplexity"]["mean"] = float("nan")
-    return told
+    return report_data
 
 
 SOME = ["one method", "no drafts", "no categories", "no perplexity", "all failed", "nothing", "many strange texts"]

@@ -79,8 +79,8 @@ def study(*words):
 def kept(folder):
     _, records, scores = results.read(folder)
     # Without the trace: how much is drafted depends on the seconds of passes.
-    told = ("key", "text", "token_ids", "beams", "finish_reason", "error", "category", "references")
-    return {record["key"]: {name: record[name] for name in told} for record in records}, scores
+    compared = ("key", "text", "token_ids", "beams", "finish_reason", "error", "category", "references")
+    return {record["key"]: {name: record[name] for name in compared} for record in records}, scores
 
 
 def test_a_study_finds_what_generate_finds(words, folder, tmp_path, capsys):

@@ -17,8 +17,8 @@ METHODS = ("greedy", "beam", "speculative", "speculative-beam")
 ROWS = 26
 
 
-def method_of(told, name):
-    return next(one for one in told["methods"] if one["method"] == name)
+def method_of(summary, name):
+    return next(one for one in summary["methods"] if one["method"] == name)
 
 
 def test_a_summary_is_plain_data():
@@ -27,27 +27,27 @@ def test_a_summary_is_plain_data():
         for method in ("greedy", "beam")
         for row, speed in (("a", 10.0), ("b", 30.0))
     ]
-    told = summarize([*records, failed(row="c")], {}, baseline="greedy", twins={"beam": "greedy"})
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
-    assert {*told} == {"confidence", "methods", "fastest", "categories", "acceptance_by_position", "time"}
-    assert [one["method"] for one in told["methods"]] == ["greedy", "beam"]
-    greedy = method_of(told, "greedy")
+    summary = summarize([*records, failed(row="c")], {}, baseline="greedy", twins={"beam": "greedy"})
+    assert json.loads(json.dumps(summary, allow_nan=False)) == summary
+    assert {*summary} == {"confidence", "methods", "fastest", "categories", "acceptance_by_position", "time"}
+    assert [one["method"] for one in summary["methods"]] == ["greedy", "beam"]
+    greedy = method_of(summary, "greedy")
     assert (greedy["mode"], greedy["generations"], greedy["failed"]) == ("greedy", 3, 1)
     assert {*greedy["metrics"]} == {name for name, value in of_record(records[0]).items() if value is not None}
     assert greedy["metrics"]["tokens_per_second"]["mean"] == 20
     assert greedy["metrics"]["tokens_per_second"]["n"] == 2
     assert greedy["corpus"] == of_corpus(records[:2])
     assert greedy["pass_at_1"] is greedy["agreement"] is greedy["against"] is None
-    assert told["time"]["beam"] == {"target": 2.5, "draft": 1.0, "rest": 0.5}
-    assert told["acceptance_by_position"] == {"greedy": [], "beam": []}
+    assert summary["time"]["beam"] == {"target": 2.5, "draft": 1.0, "rest": 0.5}
+    assert summary["acceptance_by_position"] == {"greedy": [], "beam": []}
 
 
 def test_nothing_and_failures_only():
     assert summarize([], {})["methods"] == []
-    told = summarize([failed(), failed(method="beam")], {}, baseline="greedy", twins={"beam": "greedy"})
-    assert [(one["generations"], one["failed"], one["metrics"]) for one in told["methods"]] == [(1, 1, {})] * 2
-    assert method_of(told, "beam")["against"] is None
-    assert method_of(told, "beam")["agreement"] == {"twin": "greedy", "same": 0, "of": 0}
+    summary = summarize([failed(), failed(method="beam")], {}, baseline="greedy", twins={"beam": "greedy"})
+    assert [(one["generations"], one["failed"], one["metrics"]) for one in summary["methods"]] == [(1, 1, {})] * 2
+    assert method_of(summary, "beam")["against"] is None
+    assert method_of(summary, "beam")["agreement"] == {"twin": "greedy", "same": 0, "of": 0}
 
 
 def test_repeats_are_averaged_before_rows_are_compared():
@@ -73,9 +73,9 @@ def test_speed_is_compared_over_common_rows():
         make(row="empty"),
         make(method="beam", row="empty", speed=0),
     ]
-    told = summarize(records, {}, baseline="greedy")
-    assert method_of(told, "greedy")["against"] is None
-    against = method_of(told, "beam")["against"]
+    summary = summarize(records, {}, baseline="greedy")
+    assert method_of(summary, "greedy")["against"] is None
+    against = method_of(summary, "beam")["against"]
     assert against["baseline"] == "greedy"
     assert against["tokens_per_second"] == pytest.approx(vars(paired_ratio(other.tolist(), base.tolist())))
     assert method_of(summarize(records, {}, baseline="none such"), "beam")["against"] is None
@@ -109,9 +109,9 @@ def test_agreement_counts_the_same_tokens_in_all_beams():
         make(method="speculative-beam", row="c", repeat=1, token_ids=[1, 2], beams=beams(2, 3)),
         failed(method="speculative-beam", row="d"),
     ]
-    told = summarize([*twin, *fast], {}, twins={"speculative-beam": "beam", "beam": "none such"})
-    assert method_of(told, "speculative-beam")["agreement"] == {"twin": "beam", "same": 1, "of": 3}
-    assert method_of(told, "beam")["agreement"] == {"twin": "none such", "same": 0, "of": 0}
+    summary = summarize([*twin, *fast], {}, twins={"speculative-beam": "beam", "beam": "none such"})
+    assert method_of(summary, "speculative-beam")["agreement"] == {"twin": "beam", "same": 1, "of": 3}
+    assert method_of(summary, "beam")["agreement"] == {"twin": "none such", "same": 0, "of": 0}
 
 
 def test_categories():
@@ -122,8 +122,8 @@ def test_categories():
         make(row="c", category=None, speed=99.0),
         make(row="a", method="beam", category="qa", speed=1.0),
     ]
-    told = summarize(records, {})["categories"]
-    assert told == {
+    categories = summarize(records, {})["categories"]
+    assert categories == {
         "qa": {
             "greedy": {"n": 2, "tokens_per_second": 15, "steps_per_target_pass": 1.5, "new_tokens": 3},
             "beam": {"n": 1, "tokens_per_second": 1, "steps_per_target_pass": 1.5, "new_tokens": 3},
@@ -162,18 +162,18 @@ def test_categories_are_compared_with_the_baseline():
         record | {"category": "qa" if int(record["row"]) < 8 else "code"}
         for record in speeds_of(rng, greedy=10, beam=20)
     ]
-    told = summarize(records, {}, baseline="greedy")["categories"]
-    assert told["qa"]["beam"]["against"]["n"] == 8
-    assert told["qa"]["beam"]["against"]["ratio"] == pytest.approx(2, rel=0.1)
-    assert told["code"]["beam"]["against"]["low"] is None  # four rows
-    assert "against" not in told["qa"]["greedy"]
+    categories = summarize(records, {}, baseline="greedy")["categories"]
+    assert categories["qa"]["beam"]["against"]["n"] == 8
+    assert categories["qa"]["beam"]["against"]["ratio"] == pytest.approx(2, rel=0.1)
+    assert categories["code"]["beam"]["against"]["low"] is None  # four rows
+    assert "against" not in categories["qa"]["greedy"]
 
 
 def test_runs_of_a_few_rows_have_no_significant_change():
     rng = np.random.default_rng(2)
-    told = diff(measured(rng, rows=4), measured(rng, rows=4, changes={"beam": 0.1}))
-    assert not flagged(told)
-    assert all(one["relative"]["low"] is None and one["relative"]["n"] == 4 for one in told["methods"])
+    difference = diff(measured(rng, rows=4), measured(rng, rows=4, changes={"beam": 0.1}))
+    assert not flagged(difference)
+    assert all(one["relative"]["low"] is None and one["relative"]["n"] == 4 for one in difference["methods"])
 
 
 def measured(rng, *, drift=1.0, changes=None, methods=METHODS, noise=0.1, rows=ROWS):
@@ -188,8 +188,8 @@ def measured(rng, *, drift=1.0, changes=None, methods=METHODS, noise=0.1, rows=R
     ]
 
 
-def flagged(told):
-    return {one["method"] for one in told["methods"] if one["significant"]}
+def flagged(difference):
+    return {one["method"] for one in difference["methods"] if one["significant"]}
 
 
 @pytest.mark.parametrize("methods", [METHODS[:3], METHODS])
@@ -199,12 +199,12 @@ def test_a_method_that_became_slower_is_found_on_a_machine_that_did_too(methods)
     for seed in range(20):
         rng = np.random.default_rng(seed)
         before = measured(rng, methods=methods)
-        told = diff(before, measured(rng, methods=methods, drift=0.85, changes={"speculative": 0.8}))
-        found = method_of(told, "speculative")
+        difference = diff(before, measured(rng, methods=methods, drift=0.85, changes={"speculative": 0.8}))
+        found = method_of(difference, "speculative")
         assert found["significant"]
         assert 0.72 < found["relative"]["ratio"] < 0.89
         assert found["raw"]["ratio"] == pytest.approx(0.8 * 0.85, rel=0.1)
-        wrong += len(flagged(told) - {"speculative"})
+        wrong += len(flagged(difference) - {"speculative"})
     assert wrong <= 2  # of 40 or 60
 
 
@@ -220,17 +220,17 @@ def test_noise_is_no_change(drift):
 def test_a_change_too_small_to_matter_is_not_significant():
     rng = np.random.default_rng(0)
     before = measured(rng, noise=0.001)
-    told = diff(before, measured(rng, noise=0.001, changes={"beam": 0.98}))
-    assert method_of(told, "beam")["p"] < 0.01
-    assert not flagged(told)
+    difference = diff(before, measured(rng, noise=0.001, changes={"beam": 0.98}))
+    assert method_of(difference, "beam")["p"] < 0.01
+    assert not flagged(difference)
 
 
 def test_nothing_differs_from_itself():
     run = measured(np.random.default_rng(0))
-    told = diff(run, run)
-    assert json.loads(json.dumps(told, allow_nan=False)) == told
-    assert told["note"] is None
-    for one in told["methods"]:
+    difference = diff(run, run)
+    assert json.loads(json.dumps(difference, allow_nan=False)) == difference
+    assert difference["note"] is None
+    for one in difference["methods"]:
         assert one["raw"]["ratio"] == one["relative"]["ratio"] == one["p"] == 1
         assert one["identical"] == {"same": ROWS, "of": ROWS, "share": 1}
         assert not one["significant"]
@@ -238,28 +238,28 @@ def test_nothing_differs_from_itself():
 
 def test_two_methods_cannot_be_told_from_the_machine():
     rng = np.random.default_rng(0)
-    told = diff(measured(rng, methods=METHODS[:2]), measured(rng, methods=METHODS[:2], drift=0.7))
-    assert "2 methods" in told["note"]
-    assert all(one["relative"] == one["raw"] for one in told["methods"])
-    assert flagged(told) == {"greedy", "beam"}
+    difference = diff(measured(rng, methods=METHODS[:2]), measured(rng, methods=METHODS[:2], drift=0.7))
+    assert "2 methods" in difference["note"]
+    assert all(one["relative"] == one["raw"] for one in difference["methods"])
+    assert flagged(difference) == {"greedy", "beam"}
 
 
 def test_methods_and_rows_of_one_run_only():
     rng = np.random.default_rng(0)
     a, b = measured(rng, methods=("old", *METHODS)), measured(rng, methods=(*METHODS, "new"), rows=ROWS - 6)
     b = [failed(method=r["method"], row="3") if r["method"] == "beam" and r["row"] == "3" else r for r in b]
-    told = diff(a, b)
-    assert (told["only_in_a"], told["only_in_b"]) == (["old"], ["new"])
-    assert [one["method"] for one in told["methods"]] == [*METHODS]
-    assert method_of(told, "greedy")["raw"]["n"] == method_of(told, "greedy")["relative"]["n"] == ROWS - 6
-    assert method_of(told, "beam")["raw"]["n"] == method_of(told, "beam")["identical"]["of"] == ROWS - 7
+    difference = diff(a, b)
+    assert (difference["only_in_a"], difference["only_in_b"]) == (["old"], ["new"])
+    assert [one["method"] for one in difference["methods"]] == [*METHODS]
+    assert method_of(difference, "greedy")["raw"]["n"] == method_of(difference, "greedy")["relative"]["n"] == ROWS - 6
+    assert method_of(difference, "beam")["raw"]["n"] == method_of(difference, "beam")["identical"]["of"] == ROWS - 7
 
 
 def test_runs_without_anything_in_common():
     assert diff([], [])["methods"] == []
     three = METHODS[:3]
-    told = diff([make(method=m, row="a") for m in three], [make(method=m, row="b") for m in three])
-    for one in told["methods"]:
+    difference = diff([make(method=m, row="a") for m in three], [make(method=m, row="b") for m in three])
+    for one in difference["methods"]:
         assert one["raw"] is one["relative"] is one["identical"]["share"] is None
         assert not one["significant"]
 
