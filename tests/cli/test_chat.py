@@ -146,6 +146,16 @@ def test_a_saved_conversation_is_read_by_generate_python_and_load(chat, model, s
     assert json.loads(file.read_text(encoding="utf-8"))[:-1] == question
 
 
+@pytest.mark.parametrize("own", [None, "Be kind."])
+def test_a_loaded_conversation_keeps_the_system_message_unless_it_has_its_own(chat, model, tmp_path, own):
+    file = tmp_path / "talk.json"
+    chat("hi", f"/save {file}", options=[*SHORT, *(("--system", own) if own else ())])
+    _, out, _ = chat(f"/load {file}", "more", options=[*SHORT, "--system", "Be brief."])
+    question = [message for message in json.loads(file.read_text("utf-8")) if message["role"] != "system"]
+    question.append({"role": "user", "content": "more"})
+    assert out == printed([specbeam.generate(model, question, system=own or "Be brief.", max_new_tokens=9).text])
+
+
 def test_a_loaded_question_is_answered(chat, model, tmp_path):
     (tmp_path / "q.jsonl").write_text('{"messages": [{"role": "user", "content": "hi"}]}')
     assert chat(f"/load {tmp_path / 'q.jsonl'}")[1] == printed(answers(model, "hi")[0])

@@ -270,7 +270,7 @@ class Chat:
         note(f"[{len(self.messages)} messages are in {argument}]")
 
     def do_load(self, argument: str) -> None:
-        """/load FILE: go on with a conversation that /save wrote."""
+        """/load FILE: go on with a conversation that /save wrote, and with its system message if it has one."""
         if not argument:
             raise SpecbeamError("/load: give the name of a file that /save wrote")
         with file_errors(f"/load {argument}: the file cannot be read"):
@@ -284,7 +284,8 @@ class Chat:
         if not is_conversation(found):
             raise SpecbeamError(f'/load {argument}: a conversation is a list of messages with "role" and "content"')
         self._forget()
-        self.system = found[0]["content"] if found[0]["role"] == "system" else None
+        if found[0]["role"] == "system":
+            self.system = found[0]["content"]
         self.messages = [message for message in found if message["role"] != "system"]
         self.own_files.add(path)
         note(f"[{len(self.messages)} messages]")
