@@ -114,9 +114,18 @@ def test_a_bias_may_be_as_large_as_it_ever_counts():
     assert Options(logit_bias=bias).logit_bias == bias
 
 
-@pytest.mark.parametrize("wrong", [{"do_sample": False, "top_p": 0.5}, {"do_sample": True, "temperature": 0}])
-def test_contradictions_are_refused(wrong):
-    with pytest.raises(SpecbeamError, match="leave one out"):
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"do_sample": False, "top_p": 0.5}, "top_p=0.5 has no effect with do_sample=False"),
+        ({"do_sample": False, "temperature": 0, "min_p": 0.5}, "min_p=0.5 has no effect with do_sample=False"),
+        ({"do_sample": True, "temperature": 0}, "temperature=0 is greedy and contradicts do_sample=True"),
+        ({"temperature": 0, "top_p": 0.9}, "top_p=0.9 has no effect with temperature=0"),
+        ({"temperature": 0.0, "top_k": 50, "num_beams": 2}, "top_k=50 has no effect with temperature=0"),
+    ],
+)
+def test_contradictions_are_refused(wrong, says):
+    with pytest.raises(SpecbeamError, match=f"^{says}: leave one out$"):
         Options(**wrong)
 
 
@@ -125,7 +134,7 @@ def test_contradictions_are_refused(wrong):
     [
         ({}, False),
         ({"temperature": 0}, False),
-        ({"temperature": 0, "top_p": 0.9}, False),
+        ({"temperature": 0, "top_p": 1, "top_k": 0, "min_p": 0, "typical_p": 1}, False),
         ({"temperature": 1.0}, True),
         ({"top_k": 5}, True),
         ({"typical_p": 0.9}, True),

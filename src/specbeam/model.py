@@ -53,8 +53,8 @@ class LanguageModel:
             are token ids and texts are empty.
         eos_token_ids: the tokens that end its texts.
         generation_defaults: generation options its checkpoint recommends.
-        placement: what :func:`load` was given; None for a model that was not loaded by it. Drafts that are named by
-            their source are loaded in the same way, or on the device of this model.
+        placement: the arguments that :func:`load` was given; None if another function made this model. Drafts that are
+            named by their source are loaded in the same way, or on the device of this model.
     """
 
     source: str

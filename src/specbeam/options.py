@@ -53,7 +53,8 @@ class Options:
         min_new_tokens: the number of tokens before which no end-of-sequence token can be chosen.
         do_sample: draw tokens instead of taking the likeliest. If not given: sample when a temperature other than 0 is
             given, or one of top_k, top_p, min_p and typical_p that is not off.
-        temperature: logits are divided by it [1.0]; 0 is greedy.
+        temperature: logits are divided by it [1.0]; 0 is greedy, and is refused beside a top_k, top_p, min_p or
+            typical_p that is not off.
         top_k: draw among the k likeliest tokens [0: all of them; transformers' own default is 50].
         top_p: draw among the likeliest tokens whose probabilities first sum to this [1.0: off].
         min_p: draw among tokens at least this fraction as likely as the likeliest one [0.0: off].
@@ -91,7 +92,8 @@ class Options:
             drawn [the text's own temperature and top_k]. They change how many guesses are accepted, and no probability
             of a text.
         bound_rule: a speculative step of beam search may do without beams that provably cannot matter
-            (docs/exactness.md). False waits for all of them. The resulting beams are the same.
+            (docs/exactness.md). False waits for all of them. The resulting beams are the same. Without beams False is
+            refused.
         seed: the seed of this request's random draws. It gives the same text whatever else runs in the batch. Without
             draws it is refused.
         eos_token_id: one id or several (kept as a tuple) that end the text [the checkpoint's].
@@ -183,9 +185,10 @@ class Options:
         self._check("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1")
         if self.do_sample and self.temperature == 0:
             raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out")
-        if self.do_sample is False and self.temperature != 0 and (shaping := self._shaping):
-            name = shaping[0]
-            raise SpecbeamError(f"{name}={getattr(self, name)} has no effect with do_sample=False: leave one out")
+        without_effect = [] if self.samples else [name for name in self._shaping if getattr(self, name) != 0]
+        if without_effect:  # temperature=0 has one: it asks for greedy
+            name, greedy = without_effect[0], "do_sample=False" if self.do_sample is False else "temperature=0"
+            raise SpecbeamError(f"{name}={getattr(self, name)} has no effect with {greedy}: leave one out")
         if self.seed is not None and not self.samples:
             raise SpecbeamError(
                 f"seed={self.seed} has no effect on a text that is not drawn: give do_sample=True or a temperature "
@@ -253,8 +256,8 @@ class Options:
         self._check("early_stopping", known, 'true, false or "never"')
         self._check("distinct", any(self.distinct is value for value in (None, True, False)), "true or false")
         self._check("bound_rule", self.bound_rule is True or self.bound_rule is False, "true or false")
-        for name in BEAM_OPTIONS:
-            if getattr(self, name) is not None and self.num_beams == 1:
+        for name in (*BEAM_OPTIONS, "bound_rule"):
+            if getattr(self, name) != _DEFAULTS[name] and self.num_beams == 1:
                 raise SpecbeamError(
                     f"{name}={getattr(self, name)} has no effect without beams: give num_beams of 2 or more, or "
                     "leave it out"

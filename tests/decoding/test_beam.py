@@ -216,6 +216,7 @@ def test_groups_hardly_kept_apart_are_searches_of_their_own(lm):
         ({"length_penalty": 0.5}, "length_penalty=0.5 has no effect without beams"),
         ({"early_stopping": True}, "early_stopping=True has no effect without beams"),
         ({"distinct": False, "temperature": 1.0}, "distinct=False has no effect without beams"),
+        ({"bound_rule": False, "draft": "ngram"}, "bound_rule=False has no effect without beams"),
         ({"seed": 5}, "seed=5 has no effect on a text that is not drawn"),
         ({"seed": 5, "top_k": 0}, "seed=5 has no effect"),
         ({"num_draft_tokens": 3}, "without a draft"),
