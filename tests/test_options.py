@@ -5,6 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+import specbeam
 from specbeam import Options, SpecbeamError
 
 
@@ -200,16 +201,37 @@ def test_a_checkpoints_wrong_value_is_not_blamed_on_the_caller():
 def test_an_unknown_name_is_refused_with_the_one_that_was_meant(wrong, meant):
     with pytest.raises(SpecbeamError, match=f"did you mean '{meant}'"):
         Options.of({wrong: 1})
+    with pytest.raises(SpecbeamError, match=f"^unknown option '{wrong}': did you mean '{meant}'"):
+        Options(**{wrong: 1})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("torch_dtype", "dtype"),  # transformers
+        ("device_map", "device"),
+        ("quantization", "quantize"),  # vLLM
+        ("n_threads", "threads"),  # llama.cpp
+        ("bakend", "backend"),
+    ],
+)
+def test_an_unknown_name_at_load_is_refused_with_the_one_that_was_meant(wrong, meant):
+    with pytest.raises(SpecbeamError, match=f"^unknown option '{wrong}': did you mean '{meant}'"):
+        specbeam.load("not/there", **{wrong: 1})
 
 
 def test_a_name_that_resembles_none_gets_the_list():
     with pytest.raises(SpecbeamError, match=r"'xyzzy': there are max_new_tokens, .*, draft"):
         Options.of({"xyzzy": 1})
+    with pytest.raises(SpecbeamError, match="unknown option '3'"):
+        Options.of({3: 1})
 
 
 def test_an_argument_beside_the_options_is_no_option():
     with pytest.raises(SpecbeamError, match="give it beside the options, as in draft='ngram'"):
         Options.of({"draft": "ngram"})
+    with pytest.raises(SpecbeamError, match="give it beside the options, as in draft='ngram'"):
+        Options(draft="ngram")
 
 
 def test_options_can_be_changed():

@@ -38,6 +38,11 @@ def test_signatures_have_the_options_with_types_and_defaults(function):
     assert parameters["top_p"].annotation == float | None
 
 
+def test_checks_of_keywords_leave_signatures_alone():
+    assert [*inspect.signature(specbeam.load).parameters][:3] == ["source", "backend", "device"]
+    assert inspect.signature(Options).parameters["num_beams"].annotation == "int"
+
+
 def test_the_import_is_fast():
     """The command line's help needs the names of the package, but not PyTorch."""
     code = "import sys, specbeam; dir(specbeam); print(*sorted({'torch', 'numpy', 'transformers'} & {*sys.modules}))"

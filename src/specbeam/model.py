@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from specbeam.backends.contract import Backend
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.errors import SpecbeamError, Unsupported
+from specbeam.options import refuse_unknown_keywords
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.checkpoints.checkpoint import Checkpoint
@@ -169,6 +170,7 @@ def _say_precision(lm: LanguageModel, chosen_here: bool) -> None:
         shown_precisions.add(line)
 
 
+@refuse_unknown_keywords
 def load(
     source: str | os.PathLike[str],
     *,
@@ -208,7 +210,7 @@ def load(
 
     Raises:
         SpecbeamError: no such source, an unsupported architecture, a damaged file, a tokenizer with tokens that the
-            model lacks, a device that is not there.
+            model lacks, a device that is not there. Also an unknown keyword.
     """
     lm = _load(source, Placement(backend, device, dtype, quantize, threads), revision, adapter)
     is_quantized = lm.backend.precision not in ("float32", "bfloat16", "float16")

@@ -46,6 +46,11 @@ OTHER_NAMES = {
     "logits_processor": ("logits_processors", "processors"),
     "draft": ("draft_model", "assistant_model", "speculative_model"),
     "system": ("system_prompt", "system_message"),
+    "device": ("device_map",),
+    "dtype": ("torch_dtype", "precision"),
+    "quantize": ("quantization", "quantization_config", "load_in_8bit", "load_in_4bit", "compute_type"),
+    "threads": ("n_threads", "num_threads", "cpu_threads", "intra_threads"),
+    "adapter": ("lora", "lora_path", "lora_request"),
 }
 """By our name, the names in transformers, vLLM, llama.cpp, CTranslate2, and OpenAI's interface, and likely slips."""
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import wraps
 from numbers import Integral, Rational, Real
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from specbeam.errors import SpecbeamError
 from specbeam.option_names import nearest_name
@@ -35,6 +37,29 @@ def check_names(given: Iterable[str], names: Sequence[str], kind: str) -> None:
             near = nearest_name(str(name), names)
             hint = f"did you mean {near!r}?" if near else f"there are {', '.join(names)}"
             raise SpecbeamError(f"unknown {kind} {name!r}: {hint}")
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def refuse_unknown_keywords(function: Callable[P, R], elsewhere: Sequence[str] = ()) -> Callable[P, R]:
+    """The function, with a SpecbeamError in place of Python's TypeError for a keyword that it does not have.
+
+    Args:
+        elsewhere: names that callers know from calls such as ``generate``, and that are no options.
+    """
+    names = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @wraps(function)
+    def checked(*args: P.args, **keywords: P.kwargs) -> R:
+        for name in elsewhere:
+            if name in keywords:
+                raise SpecbeamError(f"{name} is no option: give it beside the options, as in {name}={keywords[name]!r}")
+        check_names(keywords, [*names, *elsewhere], "option")
+        return function(*args, **keywords)
+
+    return checked
 
 
 class NotGiven(int):
@@ -110,7 +135,8 @@ class Options:
             log-probabilities in beam search, else logits, after all other processors.
 
     Raises:
-        SpecbeamError: a value is out of its range, two options contradict each other, or one has no effect.
+        SpecbeamError: an unknown option, a value out of its range, options that contradict each other, or an option
+            without effect.
     """
 
     max_new_tokens: int = 256
@@ -325,13 +351,7 @@ class Options:
         if isinstance(given, Options) and not changes:
             return given
         values = {**given_options(given), **changes}
-        for name in ARGUMENTS:
-            if name in values:
-                raise SpecbeamError(f"{name} is no option: give it beside the options, as in {name}={values[name]!r}")
-        names = [field.name for field in fields(cls)]
-        if any(name not in names for name in values):
-            check_names(values, [*names, *ARGUMENTS], "option")
-        return cls(**values)
+        return cls(**{str(name): value for name, value in values.items()})
 
     @property
     def samples(self) -> bool:
@@ -410,6 +430,7 @@ class Options:
         return values
 
 
+Options.__init__ = refuse_unknown_keywords(Options.__init__, ARGUMENTS)  # type: ignore[method-assign]
 _DEFAULTS = {field.name: field.default for field in fields(Options)}
 
 

@@ -248,6 +248,35 @@ def test_what_we_do_not_have_is_refused_by_name(model, options, says):
     assert "\n" not in str(raised.value)
 
 
+def test_a_direct_call_says_how_to_call(model):
+    with pytest.raises(SpecbeamError, match=r"model\.generate\(\.\.\., custom_generate=specbeam\.hf\.generate\)"):
+        hf.generate(model, torch.tensor([[3, 4]]))
+    with pytest.raises(SpecbeamError, match="custom_generate"):
+        hf.generate(model, torch.tensor([[3, 4]]), max_new_tokens=3)
+
+
+def test_a_streamer_that_is_none_is_refused(model):
+    class Silent:
+        """Transformers itself needs no more of it."""
+
+        def put(self, tokens):
+            pass
+
+    def generate(model, *given, **named):
+        return hf.generate(model, *given, **named, streamer=3)
+
+    with pytest.raises(SpecbeamError, match=r"streamer=3 is not allowed: give .* such as TextStreamer"):
+        model.generate(torch.tensor([[3, 4]]), max_new_tokens=3, custom_generate=generate)
+    with pytest.raises(SpecbeamError, match=r"streamer=.*Silent.* is not allowed"):
+        model.generate(torch.tensor([[3, 4]]), max_new_tokens=3, streamer=Silent(), **EXTRA)
+
+
+def test_what_is_no_loaded_model_is_refused(model):
+    for wrong, says in ("gpt2", "model='gpt2'"), (3, "of type int"), (None, "NoneType"), (model.model, "LlamaModel"):
+        with pytest.raises(SpecbeamError, match=f"{says} is no model of transformers that generates text: give"):
+            hf.wrap(wrong)
+
+
 def test_a_callers_own_end_of_text_counts(model):
     prompt = torch.tensor([[3, 4]])
     end = int(model.generate(prompt, max_new_tokens=6)[0, 4])

@@ -8,6 +8,7 @@ model.generate(**inputs, num_beams=4, assistant_model=small, custom_generate=spe
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -70,8 +71,16 @@ def wrap(model: Any, tokenizer: Any = None) -> LanguageModel:
         tokenizer: the tokenizer that goes with it. Without one prompts are token ids, and texts are empty.
 
     Raises:
-        SpecbeamError: a model that cannot be decoded, such as one that keeps no keys and values.
+        SpecbeamError: no loaded model, or one that cannot be decoded, such as one that keeps no keys and values.
     """
+    if getattr(model, "generation_config", None) is None:  # a model without a head has None
+        name = (
+            f"model={model!r}" if isinstance(model, str | os.PathLike) else f"an object of type {type(model).__name__}"
+        )
+        raise SpecbeamError(
+            f"{name} is no model of transformers that generates text: give what AutoModelForCausalLM.from_pretrained "
+            "or AutoModelForSeq2SeqLM.from_pretrained returns. specbeam.load takes names and folders"
+        )
     defaults = {name: value for name, value in model.generation_config.to_dict().items() if value is not None}
     eos = defaults.get("eos_token_id", getattr(tokenizer, "eos_token_id", None))
     return LanguageModel(
@@ -86,9 +95,9 @@ def wrap(model: Any, tokenizer: Any = None) -> LanguageModel:
 def generate(
     model: Any,
     input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
+    logits_processor: Any = None,
+    stopping_criteria: Any = None,
+    generation_config: Any = None,
     assistant_model: Any = None,
     streamer: Any = None,
     *,
@@ -139,6 +148,14 @@ def generate(
     tokenizer = tokenizer or argument_of_generate("tokenizer")
     assistant_tokenizer = assistant_tokenizer or argument_of_generate("assistant_tokenizer")
     theirs = argument_of_generate("streamer")  # it has the prompt already
+    if None in (logits_processor, stopping_criteria, generation_config):
+        raise SpecbeamError(
+            "specbeam.hf.generate is not to be called, but given to the model: "
+            "model.generate(..., custom_generate=specbeam.hf.generate). To call specbeam itself, use "
+            "specbeam.generate(specbeam.hf.wrap(model, tokenizer), prompt)"
+        )
+    _check_streamer(streamer)
+    _check_streamer(theirs)
     beams = generation_config.num_beams or 1
     _check_config(generation_config, beams, assistant_model is not None)
     if beams > 1 and (streamer or theirs) is not None:
@@ -288,6 +305,13 @@ def _beam_indices(steps: list[Steps], beams: int, new_tokens: int) -> Tensor:
 def _seed() -> int:
     """A seed for one request, drawn from the generator that ``torch.manual_seed`` sets."""
     return int(torch.randint(2**63 - 1, ()))
+
+
+def _check_streamer(streamer: Any) -> None:
+    if streamer is not None and not all(callable(getattr(streamer, name, None)) for name in ("put", "end")):
+        raise SpecbeamError(
+            f"streamer={streamer!r} is not allowed: give a streamer of transformers, such as TextStreamer(tokenizer)"
+        )
 
 
 def _check_arguments(model_kwargs: dict[str, Any]) -> None:
