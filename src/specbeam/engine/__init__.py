@@ -2,4 +2,4 @@
 
 from specbeam.engine.engine import Engine as Engine
 from specbeam.engine.request import Request as Request
-from specbeam.engine.strategies import Setup as Setup
+from specbeam.engine.setup import Setup as Setup

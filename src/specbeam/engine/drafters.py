@@ -16,7 +16,7 @@ from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.drafting.sizes import Cost, Sizes
 from specbeam.drafting.suffix import SuffixAutomaton, SuffixDrafter
 from specbeam.engine.costs import nominal_cost, nominal_draft_cost
-from specbeam.engine.strategies import Setup
+from specbeam.engine.setup import Setup
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options

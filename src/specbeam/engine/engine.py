@@ -14,6 +14,7 @@ from specbeam.engine.drafters import Draft, check_draft, load_draft
 from specbeam.engine.memory import Memory
 from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
+from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.engine.strategies import MakeStrategy
 from specbeam.errors import SpecbeamError
@@ -103,9 +104,9 @@ class Engine:
             SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, or a
                 draft that cannot draft for it.
         """
-        request = self._request(prompt, options, system=system, raw=raw, draft=draft, strategy=strategy)
-        self._scheduler.add(request)
-        return request
+        state = self._state(prompt, options, system=system, raw=raw, draft=draft, strategy=strategy)
+        self._scheduler.add(state)
+        return state.request
 
     def check(
         self,
@@ -117,9 +118,9 @@ class Engine:
         draft: Draft | None = None,
     ) -> list[int]:
         """The token ids of a prompt that :meth:`submit` would take. Arguments and errors as there."""
-        return self._request(prompt, options, system=system, raw=raw, draft=draft).prompt_ids
+        return self._state(prompt, options, system=system, raw=raw, draft=draft).request.prompt_ids
 
-    def _request(
+    def _state(
         self,
         prompt: Prompt,
         options: Options | Mapping[str, Any] | None,
@@ -128,15 +129,15 @@ class Engine:
         raw: bool,
         draft: Draft | None,
         strategy: MakeStrategy | None = None,
-    ) -> Request:
+    ) -> RequestState:
         chosen = Options.of(options or {})
         draft = load_draft(self.lm, draft)
         check_draft(self.lm, draft, chosen)
         ids = encode(self.lm, prompt, system=system, raw=raw)
         cancellations, prefixes = self._scheduler.cancelled, self._memory.prefixes
-        request = Request(self.lm, ids, chosen, draft, strategy, cancellations=cancellations, prefixes=prefixes)
-        self._memory.check(request)
-        return request
+        state = RequestState(self.lm, ids, chosen, draft, strategy, cancellations=cancellations, prefixes=prefixes)
+        self._memory.check(state)
+        return state
 
     def run(self) -> None:
         """Work until no request is left."""

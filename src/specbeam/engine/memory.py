@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 from specbeam.backends.contract import Backend
 from specbeam.engine.prefixes import Prefixes
-from specbeam.engine.request import Request
+from specbeam.engine.request_state import RequestState
 from specbeam.errors import SpecbeamError
 
 LOGITS_COPIES = 6
@@ -81,7 +81,7 @@ class Memory:
         copied_rows = sum(rows) + (LOGITS_COPIES - 1) * max(rows)
         return copied_rows * self._row_bytes <= self._logits_bytes
 
-    def check(self, request: Request) -> None:
+    def check(self, request: RequestState) -> None:
         """Refuse a request that could not end well, were it alone.
 
         Raises:
@@ -100,7 +100,7 @@ class Memory:
                 f"There are {self._logits_bytes / 1e9:.1f} GB: ask for fewer beams or samples, or for shorter drafts"
             )
 
-    def too_small_for(self, request: Request) -> SpecbeamError:
+    def too_small_for(self, request: RequestState) -> SpecbeamError:
         """The error of a request that outgrows the memory though it is alone."""
         return SpecbeamError(
             f"the texts of this request need more than the engine's {self.cache_tokens} cache slots: ask for fewer "

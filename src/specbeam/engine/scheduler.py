@@ -7,9 +7,10 @@ from itertools import count
 
 from specbeam.engine.memory import Memory
 from specbeam.engine.request import Request
+from specbeam.engine.request_state import RequestState
 from specbeam.tree import Nodes
 
-Batch = list[tuple[Request, Nodes]]
+Batch = list[tuple[RequestState, Nodes]]
 """Pending nodes of live requests, all of them for the same model."""
 
 EQUAL_SHARE = 0.5
@@ -37,16 +38,16 @@ class Scheduler:
         self.max_requests = max_requests
         self.max_batch_tokens = max_batch_tokens
         self.memory = memory
-        self.cancelled: deque[Request] = deque()
-        self._waiting: deque[Request] = deque()
+        self.cancelled: deque[RequestState] = deque()
+        self._waiting: deque[RequestState] = deque()
         self._numbers = count()
-        self._live: dict[Request, None] = {}
+        self._live: dict[RequestState, None] = {}
         self._is_full = False  # admit nobody until a live request ends
         self._turns = 0  # nodes were chosen this many times for some request
         self._pass_tokens = max_batch_tokens  # the most nodes per pass, for now
         self._good_passes = 0  # since the last batch that was too large
 
-    def add(self, request: Request) -> None:
+    def add(self, request: RequestState) -> None:
         """Queue a request. May be called from any thread."""
         request.number = next(self._numbers)
         self._waiting.append(request)
@@ -108,7 +109,7 @@ class Scheduler:
             else:
                 break
 
-    def _fits(self, request: Request, needed: int, rows: list[int]) -> bool:
+    def _fits(self, request: RequestState, needed: int, rows: list[int]) -> bool:
         """Whether there is memory for a round of the live requests and this one. A request alone always tries.
 
         Args:
@@ -123,7 +124,7 @@ class Scheduler:
 
         The target waits for drafts, so that one pass serves all. It does not wait for a draft that reads a long prompt.
         """
-        by_model: defaultdict[tuple[bool, int], list[Request]] = defaultdict(list)
+        by_model: defaultdict[tuple[bool, int], list[RequestState]] = defaultdict(list)
         for request in self._live:
             if not request.done:
                 by_model[not request.drafting, id(request.backend)].append(request)
@@ -134,11 +135,11 @@ class Scheduler:
                 batches.append(self._divide(requests))
         return self._make_room(batches)
 
-    def _divide(self, requests: list[Request]) -> Batch:
+    def _divide(self, requests: list[RequestState]) -> Batch:
         """Divide a pass among requests, so that no long prompt and no crowd keeps others from advancing."""
         room = self._pass_tokens
         share = max(1, int(room * EQUAL_SHARE) // len(requests))
-        taken: dict[Request, int] = {}
+        taken: dict[RequestState, int] = {}
         for request in sorted(requests, key=lambda one: one.last_turn):
             taken[request] = min(share, room, len(request.pending))
             room -= taken[request]

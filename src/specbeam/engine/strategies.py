@@ -3,47 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-
-import torch
 
 from specbeam.decoding import Strategy
 from specbeam.decoding.beam import BeamSearch, DiverseBeamSearch, beam_search, draw_without_replacement
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.greedy import greedy
-from specbeam.decoding.processors import Processors, Warpers
-from specbeam.decoding.record import Record
 from specbeam.decoding.sampling import sample, sample_several, spawn
 from specbeam.decoding.speculative import speculative, speculative_sampling
 from specbeam.decoding.speculative_beam import speculative_beam_search
-from specbeam.decoding.stopping import Stopping
-from specbeam.options import Options
-from specbeam.tree import Tree
-
-
-@dataclass(frozen=True)
-class Setup:
-    """The objects that the strategy and the drafter of one request share.
-
-    Attributes:
-        options: with the checkpoint's defaults filled in.
-        tree: the prompt, or what the texts of an encoder-decoder model begin with.
-        process: the request's processors.
-        stop: decides where texts end.
-        record: counts guesses, and remembers rounds for the trace.
-        warp: shapes the distribution that is sampled from.
-        generator: the request's own source of randomness, on the CPU.
-    """
-
-    options: Options
-    tree: Tree
-    process: Processors
-    stop: Stopping
-    record: Record
-    warp: Warpers
-    generator: torch.Generator
-
+from specbeam.engine.setup import Setup
 
 MakeStrategy = Callable[[Setup, Drafter | None], Strategy]
 

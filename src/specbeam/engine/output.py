@@ -1,0 +1,132 @@
+"""What a request hands to its caller: pieces of text that are certain, finished sequences, and the result."""
+
+from __future__ import annotations
+
+import time
+
+from specbeam.decoding import Hypothesis
+from specbeam.decoding.alternatives import Alternatives
+from specbeam.engine.model_state import ModelState
+from specbeam.engine.request import Request
+from specbeam.engine.setup import Setup
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel
+from specbeam.results import Piece, Result, Sequence, Stats, TopLogProbs
+from specbeam.streaming import TextStream
+from specbeam.tree import Nodes
+
+
+class Output:
+    """Fills a request's handle.
+
+    Args:
+        request: the handle.
+
+    Attributes:
+        alternatives: the likeliest tokens after each node, if they were asked for.
+    """
+
+    def __init__(self, lm: LanguageModel, setup: Setup, request: Request) -> None:
+        self._lm = lm
+        self._setup = setup
+        self._request = request
+        self._text = TextStream(lm.decode, setup.options.stop_strings)
+        self._streamed = setup.tree.prompt_length  # tokens that were handed out
+        k = setup.options.top_logprobs
+        self.alternatives = None if k is None else Alternatives(setup.tree, k)
+        self._submitted = time.perf_counter()
+        self._first_token: float | None = None  # seconds after submission
+
+    def stream(self) -> None:
+        """Hand out the nodes that have become certain."""
+        nodes = self._setup.tree.trunk[self._streamed :]
+        if len(nodes):
+            text = self._take(nodes)
+            self._request.pieces.append(Piece(text, *self._tokens(nodes)))
+
+    def find(self, hypothesis: Hypothesis) -> None:
+        """Hand out a sequence that is certain to be the next best."""
+        self._request.found.append(self._sequence(hypothesis))
+
+    def finish(self, hypotheses: list[Hypothesis], target: ModelState, draft: ModelState | None, drafted: bool) -> None:
+        """Hand out the result.
+
+        Args:
+            hypotheses: best first.
+            target, draft: their counts go into the statistics.
+            drafted: whether there was a drafter.
+
+        Raises:
+            SpecbeamError: there is no hypothesis.
+        """
+        if not hypotheses:
+            raise SpecbeamError(
+                "no text is possible: constraint, prefix_allowed_tokens_fn, logits_processor, bans and length limits "
+                "together allow none, or length_penalty puts all scores out of range"
+            )
+        best, *others = hypotheses
+        rest = self._setup.tree.path(best.node)[self._streamed :]
+        text = self._take(rest) + self._text.finish(cancelled=best.finish_reason == "cancelled")
+        sequences = [self._sequence(best, self._text.text), *map(self._sequence, others)]
+        trace = self._setup.record.trace(self._lm.decode_token)
+        stats = self._stats(len(sequences[0].token_ids), target, draft, drafted)
+        result = self._request.outcome = Result(sequences, stats, trace)
+        self._request.pieces.append(Piece(text, *self._tokens(rest), result))
+
+    def _take(self, nodes: Nodes) -> str:
+        """Note that nodes are certain. Return the text that is certain now."""
+        if len(nodes) and self._first_token is None:
+            self._first_token = time.perf_counter() - self._submitted
+        self._streamed += len(nodes)
+        return self._text.push(self._setup.tree.tokens(nodes).tolist())
+
+    def _sequence(self, hypothesis: Hypothesis, text: str | None = None) -> Sequence:
+        tree = self._setup.tree
+        token_ids, log_probs, top_logprobs = self._tokens(tree.path(hypothesis.node)[tree.prompt_length :])
+        if text is None:
+            stream = TextStream(self._lm.decode, self._setup.options.stop_strings)
+            stream.push(token_ids)
+            stream.finish()
+            text = stream.text
+        log_prob = float(tree.scores(hypothesis.node))
+        return Sequence(text, token_ids, log_probs, log_prob, hypothesis.score, hypothesis.finish_reason, top_logprobs)
+
+    def _tokens(self, nodes: Nodes) -> tuple[list[int], list[float], TopLogProbs | None]:
+        """Token ids and log-probabilities of nodes on one path, and of the alternatives if these were asked for."""
+        tree = self._setup.tree
+        tokens: list[int] = tree.tokens(nodes).tolist()
+        log_probs: list[float] = tree.log_probs(nodes).tolist()
+        if self.alternatives is None:
+            return tokens, log_probs, None
+        top_logprobs = []
+        for before, token, log_prob in zip(tree.parents(nodes).tolist(), tokens, log_probs, strict=True):
+            row = self.alternatives.after(before)
+            # A token has one log-probability. Beam search may round it in another way than the row.
+            top_logprobs.append({**row, token: log_prob} if token in row else {**row})
+        return tokens, log_probs, top_logprobs
+
+    def _stats(self, new_tokens: int, target: ModelState, draft: ModelState | None, drafted: bool) -> Stats:
+        record = self._setup.record
+        seconds = time.perf_counter() - self._submitted
+        return Stats(
+            prompt_tokens=len(self._request.prompt_ids),
+            new_tokens=new_tokens,
+            seconds=seconds,
+            tokens_per_second=new_tokens / seconds,
+            time_to_first_token=self._first_token,
+            forward_passes=target.passes + (0 if draft is None else draft.passes),
+            target_passes=target.passes,
+            draft_passes=0 if draft is None else draft.passes,
+            target_seconds=target.seconds,
+            draft_seconds=0.0 if draft is None else draft.seconds,
+            nodes_evaluated=target.nodes,
+            peak_slots=target.peak_slots,
+            drafted=record.drafted,
+            accepted=record.accepted,
+            acceptance_rate=record.accepted / record.drafted if record.drafted else None,
+            steps_per_target_pass=record.steps / target.answered if target.answered else None,
+            peak_memory=self._lm.backend.peak_memory(),
+            precision=self._lm.precision,
+            draft_note=record.draft_note() if drafted else None,
+            reused_tokens=target.reused_tokens,
+        )

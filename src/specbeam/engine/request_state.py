@@ -1,0 +1,291 @@
+"""The engine's state of a request: its strategy, its slots, and the nodes that are still to be evaluated."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specbeam.backends.contract import Backend, Segment
+from specbeam.decoding import Hypothesis, Strategy
+from specbeam.drafting.retokenizing import RetokenizingDrafter
+from specbeam.engine.costs import SharedCost, pass_times
+from specbeam.engine.drafters import Draft, make_drafter
+from specbeam.engine.failures import forget_frames, is_out_of_memory
+from specbeam.engine.model_state import ModelState
+from specbeam.engine.output import Output
+from specbeam.engine.prefixes import Prefixes
+from specbeam.engine.request import Request
+from specbeam.engine.setup import make_setup
+from specbeam.engine.strategies import MakeStrategy, make_strategy
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel
+from specbeam.options import Options
+from specbeam.tree import NO_NODES, Nodes
+
+
+class RequestState:
+    """One request, as the engine works on it.
+
+    Attributes:
+        request: the caller's handle.
+        number: the engine numbers requests in the order of submission.
+        overtaken: how many later requests have started while it waited.
+        last_turn: when it last took part in a pass. Requests with lower numbers come first.
+        drafting: whether the pending nodes are for the draft model.
+        pending: nodes still to be evaluated, ancestors first, int64 [n].
+    """
+
+    def __init__(
+        self,
+        lm: LanguageModel,
+        prompt_ids: list[int],
+        options: Options,
+        draft: Draft | None = None,
+        strategy: MakeStrategy | None = None,
+        *,
+        cancellations: deque[RequestState],
+        prefixes: Prefixes,
+    ) -> None:
+        self.number = self.overtaken = self.last_turn = 0
+        self.drafting = False
+        self.pending = NO_NODES
+        self._lm = lm
+        self._setup = setup = make_setup(lm, prompt_ids, options)
+        self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations)
+        self._output = Output(lm, setup, self.request)
+        self._target_cost = SharedCost(pass_times(lm.backend), setup.options.num_beams)
+        self._draft_cost = SharedCost(pass_times(draft.backend), 1) if isinstance(draft, LanguageModel) else None
+        costs = self._target_cost, self._draft_cost
+        self._drafter = None if draft is None else make_drafter(setup, lm, draft, len(prompt_ids), *costs)
+        pace = None if self._drafter is None else self._drafter.pace
+        size = prompt_ids, setup.stop.max_length - setup.tree.prompt_length, setup.options.num_texts
+        self._target = ModelState(lm.backend, setup.tree, *size, guesses=0 if pace is None else pace.most_guesses)
+        self._draft: ModelState | None = None
+        if isinstance(draft, LanguageModel) and self._drafter is not None and pace is not None:
+            length = self._drafter.prompt_length if isinstance(self._drafter, RetokenizingDrafter) else len(prompt_ids)
+            self._draft = ModelState(draft.backend, self._drafter.tree, *size, pace.most_drafted, length)
+        self._states = [self._target] if self._draft is None else [self._target, self._draft]
+        self._make_strategy = strategy or make_strategy
+        self._strategy: Strategy | None = None
+        self._wanted = NO_NODES  # nodes whose logits the strategy asked for
+        self._vocab: int | None = None  # how many of the first tokens' logits it asked for
+        self._received: list[Tensor] = []
+        self._prefixes = prefixes  # the engine's kept caches
+        self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
+
+    @property
+    def most_rows(self) -> int:
+        """The most nodes whose logits it needs at once."""
+        return max(state.most_rows for state in self._states)
+
+    @property
+    def least_bytes(self) -> int:
+        """Bytes that its caches need for one text of full length."""
+        return sum(state.least_bytes for state in self._states)
+
+    @property
+    def needed_bytes(self) -> int:
+        """Bytes that its caches need for one more round."""
+        return sum(state.needed_bytes for state in self._states)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that its caches hold."""
+        return sum(state.held_bytes for state in self._states)
+
+    @property
+    def surplus_bytes(self) -> int:
+        """Bytes that its caches would not hold, had they not been taken over. Zero after a pause."""
+        return sum(state.surplus_bytes for state in self._states)
+
+    def growth_bytes(self, nodes: Nodes) -> int:
+        """Bytes by which a pass over some of its pending nodes makes a cache grow."""
+        return self._state.growth_bytes(nodes)
+
+    @property
+    def used_slots(self) -> int:
+        """Slots in use on the target."""
+        return self._target.used_slots
+
+    @property
+    def done(self) -> bool:
+        """Whether there is a result or an error."""
+        return self.request.done
+
+    @property
+    def backend(self) -> Backend[Any]:
+        """The backend that is to evaluate the pending nodes."""
+        return self._state.backend
+
+    @property
+    def _state(self) -> ModelState:
+        if self.drafting:
+            assert self._draft is not None
+            return self._draft
+        return self._target
+
+    def open(self) -> None:
+        """Take caches, and begin the strategy or, after a pause, evaluate again the nodes that it needs."""
+        if all(state.is_open for state in self._states):
+            return
+        with self._failing_alone():
+            begins = self._strategy is None
+            kept = self._prefixes.take(self.request.prompt_ids, self._target.may_take) if begins else []
+            for state, prefix in zip_longest(self._states, kept[: len(self._states)]):
+                state.open(prefix)
+            if begins:
+                self._strategy = self._make_strategy(self._setup, self._drafter)
+                self._advance(None)
+            else:
+                self._received = []
+                self.pending = self._state.slots.missing(self._wanted)
+
+    def pause(self) -> None:
+        """Give up the caches until :meth:`open`."""
+        for state in self._states:
+            state.close()
+
+    def end_if_cancelled(self) -> None:
+        """Make the text so far the result."""
+        self.end_if_torn()
+        if not self.done:
+            tree = self._setup.tree
+            with self._failing_alone():
+                self._finish([Hypothesis(tree.tip, float(tree.scores(tree.tip)), "cancelled")])
+
+    def end_if_torn(self) -> None:
+        """End the request if an interrupt, such as Ctrl-C, came in the middle of its own work."""
+        if self._is_torn:
+            if self.request.outcome is None:
+                self.request.outcome = SpecbeamError(
+                    "the request was interrupted while it chose its tokens: submit it again"
+                )
+            self._release()
+            self._is_torn = False
+
+    def segment(self, nodes: Nodes) -> Segment[Any]:
+        """The request's part of a pass over some of its pending nodes."""
+        wanted = np.flatnonzero(np.isin(nodes, self._wanted))
+        with self._tearing():
+            return self._state.slots.segment(nodes, wanted, self._vocab)
+
+    def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
+        """Take in its latest pass.
+
+        Args:
+            seconds: its share of the pass's time.
+            other_nodes: the nodes that other requests are expected to bring to the next pass.
+            requests: the number of requests in the pass.
+        """
+        self._state.seconds += seconds
+        cost = self._draft_cost if self.drafting else self._target_cost
+        if cost is not None:
+            cost.join(other_nodes, requests)
+
+    def receive(self, nodes: Nodes, logits: Tensor) -> None:
+        """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on."""
+        with self._failing_alone():
+            state = self._state
+            state.passes += 1
+            state.nodes += len(nodes)
+            self.pending = self.pending[len(nodes) :]
+            if len(self.pending):
+                if len(logits):  # a view would keep the logits of the whole pass
+                    self._received.append(logits[:, : self._vocab].clone())
+                return
+            self._received.append(logits[:, : self._vocab])
+            state.answered += 1
+            logits = self._received[0] if len(self._received) == 1 else torch.cat(self._received)
+            self._received = []
+            if (np.diff(self._wanted) <= 0).any():  # rows come in the order of nodes, the strategy may have another
+                logits = logits[np.searchsorted(np.unique(self._wanted), self._wanted)]
+            if self._output.alternatives is not None and not self.drafting:
+                self._output.alternatives.add(self._wanted, logits)
+            self._advance(logits)
+
+    def fail(self, error: Exception) -> None:
+        """End the request with an error."""
+        if is_out_of_memory(error):
+            error = SpecbeamError(
+                f"out of memory with {len(self._setup.tree)} nodes in the request's tree: ask for fewer new tokens, a "
+                "shorter prompt, or a smaller dtype"
+            )
+        with self._tearing():
+            self.request.outcome = forget_frames(error)
+            self._release()
+
+    @contextmanager
+    def _tearing(self) -> Iterator[None]:
+        """An interrupt in here leaves work half done. Other errors do not."""
+        self._is_torn = True
+        try:
+            yield
+        except Exception:
+            self._is_torn = False
+            raise
+        self._is_torn = False
+
+    @contextmanager
+    def _failing_alone(self) -> Iterator[None]:
+        """An error in here ends this request, and no other. So does an interrupt, before the next pass."""
+        self._is_torn = True
+        try:
+            yield
+        except Exception as error:
+            self.fail(error)
+        self._is_torn = False
+
+    def _advance(self, logits: Tensor | None) -> None:
+        """Let the strategy take logits and name the next nodes, or finish."""
+        assert self._strategy is not None
+        try:
+            wish = next(self._strategy) if logits is None else self._strategy.send(logits)
+            while isinstance(wish, Hypothesis):
+                self._output.find(wish)
+                wish = next(self._strategy)
+        except StopIteration as finished:
+            self._finish(finished.value)
+            return
+        dropped = {tree: tree.take_dropped() for tree in {state.tree for state in self._states}}
+        for state in self._states:
+            state.slots.release(dropped[state.tree])
+        self.drafting = wish.drafting
+        self._wanted, self._vocab = np.asarray(wish.nodes, dtype=np.int64), wish.vocab
+        self.pending = self._state.slots.missing(self._wanted)
+        self._output.stream()
+
+    def _finish(self, hypotheses: list[Hypothesis]) -> None:
+        self._output.finish(hypotheses, self._target, self._draft, drafted=self._drafter is not None)
+        self._keep_prefixes(hypotheses[0].node)
+        self._release()
+
+    def _keep_prefixes(self, node: int) -> None:
+        """Leave the keys and values of the best text to requests that begin with it."""
+        is_open = all(state.is_open for state in self._states)
+        if self._prefixes.most and is_open and self._lm.backend.start_token_ids is None:
+            self._prefixes.keep(
+                [
+                    state.prefix(
+                        node if state.tree is self._setup.tree else None,
+                        self.pending if state is self._state else NO_NODES,
+                    )
+                    for state in self._states
+                ]
+            )
+
+    def _release(self) -> None:
+        """Let go of all memory but the result."""
+        self.request.end()
+        for state in self._states:
+            state.close()
+        self.pending = NO_NODES
+        self._received = []
+        self._strategy = None
+        self._drafter = None

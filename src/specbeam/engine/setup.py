@@ -1,0 +1,79 @@
+"""The objects that the strategy and the drafter of one request share, made from its options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specbeam.decoding.processors import Processors, Warpers, check_token_ids, processors_of_checkpoint
+from specbeam.decoding.record import Record
+from specbeam.decoding.sampling import seeded
+from specbeam.decoding.stopping import Stopping
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel
+from specbeam.options import Options
+from specbeam.tree import Tree
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The objects that the strategy and the drafter of one request share.
+
+    Attributes:
+        options: with the checkpoint's defaults filled in.
+        tree: the prompt, or what the texts of an encoder-decoder model begin with.
+        process: the request's processors.
+        stop: decides where texts end.
+        record: counts guesses, and remembers rounds for the trace.
+        warp: shapes the distribution that is sampled from.
+        generator: the request's own source of randomness, on the CPU.
+    """
+
+    options: Options
+    tree: Tree
+    process: Processors
+    stop: Stopping
+    record: Record
+    warp: Warpers
+    generator: torch.Generator
+
+
+def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Setup:
+    """Check the options against the model, and make what strategy and drafter work with.
+
+    Raises:
+        SpecbeamError: a prompt as long as the context, or an option that the model cannot honour.
+    """
+    backend = lm.backend
+    follows = backend.start_token_ids is None  # with an encoder, the text does not follow the prompt
+    if len(prompt_ids) + follows > backend.context_length:
+        too = ", which must hold at least one new token too" if follows else ""
+        raise SpecbeamError(
+            f"the prompt has {len(prompt_ids)} tokens, but {lm.source} has a context of {backend.context_length}"
+            f"{too}: shorten the prompt"
+        )
+    if options.stop_strings and lm.tokenizer is None:
+        raise SpecbeamError(f"stop_strings need a text to look in, and {lm.source} has no tokenizer: leave them out")
+    check_token_ids(options, backend.vocab_size)
+    options = options.with_defaults(lm.generation_defaults)
+    eos = lm.eos_token_ids if options.eos_token_id is None else frozenset(options.eos_token_id)
+    if foreign := [token for token in eos if token >= backend.vocab_size]:
+        raise SpecbeamError(f"eos_token_id {foreign[0]} is not in the vocabulary of {backend.vocab_size}")
+    if options.constraint is not None and not eos:
+        raise SpecbeamError("a constraint needs a token that ends the text, and the model lacks one: give eos_token_id")
+    begin = prompt_ids if backend.start_token_ids is None else backend.start_token_ids
+    max_length = min(len(begin) + options.max_new_tokens, backend.context_length)
+    own = {} if options.bad_words_ids is None else {"bad_words_ids": None}
+    defaults = {**lm.generation_defaults, **own}
+    forced = processors_of_checkpoint(defaults, eos, len(begin), max_length, backend.vocab_size, backend.device)
+    tree = Tree(begin)
+    return Setup(
+        options=options,
+        tree=tree,
+        process=Processors(options, eos, forced),
+        stop=Stopping(eos, max_length, options.stop_strings, None if lm.tokenizer is None else lm.decode),
+        record=Record(tree, options.trace),
+        warp=Warpers(options),
+        generator=seeded(options.seed),
+    )
