@@ -74,11 +74,10 @@ def wrap(model: Any, tokenizer: Any = None) -> LanguageModel:
         SpecbeamError: no loaded model, or one that cannot be decoded, such as one that keeps no keys and values.
     """
     if getattr(model, "generation_config", None) is None:  # a model without a head has None
-        name = (
-            f"model={model!r}" if isinstance(model, str | os.PathLike) else f"an object of type {type(model).__name__}"
-        )
+        is_name = isinstance(model, str | os.PathLike)
+        given = f"model={model!r}" if is_name else f"an object of type {type(model).__name__}"
         raise SpecbeamError(
-            f"{name} is no model of transformers that generates text: give what AutoModelForCausalLM.from_pretrained "
+            f"{given} is no model of transformers that generates text: give what AutoModelForCausalLM.from_pretrained "
             "or AutoModelForSeq2SeqLM.from_pretrained returns. specbeam.load takes names and folders"
         )
     defaults = {name: value for name, value in model.generation_config.to_dict().items() if value is not None}
