@@ -53,10 +53,10 @@ def test_no_two_layers_import_each_other():
 def test_the_lowest_layers_stay_low():
     """A constraint or a tree can be used, and read, without the rest."""
     graph = layers()
-    assert graph["errors"] == graph["tree"] == graph["detokenizing"] == set()
+    assert graph["errors"] == graph["tree"] == graph["detokenizing"] == graph["selection"] == set()
     assert graph["constraints"] == {"errors"}
     assert graph["options"] <= {"constraints", "errors", "option_names"}
-    assert graph["decoding"] <= {"constraints", "detokenizing", "errors", "options", "tree"}
+    assert graph["decoding"] <= {"constraints", "detokenizing", "errors", "options", "selection", "tree"}
 
 
 def test_help_answers_without_large_packages():

@@ -1,0 +1,420 @@
+"""What a strategy wishes to know of the logits at some nodes, and the few numbers that answer it.
+
+Strategies make wishes, the engine collects the wishes of a pass, and a backend answers them where the logits are.
+:func:`select` and :func:`choose` answer in PyTorch on any device. They are the reference for other backends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+MASKED = float("-inf")
+BLOCK_SIZE = 128
+"""The highest of many scores are searched in blocks of this size."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change of single scores. All scores are read before any is changed, so a score may be named twice.
+
+    Attributes:
+        kind: "add" adds a value. "repeat" divides a positive score by the value, and multiplies a negative score by it
+            (CTRL, Keskar et al. 2019, 4.1). "ban" sets -inf.
+        rows, tokens: which scores, int32 [m] each. Tokens that the logits lack are ignored.
+        values: float32 [m]. A ban has none.
+    """
+
+    kind: Literal["add", "repeat", "ban"]
+    rows: NDArray[np.int32]
+    tokens: NDArray[np.int32]
+    values: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Gumbel noise for draws. It is the same for the same seed, stream, position and token, whatever else happens.
+
+    Attributes:
+        seed: below 2**64.
+        streams: tell the texts of one request apart, uint32 [n].
+        positions: in its text, of the token to be drawn, uint32 [n].
+    """
+
+    seed: int
+    streams: NDArray[np.uint32]
+    positions: NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a strategy needs of the logits at its n nodes.
+
+    The logits are changed in the order of the attributes from ``normalize`` to ``typical_p``. Then noise is added, and
+    the highest are chosen. Of equal ones, the lower token ids come first.
+
+    Attributes:
+        most: how many of the highest tokens of each row; 0 for none.
+        given: tokens whose log-probabilities are needed, too, int64 [n, m].
+        vocab: use the logits of the first ``vocab`` tokens only, as if there were no others; None for all.
+        normalize: change log-probabilities (beams), not logits.
+        edits: changes of single scores, in this order.
+        allowed: packed bits, the lowest bit first, uint8 [n, ceil(vocab / 8)]. Tokens with bit 0 become -inf.
+        functions: take all scores, float32 [n, vocab], and return new ones. They run in PyTorch.
+        one_of: tokens of which only the likeliest keeps its score in each row.
+        temperature, top_k, top_p, min_p, typical_p: the warpers of transformers; None for none.
+        noise: rank by score and noise. The highest is then a draw from the softmax of the scores, and the k highest are
+            k draws without replacement (Gumbel-max; Kool et al. 2019, "Stochastic Beams and Where to Find Them", 2.3).
+        total: ask for the logsumexp of the changed scores, too.
+    """
+
+    most: int = 1
+    given: NDArray[np.int64] | None = None
+    vocab: int | None = None
+    normalize: bool = False
+    edits: tuple[Edit, ...] = ()
+    allowed: NDArray[np.uint8] | None = None
+    functions: tuple[Callable[[Tensor], Tensor], ...] = ()
+    one_of: tuple[int, ...] = ()
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    noise: Noise | None = None
+    total: bool = False
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a wish asked for at n nodes. Arrays are on the CPU.
+
+    Attributes:
+        tokens: the highest ones, the highest first, int64 [n, most].
+        log_probs: their log-probabilities by the model itself, before any change, float32 [n, most].
+        scores: their scores after all changes, without noise, float32 [n, most].
+        normalizers: the logsumexp of the logits, float32 [n]. A log-probability is a logit minus this.
+        noise: the noise of these tokens, float64 [n, most], if there was any.
+        given: the log-probabilities of the tokens that were given, float32 [n, m].
+        totals: the logsumexp of the scores after all changes, float32 [n].
+        sources: where the logits are: tensors, and the rows of each (None for all of them).
+    """
+
+    tokens: NDArray[np.int64]
+    log_probs: NDArray[np.float32]
+    scores: NDArray[np.float32]
+    normalizers: NDArray[np.float32]
+    noise: NDArray[np.float64] | None
+    given: NDArray[np.float32] | None
+    totals: NDArray[np.float32] | None
+    sources: tuple[tuple[Tensor, list[int] | None], ...]
+
+    @cached_property
+    def logits(self) -> Tensor:
+        """The logits, float32 [n, vocab], on the backend's device. They are gathered only if they are asked for."""
+        rows = [logits if which is None else logits[which] for logits, which in self.sources]
+        return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def select(logits: Tensor, wish: Wish, normalizers: NDArray[np.float32] | None = None) -> Answer:
+    """Answer one wish about all rows of logits, float32 [n, vocab] on any device.
+
+    Args:
+        normalizers: of the logits (:class:`Answer`), if a backend has computed them already, float32 [n].
+    """
+    (values,) = _to_cpu([_select(logits, wish, _seeds(wish), normalizers)])
+    return _split(values, [(logits, wish)])[0]
+
+
+def choose(logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
+    """Answer the wishes of a pass, each about a slice of the rows of its logits, float32 [rows, vocab].
+
+    Wishes of one kind are answered together. All answers come to the CPU in one copy, so a GPU waits once.
+    """
+    parts = [(logits[rows], wish) for rows, wish in wishes]
+    kinds: dict[Any, list[int]] = {}
+    for number, (_, wish) in enumerate(wishes):
+        kinds.setdefault(_kind(wish), []).append(number)
+    values = []
+    for same in kinds.values():
+        slices = [wishes[number][0] for number in same]
+        adjacent = all(one.stop == other.start for one, other in pairwise(slices))
+        whole = slice(slices[0].start, slices[-1].stop)
+        rows = logits[whole] if adjacent else torch.cat([parts[number][0] for number in same])
+        values.append(_select(rows, *_merged([parts[number] for number in same])))
+    found: dict[int, Answer] = {}
+    for same, arrays in zip(kinds.values(), _to_cpu(values), strict=True):
+        found.update(zip(same, _split(arrays, [parts[number] for number in same]), strict=True))
+    return [found[i] for i in range(len(parts))]
+
+
+Values = list[Any]
+"""The arrays or tensors of an answer, in the order of its attributes."""
+
+
+def _select(logits: Tensor, wish: Wish, seeds: NDArray[np.uint64], given: NDArray[np.float32] | None = None) -> Values:
+    """The values of the answer to a wish, as tensors on the device of the logits.
+
+    Args:
+        seeds: of each row's noise, uint64 [n].
+        given: the normalizers, if they are known.
+    """
+    logits = logits[:, : wish.vocab]
+    normalizers = normalizers_of(logits) if given is None else torch.from_numpy(given).to(logits.device)
+    scores = changed(logits, wish, normalizers)
+    noise = None
+    if wish.noise is not None:
+        noise = gumbel(seeds, wish.noise.streams, wish.noise.positions, logits.shape[-1], logits.device)
+    tokens = highest(scores if noise is None else scores + noise, min(wish.most, logits.shape[-1]))
+    given_tokens = None if wish.given is None else torch.from_numpy(wish.given).to(logits.device)
+    return [
+        tokens,
+        logits.gather(-1, tokens) - normalizers[:, None],
+        scores.gather(-1, tokens),
+        normalizers,
+        None if noise is None else noise.gather(-1, tokens),
+        None if given_tokens is None else logits.gather(-1, given_tokens) - normalizers[:, None],
+        scores.logsumexp(-1) if wish.total else None,
+    ]
+
+
+def normalizers_of(logits: Tensor) -> Tensor:
+    """The logsumexp of each row of logits, float32 [n, vocab]: its bits do not depend on the other rows.
+
+    ``log_softmax`` has this property, ``logsumexp`` has not.
+    """
+    return logits.amax(-1) - logits.log_softmax(-1).amax(-1)
+
+
+def changed(logits: Tensor, wish: Wish, normalizers: Tensor) -> Tensor:
+    """The scores that a wish makes of logits, float32 [n, vocab] both, without noise. The logits are not changed.
+
+    Args:
+        normalizers: of the logits, float32 [n].
+    """
+    scores = logits - normalizers[:, None] if wish.normalize else logits
+    if wish.edits and not wish.normalize:
+        scores = scores.clone()
+    for edit in wish.edits:
+        apply(edit, scores)
+    if wish.allowed is not None:
+        bits = torch.from_numpy(wish.allowed).to(logits.device)[..., None] >> torch.arange(8, device=logits.device)
+        allowed = (bits & 1).flatten(-2)[:, : logits.shape[-1]].bool()
+        scores = scores.masked_fill(~allowed, MASKED)
+    for function in wish.functions:
+        scores = function(scores)
+    if wish.one_of:
+        scores = only_the_likeliest(scores, [token for token in wish.one_of if token < logits.shape[-1]])
+    for warp in (temperature, top_k, top_p, min_p, typical_p):
+        if (value := getattr(wish, warp.__name__)) is not None:
+            scores = warp(scores, value)
+    return scores
+
+
+def apply(edit: Edit, scores: Tensor) -> None:
+    """Change scores, float32 [n, vocab], in place."""
+    inside = edit.tokens < scores.shape[-1]
+    rows, tokens = (torch.from_numpy(a[inside].astype(np.int64)).to(scores.device) for a in (edit.rows, edit.tokens))
+    if edit.kind == "ban":
+        scores[rows, tokens] = MASKED
+        return
+    values = torch.from_numpy(edit.values[inside]).to(scores.device)
+    before = scores[rows, tokens]
+    if edit.kind == "add":
+        scores[rows, tokens] = before + values
+    else:
+        scores[rows, tokens] = torch.where(before < 0, before * values, before / values)
+
+
+def highest(scores: Tensor, k: int) -> Tensor:
+    """The indices of the k highest scores of each row, the highest first, int64 [n, k]. Of equals the lower first.
+
+    ``Tensor.topk`` orders equals as it likes. It is also slow for long rows. So they are searched in blocks: the k
+    highest scores are in the k blocks with the highest maxima.
+    """
+    if k == 1:
+        return scores.argmax(-1, keepdim=True)
+    n, size = scores.shape
+    if size > 4 * BLOCK_SIZE * max(1, k):
+        padded = torch.nn.functional.pad(scores, (0, -size % BLOCK_SIZE), value=MASKED).view(n, -1, BLOCK_SIZE)
+        blocks = padded.amax(-1).sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+        inside = padded.gather(1, blocks[..., None].expand(-1, -1, BLOCK_SIZE)).flatten(1)
+        places = (blocks[..., None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=scores.device)).flatten(1)
+        return places.gather(-1, highest(inside, k))
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+
+
+def only_the_likeliest(scores: Tensor, tokens: Sequence[int]) -> Tensor:
+    """Scores [n, vocab] with -inf for all of some tokens but the likeliest of them, in each row."""
+    among = scores[:, tokens]
+    best = among.argmax(-1, keepdim=True)
+    scores = scores.clone()
+    scores[:, tokens] = torch.full_like(among, MASKED).scatter(-1, best, among.gather(-1, best))
+    return scores
+
+
+def temperature(scores: Tensor, value: float) -> Tensor:
+    """Divide by the temperature."""
+    return scores / value
+
+
+def top_k(scores: Tensor, k: int) -> Tensor:
+    """Keep the k highest scores, and those equal to the lowest of them (Fan et al. 2018, 5.4)."""
+    lowest = scores.topk(min(k, scores.shape[-1])).values[..., -1:]
+    return scores.masked_fill(scores < lowest, MASKED)
+
+
+def top_p(scores: Tensor, p: float) -> Tensor:
+    """Keep the likeliest tokens whose probabilities first sum to p (nucleus sampling, Holtzman et al. 2020, 3.1)."""
+    ascending, order = scores.sort(dim=-1)
+    below = ascending.softmax(-1).cumsum(-1) <= 1 - p
+    below[..., -1] = False  # the likeliest always stays
+    return scores.masked_fill(torch.zeros_like(below).scatter(-1, order, below), MASKED)
+
+
+def min_p(scores: Tensor, p: float) -> Tensor:
+    """Keep tokens at least p times as likely as the likeliest (Nguyen et al. 2024, 3)."""
+    probabilities = scores.softmax(-1)
+    return scores.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), MASKED)
+
+
+def typical_p(scores: Tensor, p: float) -> Tensor:
+    """Keep the tokens whose surprise is nearest to the expected one, until they sum to p (Meister et al. 2023, 4)."""
+    log_probs = scores.log_softmax(-1)
+    expected = -(log_probs * log_probs.exp()).nansum(-1, keepdim=True)  # impossible tokens are 0 * -inf
+    ascending, order = (-log_probs - expected).abs().sort(dim=-1)
+    number = (scores.gather(-1, order).softmax(-1).cumsum(-1) < p).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
+    far = ascending > ascending.gather(-1, number)
+    return scores.masked_fill(torch.zeros_like(far).scatter(-1, order, far), MASKED)
+
+
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+ROUNDS = 10
+WORD = 0xFFFFFFFF
+
+
+def philox(counter: Sequence[Tensor], key: Sequence[Tensor]) -> list[Tensor]:
+    """Four random words for each counter: Philox4x32-10 (Salmon et al. 2011, "Parallel Random Numbers", 3.3).
+
+    Args:
+        counter: four words, int64 of one shape, each below 2**32.
+        key: two such words.
+    """
+    c, k = list(counter), list(key)
+    for _ in range(ROUNDS):
+        low = [word * multiplier for word, multiplier in zip(c[::2], MULTIPLIERS, strict=True)]
+        high = [product >> 32 & WORD for product in low]  # products wrap around, and their bits are right
+        c = [high[1] ^ c[1] ^ k[0], low[1] & WORD, high[0] ^ c[3] ^ k[1], low[0] & WORD]
+        k = [word + step & WORD for word, step in zip(k, KEY_STEPS, strict=True)]
+    return c
+
+
+def gumbel(
+    seeds: NDArray[np.uint64],
+    streams: NDArray[np.uint32],
+    positions: NDArray[np.uint32],
+    vocab: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """Draws from the standard Gumbel distribution for the first tokens, float64 [n, vocab].
+
+    The key is the seed, and the counter is (token // 4, position, stream, 0). The word's number is token % 4.
+
+    Args:
+        seeds, streams, positions: of each row, [n].
+    """
+    columns = (seeds & WORD, seeds >> np.uint64(32), positions, streams)
+    low, high, position, stream = torch.from_numpy(np.stack([c.astype(np.int64) for c in columns])[..., None]).to(
+        device
+    )
+    quarter = torch.arange(-(-vocab // 4), device=device)[None]
+    words = torch.stack(philox([quarter, position, stream, torch.zeros_like(quarter)], [low, high]), dim=-1)
+    uniform = (words.flatten(1)[:, :vocab].double() + 0.5) * 2.0**-32
+    return -(-uniform.log()).log()
+
+
+def _seeds(wish: Wish) -> NDArray[np.uint64]:
+    if wish.noise is None:
+        return np.empty(0, np.uint64)
+    return np.full(len(wish.noise.streams), wish.noise.seed, np.uint64)
+
+
+def _kind(wish: Wish) -> tuple[Any, ...]:
+    """Equal for wishes that can be answered together. One with functions of a caller is answered alone."""
+    warpers = wish.temperature, wish.top_k, wish.top_p, wish.min_p, wish.typical_p
+    flags = wish.most, wish.vocab, wish.normalize, wish.noise is None, wish.total, wish.allowed is None
+    given = None if wish.given is None else wish.given.shape[1]
+    edits = tuple(edit.kind for edit in wish.edits)
+    return (*flags, given, edits, wish.one_of, *warpers, id(wish) if wish.functions else None)
+
+
+def _merged(parts: Sequence[tuple[Tensor, Wish]]) -> tuple[Wish, NDArray[np.uint64]]:
+    """Wishes of one kind as one wish about all their rows, and the seeds of these rows."""
+    first, seeds = parts[0][1], np.concatenate([_seeds(wish) for _, wish in parts])
+    if len(parts) == 1:
+        return first, seeds
+    starts = np.cumsum([0, *(len(logits) for logits, _ in parts)])
+
+    def joined(name: str) -> Any:
+        return None if getattr(first, name) is None else np.concatenate([getattr(wish, name) for _, wish in parts])
+
+    edits = []
+    for number, edit in enumerate(first.edits):
+        same = [wish.edits[number] for _, wish in parts]
+        rows = [(one.rows + start).astype(np.int32) for one, start in zip(same, starts, strict=False)]
+        values = [np.concatenate([getattr(one, name) for one in same]) for name in ("tokens", "values")]
+        edits.append(Edit(edit.kind, np.concatenate(rows), *values))
+    noise = None
+    if first.noise is not None:
+        noises = [wish.noise for _, wish in parts if wish.noise is not None]
+        noise = Noise(0, *(np.concatenate([getattr(one, name) for one in noises]) for name in ("streams", "positions")))
+    allowed, given = joined("allowed"), joined("given")
+    warpers = {name: getattr(first, name) for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
+    merged = Wish(
+        first.most,
+        given,
+        first.vocab,
+        first.normalize,
+        tuple(edits),
+        allowed,
+        first.functions,
+        first.one_of,
+        noise=noise,
+        total=first.total,
+        **warpers,
+    )
+    return merged, seeds
+
+
+def _to_cpu(answers: list[Values]) -> list[Values]:
+    """The values as arrays, all in one copy: float64 holds each of them exactly."""
+    tensors = [value for values in answers for value in values if value is not None]
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [[None if value is None else value.numpy() for value in values] for values in answers]
+    together = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu().numpy()
+    arrays = []
+    for tensor, flat in zip(tensors, np.split(together, np.cumsum([t.numel() for t in tensors])[:-1]), strict=True):
+        kind: Any = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}[tensor.dtype]
+        arrays.append(flat.reshape(tensor.shape).astype(kind))
+    rest = iter(arrays)
+    return [[None if value is None else next(rest) for value in values] for values in answers]
+
+
+def _split(values: Values, parts: Sequence[tuple[Tensor, Wish]]) -> list[Answer]:
+    """The answers to wishes of one kind."""
+    answers, start = [], 0
+    for logits, wish in parts:
+        end = start + len(logits)
+        own: list[Any] = [None if array is None else array[start:end] for array in values]
+        answers.append(Answer(*own, ((logits[:, : wish.vocab], None),)))
+        start = end
+    return answers

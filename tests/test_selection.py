@@ -1,0 +1,190 @@
+"""Wishes and answers: against transformers' processors, published known answers, and each row alone."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chisquare, kstest
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+from specbeam.selection import Edit, Noise, Wish, choose, gumbel, highest, philox, select
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+
+def words(text):
+    return [torch.tensor([int(word, 16)]) for word in text.split()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("counter", "key", "expected"),
+    [
+        ("0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        ("ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+        ("243f6a88 85a308d3 13198a2e 03707344", "a4093822 299f31d0", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    ],
+)
+def test_the_generator_gives_the_known_answers_of_random123(counter, key, expected, device):
+    got = philox([word.to(device) for word in words(counter)], [word.to(device) for word in words(key)])
+    assert [int(word) for word in got] == [int(word) for word in words(expected)]
+
+
+def test_noise_is_of_its_seed_stream_position_and_token_alone():
+    """A row has the words of the documented counters, whatever the other rows and the vocabulary are."""
+    seeds, streams, positions = np.array([2**64 - 1, 5], np.uint64), np.array([3, 2**32 - 1]), np.array([7, 2**32 - 1])
+    got = gumbel(seeds, streams.astype(np.uint32), positions.astype(np.uint32), 10)
+    for row, seed, stream, position in zip(got, seeds.tolist(), streams.tolist(), positions.tolist(), strict=True):
+        for token, value in enumerate(row.tolist()):
+            counter = [torch.tensor([word]) for word in (token // 4, position, stream, 0)]
+            word = philox(counter, [torch.tensor([seed & 0xFFFFFFFF]), torch.tensor([seed >> 32])])[token % 4]
+            assert value == pytest.approx(-np.log(-np.log((int(word) + 0.5) / 2**32)), rel=1e-12)
+    longer = gumbel(seeds[1:], streams[1:].astype(np.uint32), positions[1:].astype(np.uint32), 1003)
+    assert torch.equal(longer[:, :10], got[1:])
+
+
+def test_noise_follows_the_gumbel_distribution():
+    noise = gumbel(np.full(20, 9, np.uint64), np.arange(20, dtype=np.uint32), np.arange(20, dtype=np.uint32), 1000)
+    assert kstest(noise.flatten().numpy(), "gumbel_r").pvalue > 1e-3
+
+
+SCORES = st.integers(0, 2**31).map(lambda seed: np.random.default_rng(seed))
+
+
+def random_wish(rng, n, vocab, kind):
+    """A wish with all that a backend must understand. Wishes of one kind differ in arrays only."""
+
+    def edit(name):
+        m = int(rng.integers(0, 9))
+        rows, tokens = rng.integers(0, n, m).astype(np.int32), rng.integers(0, vocab + 3, m).astype(np.int32)
+        _, once = np.unique(rows * (vocab + 3) + tokens, return_index=True)
+        values = {"add": rng.normal(size=len(once)), "repeat": np.full(len(once), 1.3), "ban": np.empty(0)}[name]
+        return Edit(name, rows[once], tokens[once], values.astype(np.float32))
+
+    options = np.random.default_rng(kind)
+    allowed = rng.random((n, vocab)) < 0.8 if options.random() < 0.5 else None
+    drawn = options.random() < 0.5
+    noise = Noise(int(rng.integers(0, 2**63)), *(rng.integers(0, 2**32, n).astype(np.uint32) for _ in range(2)))
+    return Wish(
+        most=int(options.integers(0, min(vocab, 6))),
+        given=rng.integers(0, vocab, (n, 2)) if options.random() < 0.3 else None,
+        vocab=vocab if options.random() < 0.3 else None,
+        normalize=bool(options.random() < 0.5),
+        edits=tuple(edit(name) for name in ("add", "repeat", "ban") if options.random() < 0.5),
+        allowed=None if allowed is None else np.packbits(allowed, axis=-1, bitorder="little"),
+        one_of=(0, 1) if options.random() < 0.3 else (),
+        temperature=1.7 if drawn else None,
+        top_k=5 if options.random() < 0.3 else None,
+        top_p=0.8 if options.random() < 0.3 else None,
+        min_p=0.1 if options.random() < 0.3 else None,
+        typical_p=0.8 if options.random() < 0.2 else None,
+        noise=noise if drawn else None,
+        total=bool(options.random() < 0.3),
+    )
+
+
+def same(one, other):
+    for name in ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals"):
+        a, b = getattr(one, name), getattr(other, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b, err_msg=name)
+    assert torch.equal(one.logits, other.logits)
+
+
+@given(SCORES, st.sampled_from([3, 40, 3000]), st.lists(st.integers(0, 3), min_size=1, max_size=6))
+def test_wishes_together_are_answered_as_each_alone(rng, vocab, kinds):
+    sizes = rng.integers(1, 4, len(kinds))
+    logits = torch.from_numpy(rng.normal(size=(sizes.sum(), vocab)).astype(np.float32)) * 3
+    ends = np.cumsum(sizes).tolist()
+    rows = [slice(end - size, end) for end, size in zip(ends, sizes.tolist(), strict=True)]
+    wishes = [random_wish(rng, int(n), vocab, kind + 10 * vocab) for n, kind in zip(sizes, kinds, strict=True)]
+    before = logits.clone()
+    together = choose(logits, [*zip(rows, wishes, strict=True)])
+    for answer, at, wish in zip(together, rows, wishes, strict=True):
+        same(answer, select(logits[at], wish))
+    assert torch.equal(logits, before)
+
+
+@given(SCORES, st.sampled_from([2, 40, 3000]))
+def test_an_answer_holds_the_models_own_log_probs(rng, vocab):
+    logits = torch.from_numpy(rng.normal(size=(3, vocab)).astype(np.float32)) * 3
+    given_tokens = rng.integers(0, vocab, (3, 4))
+    edit = Edit("ban", np.array([0], np.int32), np.array([1], np.int32))
+    answer = select(logits, Wish(most=2, given=given_tokens, edits=(edit,), temperature=0.7))
+    expected = logits.log_softmax(-1).numpy()
+    np.testing.assert_allclose(answer.log_probs, np.take_along_axis(expected, answer.tokens, -1), atol=1e-5)
+    np.testing.assert_allclose(answer.given, np.take_along_axis(expected, given_tokens, -1), atol=1e-5)
+    np.testing.assert_allclose(answer.normalizers, logits.logsumexp(-1), atol=1e-5)
+
+
+@given(SCORES, st.floats(0.05, 5), st.integers(1, 50), *[st.floats(0.01, 0.99)] * 3, st.floats(0.1, 5))
+def test_scores_are_changed_as_transformers_changes_them(rng, temperature, k, top_p, min_p, typical_p, penalty):
+    vocab = int(rng.integers(2, 40))
+    logits = torch.from_numpy(rng.normal(size=(2, vocab)).astype(np.float32)) * 5
+    ids = rng.integers(0, vocab, (2, int(rng.integers(1, 20))))
+    rows = np.repeat(np.arange(2, dtype=np.int32), ids.shape[1])
+    edit = Edit("repeat", rows, ids.ravel().astype(np.int32), np.full(ids.size, penalty, np.float32))
+    warpers = {"temperature": temperature, "top_k": k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.from_numpy(ids), logits.clone())
+    for warper in (
+        TemperatureLogitsWarper(temperature),
+        TopKLogitsWarper(k),
+        TopPLogitsWarper(top_p),
+        MinPLogitsWarper(min_p),
+        TypicalLogitsWarper(typical_p),
+    ):
+        expected = warper(None, expected)
+    answer = select(logits, Wish(most=vocab, edits=(edit,), **warpers))
+    assert [sorted(row) for row in answer.tokens.tolist()] == [[*range(vocab)]] * 2
+    np.testing.assert_allclose(answer.scores, np.take_along_axis(expected.numpy(), answer.tokens, -1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(
+    n=st.sampled_from([1, 100, 2048, 5000, 70_001]),
+    k=st.integers(1, 40),
+    masked=st.sampled_from([0.0, 0.5, 0.9999]),
+    tied=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_the_highest_are_those_of_a_stable_sort(device, n, k, masked, tied, seed):
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn((2, n), generator=generator)
+    if tied:
+        scores = scores.bfloat16().float()
+    scores[torch.rand(scores.shape, generator=generator) < masked] = float("-inf")
+    expected = np.argsort(-scores.numpy(), axis=-1, kind="stable")[:, :k]
+    assert highest(scores.to(device), min(k, n)).tolist() == expected.tolist()
+
+
+def test_the_likeliest_draws_without_replacement_have_their_exact_odds():
+    """Two draws of one row, against the probabilities of drawing one after the other."""
+    p = np.array([0.5, 0.25, 0.15, 0.1])
+    n = 20_000
+    noise = Noise(3, np.arange(n, dtype=np.uint32), np.full(n, 5, np.uint32))
+    logits = torch.from_numpy(np.log(p)).float().expand(n, -1)
+    answer = select(logits, Wish(most=2, noise=noise))
+    pairs = {(a, b): p[a] * p[b] / (1 - p[a]) for a in range(4) for b in range(4) if a != b}
+    drawn = [tuple(pair) for pair in answer.tokens.tolist()]
+    counts = [drawn.count(pair) for pair in pairs]
+    assert chisquare(counts, n * np.array([*pairs.values()])).pvalue > 1e-3
+    ranks = answer.scores + answer.noise
+    assert (ranks[:, 0] >= ranks[:, 1]).all()
+
+
+def test_scores_of_whole_rows_are_changed_by_a_callers_function():
+    logits = torch.tensor([[1.0, 2.0, 3.0]])
+    answer = select(logits, Wish(most=3, functions=(lambda scores: -scores,)))
+    assert answer.tokens.tolist() == [[0, 1, 2]]
+    assert answer.scores.tolist() == [[-1.0, -2.0, -3.0]]
+    assert logits.tolist() == [[1.0, 2.0, 3.0]]
