@@ -78,8 +78,7 @@ class Options:
         min_new_tokens: the number of tokens before which no end-of-sequence token can be chosen.
         do_sample: draw tokens instead of taking the likeliest. If not given: sample when a temperature other than 0 is
             given, or one of top_k, top_p, min_p and typical_p that is not off.
-        temperature: logits are divided by it [1.0]; 0 is greedy, and is refused beside a top_k, top_p, min_p or
-            typical_p that is not off.
+        temperature: logits are divided by it [1.0]; 0 is greedy.
         top_k: draw among the k likeliest tokens [0: all of them; transformers' own default is 50].
         top_p: draw among the likeliest tokens whose probabilities first sum to this [1.0: off].
         min_p: draw among tokens at least this fraction as likely as the likeliest one [0.0: off].
@@ -211,10 +210,10 @@ class Options:
         self._check("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1")
         if self.do_sample and self.temperature == 0:
             raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out")
-        without_effect = [] if self.samples else [name for name in self._shaping if getattr(self, name) != 0]
-        if without_effect:  # temperature=0 has one: it asks for greedy
-            name, greedy = without_effect[0], "do_sample=False" if self.do_sample is False else "temperature=0"
-            raise SpecbeamError(f"{name}={getattr(self, name)} has no effect with {greedy}: leave one out")
+        # The likeliest token is in every truncated distribution: temperature=0 honours top_p and the others.
+        if self.do_sample is False and self.temperature != 0 and (shaping := self._shaping):
+            name = shaping[0]
+            raise SpecbeamError(f"{name}={getattr(self, name)} has no effect with do_sample=False: leave one out")
         if self.seed is not None and not self.samples:
             raise SpecbeamError(
                 f"seed={self.seed} has no effect on a text that is not drawn: give do_sample=True or a temperature "
