@@ -42,8 +42,7 @@ import psutil
 import torch
 import transformers
 from machine import describe
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from toy import load_toy
 
 import specbeam
 from specbeam import Engine, LanguageModel, SpecbeamError
@@ -57,7 +56,6 @@ CASES = 240
 """Different requests."""
 ROUND_SECONDS = 10.0
 CONTEXT = 320
-BOS, EOS = 256, 257
 CANCEL_SHARE = 0.1
 PASS_FAILURE_SHARE = 0.004
 SECONDS_BETWEEN_INTERRUPTS = 0.25
@@ -112,39 +110,12 @@ def main() -> int:
 
 def make_models(folder: Path) -> Models:
     """A target, a draft with its vocabulary, and a draft with another vocabulary."""
-    lm = _load(folder / "target", seed=0, layers=2, hidden=48)
-    sibling = _load(folder / "sibling", seed=0, layers=1, hidden=48)
-    foreign = _load(folder / "foreign", seed=1, layers=1, hidden=32, shuffled=True)
+    lm = load_toy(folder / "target", context=CONTEXT)
+    sibling = load_toy(folder / "sibling", context=CONTEXT, layers=1)
+    foreign = load_toy(folder / "foreign", context=CONTEXT, seed=1, layers=1, hidden=32, shuffled=True)
     corpus = specbeam.suffix_automaton(lm, ["a text of other days, and of other days again"])
     drafts = {"ngram": "ngram", "suffix": "suffix", "corpus": corpus, "itself": lm}
     return Models(lm, drafts | {"sibling": sibling, "foreign": foreign})
-
-
-def _load(folder: Path, *, seed: int, layers: int, hidden: int, shuffled: bool = False) -> LanguageModel:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=hidden,
-        intermediate_size=hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.3,
-        bos_token_id=BOS,
-        eos_token_id=EOS,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    if shuffled:
-        random.Random(seed).shuffle(letters)
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("<bos>", special=True), AddedToken("<eos>", special=True)])
-    named = {"bos_token": "<bos>", "eos_token": "<eos>"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named).save_pretrained(folder)
-    return specbeam.load(folder, backend="cpu", quantize="float32")
 
 
 def make_cases(models: Models, seed: int) -> list[Case]:

@@ -173,3 +173,12 @@ def test_a_dropped_guess_costs_the_same_in_a_long_text():
         work.append(lines_run(step))
     assert len(tree.trunk) == 301
     assert work[-1] <= work[10]
+
+
+def test_a_token_of_one_text_costs_the_same_in_a_long_text():
+    tree, work = Tree([1]), []
+    for _ in range(300):
+        work.append(lines_run(lambda: tree.keep(tree.add(tree.tip, 2))))
+        assert tree.take_dropped().tolist() == []
+    assert tree.trunk.tolist() == [*range(301)]
+    assert work[-1] <= work[10] <= 60

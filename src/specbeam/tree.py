@@ -11,7 +11,46 @@ from numpy.typing import NDArray
 Nodes = NDArray[np.int64]
 
 NO_NODES: Nodes = np.empty(0, dtype=np.int64)
-NO_ROW = -1
+
+
+class Holders:
+    """Which nodes are needed. A node is held by each child that is held, and by the tree if its caller keeps it.
+
+    Attributes:
+        counts: by node, how many hold it.
+        kept: the nodes that the tree itself holds.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.counts = [1] * size
+        self.kept = {size - 1}
+
+    def add(self, nodes: range, parents: list[int]) -> None:
+        """Hold new nodes, one below each parent, until the next :meth:`keep`."""
+        counts = self.counts
+        counts += [1] * len(parents)
+        for parent in parents:
+            counts[parent] += 1
+        self.kept.update(nodes)
+
+    def keep(self, nodes: set[int], parents: Nodes) -> list[int]:
+        """Keep these nodes and no others. Return the nodes that nothing holds any more. It costs time for these only.
+
+        Args:
+            parents: of all nodes, by node.
+        """
+        counts, gone = self.counts, []
+        for node in nodes - self.kept:
+            counts[node] += 1
+        for node in self.kept - nodes:
+            while node >= 0:
+                counts[node] -= 1
+                if counts[node]:
+                    break
+                gone.append(node)
+                node = parents.item(node)
+        self.kept = nodes
+        return gone
 
 
 class Tree:
@@ -26,6 +65,7 @@ class Tree:
 
     Attributes:
         prompt_length: number of prompt tokens; they are nodes 0 to prompt_length - 1.
+        tip: the last node of the trunk.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -36,30 +76,23 @@ class Tree:
         self._depths = np.arange(n, dtype=np.int64)
         self._log_probs = np.zeros(n)
         self._scores = np.zeros(n)
-        # A node lives while a live child or the strategy itself holds it. It is held for growth, too, while any text
-        # through it may still grow.
-        self._holders = np.ones(n, dtype=np.int64)
-        self._growth_holders = np.ones(n, dtype=np.int64)
+        self._living = Holders(n)
+        self._growing = Holders(n)  # a node is needed for growth while any text through it may still grow
+        self._live = n
+        self._child_sum = [0] * n  # of the numbers of a node's live children; of an only child, its number
         self._trunk = np.arange(n, dtype=np.int64)  # the trunk's node at each depth
         self._trunk_length = n
-        self._live = n
-        self._kept = self._growing = np.array([n - 1])  # held by the strategy itself, ascending
-        # Paths are climbed only down to the nodes that grew at the last keep: theirs beyond the trunk are remembered.
-        self._row = np.full(n, NO_ROW, dtype=np.int64)  # by node, its row of remembered paths
-        self._remembered: Nodes = NO_NODES  # the nodes with a row
-        self._paths = np.empty((0, 0), dtype=np.int64)
-        self._paths_start = n  # the depth of the first column
+        self.tip = n - 1
+        # Paths are climbed only up to the nodes that grew at the last keep: theirs beyond the trunk are remembered.
+        self._paths: dict[int, Nodes] = {}
+        self._paths_start = n  # the depth at which they begin
+        self._unremembered: set[int] = set()  # the nodes that grew at the last keep, if their paths were not asked for
         self._guesses: dict[tuple[int, int], int] = {}  # by parent and token
-        self._dropped = NO_NODES
+        self._dropped: list[int] = []
 
     def __len__(self) -> int:
         """The number of nodes ever added, dropped nodes included."""
         return self._size
-
-    @property
-    def tip(self) -> int:
-        """The last node of the trunk."""
-        return int(self._trunk[self._trunk_length - 1])
 
     @property
     def trunk(self) -> Nodes:
@@ -74,7 +107,7 @@ class Tree:
     @property
     def kept(self) -> Nodes:
         """The nodes of the last :meth:`keep` and all nodes added since, int64 [n]."""
-        return self._kept
+        return np.array(sorted(self._living.kept), dtype=np.int64)
 
     def tokens(self, nodes: Any) -> Nodes:
         """Token ids of nodes, int64, in the nodes' shape."""
@@ -104,9 +137,9 @@ class Tree:
             tokens: token ids, int [n].
             log_probs: the tokens' log-probabilities given what precedes them, float [n].
         """
-        parents = np.atleast_1d(np.asarray(parents, dtype=np.int64))
-        tokens = np.broadcast_to(np.asarray(tokens, dtype=np.int64), parents.shape)
+        parents = np.array(parents, dtype=np.int64, ndmin=1)
         if self._guesses:
+            tokens = np.broadcast_to(np.asarray(tokens, dtype=np.int64), parents.shape)
             nodes = self.guessed(parents, tokens)
             new = nodes < 0
             nodes[new] = self._append(parents[new], tokens[new])
@@ -118,13 +151,15 @@ class Tree:
 
     def guess(self, parents: Any, tokens: Any) -> Nodes:
         """Add one guess per parent, int [n] each, and return them. A guess made before is not added again."""
-        parents = np.atleast_1d(np.asarray(parents, dtype=np.int64))
+        parents = np.array(parents, dtype=np.int64, ndmin=1)
         tokens = np.broadcast_to(np.asarray(tokens, dtype=np.int64), parents.shape)
         pairs = list(zip(parents.tolist(), tokens.tolist(), strict=True))
         new = list(dict.fromkeys(pair for pair in pairs if pair not in self._guesses))
         if new:
             above, below = np.array(new, dtype=np.int64).T
-            self._guesses.update(zip(new, self._append(above, below).tolist(), strict=True))
+            nodes = self._append(above, below)
+            self._log_probs[nodes], self._scores[nodes] = 0.0, self._scores[above]
+            self._guesses.update(zip(new, nodes.tolist(), strict=True))
         return np.array([self._guesses[pair] for pair in pairs], dtype=np.int64)
 
     def guessed(self, parents: Nodes, tokens: Nodes) -> Nodes:
@@ -132,89 +167,69 @@ class Tree:
         pairs = zip(parents.tolist(), tokens.tolist(), strict=True)
         return np.array([self._guesses.get(pair, -1) for pair in pairs], dtype=np.int64)
 
-    def _append(self, parents: Nodes, tokens: Nodes) -> Nodes:
+    def _append(self, parents: Nodes, tokens: Any) -> Nodes:
+        """Add a child for each parent, int64 [n], without its log-probability and score."""
         start, end = self._size, self._size + len(parents)
         if end > len(self._tokens):
             self._grow(end)
-        nodes = np.arange(start, end, dtype=np.int64)
-        self._tokens[nodes] = tokens
-        self._parents[nodes] = parents
-        self._depths[nodes] = self._depths[parents] + 1
-        self._log_probs[nodes], self._scores[nodes] = 0.0, self._scores[parents]
-        for holders in (self._holders, self._growth_holders):
-            holders[nodes] = 1  # until the next keep, the strategy
-            np.add.at(holders, parents, 1)
-        self._row[nodes] = NO_ROW
+        self._tokens[start:end] = tokens
+        self._parents[start:end] = parents
+        self._depths[start:end] = self._depths[parents] + 1
+        above = parents.tolist()
+        self._living.add(range(start, end), above)
+        self._growing.add(range(start, end), above)
+        self._child_sum += [0] * len(above)
+        for node, parent in enumerate(above, start):
+            self._child_sum[parent] += node
         self._size = end
-        self._live += len(nodes)
-        self._kept = np.concatenate([self._kept, nodes])
-        self._growing = np.concatenate([self._growing, nodes])
-        return nodes
+        self._live += len(above)
+        return np.arange(start, end, dtype=np.int64)
 
     def live_among(self, nodes: Any) -> NDArray[np.bool_]:
         """Which of the nodes, int [n], are live, bool [n]."""
-        return self._holders[nodes] > 0
+        return np.array([self._living.counts[node] > 0 for node in nodes], dtype=bool)
 
     def keep(self, growing: Any, finished: Any = NO_NODES) -> None:
         """Drop every node that is neither one of these nor an ancestor of one; advance the trunk.
 
         Nothing grows below finished nodes. They and the ancestors that no growing node needs stay in the tree. But no
         pass will need them again, so they are among the nodes that :meth:`take_dropped` returns.
+
+        Raises:
+            ValueError: a node is not live.
         """
-        growing = np.unique(np.asarray(growing, dtype=np.int64))
-        kept = np.union1d(growing, np.asarray(finished, dtype=np.int64))
-        dead = kept[self._holders[kept] <= 0]
-        if len(dead):
-            raise ValueError(f"nodes {dead.tolist()} are not all live")
-        idle = self._hold(self._growth_holders, self._growing, growing)
-        gone = self._hold(self._holders, self._kept, kept)
-        self._growing, self._kept = growing, kept
-        if len(idle):
-            self._dropped = np.concatenate([self._dropped, idle])
-            if self._guesses:  # a finished node is no guess any more: its slot is gone
-                self._forget_guesses(idle)
+        still_growing = {*np.array(growing, dtype=np.int64, ndmin=1).tolist()}
+        kept = still_growing.union(np.array(finished, dtype=np.int64, ndmin=1).tolist())
+        if dead := [node for node in kept - self._living.kept if not self._living.counts[node]]:
+            raise ValueError(f"nodes {sorted(dead)} are not all live")
+        idle = self._growing.keep(still_growing, self._parents)
+        self._dropped += idle
+        if self._guesses:  # a finished node is no guess any more: its slot is gone
+            self._forget_guesses(idle)
+        gone = self._living.keep(kept, self._parents)
+        for node in gone:
+            self._child_sum[self._parents.item(node)] -= node
         self._live -= len(gone)
-        self._remember_paths()
+        self._unremembered = still_growing
         self._advance()
 
     def take_dropped(self) -> Nodes:
         """The nodes dropped since the last call, int64 [n]. Nothing grows below them: their cache slots are free."""
-        dropped, self._dropped = self._dropped, NO_NODES
-        return dropped
+        dropped, self._dropped = self._dropped, []
+        return np.array(dropped, dtype=np.int64)
 
-    def _hold(self, holders: NDArray[np.int64], before: Nodes, now: Nodes) -> Nodes:
-        """Hold other nodes than before, and return the nodes that nothing holds any more. Costs time for these only."""
-        holders[np.setdiff1d(now, before, assume_unique=True)] += 1
-        let_go = np.setdiff1d(before, now, assume_unique=True)
-        holders[let_go] -= 1
-        gone = []
-        while len(let_go := let_go[holders[let_go] == 0]):
-            gone.append(let_go)
-            let_go, children = np.unique(self._parents[let_go], return_counts=True)
-            holders[let_go] -= children
-        return np.concatenate(gone) if gone else NO_NODES
-
-    def _forget_guesses(self, nodes: Nodes) -> None:
-        pairs = zip(self._parents[nodes].tolist(), self._tokens[nodes].tolist(), strict=True)
-        for pair, node in zip(pairs, nodes.tolist(), strict=True):
+    def _forget_guesses(self, nodes: list[int]) -> None:
+        for node in nodes:
+            pair = self._parents.item(node), self._tokens.item(node)
             if self._guesses.get(pair) == node:
                 del self._guesses[pair]
 
-    def _remember_paths(self) -> None:
-        paths = self.paths_beyond_trunk(self._growing)
-        self._row[self._remembered] = NO_ROW
-        self._row[self._growing] = np.arange(len(self._growing))
-        self._remembered, self._paths, self._paths_start = self._growing, paths, self._trunk_length
-
     def _advance(self) -> None:
         """Extend the trunk by each node that all live nodes share: the only child of a tip that is not itself kept."""
-        held_itself = set(self._kept[self._depths[self._kept] >= self._trunk_length - 1].tolist())
-        length = self._trunk_length
-        (path,) = self._paths[:1] if len(self._paths) else self.paths_beyond_trunk(self._kept[:1])
-        while self._holders[tip := self.tip] == 1 and tip not in held_itself:
+        while self._living.counts[self.tip] == 1 and self.tip not in self._living.kept:
             if self._trunk_length == len(self._trunk):
                 self._trunk = np.resize(self._trunk, 2 * len(self._trunk))
-            self._trunk[self._trunk_length] = path[self._trunk_length - length]
+            self.tip = self._trunk[self._trunk_length] = self._child_sum[self.tip]
             self._trunk_length += 1
 
     def path(self, node: int) -> Nodes:
@@ -232,21 +247,34 @@ class Tree:
 
     def paths_beyond_trunk(self, nodes: Nodes) -> Nodes:
         """The columns of :meth:`paths` from the trunk's end on; nodes on the trunk are repeated."""
-        begin, depths = self._trunk_length, self._depths[nodes]
-        climbed, at = [], np.arange(len(nodes))
-        known = nodes.copy()  # the nodes, or ancestors of theirs: on the trunk, or with a remembered path
-        while len(at := at[(self._row[known[at]] == NO_ROW) & (self._depths[known[at]] >= begin)]):
-            climbed.append((at, known[at]))
-            known[at] = self._parents[known[at]]
-        columns = np.arange(begin, depths.max(initial=begin - 1) + 1)
-        paths = np.repeat(nodes[:, None], len(columns), axis=1)
-        at = np.flatnonzero(self._row[known] != NO_ROW)
-        known_paths = self._paths[:, begin - self._paths_start :][:, : len(columns)]
-        paths[at, : known_paths.shape[1]] = known_paths[self._row[known[at]]]
-        for at, ancestors in climbed:
-            paths[at, self._depths[ancestors] - begin] = ancestors
-        if (shorter := np.flatnonzero(depths < depths.max(initial=0))).size:
-            paths[shorter] = np.where(columns <= depths[shorter, None], paths[shorter], nodes[shorter, None])
+        if self._unremembered:
+            grown, self._unremembered = sorted(self._unremembered), set()
+            paths = self._climb(np.array(grown, dtype=np.int64))
+            self._paths, self._paths_start = dict(zip(grown, paths, strict=True)), self._trunk_length
+        return self._climb(nodes)
+
+    def _climb(self, nodes: Nodes) -> Nodes:
+        """Walk up from each node to the trunk, or to a node whose path is known."""
+        begin, skipped = self._trunk_length, self._trunk_length - self._paths_start
+        lengths = self._depths[nodes] + 1 - begin
+        paths = np.empty((len(nodes), max(0, lengths.max(initial=0))), dtype=np.int64)
+        if not paths.size:
+            return paths
+        paths[:] = nodes[:, None]
+        rows: dict[int, Nodes] = {}
+        for node, length, path in zip(nodes.tolist(), lengths.tolist(), paths, strict=True):
+            ancestor = node
+            while length > 0:
+                if (known := rows.get(ancestor)) is not None:
+                    path[:length] = known[:length]
+                    break
+                if (known := self._paths.get(ancestor)) is not None:
+                    path[:length] = known[skipped : skipped + length]
+                    break
+                length -= 1
+                path[length] = ancestor
+                ancestor = self._parents.item(ancestor)
+            rows[node] = path
         return paths
 
     def new_tokens(self, node: int) -> list[int]:
@@ -257,17 +285,19 @@ class Tree:
     def below(self, nodes: Any, ancestors: Any) -> NDArray[np.bool_]:
         """Which of the nodes, int [n], are one of the ancestors or below one, bool [n]."""
         nodes, ancestors = np.asarray(nodes, dtype=np.int64), np.asarray(ancestors, dtype=np.int64)
-        found = np.isin(nodes, ancestors)
         shallowest = self._depths[ancestors].min(initial=self._size)
-        climbing = nodes
-        while (deeper := ~found & (self._depths[climbing] > shallowest)).any():
-            climbing = np.where(deeper, self._parents[climbing], climbing)
-            found |= deeper & np.isin(climbing, ancestors)
-        return found
+        is_below = dict.fromkeys(ancestors.tolist(), True)
+        for node in nodes.tolist():
+            climbed = [node]
+            while node not in is_below and self._depths.item(node) > shallowest:
+                node = self._parents.item(node)
+                climbed.append(node)
+            is_below.update(dict.fromkeys(climbed, is_below.get(node, False)))
+        return np.array([is_below[node] for node in nodes.tolist()], dtype=bool)
 
     def _grow(self, size: int) -> None:
         room = max(2 * len(self._tokens), size, 64)
-        for name in ("_tokens", "_parents", "_depths", "_log_probs", "_scores", "_holders", "_growth_holders", "_row"):
+        for name in ("_tokens", "_parents", "_depths", "_log_probs", "_scores"):
             old = getattr(self, name)
             new = np.empty(room, dtype=old.dtype)
             new[: self._size] = old[: self._size]
