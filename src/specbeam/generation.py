@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Unpack, overload
 
 from specbeam.engine import Engine, Request
@@ -11,7 +12,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.keywords import OptionKeywords, show_option_keywords
 from specbeam.model import LanguageModel
 from specbeam.options import Options, given_options
-from specbeam.prompts import Prompt, is_batch
+from specbeam.prompts import Prompt, check, is_batch
 from specbeam.results import Piece, Result
 from specbeam.results import Sequence as FoundSequence
 
@@ -67,7 +68,9 @@ def generate(
         A :class:`specbeam.Result`; for a list of prompts, a list of them in the same order.
 
     Raises:
-        SpecbeamError: a prompt or an option is not allowed. Nothing has been generated then.
+        SpecbeamError: a prompt or an option is not allowed. In a list of prompts, each becomes tokens at its turn. So a
+            text that is longer than the context may be refused late. Empty prompts and prompts of another kind are
+            refused at once.
     """
     engine = Engine(lm)
     chosen = Options.of(options, **keywords)
@@ -75,15 +78,31 @@ def generate(
         request = engine.submit(prompt, chosen, system=system, raw=raw, draft=draft)
         engine.run()
         return request.result()
-    prompts: list[list[int]] = []
     for number, one in enumerate(prompt):
-        try:
-            prompts.append(engine.check(one, chosen, system=system, raw=raw, draft=draft))
-        except SpecbeamError as error:
-            raise SpecbeamError(f"prompt {number}: {error}") from error
-    submissions = ((number, engine.submit(ids, chosen, draft=draft)) for number, ids in enumerate(prompts))
+        with _numbered(number):
+            check(lm, one, system=system)
+    submissions = _submissions(engine, prompt, chosen, system=system, raw=raw, draft=draft)
     results = {number: request.result() for number, request in engine.as_completed(submissions)}
-    return [results[number] for number in range(len(prompts))]
+    return [results[number] for number in range(len(prompt))]
+
+
+def _submissions(
+    engine: Engine, prompts: Iterable[Prompt], chosen: Options, **how: Any
+) -> Iterator[tuple[int, Request]]:
+    """Submit each prompt when it is asked for."""
+    for number, prompt in enumerate(prompts):
+        with _numbered(number):
+            request = engine.submit(prompt, chosen, **how)
+        yield number, request
+
+
+@contextmanager
+def _numbered(number: int) -> Iterator[None]:
+    """Errors in here name the prompt."""
+    try:
+        yield
+    except SpecbeamError as error:
+        raise SpecbeamError(f"prompt {number}: {error}") from error
 
 
 @show_option_keywords

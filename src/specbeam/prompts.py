@@ -49,6 +49,27 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
         SpecbeamError: an empty prompt, one of another kind, messages the chat template refuses, or two sources of the
             system message.
     """
+    messages = check(lm, prompt, system=system)
+    if isinstance(messages[0], int):
+        return messages
+    if lm.tokenizer is None:
+        raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a model with its tokenizer")
+    templated = not raw and bool(lm.tokenizer.chat_template)
+    text = render(lm.tokenizer, messages) if templated else "\n\n".join(message["content"] for message in messages)
+    ids: list[int] = tokenize(lm.tokenizer, text, add_special_tokens=not templated).input_ids
+    if not ids:
+        raise SpecbeamError("the prompt has no tokens: give at least one")
+    for i in ids:
+        if i >= lm.backend.vocab_size:
+            raise SpecbeamError(
+                f"the prompt has the token {lm.decode_token([i])!r}, whose id {i} is not in the model's vocabulary of "
+                f"{lm.backend.vocab_size}: leave it out"
+            )
+    return ids
+
+
+def check(lm: LanguageModel, prompt: Any, *, system: str | None = None) -> list[Any]:
+    """A prompt as token ids or as messages, after all checks that need no tokenizer. See :func:`encode`."""
     if hasattr(prompt, "tolist"):  # a NumPy array or a tensor
         prompt = prompt.tolist()
     if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
@@ -69,21 +90,7 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
         if any(message["role"] == "system" for message in messages):
             raise SpecbeamError("the messages have a system message, and system= gives another one: leave one out")
         messages = [*_messages([{"role": "system", "content": system}]), *messages]
-
-    if lm.tokenizer is None:
-        raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a model with its tokenizer")
-    templated = not raw and bool(lm.tokenizer.chat_template)
-    text = render(lm.tokenizer, messages) if templated else "\n\n".join(message["content"] for message in messages)
-    ids: list[int] = tokenize(lm.tokenizer, text, add_special_tokens=not templated).input_ids
-    if not ids:
-        raise SpecbeamError("the prompt has no tokens: give at least one")
-    for i in ids:
-        if i >= lm.backend.vocab_size:
-            raise SpecbeamError(
-                f"the prompt has the token {lm.decode_token([i])!r}, whose id {i} is not in the model's vocabulary of "
-                f"{lm.backend.vocab_size}: leave it out"
-            )
-    return ids
+    return messages
 
 
 def show_prompt(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False) -> str:

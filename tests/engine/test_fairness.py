@@ -2,6 +2,7 @@
 
 import math
 import sys
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -165,6 +166,35 @@ def test_a_list_of_prompts_makes_its_requests_when_it_is_their_turn(lm, monkeypa
     with pytest.raises(SpecbeamError, match="prompt 39: "):
         specbeam.generate(lm, [*([1] for _ in range(39)), []], max_new_tokens=2)
     assert len(made) == 40
+
+
+class CountingTokenizer:
+    """A tokenizer that counts the texts it reads."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.texts = tokenizer, 0
+
+    def __call__(self, *args, **how):
+        self.texts += 1
+        return self.tokenizer(*args, **how)
+
+    def __getattr__(self, name):
+        return getattr(self.tokenizer, name)
+
+
+def test_a_list_of_prompts_becomes_tokens_when_it_is_their_turn(lm):
+    tokenizer, read = CountingTokenizer(lm.tokenizer), []
+    lm = replace(lm, tokenizer=tokenizer)
+
+    def look(ids, scores):
+        read.append(tokenizer.texts)
+        return scores
+
+    options = {"max_new_tokens": 1, "logits_processor": look}
+    assert len(specbeam.generate(lm, ["a"] * 40, options)) == 40
+    assert read == [8 * (1 + n // 8) for n in range(40)]
+    with pytest.raises(SpecbeamError, match="prompt 39: the prompt has 300 tokens"):
+        specbeam.generate(lm, [*["a"] * 39, "a" * 300], options)
 
 
 def test_new_requests_do_not_go_before_live_ones(lm):
