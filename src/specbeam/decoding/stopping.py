@@ -35,7 +35,6 @@ class Stopping:
         decode: Callable[..., str] | None,
     ) -> None:
         self.eos_token_ids = eos_token_ids
-        self._eos = np.array(sorted(eos_token_ids), dtype=np.int64)
         self.max_length = max_length
         self.stop_strings = stop_strings
         self._decode = decode
@@ -45,7 +44,8 @@ class Stopping:
 
     def ended(self, tree: Tree, nodes: Nodes) -> NDArray[np.bool_]:
         """Which of the sequences that end at these nodes are finished, bool [n]."""
-        ended = np.isin(tree.tokens(nodes), self._eos) | (tree.depths(nodes) + 1 >= self.max_length)
+        at_end = [token in self.eos_token_ids for token in tree.tokens(nodes).tolist()]
+        ended = np.array(at_end, dtype=bool) | (tree.depths(nodes) + 1 >= self.max_length)
         if self.stop_strings:
             ended |= np.array([self(tree, node) is not None for node in nodes.tolist()], dtype=bool)
         return ended

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
-
-import numpy as np
 
 from specbeam.backends.contract import Backend
 
@@ -31,33 +30,40 @@ def nominal_draft_cost(nodes: float) -> float:
     return NOMINAL_DRAFT_COST_SHARE * nominal_cost(nodes)
 
 
+class Measured(NamedTuple):
+    """Passes of about one size: the power of two that is nearest, their typical number of nodes, and of seconds."""
+
+    size: float
+    nodes: float
+    seconds: float
+
+
 class PassTimes:
     """Seconds that a backend's passes took lately, by their number of nodes. They include the use of the logits."""
 
     def __init__(self) -> None:
-        # By bin: its size, a power of two, ascending; the typical number of nodes and of seconds of its passes. It is
-        # replaced as a whole, because an interrupt may come between any two statements, and other threads read it.
-        self._measured = np.empty((3, 0))
-        self._first: dict[float, tuple[float, int]] = {}  # by bin, the first pass, which may have been slow
+        # By size, ascending. The list is replaced as a whole, because an interrupt may come between any two statements,
+        # and other threads read it.
+        self._measured: list[Measured] = []
+        self._first: dict[float, tuple[float, int]] = {}  # by size, the first pass, which may have been slow
         self._expected: dict[int, float] = {}  # since the last measurement
 
     def add(self, nodes: int, seconds: float) -> None:
         """Take in a measured pass."""
-        size = 2.0 ** round(np.log2(nodes))
-        bins, sizes, all_seconds = self._measured
-        at = int(np.searchsorted(bins, size))
+        size = _size(nodes)
+        known = next((one for one in self._measured if one.size == size), None)
         if size not in self._first:
             self._first[size] = seconds, nodes
-        elif size not in bins:
+        elif known is None:
             seconds, nodes = min(self._first[size], (seconds, nodes))
-            self._measured = np.insert(self._measured, at, [size, nodes, seconds], axis=1)
+            self._measured = sorted([*self._measured, Measured(size, nodes, seconds)])
         else:
             # A busy machine slows down passes of all sizes, including sizes that were last measured a while ago.
-            slowdown = np.clip(seconds / all_seconds[at], 0.5, 2.0) ** DRIFT_WEIGHT
-            measured = self._measured * [[1], [1], [slowdown]]
-            measured[2, at] *= slowdown
-            measured[1, at] += DRIFT_WEIGHT * (nodes - sizes[at])
-            self._measured = measured
+            slowdown = min(max(seconds / known.seconds, 0.5), 2.0) ** DRIFT_WEIGHT
+            own = Measured(size, known.nodes + DRIFT_WEIGHT * (nodes - known.nodes), known.seconds * slowdown**2)
+            self._measured = [
+                own if one is known else Measured(one.size, one.nodes, one.seconds * slowdown) for one in self._measured
+            ]
         self._expected = {}
 
     def expected(self, nodes: int) -> float:
@@ -72,23 +78,36 @@ class PassTimes:
         return expected[nodes]
 
     def _estimate(self, nodes: int) -> float:
-        all_bins, all_sizes, all_seconds = self._measured
-        if not len(all_bins):
+        measured = self._measured
+        if not measured:
             return UNMEASURED_SECONDS * nominal_cost(nodes)
-        below = int(np.searchsorted(all_sizes, nodes, side="right")) - 1
-        if below < 0 and 2.0 ** round(np.log2(max(1, nodes))) >= all_bins[0]:  # in the first bin
-            return float(all_seconds[0] * nominal_cost(nodes) / nominal_cost(all_sizes[0]))
-        if below < 0:  # smaller than all measured sizes: a share of the smallest, and little for each further node
-            one = all_seconds[0] / all_sizes[0]
-            return float(min(one * nominal_cost(nodes) / nominal_cost(1), all_seconds[0]))
-        sizes, seconds, bins = (array[below : below + 2] for array in (all_sizes, all_seconds, all_bins))
-        if len(sizes) == 2 and bins[1] <= MAX_SIZE_RATIO * bins[0]:
-            return float(np.interp(nodes, sizes, seconds))
-        growth = nominal_cost(nodes) / nominal_cost(sizes[0])
-        if below and bins[0] <= MAX_SIZE_RATIO * all_bins[below - 1]:  # go on with the slope between the last two
-            slope = (seconds[0] - all_seconds[below - 1]) / (sizes[0] - all_sizes[below - 1])
-            growth = max(growth, min(1 + slope * (nodes - sizes[0]) / seconds[0], nodes / sizes[0]))
-        return float(min([seconds[0] * growth, *seconds[1:]]))
+        smallest = measured[0]
+        smaller = [one for one in measured if one.nodes <= nodes]
+        if not smaller and _size(max(1, nodes)) >= smallest.size:  # in the first bin
+            return smallest.seconds * nominal_cost(nodes) / nominal_cost(smallest.nodes)
+        if not smaller:  # below all measured sizes: a share of the smallest, and little for each further node
+            one_node = smallest.seconds / smallest.nodes
+            return min(one_node * nominal_cost(nodes) / nominal_cost(1), smallest.seconds)
+        below = smaller[-1]
+        above = measured[len(smaller)] if len(smaller) < len(measured) else None
+        if above is not None and above.size <= MAX_SIZE_RATIO * below.size:
+            return below.seconds + _slope(below, above) * (nodes - below.nodes)
+        growth = nominal_cost(nodes) / nominal_cost(below.nodes)
+        if len(smaller) > 1 and below.size <= MAX_SIZE_RATIO * smaller[-2].size:
+            further = _slope(smaller[-2], below) * (nodes - below.nodes)  # on with the slope between the last two
+            growth = max(growth, min(1 + further / below.seconds, nodes / below.nodes))
+        expected = below.seconds * growth
+        return expected if above is None else min(expected, above.seconds)
+
+
+def _size(nodes: int) -> float:
+    """The power of two that is nearest to a number of nodes."""
+    return 2.0 ** round(math.log2(nodes))
+
+
+def _slope(below: Measured, above: Measured) -> float:
+    """Seconds per further node."""
+    return (above.seconds - below.seconds) / (above.nodes - below.nodes)
 
 
 class SharedCost:
