@@ -123,6 +123,26 @@ class Answer:
         rows = [logits if which is None else logits[which] for logits, which in self.sources]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
+    def take(self, rows: NDArray[np.int64]) -> Answer:
+        """The answer at some of the nodes, given by their places in it, int64 [k]."""
+        return gather([(self, row) for row in rows.tolist()])
+
+
+def gather(rows: Sequence[tuple[Answer, int]]) -> Answer:
+    """The answers at single nodes, each a row of some answer. All answer wishes of one kind."""
+
+    def gathered(name: str) -> Any:
+        if getattr(rows[0][0], name) is None:
+            return None
+        return np.stack([getattr(answer, name)[row] for answer, row in rows])
+
+    sources = []
+    for answer, row in rows:
+        (logits, which), *_ = answer.sources
+        sources.append((logits, [row]) if which is None else (answer.sources[row][0], answer.sources[row][1]))
+    names = ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals")
+    return Answer(**{name: gathered(name) for name in names}, sources=tuple(sources))
+
 
 def select(logits: Tensor, wish: Wish, normalizers: NDArray[np.float32] | None = None) -> Answer:
     """Answer one wish about all rows of logits, float32 [n, vocab] on any device.
@@ -415,6 +435,7 @@ def _split(values: Values, parts: Sequence[tuple[Tensor, Wish]]) -> list[Answer]
     for logits, wish in parts:
         end = start + len(logits)
         own: list[Any] = [None if array is None else array[start:end] for array in values]
-        answers.append(Answer(*own, ((logits[:, : wish.vocab], None),)))
+        own.append(((logits[:, : wish.vocab], None),))
+        answers.append(Answer(*own))
         start = end
     return answers

@@ -1,5 +1,7 @@
 """Beam search against transformers' generate: the same sequences in the same order with the same scores."""
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,6 @@ from scipy.stats import chisquare
 
 import specbeam
 from specbeam import Engine, Options
-from specbeam.decoding.beam import draw_without_replacement
 from tests.conftest import EOS, beams_of_transformers
 
 
@@ -109,19 +110,20 @@ def test_beams_share_the_memory_of_what_they_share(lm):
     assert peak < 50 + 16 * 100 / 2  # far less than a cache for each beam
 
 
-def test_beam_sampling_draws_without_replacement():
-    """Pairs drawn from four candidates, against their probabilities written out."""
-    scores = torch.tensor([1.0, 0.0, -0.5, -2.0])
-    p = scores.double().softmax(-1).numpy()
-    select = draw_without_replacement(torch.Generator().manual_seed(3))
-    counts = np.zeros((4, 4))
-    for _ in range(20_000):
-        a, b = select(scores, 2).tolist()
-        counts[a, b] += 1
-    expected = np.array([[p[a] * p[b] / (1 - p[a]) if a != b else 0 for b in range(4)] for a in range(4)])
-    assert not counts.diagonal().any()
-    off = ~np.eye(4, dtype=bool)
-    assert chisquare(counts[off], 20_000 * expected[off]).pvalue > 0.001
+def test_beam_sampling_draws_without_replacement(tiny):
+    """Pairs of texts of one token, against their probabilities written out. The first two draws get the places."""
+    model, lm = tiny("llama", vocab_size=6, eos_token_id=5, bos_token_id=0, initializer_range=0.2)
+    with torch.no_grad():
+        p = (model(torch.tensor([[1, 2, 3]])).logits[0, -1].double().log_softmax(-1) / 1.5).softmax(-1).numpy()
+    engine, draws = Engine(lm, max_requests=200), 1500
+    options = {"num_beams": 2, "num_return_sequences": 2, "temperature": 1.5, "max_new_tokens": 1}
+    requests = [engine.submit([1, 2, 3], {**options, "seed": seed}) for seed in range(draws)]
+    engine.run()
+    drawn = Counter(frozenset(s.token_ids[0] for s in request.result().sequences) for request in requests)
+    pairs = [frozenset([a, b]) for a in range(6) for b in range(a)]
+    expected = np.array([p[a] * p[b] / (1 - p[a]) + p[b] * p[a] / (1 - p[b]) for a, b in pairs])
+    assert expected.min() * draws > 3
+    assert chisquare([drawn[pair] for pair in pairs], draws * expected).pvalue > 0.001
 
 
 def test_beam_sampling_has_a_seed(lm):

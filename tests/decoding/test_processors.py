@@ -18,16 +18,23 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from specbeam.decoding.processors import Processors, Warpers, processors_of_checkpoint, repetition_penalty
-from specbeam.decoding.sampling import draw
+from specbeam.decoding.processors import Processors, processors_of_checkpoint
+from specbeam.decoding.wishes import warpers_of
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
+from specbeam.selection import Noise, Wish, select
 from specbeam.tree import Tree
 
 SCORES = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40).map(lambda x: torch.tensor(x)[None])
 
 
 SHARE = st.floats(0.01, 0.99)
+
+
+def scores_by(logits, **changes):
+    """The scores of all tokens that a wish makes of logits, [n, vocab]."""
+    answer = select(logits, Wish(most=logits.shape[-1], **changes))
+    return torch.zeros_like(logits).scatter(-1, torch.from_numpy(answer.tokens), torch.from_numpy(answer.scores))
 
 
 @given(SCORES, st.floats(0.05, 5), st.integers(1, 50), SHARE, SHARE, SHARE)
@@ -42,9 +49,10 @@ def test_warpers_are_those_of_transformers(scores, temperature, k, top_p, min_p,
     values = {"temperature": temperature, "top_k": k, "top_p": top_p, "min_p": min_p, "typical_p": typical_p}
     together = scores
     for name, warper in theirs.items():
-        torch.testing.assert_close(Warpers(Options(**{name: values[name]}))(scores), warper(None, scores))
+        alone = scores_by(scores, **warpers_of(Options(**{name: values[name]})))
+        torch.testing.assert_close(alone, warper(None, scores))
         together = warper(None, together)
-    torch.testing.assert_close(Warpers(Options(**values))(scores), together)
+    torch.testing.assert_close(scores_by(scores, **warpers_of(Options(**values))), together)
 
 
 @given(SCORES, st.data(), st.floats(0.1, 5))
@@ -52,9 +60,8 @@ def test_repetition_penalty_is_that_of_transformers(scores, data, penalty):
     ids = data.draw(st.lists(st.integers(0, scores.shape[1] - 1), min_size=1, max_size=20))
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), scores.clone())[0]
     tree = Tree(ids)
-    got = Processors(Options(repetition_penalty=penalty), frozenset())(tree, [tree.tip], scores)[0]
-    torch.testing.assert_close(got, expected)
-    torch.testing.assert_close(repetition_penalty(scores, torch.tensor([ids]), penalty)[0], expected)
+    process = Processors(Options(repetition_penalty=penalty), frozenset(), scores.shape[1])
+    torch.testing.assert_close(scores_by(scores, **process(tree, [tree.tip]))[0], expected)
 
 
 TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=1, max_size=5)
@@ -69,7 +76,7 @@ def processed(options, prompt, texts, scores, eos=frozenset()):
         for token in text:
             (node,) = tree.add(node, token).tolist()
         ends.append(node)
-    return Processors(Options(**options), eos)(tree, ends, scores)
+    return scores_by(scores, **Processors(Options(**options), eos, scores.shape[1])(tree, ends))
 
 
 @given(TEXTS, st.data())
@@ -129,23 +136,23 @@ EXPECTED = {
 @pytest.mark.parametrize("name", EXPECTED)
 def test_draws_follow_the_softmax(name):
     options, expected = EXPECTED[name]
-    generator = torch.Generator().manual_seed(7)
-    scores = Warpers(options)(LOGITS)
-    counts = np.zeros(len(LOGITS))
-    for _ in range(20_000):
-        counts[draw(scores, generator)] += 1
+    n = 20_000
+    noise = Noise(7, np.zeros(n, np.uint32), np.arange(n, dtype=np.uint32))
+    answer = select(LOGITS.expand(n, -1), Wish(**warpers_of(options), noise=noise))
+    counts = np.bincount(answer.tokens[:, 0], minlength=len(LOGITS))
     possible = expected > 0
     assert not counts[~possible].any()
-    assert chisquare(counts[possible], 20_000 * expected[possible]).pvalue > 0.001
+    assert chisquare(counts[possible], n * expected[possible]).pvalue > 0.001
 
 
 def test_rounding_differences_hardly_ever_change_a_draw():
     """Over a large vocabulary, the rounding differences between batch sizes must not add up."""
-    scores = torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 3
-    other = scores + 2e-5 * torch.randn(50_000, generator=torch.Generator().manual_seed(1))
-    first, second = torch.Generator().manual_seed(2), torch.Generator().manual_seed(2)
-    different = sum(draw(scores, first) != draw(other, second) for _ in range(1000))
-    assert different <= 1
+    logits = torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 3
+    other = logits + 2e-5 * torch.randn(50_000, generator=torch.Generator().manual_seed(1))
+    noise = Noise(2, np.zeros(100, np.uint32), np.arange(100, dtype=np.uint32))
+    one, two = (select(row.expand(100, -1), Wish(noise=noise)).tokens for row in (logits, other))
+    assert (one != two).sum() <= 1
+    assert len(np.unique(one)) > 50
 
 
 def test_a_value_of_a_checkpoint_that_transformers_refuses_is_one_line():

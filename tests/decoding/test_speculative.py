@@ -1,9 +1,6 @@
-"""Speculation changes nothing but speed: greedy and beams against transformers, sampling against exact odds."""
+"""Speculation changes nothing but speed: greedy and beams against transformers, samples against plain samples."""
 
-import itertools
-import math
 from collections import Counter
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,15 +13,15 @@ from transformers import PreTrainedTokenizerFast
 
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
-from specbeam.decoding.drafter import Guesses
-from specbeam.decoding.processors import Processors, Warpers
+from specbeam.decoding.processors import Processors
 from specbeam.decoding.record import Record
-from specbeam.decoding.sampling import seeded
-from specbeam.decoding.speculative import accept_one, reject_or_accept, speculative, speculative_sampling
+from specbeam.decoding.speculative import speculative
 from specbeam.decoding.stopping import Stopping
+from specbeam.decoding.wishes import Wishes, warpers_of
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.pace import Pace
 from specbeam.drafting.sizes import Sizes
+from specbeam.selection import select
 from specbeam.tree import Tree
 from tests.conftest import EOS, beams_of_transformers, biases_and_bans, examples, in_thorough_mode, random_model
 
@@ -235,20 +232,23 @@ def test_a_draft_model_reads_the_part_of_its_head_that_the_text_uses(prompt, opt
     options = Options(**options)
     tree, stop = Tree(prompt), Stopping(frozenset(), 99, (), None)
     pace = Pace(Sizes(3, 2, None, num_beams=1, target=float, draft=float, chains=False))
-    drafter = ModelDrafter(tree, Processors(options, frozenset()), stop, 9000, 99, [8000], pace)
-    wish = next(drafter.propose(np.array([tree.tip]), np.zeros(1)))
-    assert (wish.drafting, wish.vocab) == (True, vocab)
+    wish = Wishes(Processors(options, frozenset(), 9000))
+    drafter = ModelDrafter(tree, wish, stop, 9000, 99, [8000], pace)
+    step = next(drafter.propose(np.array([tree.tip]), np.zeros(1)))
+    assert (step.drafting, step.wish.vocab) == (True, vocab)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0, "seed": 1}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"temperature": 1.0, "seed": 1}, {"num_beams": 3, "temperature": 1.0, "seed": 1}],
+)
 def test_guesses_among_the_first_tokens_change_nothing(tiny, options):
     lm = tiny("llama", vocab_size=9000, initializer_range=0.25)[1]
     options = {**options, "max_new_tokens": 12, "min_new_tokens": 12}
     drafted = specbeam.generate(
         lm, LOW_TOKENS, draft=lm, trace=True, num_draft_tokens=4, draft_width=4, draft_budget=20, **options
     )
-    if "seed" not in options:
-        assert drafted.token_ids == specbeam.generate(lm, LOW_TOKENS, **options).token_ids
+    assert drafted.token_ids == specbeam.generate(lm, LOW_TOKENS, **options).token_ids
     first_round = [guess["token_id"] for guess in drafted.trace[0]["drafted"]]
     assert first_round
     assert max(first_round) < 4096
@@ -305,164 +305,22 @@ def logits_by_text(model, prompt, length, vocab):
     return table
 
 
-def exact_outcomes(run):
-    """The exact distribution of the results of ``run(choose)``: it runs once for each sequence of its draws.
-
-    ``run`` calls ``choose(probabilities)`` for each random draw, and depends on nothing else that is random.
-    """
-    chances = Counter()
-    pending = [()]  # the draws that a run begins with
-    while pending:
-        given_draws = pending.pop()
-        draws, chance = [], 1.0
-
-        def choose(probabilities, given_draws=given_draws, draws=draws):
-            nonlocal chance
-            if len(draws) < len(given_draws):
-                drawn = given_draws[len(draws)]
-            else:
-                # Runs less likely than this do not count: they may be rounding errors of a probability of zero.
-                likely = [i for i, p in enumerate(probabilities) if chance * p > 1e-15]
-                drawn, *others = likely or [probabilities.index(max(probabilities))]
-                pending.extend((*draws, other) for other in others)
-            draws.append(drawn)
-            chance *= probabilities[drawn]
-            return drawn
-
-        outcome = run(choose)
-        chances[outcome] += chance
-    return chances
-
-
-def draw_without_replacement(q, count, choose):
-    """Draw tokens one after the other, each time from the rest of q, normalized."""
-    weights, tokens = q.tolist(), []
-    for _ in range(min(count, sum(w > 0 for w in weights))):
-        token = choose([w / sum(weights) for w in weights])
-        tokens.append(token)
-        weights[token] = 0.0
-    return tokens
-
-
-def some_distribution(data, tokens, vocab, label):
-    """A distribution over these of the tokens, some of its probabilities zero or tiny."""
-    weight = st.one_of(st.integers(0, 5), st.floats(1e-6, 1.0))
-    weights = data.draw(st.lists(weight, min_size=len(tokens), max_size=len(tokens)).filter(any), label)
-    q = torch.zeros(vocab, dtype=torch.float64)
-    q[tokens] = torch.tensor(weights, dtype=torch.float64)
-    return q / q.sum()
-
-
-@pytest.mark.parametrize("width", [1, 2, 3, 4])
-@pytest.mark.parametrize("drawn", [True, False])
-@pytest.mark.parametrize("relation", ["any", "equal", "disjoint"])
-@given(vocab=st.integers(2, 5), data=st.data())
-def test_the_acceptance_rule_follows_the_targets_distribution_exactly(relation, drawn, width, vocab, data):
-    """All draws of the drafter, all rejections and the last draw, summed up: a proof, where draws only estimate."""
-    tokens = list(range(vocab))
-    split = data.draw(st.integers(1, vocab - 1)) if relation == "disjoint" else None
-    p = some_distribution(data, tokens[:split], vocab, "p")
-    q = p if relation == "equal" else some_distribution(data, tokens[split:], vocab, "q")
-
-    def run(choose):
-        children = draw_without_replacement(q, width, choose)
-        token, rest = accept_one(p, q if drawn else None, children, lambda chance: not choose([chance, 1 - chance]))
-        return choose(rest.tolist()) if token is None else token
-
-    chances = exact_outcomes(run)
-    assert [chances[token] for token in tokens] == pytest.approx(p.tolist(), abs=1e-12)
-
-
-@pytest.mark.parametrize("drawn", [True, False])
-def test_a_rejection_that_leaves_nothing_to_draw_from_accepts(drawn):
-    p = torch.tensor([0.25, 0.75] if drawn else [0.0, 1.0], dtype=torch.float64)
-    token, rest = accept_one(p, p.clone() if drawn else None, [1], lambda chance: False)
-    assert token == 1
-    assert rest.tolist() == p.tolist()
-
-
-class TreeOfDraws:
-    """A drafter that draws a tree in the first round, and nothing later. Its draws are chosen from outside.
-
-    Args:
-        distributions: by text, float64 [vocab].
-        counts: by level, how many children are drawn below each of its nodes.
-    """
-
-    pace = Mock()
-
-    def __init__(self, tree, distributions, counts, choose):
-        self.tree, self.distributions, self.counts, self.choose = tree, distributions, counts, choose
-
-    def propose(self, tips, scores):
-        nodes, drawn_from, level = [], {}, tips.tolist()
-        for counts in self.counts:
-            below = []
-            for node, count in zip(level, counts, strict=False):
-                q = drawn_from[node] = self.distributions[tuple(self.tree.new_tokens(node))]
-                tokens = draw_without_replacement(q, count, self.choose)
-                below += self.tree.guess([node] * len(tokens), tokens).tolist()
-            nodes, level = nodes + below, below
-        self.counts = ()
-        return Guesses(np.array(nodes, dtype=np.int64), np.zeros(len(nodes)), drawn_from)
-        yield  # drafters are generators
-
-
-@pytest.mark.parametrize(
-    "counts", [((1,), (1,)), ((2,), (1, 1)), ((3,), (1, 0, 1)), ((2,), (0, 2)), ((1,), (3,))], ids=str
-)
-@given(vocab=st.just(3), data=st.data())
-@settings(max_examples=examples(0.2))
-def test_speculative_sampling_over_a_tree_follows_the_targets_distribution_exactly(counts, vocab, data):
-    """The strategy itself over guesses two levels deep: children of the tip, then of each of those in turn."""
-    length, tokens = 3, list(range(vocab))
-    texts = [text for n in range(length) for text in itertools.product(tokens, repeat=n)]
-    seed = data.draw(st.integers(0, 2**31))
-    weights = np.random.default_rng(seed).dirichlet([0.7] * vocab, (2, len(texts)))
-    weights[weights < 0.1] = 0.0
-    p, q = (dict(zip(texts, torch.tensor(w / w.sum(-1, keepdims=True)), strict=True)) for w in weights)
-
-    def run(choose):
-        tree = Tree([0])
-        choice = reject_or_accept(
-            tree,
-            Warpers(Options(do_sample=True)),
-            flip=lambda chance: not choose([chance, 1 - chance]),
-            draw=lambda scores: choose(scores.softmax(-1).tolist()),
-        )
-        stop = Stopping(frozenset(), 1 + length, (), None)
-        drafter = TreeOfDraws(tree, q, counts, choose)
-        strategy = speculative(tree, Processors(Options(), frozenset()), stop, Record(tree), drafter, choice)
-        try:
-            wish = next(strategy)
-            while True:
-                wish = strategy.send(torch.stack([p[tuple(tree.new_tokens(node))].log() for node in wish.nodes]))
-        except StopIteration as finished:
-            (text,) = finished.value
-            return tuple(tree.new_tokens(text.node))
-
-    chances = exact_outcomes(run)
-    for text in itertools.product(tokens, repeat=length):
-        expected = math.prod(float(p[text[:n]][token]) for n, token in enumerate(text))
-        assert chances[text] == pytest.approx(expected, abs=1e-12)
-
-
 def draw_two(prompt, length, vocab, target, draft, shape, options, seed):
     """The first two tokens of a text, from the strategy itself with tables of logits for models."""
     tree = Tree(prompt)
-    process, warp, generator = Processors(options, frozenset()), Warpers(options), seeded(seed)
+    wish = Wishes(Processors(options, frozenset(), vocab), warpers_of(options), seed)
     stop = Stopping(frozenset(), len(prompt) + length, (), None)
     pace = Pace(Sizes(*shape, None, num_beams=1, target=float, draft=float, chains=False))
-    drafter = ModelDrafter(tree, process, stop, vocab, 99, (), pace, draws=(warp, generator))
-    strategy = speculative_sampling(tree, process, stop, Record(tree), drafter, warp, generator)
-    wish = next(strategy)
+    drafter = ModelDrafter(tree, wish, stop, vocab, 99, (), pace)
+    strategy = speculative(tree, wish, stop, Record(tree), drafter)
+    step = next(strategy)
     while len(tree.trunk) < len(prompt) + 2:
-        paths = tree.tokens(tree.paths(wish.nodes))[:, len(prompt) :]
-        lengths = tree.depths(wish.nodes) + 1 - len(prompt)
-        table = draft if wish.drafting else target
+        paths = tree.tokens(tree.paths(step.nodes))[:, len(prompt) :]
+        lengths = tree.depths(step.nodes) + 1 - len(prompt)
+        table = draft if step.drafting else target
         rows = [table[tuple(path[:n])] for path, n in zip(paths.tolist(), lengths.tolist(), strict=True)]
         try:
-            wish = strategy.send(torch.stack(rows))
+            step = strategy.send(select(torch.stack(rows), step.wish))
         except StopIteration as finished:
             return tuple(tree.new_tokens(finished.value[0].node)[:2])
     return tuple(tree.tokens(tree.trunk[len(prompt) : len(prompt) + 2]).tolist())
@@ -527,8 +385,10 @@ def test_speculative_sampling_in_the_engine_has_the_exact_distribution(tiny, dra
     engine.run()
     counts = Counter(tuple(request.result().token_ids[:length]) for request in requests)
     check_fit(counts, texts_and_chances(model, prompt, length, 8, warp), draws)
-    again = specbeam.generate(lm, prompt, draft=draft, **options, seed=5)
-    assert again.token_ids == requests[5].result().token_ids  # the seed alone decides, not the batch
+    without = {name: value for name, value in options.items() if not name.startswith("draft_")}
+    without.pop("num_draft_tokens", None)
+    again = specbeam.generate(lm, prompt, **without, seed=5)
+    assert again.token_ids == requests[5].result().token_ids  # the seed alone decides, not the batch or the draft
 
 
 def check_fit(counts, chances, draws):
@@ -581,8 +441,7 @@ def test_a_draft_may_lack_some_of_the_targets_tokens(tiny, save, options):
         prompt = [1, 258, 3] if target is lm else [1, 3]
         result = specbeam.generate(target, prompt, draft=draft, num_draft_tokens=3, max_new_tokens=9, **options)
         assert result.stats.draft_passes > 0
-        if not options.get("temperature"):
-            assert result.token_ids == specbeam.generate(target, prompt, max_new_tokens=9, **options).token_ids
+        assert result.token_ids == specbeam.generate(target, prompt, max_new_tokens=9, **options).token_ids
 
 
 @pytest.mark.parametrize("draft", ["ngram", "suffix", "perfect"])

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specbeam.drafting import Guesses
 from specbeam.drafting.retokenizing import RetokenizingDrafter
+from specbeam.selection import select
 from specbeam.tree import NO_NODES, Tree
 from tests.conftest import examples
 
@@ -144,7 +145,8 @@ class Rounds:
             self.read = [tree.tokens(tree.path(node)).tolist() for node in asked.nodes]  # what the draft continues
             while True:
                 chosen = [self.draft.next_token(token) for token in tree.tokens(asked.nodes).tolist()]
-                asked = proposal.send(torch.nn.functional.one_hot(torch.tensor(chosen), self.draft.backend.vocab_size))
+                logits = torch.nn.functional.one_hot(torch.tensor(chosen), self.draft.backend.vocab_size)
+                asked = proposal.send(select(logits.float(), asked.wish))
         except StopIteration:
             return [self.found.get(tip, []) for tip in tips]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -9,6 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from specbeam.selection import Answer, Wish
 
 
 class Cache(Protocol):
@@ -84,6 +87,13 @@ class Backend(Protocol[C]):
         Returns:
             Logits at the wanted nodes, float32 [sum of w, v] on the backend's device, in the order of the segments. v
             is at least the largest ``vocab`` of the segments, and at most vocab_size.
+        """
+
+    def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
+        """Answer the wishes of a pass about its logits, float32 [w, v]. All answers come to the CPU together.
+
+        Args:
+            wishes: slices of the rows, and what to answer about them. They have no functions: these are the engine's.
         """
 
     def memory_for_caches(self) -> int:

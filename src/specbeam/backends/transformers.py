@@ -28,6 +28,7 @@ from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.files import read_json
 from specbeam.errors import SpecbeamError
+from specbeam.selection import Answer, Wish, choose
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OWN_ATTENTION = ("codegen", "falcon", "gptj", "stablelm")
@@ -163,6 +164,10 @@ class TransformersBackend(ABC, Generic[S]):
 
     def _cache_to_measure(self) -> S:
         return self.new_cache(1)
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
+        return choose(logits, wishes)
 
     def memory_for_caches(self) -> int:
         return memory_for_caches(self.device)

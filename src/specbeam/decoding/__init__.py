@@ -1,8 +1,9 @@
 """Strategies: decoding methods as generators over a token tree.
 
-A strategy yields :class:`Evaluate` and is sent the logits at the nodes, float32 [nodes, vocab]. It decides which nodes
-live on (``tree.keep``), and returns its hypotheses, best first. It may yield a :class:`Hypothesis` as soon as that is
-certain to be the next best; it is then sent None. It knows nothing of caches, devices or other requests.
+A strategy yields :class:`Evaluate` with a :class:`Wish`, and is sent the :class:`Answer`: the likeliest tokens at the
+nodes, say. Without a wish it is sent the logits, float32 [nodes, vocab]. It decides which nodes live on
+(``tree.keep``), and returns its hypotheses, best first. It may yield a :class:`Hypothesis` as soon as that is certain
+to be the next best; it is then sent None. It knows nothing of caches, devices or other requests.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from specbeam.selection import Answer as Answer
+from specbeam.selection import Wish as Wish
 
 
 @dataclass(frozen=True)
 class Evaluate:
-    """A request for the next-token logits at nodes. The engine also evaluates ancestors that it has not evaluated yet.
+    """A request to evaluate nodes. The engine also evaluates ancestors that it has not evaluated yet.
 
     Attributes:
         nodes: int [n].
+        wish: what to answer about the logits at these nodes; None for the logits themselves.
         drafting: ask the draft model about nodes of the drafter's tree, instead of the target.
-        vocab: the number of first tokens whose logits are enough; None for all tokens.
     """
 
     nodes: Any
+    wish: Wish | None = None
     drafting: bool = False
-    vocab: int | None = None
 
 
 @dataclass(frozen=True)
@@ -38,4 +40,4 @@ class Hypothesis:
     finish_reason: str
 
 
-Strategy = Generator[Evaluate | Hypothesis, Tensor, list[Hypothesis]]
+Strategy = Generator[Evaluate | Hypothesis, Any, list[Hypothesis]]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from specbeam.decoding.top import top
+from specbeam.decoding import Answer, Wish
 from specbeam.tree import Nodes, Tree
 
 MIN_FORGOTTEN_ROWS = 64
@@ -25,12 +22,14 @@ class Alternatives:
         self._rows: dict[int, dict[int, float]] = {}
         self._most_rows = MIN_FORGOTTEN_ROWS
 
-    def add(self, nodes: Nodes, logits: Tensor) -> None:
-        """Take in logits at nodes, float32 [n, vocab]."""
-        highest, tokens = top(logits, min(self._k, logits.shape[-1]))
-        # Row by row as in greedy search: the sum over a row of a matrix may be rounded in another way.
-        log_probs = highest - torch.stack([row.logsumexp(-1) for row in logits])[:, None]
-        for node, *row in zip(nodes.tolist(), tokens.tolist(), log_probs.tolist(), strict=True):
+    @property
+    def wish(self) -> Wish:
+        """What to ask for at each node."""
+        return Wish(most=self._k)
+
+    def add(self, nodes: Nodes, answer: Answer) -> None:
+        """Take in the answer at nodes, int64 [n]."""
+        for node, *row in zip(nodes.tolist(), answer.tokens.tolist(), answer.log_probs.tolist(), strict=True):
             self._rows[node] = dict(zip(*row, strict=True))
         if len(self._rows) > self._most_rows:
             lives = self._tree.live_among([*self._rows])

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from specbeam.decoding import Evaluate, Hypothesis, Strategy
+from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
 from specbeam.decoding.record import Record
-from specbeam.decoding.sampling import gumbel
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.top import top
+from specbeam.decoding.wishes import Wishes, streams_of
+from specbeam.selection import changed
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 FORBIDDEN_SCORE = -1e9
 """Marks the scores of candidates that must not be chosen. Finite as in transformers, so that ties fall as there."""
 
-Process = Callable[[Tree, Nodes, Tensor], Tensor]
-Select = Callable[[Tensor, int], Tensor]
+Scores = NDArray[np.float32]
+Mask = NDArray[np.bool_]
 
 
 class Search(Protocol):
@@ -34,19 +33,22 @@ class Search(Protocol):
         """The ends of the unfinished texts, int64 [b]."""
 
     @property
-    def scores(self) -> Tensor:
-        """The log-probabilities of the beams, float32 [b] on the CPU."""
+    def scores(self) -> Scores:
+        """The log-probabilities of the beams, float32 [b]."""
 
     @property
     def done(self) -> bool:
         """No step can change the outcome any more."""
 
-    def step(self, logits: Tensor, known: NDArray[np.bool_] | None = None) -> bool:
+    def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
+        """What a step needs to know at beams, or at guesses that may become beams, int64 [n]."""
+
+    def step(self, answer: Answer | None, known: Mask | None = None) -> bool:
         """Replace the beams by continuations of beams.
 
         Args:
-            logits: at the known beams, float32 [k, vocab].
-            known: which beams have logits, bool [b]; None means all.
+            answer: to the wish at the known beams; None if there are none.
+            known: which beams are known, bool [b]; None means all.
 
         Returns:
             False if the outcome depends on a beam that is not known. The search is then as it was.
@@ -66,7 +68,7 @@ class Search(Protocol):
 def beam_search(tree: Tree, search: Search, record: Record) -> Strategy:
     """Take steps until the outcome is certain."""
     while not search.done:
-        search.step((yield Evaluate(search.beams)))
+        search.step((yield Evaluate(search.beams, search.wish(search.beams))))
         record.round()
         record.step(search.beams, search.scores)
         tree.keep(search.beams, search.finished_nodes)
@@ -82,13 +84,13 @@ class BeamSearch:
     num_beams places of finished texts, by log-probability / length ** length_penalty.
 
     Args:
-        process: processes log-probabilities [n, vocab] at nodes.
+        wishes: makes the wishes. If these have noise, the candidates are drawn from the softmax of all scores, without
+            replacement (beam sampling; Kool et al. 2019, "Stochastic Beams and Where to Find Them", 2.3).
         num_return_sequences: the number of finished texts to return.
         early_stopping: True stops when num_beams texts are finished. False stops when the best beam, if it ended now,
             would not beat the worst of them. "never" stops when the best beam cannot beat it at any length.
-        select: indices of k candidates, best first, from all scores [num_beams * vocab]. The default is the k highest.
-        bounded: no continuation of a beam scores above the beam: candidates are taken by score, and ``process`` raises
-            no log-probability above 0. Then a step can do without beams whose scores are too low to matter. And the
+        bounded: no continuation of a beam scores above the beam: candidates are taken by score, and no processor raises
+            a log-probability above 0. Then a step can do without beams whose scores are too low to matter. And the
             search is over once the num_return_sequences best finished texts score above the bound of every beam. This
             is the monotonicity of best-first beam search (Meister et al. 2020, 3).
         constrained: there may be fewer texts than beams, so only possible texts take a place of finished texts. Without
@@ -101,28 +103,28 @@ class BeamSearch:
     def __init__(
         self,
         tree: Tree,
-        process: Process,
+        wishes: Wishes,
         stop: Stopping,
         num_beams: int,
         num_return_sequences: int = 1,
         length_penalty: float = 1.0,
         early_stopping: bool | str = False,
-        select: Select | None = None,
         bounded: bool = True,
         constrained: bool = False,
         distinct: bool = False,
     ) -> None:
         self.tree = tree
-        self.process = process
+        self.wishes = wishes
         self.stop = stop
         self.num_beams = num_beams
         self.num_return_sequences = num_return_sequences
-        self.select = select or (lambda scores, k: top(scores, k)[1])
         self.bounded = bounded
         self.only_possible = constrained or distinct
         self.distinct = distinct
         self.beams: Nodes = np.full(num_beams, tree.tip)
-        self.scores = torch.full((num_beams,), FORBIDDEN_SCORE)  # at first all beams are the prompt: only one counts
+        self.scores = np.full(
+            num_beams, FORBIDDEN_SCORE, np.float32
+        )  # at first all beams are the prompt: only one counts
         self.scores[0] = 0.0
         self.num_candidates = max(2, 1 + len(stop.eos_token_ids)) * num_beams
         self.length = 0  # of the beams, in new tokens
@@ -131,19 +133,26 @@ class BeamSearch:
         self.num_reported = 0
         self.done = False
 
+    def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
+        streams = 0 if self.wishes.seed is None else streams_of(self.tree, nodes)
+        most = self.num_candidates + 1  # one more shows whether candidates are tied
+        return self.wishes(self.tree, nodes, guesses, streams, most=most, normalize=True)
+
     def step(
-        self, logits: Tensor, known: NDArray[np.bool_] | None = None, token_penalties: Tensor | None = None
+        self, answer: Answer | None, known: Mask | None = None, token_penalties: NDArray[np.float32] | None = None
     ) -> bool:
         """Replace the beams, as :meth:`Search.step` says.
 
         Args:
-            token_penalties: lower the score of every token in this step, float [vocab].
+            token_penalties: lower the score of every token in this step, float32 [vocab].
         """
         rows = np.arange(self.num_beams) if known is None else np.flatnonzero(known)
         missing = len(rows) < self.num_beams
-        if missing and not (self.bounded and len(rows)):
+        if answer is None or (missing and not self.bounded):
             return False
-        candidates = self._candidates(logits, rows, token_penalties)
+        if not missing:
+            self.wishes.process.check(self.beams, answer)
+        candidates = self._candidates(answer, rows, token_penalties)
         if candidates is None:
             return False
         survivors, scores = self._survivors(candidates)
@@ -155,40 +164,68 @@ class BeamSearch:
         self.done = bool(candidates.ended.all()) or self._settled()
         return True
 
-    def _candidates(self, logits: Tensor, rows: NDArray[np.int64], token_penalties: Tensor | None) -> Candidates | None:
+    def _candidates(
+        self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None
+    ) -> Candidates | None:
         """The best continuations of some of the beams; None if these have fewer continuations than there are beams."""
-        beams = self.beams[rows]
-        log_probs = logits.log_softmax(-1)
-        processed = self.process(self.tree, beams, log_probs)
-        if token_penalties is not None:
-            processed = processed - token_penalties
-        scores = (processed + self.scores[torch.from_numpy(rows)].to(logits.device)[:, None]).flatten()
-        if len(scores) < self.num_beams:
+        scores = answer.scores + self.scores[rows, None]
+        if scores.size < self.num_beams:
             return None
-        chosen = self.select(scores, min(self.num_candidates, len(scores)))
+        ranks = scores if answer.noise is None else scores + answer.noise
+        best = (-ranks).ravel().argsort(kind="stable")[: self.num_candidates + 1]
+        if token_penalties is not None or (answer.noise is None and self._are_tied(ranks.ravel()[best])):
+            beam, token, of_candidates, log_probs = self._of_whole_rows(answer, rows, token_penalties)
+        else:
+            beam, column = np.divmod(best[: self.num_candidates], scores.shape[1])
+            token, of_candidates = answer.tokens[beam, column], scores[beam, column]
+            log_probs = answer.log_probs[beam, column]
+        nodes = self.tree.add(self.beams[rows[beam]], token, log_probs)
+        ended = self.stop.ended(self.tree, nodes)
+        competing = ended & possible(of_candidates) if self.only_possible else ended
+        texts = None
+        if self.distinct:
+            both = zip(nodes.tolist(), competing.tolist(), strict=True)
+            texts = [self.text(node) if competes else object() for node, competes in both]
+        return Candidates(nodes, of_candidates, ended, competing, texts)
+
+    def _are_tied(self, best: NDArray[Any]) -> bool:
+        """Whether equal scores among the best, in order, leave it open which the candidates are, and their order."""
+        tied = best[1:] == best[:-1]
+        if self.only_possible:  # nothing depends on the order of forbidden texts
+            tied &= possible(best[1:])
+        return bool(tied.any())
+
+    def _of_whole_rows(
+        self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Scores, Scores]:
+        """The rows, tokens, scores and log-probabilities of the candidates, as transformers chooses among all tokens.
+
+        Where scores are equal, its beams depend on the order in which ``topk`` has them.
+        """
+        logits, normalizers = answer.logits, torch.from_numpy(answer.normalizers).to(answer.logits.device)
+        processed = changed(logits, self.wish(self.beams[rows]), normalizers)
+        if token_penalties is not None:
+            processed = processed - torch.from_numpy(token_penalties).to(logits.device)
+        scores = (processed + torch.from_numpy(self.scores[rows]).to(logits.device)[:, None]).flatten()
+        best, chosen = scores.topk(min(self.num_candidates, len(scores)))
+        log_probs = (logits - normalizers[:, None]).flatten()[chosen]
         beam, token = np.divmod(chosen.cpu().numpy(), logits.shape[-1])
-        nodes = self.tree.add(beams[beam], token, log_probs.flatten()[chosen].cpu().numpy())
-        scores = scores[chosen].cpu()
-        ended = torch.from_numpy(self.stop.ended(self.tree, nodes))
-        competing = ended & possible(scores) if self.only_possible else ended
-        both = zip(nodes.tolist(), competing.tolist(), strict=True)
-        texts = [self.text(node) if competes else object() for node, competes in both]
-        return Candidates(nodes, scores, ended, competing, texts)
+        return beam, token, best.cpu().numpy(), log_probs.cpu().numpy()
 
     def text(self, node: int) -> Hashable:
         """Equal for finished texts that may not both be returned."""
         return self.stop.text(self.tree, node) if self.distinct else object()
 
-    def _survivors(self, candidates: Candidates) -> tuple[NDArray[np.int64], Tensor]:
+    def _survivors(self, candidates: Candidates) -> tuple[NDArray[np.int64], Scores]:
         """Indices of the candidates that become the beams, and their scores.
 
         At the greatest length all candidates have ended. Groups and traces then show the best texts as beams.
         """
         out = ~candidates.first if candidates.ended.all() else candidates.ended
-        scores, survivors = forbid(candidates.scores, out).topk(self.num_beams)
-        return survivors.numpy(), scores
+        scores, survivors = topk(forbid(candidates.scores, out), self.num_beams)
+        return survivors, scores
 
-    def _outrank_all_but(self, rows: NDArray[np.int64], candidates: Candidates, lowest: Tensor) -> bool:
+    def _outrank_all_but(self, rows: NDArray[np.int64], candidates: Candidates, lowest: np.float32) -> bool:
         """The bound rule: the candidates down to the last survivor outrank the beams that are not among the rows.
 
         A continuation of such a beam scores at most what the beam scores. So it comes after all candidates that matter
@@ -197,7 +234,7 @@ class BeamSearch:
         if candidates.ended.all() and not (self.tree.depths(candidates.nodes) + 1 >= self.stop.max_length).all():
             return False  # the search may not be over: candidates of the other beams may go on
         others = np.delete(np.arange(self.num_beams), rows)
-        return bool(lowest > self.scores[torch.from_numpy(others)].max())
+        return bool(lowest > self.scores[others].max())
 
     def _settled(self) -> bool:
         if self.finished.settled(self.scores[0], self.length, self.max_new_tokens):
@@ -210,19 +247,20 @@ class BeamSearch:
         """No text that is unfinished now will score above this."""
         penalty = self.finished.length_penalty
         length = self.max_new_tokens if penalty > 0 else self.length + 1
-        return float(self.scores[0] / length**penalty)
+        return float(normalized(self.scores[0], length, penalty))
 
     @property
     def finished_nodes(self) -> Nodes:
-        return self.finished.nodes[self.finished.nodes >= 0]
+        return self.finished.nodes[self.finished.ended]
 
     def certain(self) -> Iterator[Hypothesis]:
         bound = float("-inf") if self.done else self._bound() if self.bounded else float("inf")
-        for hypothesis in self.hypotheses()[self.num_reported :]:
-            if hypothesis.score <= bound:
-                break
-            self.num_reported += 1
-            yield hypothesis
+        if np.count_nonzero(self.finished.possible) > self.num_reported:
+            for hypothesis in self.hypotheses()[self.num_reported :]:
+                if hypothesis.score <= bound:
+                    break
+                self.num_reported += 1
+                yield hypothesis
 
     def hypotheses(self) -> list[Hypothesis]:
         return self._texts(self.finished.possible)
@@ -231,7 +269,7 @@ class BeamSearch:
         """The texts to return, best first, with the forbidden texts where transformers fills places with these."""
         return self._texts(self.finished.ended)
 
-    def _texts(self, wanted: NDArray[np.bool_]) -> list[Hypothesis]:
+    def _texts(self, wanted: Mask) -> list[Hypothesis]:
         places = np.flatnonzero(wanted)[: self.num_return_sequences]
         ends = zip(self.finished.nodes[places].tolist(), self.finished.scores[places].tolist(), strict=True)
         return [Hypothesis(node, score, self.stop(self.tree, node) or "length") for node, score in ends]
@@ -243,42 +281,54 @@ class Candidates:
 
     Attributes:
         nodes: int64 [k].
-        scores: sums of processed log-probabilities, float32 [k] on the CPU.
-        ended: bool [k] on the CPU.
-        competing: which candidates may take a place of finished texts, bool [k] on the CPU.
-        texts: equal for candidates that may not both have a place, [k].
+        scores: sums of processed log-probabilities, float32 [k].
+        ended: bool [k].
+        competing: which candidates may take a place of finished texts, bool [k].
+        texts: equal for candidates that may not both have a place, [k]; None if each is a text of its own.
     """
 
     nodes: Nodes
-    scores: Tensor
-    ended: Tensor
-    competing: Tensor
-    texts: list[Hashable]
+    scores: Scores
+    ended: Mask
+    competing: Mask
+    texts: list[Hashable] | None
 
     @cached_property
-    def first(self) -> Tensor:
+    def first(self) -> Mask:
         """Which candidates are the best of their text, bool [k]."""
-        if len({*self.texts}) == len(self.texts):
-            return torch.ones(len(self.texts), dtype=torch.bool)
+        if self.texts is None or len({*self.texts}) == len(self.texts):
+            return np.ones(len(self.nodes), dtype=bool)
         best: dict[Hashable, int] = {}
-        for i in self.scores.argsort(descending=True, stable=True).tolist():  # candidates may come as they were drawn
+        for i in (-self.scores).argsort(kind="stable").tolist():  # candidates may come as they were drawn
             best.setdefault(self.texts[i], i)
-        first = torch.zeros(len(self.texts), dtype=torch.bool)
+        first = np.zeros(len(self.nodes), dtype=bool)
         first[[*best.values()]] = True
         return first
 
     @property
-    def possible(self) -> Tensor:
+    def possible(self) -> Mask:
         """Which candidates are texts in their own right, bool [k]; see :func:`possible`."""
         return possible(self.scores)
 
 
-def forbid(scores: Tensor, mask: Tensor) -> Tensor:
+def topk(scores: Scores, k: int) -> tuple[Scores, NDArray[np.int64]]:
+    """The k highest scores of [n] and their places. It is transformers' function, so that ties fall as there."""
+    values, places = torch.from_numpy(scores).topk(k)
+    return values.numpy(), places.numpy()
+
+
+def forbid(scores: Scores, mask: Mask) -> Scores:
     """Scores [n] with FORBIDDEN_SCORE added where the mask, bool [n], is true."""
-    return scores + mask * FORBIDDEN_SCORE
+    return np.where(mask, scores + np.float32(FORBIDDEN_SCORE), scores)
 
 
-def possible(scores: Tensor) -> Tensor:
+def normalized(scores: Any, length: int, length_penalty: float) -> Any:
+    """Log-probabilities / length ** length_penalty, in float32 as in transformers."""
+    with np.errstate(all="ignore"):
+        return scores / np.float32(length**length_penalty)
+
+
+def possible(scores: Any) -> Any:
     """Which scores, float32 [...], FORBIDDEN_SCORE is no part of. No sum of log-probabilities is nearly as low.
 
     Forbidden are tokens that a processor masks, beams that only fill up places, and the continuations of both.
@@ -302,7 +352,7 @@ class Finished:
         self.nodes: Nodes = np.full(places, -1)
         self.ended = np.zeros(places, dtype=bool)
         self.possible = np.zeros(places, dtype=bool)
-        self.scores = torch.full((places,), FORBIDDEN_SCORE)
+        self.scores = np.full(places, FORBIDDEN_SCORE, np.float32)
         self.texts: list[Hashable] = [object() for _ in range(places)]
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
@@ -316,36 +366,37 @@ class Finished:
 
         Only the first texts among the candidates take part, as many as there are places. The others fill up the beams.
         """
-        if self.early_stopping is True and self.full:
+        if (self.early_stopping is True and self.full) or not candidates.competing.any():
             return
         places = len(self.nodes)
-        competing = candidates.competing & candidates.first & (candidates.first.cumsum(0) <= places)
-        scores = candidates.scores / length**self.length_penalty
-        for i in competing.nonzero().flatten().tolist():
-            if candidates.texts[i] in self.texts:
-                place = self.texts.index(candidates.texts[i])
+        competing = candidates.competing & candidates.first & (candidates.first.cumsum() <= places)
+        scores = normalized(candidates.scores, length, self.length_penalty)
+        texts = candidates.texts or [object() for _ in candidates.nodes]
+        for i in np.flatnonzero(competing).tolist():
+            if texts[i] in self.texts:
+                place = self.texts.index(texts[i])
                 if scores[i] > self.scores[place]:
                     self._empty(place)
                 else:
                     competing[i] = False
-        self.scores, best = torch.cat([self.scores, forbid(scores, ~competing)]).topk(places)
-        self.nodes = np.concatenate([self.nodes, candidates.nodes])[best.numpy()]
-        self.ended = np.concatenate([self.ended, competing.numpy()])[best.numpy()]
-        self.possible = np.concatenate([self.possible, (competing & candidates.possible).numpy()])[best.numpy()]
-        texts = [*self.texts, *candidates.texts]
+        self.scores, best = topk(np.concatenate([self.scores, forbid(scores, ~competing)]), places)
+        self.nodes = np.concatenate([self.nodes, candidates.nodes])[best]
+        self.ended = np.concatenate([self.ended, competing])[best]
+        self.possible = np.concatenate([self.possible, competing & candidates.possible])[best]
+        texts = [*self.texts, *texts]
         self.texts = [texts[i] for i in best.tolist()]
 
     def _empty(self, place: int) -> None:
         self.nodes[place], self.scores[place], self.texts[place] = -1, FORBIDDEN_SCORE, object()
         self.ended[place] = self.possible[place] = False
 
-    def settled(self, best_running: Tensor, length: int, max_new_tokens: int) -> bool:
+    def settled(self, best_running: np.float32, length: int, max_new_tokens: int) -> bool:
         """Whether transformers' rules end the search, given the best beam's log-probability and its length."""
         if self.early_stopping is True and self.full:
             return True
         hopeful = max_new_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
         worst = float(self.scores[-1]) if self.full else FORBIDDEN_SCORE
-        return float(best_running / hopeful**self.length_penalty) <= worst
+        return float(normalized(best_running, hopeful, self.length_penalty)) <= worst
 
 
 class DiverseBeamSearch:
@@ -369,8 +420,8 @@ class DiverseBeamSearch:
         return np.concatenate([group.beams for group in self.live])
 
     @property
-    def scores(self) -> Tensor:
-        return torch.cat([group.scores for group in self.live])
+    def scores(self) -> Scores:
+        return np.concatenate([group.scores for group in self.live])
 
     @property
     def live(self) -> list[BeamSearch]:
@@ -381,14 +432,18 @@ class DiverseBeamSearch:
     def done(self) -> bool:
         return all(group.done for group in self.groups)
 
-    def step(self, logits: Tensor, known: NDArray[np.bool_] | None = None) -> bool:
-        if known is not None and not known.all():
+    def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
+        return self.groups[0].wish(nodes, guesses)
+
+    def step(self, answer: Answer | None, known: Mask | None = None) -> bool:
+        if answer is None or (known is not None and not known.all()):
             return False
         chosen: Nodes = NO_NODES
         self.stepped = self.live
-        for group, rows in zip(self.stepped, logits.chunk(len(self.stepped)), strict=True):
-            times_chosen = torch.bincount(torch.from_numpy(chosen).to(logits.device), minlength=logits.shape[-1])
-            group.step(rows, token_penalties=self.diversity_penalty * times_chosen)
+        vocab = answer.sources[0][0].shape[-1]
+        for group, rows in zip(self.stepped, np.split(np.arange(len(answer.tokens)), len(self.stepped)), strict=True):
+            times_chosen = np.bincount(chosen, minlength=vocab).astype(np.float32)
+            group.step(answer.take(rows), token_penalties=np.float32(self.diversity_penalty) * times_chosen)
             chosen = np.concatenate([chosen, group.tree.tokens(group.beams)])
         return True
 
@@ -407,17 +462,3 @@ class DiverseBeamSearch:
         for hypothesis in found:
             best.setdefault(self.groups[0].text(hypothesis.node), hypothesis)
         return [*best.values()][: self.groups[0].num_return_sequences]
-
-
-def draw_without_replacement(generator: torch.Generator) -> Select:
-    """Beam sampling's selection: the candidates are drawn from the softmax of all scores, without replacement.
-
-    The k highest scores with Gumbel noise are such a draw, in order. See Kool et al. 2019, "Stochastic Beams and Where
-    to Find Them", 2.3.
-    """
-
-    def select(scores: Tensor, k: int) -> Tensor:
-        noise = gumbel(len(scores), generator)
-        return top(scores.double() + noise.to(scores.device), k)[1]
-
-    return select

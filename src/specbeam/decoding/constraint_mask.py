@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from specbeam.constraints import DEAD_STATE, Constraint, States
 from specbeam.tree import Nodes, Tree
@@ -15,27 +14,24 @@ UNKNOWN_STATE = -2
 
 
 class ConstraintMask:
-    """Masks the tokens that a constraint does not allow. Remembers the state at each node of one request's tree."""
+    """The tokens that a constraint allows. Remembers the state at each node of one request's tree."""
 
     def __init__(self, constraint: Constraint, eos_token_ids: Iterable[int]) -> None:
         self.constraint = constraint
         self._eos = sorted(eos_token_ids)
         self._states = np.empty(0, dtype=np.int64)  # by node
 
-    def __call__(self, tree: Tree, nodes: Nodes, scores: Tensor) -> Tensor:
-        """Scores [n, vocab] at nodes, int64 [n], in; the same with -inf where a token may not follow out."""
+    def __call__(self, tree: Tree, nodes: Nodes, vocab_size: int) -> NDArray[np.bool_]:
+        """Which tokens may follow nodes, int64 [n]: bool [n, vocab_size]."""
         states = self.states(tree, nodes)
-        masked = torch.full_like(scores, float("-inf"))
+        allowed = np.zeros((len(nodes), vocab_size), dtype=bool)
         alive = np.flatnonzero(states != DEAD_STATE)
         rows, tokens = self.constraint.allowed(states[alive])
-        inside = tokens < scores.shape[-1]
-        index = (torch.from_numpy(a).to(scores.device) for a in (alive[rows[inside]], tokens[inside]))
-        row, token = index
-        masked[row, token] = scores[row, token]
-        complete = torch.from_numpy(alive[self.constraint.complete(states[alive])]).to(scores.device)
-        for eos in self._eos:
-            masked[complete, eos] = scores[complete, eos]
-        return masked
+        inside = tokens < vocab_size
+        allowed[alive[rows[inside]], tokens[inside]] = True
+        complete = alive[self.constraint.complete(states[alive])]
+        allowed[complete[:, None], self._eos] = True
+        return allowed
 
     def states(self, tree: Tree, nodes: Nodes) -> States:
         """The states at nodes, int64 [n]. Unknown states of their ancestors are computed on the way."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from specbeam.decoding import Evaluate
 from specbeam.tree import NO_NODES, Nodes, Tree
@@ -19,24 +18,21 @@ class Guesses:
     """Nodes guessed below the tips of one round.
 
     Attributes:
-        nodes: int64 [n], parents before children. The target tries the children of a node in this order.
+        nodes: int64 [n], parents before children.
         chances: the drafter's estimate of the probability that each becomes part of the text, float64 [n].
-        drawn_from: by parent, the distribution from which its children were drawn, float64 [vocab]. A parent that is
-            missing here has children that were not drawn.
         width: the width that the guesses were chosen with: guesses per level, or chains per beam.
         declined: there are no guesses because none would have paid, not because none was found.
     """
 
     nodes: Nodes = field(default_factory=lambda: NO_NODES)
     chances: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    drawn_from: Mapping[int, Tensor] = field(default_factory=dict)
     width: int = 1
     declined: bool = False
 
 
 DECLINED = Guesses(declined=True)
 
-Proposal = Generator[Evaluate, Tensor, Guesses]
+Proposal = Generator[Evaluate, Any, Guesses]
 
 
 class DraftPace(Protocol):

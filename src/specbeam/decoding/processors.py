@@ -1,6 +1,7 @@
-"""Processors and warpers change the model's scores before a token is chosen, with transformers' semantics.
+"""Processors change the model's scores before a token is chosen, with transformers' semantics.
 
-*Processors* (penalties, forbidden tokens) hold for every method. *Warpers* shape the distribution that is sampled.
+They (penalties, forbidden tokens) hold for every method. Here they become data where they can: edits of single scores,
+and masks. Only a caller's own functions see all scores.
 """
 
 from __future__ import annotations
@@ -8,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specbeam.decoding import Answer
 from specbeam.decoding.constraint_mask import ConstraintMask
-from specbeam.decoding.top import top
 from specbeam.errors import SpecbeamError
-from specbeam.options import NEUTRAL_VALUES, Options
+from specbeam.options import Options
+from specbeam.selection import MASKED, Edit
 from specbeam.tree import Nodes, Tree
 
-MASKED = float("-inf")
 FORCES_AND_FORBIDS = (
     "bad_words_ids",
     "forced_bos_token_id",
@@ -37,19 +38,29 @@ Bans = Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 class Processors:
-    """The processors of one request, applied to the scores at some nodes: penalties, then masks, then functions.
+    """The processors of one request at some nodes: penalties, then masks, then functions.
 
     Args:
+        vocab_size: of the target.
         of_checkpoint: processors of transformers that the checkpoint asks for (:func:`processors_of_checkpoint`).
+        device: of the texts that functions of the caller get.
 
     Attributes:
         forbids: some tokens may be forbidden whatever their scores, so a drafter can avoid them.
         raises: a log-probability may be raised above 0, by a bias, a negative penalty or the caller's functions.
+        is_plain: there are none.
     """
 
     def __init__(
-        self, options: Options, eos_token_ids: frozenset[int], of_checkpoint: Sequence[Callable[..., Tensor]] = ()
+        self,
+        options: Options,
+        eos_token_ids: frozenset[int],
+        vocab_size: int,
+        of_checkpoint: Sequence[Callable[..., Tensor]] = (),
+        device: torch.device | str = "cpu",
     ) -> None:
+        self.device = device
+        self.vocab_size = vocab_size
         self.repetition_penalty = options.repetition_penalty or 1.0
         self.frequency_penalty, self.presence_penalty = options.frequency_penalty, options.presence_penalty
         self.logit_bias = options.logit_bias or {}
@@ -63,84 +74,126 @@ class Processors:
         self.constraint = None if options.constraint is None else ConstraintMask(options.constraint, eos_token_ids)
         self.has_one_end = self.constraint is not None and options.num_beams > 1
         self.prefix_allowed_tokens_fn = options.prefix_allowed_tokens_fn
-        self.num_texts = options.num_texts
         self.functions = (*of_checkpoint, *options.logits_processor)
         lowest = min(0.0, self.frequency_penalty, self.presence_penalty)
         self.raises = bool(options.logits_processor) or lowest < 0 or max(self.logit_bias.values(), default=0.0) > 0
         self.forbids = bool(self.bans) or self.constraint is not None or self.prefix_allowed_tokens_fn is not None
+        penalties = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
+        ends = self.eos_token_ids and self.min_new_tokens
+        self.is_plain = not (penalties or ends or self.logit_bias or self.forbids or self.functions)
+        self._dead_ends: set[int] = set()  # guesses at which prefix_allowed_tokens_fn allows no token
 
-    def __call__(self, tree: Tree, nodes: Any, scores: Tensor, drafting: bool = False) -> Tensor:
-        """Scores [n, vocab] at n nodes in, processed scores [n, vocab] out; the input is not changed.
+    def __call__(self, tree: Tree, nodes: Any, guesses: Any = ()) -> dict[str, Any]:
+        """The processors at nodes, int [n], as attributes of a wish.
 
         Args:
-            drafting: the nodes are guesses. The target may never choose such a text, and no token may be allowed there.
+            guesses: which of the nodes are guesses. The target may never choose such a text, and no token may be
+                allowed there.
+
+        Raises:
+            SpecbeamError: ``prefix_allowed_tokens_fn`` gave something that is no token ids.
+        """
+        if self.is_plain:
+            return {}
+        nodes = np.asarray(nodes, dtype=np.int64)
+        changes: dict[str, Any] = {"edits": tuple(self._edits(tree, nodes))}
+        allowed = self._allowed(tree, nodes, guesses)
+        if allowed is not None:
+            changes["allowed"] = np.packbits(allowed, axis=-1, bitorder="little")
+        if self.functions:
+            changes["functions"] = (partial(self._call, tree, nodes, np.isin(nodes, guesses)),)
+        if self.has_one_end:
+            changes["one_of"] = tuple(self.eos_token_ids)
+        return changes
+
+    def forbidden(self, tree: Tree, nodes: Nodes, tokens: Nodes) -> NDArray[np.bool_]:
+        """Which tokens may not follow guessed nodes, whatever their scores, bool [n]: a token for each of n nodes."""
+        forbidden = np.zeros(len(nodes), dtype=bool)
+        allowed = self._allowed(tree, nodes, nodes)
+        if allowed is not None:
+            forbidden |= ~allowed[np.arange(len(nodes)), tokens]
+        for rows, banned in self._banned(tree, nodes):
+            forbidden[rows[banned == tokens[rows]]] = True
+        return forbidden
+
+    def check(self, nodes: Nodes, answer: Answer) -> None:
+        """Refuse beams that ``prefix_allowed_tokens_fn`` leaves without any token.
+
+        Raises:
+            SpecbeamError: one of the beams, int64 [n], is left without any by the function alone, or all of them are by
+                the processors together.
+        """
+        if self.prefix_allowed_tokens_fn is None:
+            return
+        if not self._dead_ends.isdisjoint(nodes.tolist()):
+            raise _no_token_ids([], self.vocab_size)
+        if not (answer.scores[:, :1] > MASKED).any():
+            raise SpecbeamError(
+                "prefix_allowed_tokens_fn allows only tokens that other options forbid: allow another token there"
+            )
+
+    def _edits(self, tree: Tree, nodes: Nodes) -> Iterator[Edit]:
+        n = len(nodes)
+        if self.logit_bias:
+            yield _edit("add", np.arange(n), [*self.logit_bias], [*self.logit_bias.values()])
+        if self.repetition_penalty != 1.0:
+            yield _edit("repeat", np.arange(n), tree.tokens(tree.paths(nodes)), self.repetition_penalty)
+        if self.frequency_penalty or self.presence_penalty:
+            yield from self._count_penalties(tree, nodes)
+        if self.eos_token_ids and self.min_new_tokens:
+            early = np.flatnonzero(tree.depths(nodes) + 1 - tree.prompt_length < self.min_new_tokens)
+            if len(early):
+                yield _edit("ban", early, self.eos_token_ids)
+        for rows, tokens in self._banned(tree, nodes):
+            yield Edit("ban", rows.astype(np.int32), tokens.astype(np.int32))
+
+    def _count_penalties(self, tree: Tree, nodes: Nodes) -> Iterator[Edit]:
+        """Frequency and presence penalty, for the tokens of the text without the prompt (OpenAI's API reference)."""
+        for rows, ids in _by_length(tree, nodes):
+            pairs, counts = np.unique(
+                rows[:, None] * self.vocab_size + ids[:, tree.prompt_length :], return_counts=True
+            )
+            row, token = np.divmod(pairs, self.vocab_size)
+            penalties = -(self.frequency_penalty * counts + self.presence_penalty)
+            yield Edit("add", row.astype(np.int32), token.astype(np.int32), penalties.astype(np.float32))
+
+    def _banned(self, tree: Tree, nodes: Nodes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Rows of nodes, and tokens that the bans forbid there."""
+        if self.bans:
+            for rows, ids in _by_length(tree, nodes):
+                for bans in self.bans:
+                    row, token = bans(ids)
+                    yield rows[row], token
+
+    def _allowed(self, tree: Tree, nodes: Nodes, guesses: Any) -> NDArray[np.bool_] | None:
+        """Which tokens the masks allow, bool [n, vocab]; None if there are no masks."""
+        allowed = None if self.constraint is None else self.constraint(tree, nodes, self.vocab_size)
+        if self.prefix_allowed_tokens_fn is None:
+            return allowed
+        by_function = np.zeros((len(nodes), self.vocab_size), dtype=bool)
+        guessed = np.isin(nodes, guesses)
+        for row, node in enumerate(nodes.tolist()):
+            input_ids = torch.from_numpy(tree.tokens(tree.path(node))).to(self.device)
+            tokens = self.prefix_allowed_tokens_fn(0, input_ids)
+            index = _token_ids(tokens, self.vocab_size, some=not guessed[row])
+            by_function[row, index] = True
+            if not len(index):
+                self._dead_ends.add(node)
+        return by_function if allowed is None else by_function & allowed
+
+    def _call(self, tree: Tree, nodes: Nodes, guessed: NDArray[np.bool_], scores: Tensor) -> Tensor:
+        """Call the functions on all nodes of one depth at once, since their texts are equally long.
+
+        A guess that no token may follow keeps its scores: functions may count on some token that is allowed. If the
+        scores are those of a draft with fewer tokens, the functions see the others as forbidden.
 
         Raises:
             SpecbeamError: a function of the caller returned scores of another shape, NaN, or no tokens.
         """
-        nodes = np.asarray(nodes, dtype=np.int64)
-        if self.logit_bias:
-            scores = scores.clone()
-            scores[:, [*self.logit_bias]] += torch.tensor([*self.logit_bias.values()], device=scores.device)
-        if self.repetition_penalty != 1.0:
-            seen = torch.from_numpy(tree.tokens(tree.paths(nodes))).to(scores.device)
-            scores = repetition_penalty(scores, seen, self.repetition_penalty)
-        if self.frequency_penalty or self.presence_penalty:
-            scores = self._penalize_counts(tree, nodes, scores)
-        if self.eos_token_ids and self.min_new_tokens:
-            early = tree.depths(nodes) + 1 - tree.prompt_length < self.min_new_tokens
-            if early.any():
-                scores = scores.clone()
-                scores[np.flatnonzero(early)[:, None], self.eos_token_ids] = MASKED
-        scores = self.forbid(tree, nodes, scores, drafting)
-        if self.functions:
-            scores = self._call(tree, nodes, scores, drafting)
-        if self.has_one_end:
-            scores = only_the_likeliest(scores, self.eos_token_ids)
-        complete = len(nodes) == self.num_texts and not drafting
-        if self.prefix_allowed_tokens_fn is not None and complete and not (scores > MASKED).any():
-            raise SpecbeamError(
-                "prefix_allowed_tokens_fn allows only tokens that other options forbid: allow another token there"
-            )
-        return scores
-
-    def forbid(self, tree: Tree, nodes: Nodes, scores: Tensor, drafting: bool = False) -> Tensor:
-        """Scores [n, vocab] with -inf where a token may not follow, whatever its score."""
-        if self.bans:
-            scores = self._ban(tree, nodes, scores)
-        if self.constraint is not None:
-            scores = self.constraint(tree, nodes, scores)
-        if self.prefix_allowed_tokens_fn is not None:
-            texts = [torch.from_numpy(tree.tokens(tree.path(node))).to(scores.device) for node in nodes.tolist()]
-            scores = only(scores, [self.prefix_allowed_tokens_fn(0, ids) for ids in texts], some=not drafting)
-        return scores
-
-    def _penalize_counts(self, tree: Tree, nodes: Nodes, scores: Tensor) -> Tensor:
-        """Frequency and presence penalty, for the tokens of the text without the prompt (OpenAI's API reference)."""
-        scores, vocab = scores.clone(), scores.shape[-1]
-        for rows, ids in _by_length(tree, nodes):
-            pairs, counts = np.unique(rows[:, None] * vocab + ids[:, tree.prompt_length :], return_counts=True)
-            row, token = np.divmod(pairs, vocab)
-            penalties = torch.from_numpy(self.frequency_penalty * counts + self.presence_penalty)
-            scores[row, token] -= penalties.to(scores)
-        return scores
-
-    def _ban(self, tree: Tree, nodes: Nodes, scores: Tensor) -> Tensor:
-        scores = scores.clone()
-        for rows, ids in _by_length(tree, nodes):
-            for bans in self.bans:
-                row, token = bans(ids)
-                inside = token < scores.shape[-1]
-                scores[rows[row[inside]], token[inside]] = MASKED
-        return scores
-
-    def _call(self, tree: Tree, nodes: Nodes, scores: Tensor, drafting: bool) -> Tensor:
-        """Call the functions on all nodes of one depth at once, since their texts are equally long.
-
-        A guess that no token may follow keeps its scores: functions may count on some token that is allowed.
-        """
-        scores = scores.clone()
-        alive = np.flatnonzero((scores > MASKED).any(-1).cpu().numpy() | (not drafting))
+        columns = scores.shape[-1]
+        scores = torch.nn.functional.pad(scores, (0, max(0, self.vocab_size - columns)), value=MASKED)
+        scores = scores.clone() if columns >= self.vocab_size else scores
+        alive = np.flatnonzero((scores > MASKED).any(-1).cpu().numpy() | ~guessed)
         for rows, ids in _by_length(tree, nodes[alive]):
             input_ids = torch.from_numpy(ids).to(scores.device)
             at = torch.from_numpy(alive[rows]).to(scores.device)
@@ -153,7 +206,16 @@ class Processors:
                         f"logits_processor returned a value {got}: give scores of shape {[*shaped.shape]} without NaN"
                     )
             scores[at] = here
-        return scores
+        return scores[:, :columns]
+
+
+def _edit(kind: Literal["add", "repeat", "ban"], rows: NDArray[np.int64], tokens: Any, values: Any = ()) -> Edit:
+    """The same tokens, int [m], or others, int [n, m], in each of n rows, with values that broadcast to them."""
+    both = np.broadcast_arrays(rows[:, None], np.asarray(tokens))
+    at, which = (one.astype(np.int32).ravel() for one in both)
+    if kind == "ban":
+        return Edit(kind, at, which)
+    return Edit(kind, at, which, np.broadcast_to(np.asarray(values, dtype=np.float32), both[0].shape).ravel())
 
 
 def _by_length(tree: Tree, nodes: Nodes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -233,29 +295,6 @@ def _in_vocabulary(name: str, value: Any, vocab_size: int) -> list[Any]:
     return tokens
 
 
-class Warpers:
-    """Temperature, then top-k, top-p, min-p and typical sampling, in transformers' order."""
-
-    def __init__(self, options: Options) -> None:
-        self.steps: list[Callable[[Tensor], Tensor]] = []
-        for step in (temperature, top_k, top_p, min_p, typical_p):
-            value = getattr(options, step.__name__)
-            if value is not None and value != NEUTRAL_VALUES[step.__name__]:
-                self.steps.append(lambda scores, step=step, value=value: step(scores, value))  # type: ignore[misc]
-
-    def __call__(self, scores: Tensor) -> Tensor:
-        """Scores [..., vocab] in, scores of the distribution to draw from out: -inf where a probability is 0."""
-        for step in self.steps:
-            scores = step(scores)
-        return scores
-
-
-def repetition_penalty(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Divide positive and multiply negative scores [n, vocab] of tokens seen, int64 [n, length] (CTRL, 2019, 4.1)."""
-    chosen = scores.gather(-1, seen)
-    return scores.scatter(-1, seen, torch.where(chosen < 0, chosen * penalty, chosen / penalty))
-
-
 def repeated_ngrams(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """The tokens that would end an n-gram that the text has already: a ban (Paulus et al. 2018, 2.5)."""
     n, length = ids.shape
@@ -294,74 +333,30 @@ class BadWords:
         return np.concatenate(rows), np.concatenate(tokens)
 
 
-def only_the_likeliest(scores: Tensor, tokens: Sequence[int]) -> Tensor:
-    """Scores [n, vocab] with -inf for all of some tokens but the likeliest of them, in each row."""
-    among = scores[:, tokens]
-    best = among.argmax(-1, keepdim=True)
-    scores = scores.clone()
-    scores[:, tokens] = torch.full_like(among, MASKED).scatter(-1, best, among.gather(-1, best))
-    return scores
-
-
-def only(scores: Tensor, allowed: Sequence[Any], some: bool = True) -> Tensor:
-    """Scores [n, vocab] with -inf for all tokens but the allowed ones.
+def _token_ids(tokens: Any, vocab_size: int, some: bool) -> NDArray[np.int64]:
+    """The token ids that ``prefix_allowed_tokens_fn`` returned.
 
     Args:
-        allowed: token ids for each of the n rows.
-        some: each row must allow at least one token.
+        some: there must be at least one.
 
     Raises:
-        SpecbeamError: a row has no tokens, or values that are not token ids.
+        SpecbeamError: there is none, or a value that is no token id.
     """
-    masked = torch.full_like(scores, MASKED)
-    for row, tokens in enumerate(allowed):
-        try:
-            index = np.atleast_1d(np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)).ravel()
-        except (TypeError, ValueError):
-            index = np.array([None])
-        if not len(index) and not some:
-            continue
-        whole = np.issubdtype(index.dtype, np.integer)
-        if not len(index) or not whole or index.min() < 0 or index.max() >= scores.shape[-1]:
-            raise SpecbeamError(
-                f"prefix_allowed_tokens_fn returned {'no tokens' if not len(index) else str(tokens)[:60]}: "
-                f"give token ids below {scores.shape[-1]}, at least one, such as the end token"
-            )
-        at = torch.from_numpy(index.astype(np.int64)).to(scores.device)
-        masked[row, at] = scores[row, at]
-    return masked
+    try:
+        index = np.atleast_1d(np.asarray(tokens.cpu() if isinstance(tokens, Tensor) else tokens)).ravel()
+    except (TypeError, ValueError):
+        index = np.array([None])
+    if not len(index) and not some:
+        return np.empty(0, dtype=np.int64)
+    whole = np.issubdtype(index.dtype, np.integer)
+    if not len(index) or not whole or index.min() < 0 or index.max() >= vocab_size:
+        raise _no_token_ids(tokens if len(index) else [], vocab_size)
+    return index.astype(np.int64)
 
 
-def temperature(scores: Tensor, value: float) -> Tensor:
-    """Divide by the temperature."""
-    return scores / value
-
-
-def top_k(scores: Tensor, k: int) -> Tensor:
-    """Keep the k highest scores, and those equal to the lowest of them (Fan et al. 2018, 5.4)."""
-    lowest = top(scores, min(k, scores.shape[-1]))[0][..., -1:]
-    return scores.masked_fill(scores < lowest, MASKED)
-
-
-def top_p(scores: Tensor, p: float) -> Tensor:
-    """Keep the likeliest tokens whose probabilities first sum to p (nucleus sampling, Holtzman et al. 2020, 3.1)."""
-    ascending, order = scores.sort(dim=-1)
-    below = ascending.softmax(-1).cumsum(-1) <= 1 - p
-    below[..., -1] = False  # the likeliest always stays
-    return scores.masked_fill(torch.zeros_like(below).scatter(-1, order, below), MASKED)
-
-
-def min_p(scores: Tensor, p: float) -> Tensor:
-    """Keep tokens at least p times as likely as the likeliest (Nguyen et al. 2024, 3)."""
-    probabilities = scores.softmax(-1)
-    return scores.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), MASKED)
-
-
-def typical_p(scores: Tensor, p: float) -> Tensor:
-    """Keep the tokens whose surprise is nearest to the expected one, until they sum to p (Meister et al. 2023, 4)."""
-    log_probs = scores.log_softmax(-1)
-    expected = -(log_probs * log_probs.exp()).nansum(-1, keepdim=True)  # impossible tokens are 0 * -inf
-    ascending, order = (-log_probs - expected).abs().sort(dim=-1)
-    number = (scores.gather(-1, order).softmax(-1).cumsum(-1) < p).sum(-1, keepdim=True).clamp(max=scores.shape[-1] - 1)
-    far = ascending > ascending.gather(-1, number)
-    return scores.masked_fill(torch.zeros_like(far).scatter(-1, order, far), MASKED)
+def _no_token_ids(tokens: Any, vocab_size: int) -> SpecbeamError:
+    nothing = isinstance(tokens, list) and not tokens
+    return SpecbeamError(
+        f"prefix_allowed_tokens_fn returned {'no tokens' if nothing else str(tokens)[:60]}: "
+        f"give token ids below {vocab_size}, at least one, such as the end token"
+    )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from specbeam.decoding.processors import MASKED, Processors
+from specbeam.decoding.processors import Processors
 from specbeam.decoding.stopping import Stopping
 from specbeam.drafting import Guesses
 from specbeam.drafting.pace import Pace
@@ -54,7 +53,6 @@ class Chains:
         allowed = (tokens < self.vocab_size) & ~np.isin(tokens, sorted(self.stop.eos_token_ids))
         allowed &= self.tree.depths(parents) + 2 < self.stop.max_length
         if self.process.forbids and allowed.any():
-            at, scores = np.flatnonzero(allowed), torch.zeros(int(allowed.sum()), self.vocab_size)
-            scores = self.process.forbid(self.tree, parents[at], scores, drafting=True)
-            allowed[at] = (scores[torch.arange(len(at)), torch.from_numpy(tokens[at])] > MASKED).numpy()
+            at = np.flatnonzero(allowed)
+            allowed[at] = ~self.process.forbidden(self.tree, parents[at], tokens[at])
         return allowed

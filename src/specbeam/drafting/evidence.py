@@ -71,9 +71,6 @@ def needed_width(guesses: Guesses, tree: Tree, tips: Nodes, chains: bool) -> int
     """How wide the guesses had to be to contain these tips, the text's end or the beams after a step."""
     if chains:
         return 1  # it is not known which chain was accepted: the first is the likeliest
-    if guesses.drawn_from:  # the children of one node, in the order in which they were drawn
-        among = guesses.nodes[tree.parents(guesses.nodes) == tree.parents(tips[0])]
-    else:  # a level of the draft's search, the likeliest first
-        depths = tree.depths(guesses.nodes)
-        among = guesses.nodes[depths == depths[np.isin(guesses.nodes, tips)].max(initial=0)]
+    depths = tree.depths(guesses.nodes)  # the levels of the draft's search, each the likeliest first
+    among = guesses.nodes[depths == depths[np.isin(guesses.nodes, tips)].max(initial=0)]
     return 1 + int(np.flatnonzero(np.isin(among, tips)).max(initial=0))

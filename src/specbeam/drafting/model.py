@@ -6,15 +6,11 @@ from collections.abc import Collection
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from specbeam.decoding import Evaluate
-from specbeam.decoding.processors import MASKED, Processors, Warpers
-from specbeam.decoding.sampling import gumbel
+from specbeam.decoding import Answer, Evaluate
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.top import top
+from specbeam.decoding.wishes import Wishes, streams_of
 from specbeam.drafting import DECLINED, Guesses, Proposal
 from specbeam.drafting.pace import Pace
 from specbeam.tree import NO_NODES, Nodes, Tree
@@ -23,6 +19,10 @@ MAX_RECENT_TOKENS, RECENT_TOKENS_SHARE = 512, 0.97
 """Guess among the first token ids of the vocabulary, enough of them to contain this share of the latest tokens."""
 MIN_RECENT_TOKENS = 32
 """Guess among all token ids as long as the text has fewer tokens than this."""
+MIN_COMPARED_TOKENS = 4
+"""A drawn token's chance is judged by the distance to this many tokens of the highest ranks."""
+RANK_SHARPNESS = 1.0
+"""Chances are the softmax of this many times the ranks."""
 VOCAB_STEP = 4096
 """The number of token ids to guess among is a multiple of this."""
 
@@ -35,39 +35,33 @@ class ModelDrafter:
     of its beams.
 
     Args:
-        process: the request's processors. They hold for the draft as for the target.
+        wish: the request's wishes. Its processors and its noise hold for the draft as for the target.
         vocab_size: of the target.
         context: the most tokens that the draft can read.
         special: token ids that are not text, such as the separators of chat templates.
-        draws: for sampling, the warpers of the draft's distribution and the generator of its draws. Guesses are then
-            drawn. How many are drawn below a node never depends on a later draw.
     """
 
     def __init__(
         self,
         tree: Tree,
-        process: Processors,
+        wish: Wishes,
         stop: Stopping,
         vocab_size: int,
         context: int,
         special: Collection[int],
         pace: Pace,
-        draws: tuple[Warpers, torch.Generator] | None = None,
     ) -> None:
         self.tree = tree
-        self.process = process
+        self.wish = wish
         self.stop = stop
         self.vocab_size = vocab_size
         self.context = context
         self.special = sorted(special)
         self.pace = pace
-        self.draws = draws
-        self._eos = sorted(stop.eos_token_ids)
+        self._eos = np.array(sorted(stop.eos_token_ids), dtype=np.int64)
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         self.pace.begin_round()
-        if self.draws is not None:
-            return (yield from self._draw(int(tips[0])))
         if self.pace.sizes.num_beams > 1:
             return (yield from self._beams(tips, scores))
         return (yield from self._likeliest(tips, scores))
@@ -115,50 +109,31 @@ class ModelDrafter:
             normalized: no score may be above 0, because it is a chance. Beam search adds up the raised scores as they
                 are, so guesses below beams need these.
         """
-        log_probs = self._log_probs(level, (yield Evaluate(level, drafting=True, vocab=vocab)))
-        if normalized and self.process.raises:
-            log_probs = log_probs.log_softmax(-1).nan_to_num(nan=MASKED, neginf=MASKED)  # NaN where no token may follow
-        # The likeliest of each node: the likeliest of the level are among them.
-        values, tokens = top(log_probs, min(width, self.vocab_size))
-        totals = at[:, None] + values.double().cpu().numpy()
-        order = np.argsort(-totals, axis=None, kind="stable")[:width]
-        likeliest = order[totals.flat[order] > -np.inf]
-        parents = level[likeliest // totals.shape[1]]
-        return self.tree.guess(parents, tokens.cpu().numpy().flat[likeliest]), totals.flat[likeliest]
-
-    def _draw(self, tip: int) -> Proposal:
-        assert self.draws is not None
-        warp, generator = self.draws
-        width, depth = self.pace.shape()
-        if not depth:
-            return DECLINED
-        nodes, chances, drawn_from = NO_NODES, np.empty(0), {}
-        level, at = np.array([tip]), np.ones(1)
-        vocab = self._vocab()
-        for _ in range(depth):
-            if not self._has_room(level):
-                break
-            scores = self._scores(level, (yield Evaluate(level, drafting=True, vocab=vocab)))
-            distributions = warp(scores).double().softmax(-1).nan_to_num(0.0)
-            # Settle the number of children of each node before any draw. Else they would not follow the distribution.
-            counts = _shares(at, width)
-            below, chances_below = [], []
-            for node, q, count, chance in zip(level.tolist(), distributions, counts, at.tolist(), strict=True):
-                count = min(count, int((q > 0).sum()))
-                if not count:
-                    continue
-                # Draws without replacement: the Gumbel-top-k trick (Kool et al. 2019, section 2.3).
-                noise = gumbel(len(q), generator).to(q.device)
-                tokens = top(q.log() + noise, count)[1]
-                below.append(self.tree.guess(np.full(count, node), tokens.cpu().numpy()))
-                chances_below.append(chance * q[tokens].cpu().numpy())
-                drawn_from[node] = q
-            if not below:
-                break
-            level, at = np.concatenate(below), np.concatenate(chances_below)
-            nodes, chances = np.concatenate([nodes, level]), np.concatenate([chances, at])
-        most = self.pace.most_guesses  # the cut, too, depends on counts alone, not on the draws
-        return Guesses(nodes[:most], chances[:most], drawn_from, width=width)
+        draws = self.wish.seed is not None
+        wish = self.wish(
+            self.tree,
+            level,
+            guesses=level,
+            streams=streams_of(self.tree, level) if draws and not normalized else 0,
+            most=min(max(width, MIN_COMPARED_TOKENS) + len(self._eos), vocab),  # EOS is no guess: nothing can follow it
+            vocab=vocab,
+            normalize=not (draws and normalized),
+            total=normalized and self.wish.process.raises,
+        )
+        answer: Answer = yield Evaluate(level, wish, drafting=True)
+        scores = answer.scores.astype(np.float64)
+        ranks = scores if answer.noise is None else scores + answer.noise
+        if draws and normalized:
+            scores = ranks = log_chances(ranks)
+        elif answer.totals is not None:
+            scores = ranks = np.where(np.isfinite(scores), scores - answer.totals[:, None], -np.inf)
+        usable = np.isfinite(ranks) & ~np.isin(answer.tokens, self._eos)
+        ranks = np.where(usable, at[:, None] + ranks, -np.inf)
+        order = np.argsort(-ranks, axis=None, kind="stable")[:width]
+        likeliest = order[ranks.flat[order] > -np.inf]
+        parents = level[likeliest // ranks.shape[1]]
+        totals = (at[:, None] + scores).flat[likeliest]
+        return self.tree.guess(parents, answer.tokens.flat[likeliest]), totals
 
     def _vocab(self) -> int:
         """How many of the first token ids to guess among: the draft's head then computes logits for these alone.
@@ -166,7 +141,7 @@ class ModelDrafter:
         Byte-pair merges are ordered by frequency, so nearly all of a text consists of the vocabulary's first tokens
         (FR-Spec, Zhao et al. 2025). The latest tokens show how many that are.
         """
-        if self.process.raises:  # the caller's function should see no scores masked by us
+        if self.wish.process.raises:  # the caller's function should see no scores masked by us
             return self.vocab_size
         recent = self.tree.tokens(self.tree.trunk[-MAX_RECENT_TOKENS:])
         recent = recent[~np.isin(recent, self.special)]
@@ -182,25 +157,17 @@ class ModelDrafter:
         length = int(self.tree.depths(level).max()) + 1
         return length + 1 < self.stop.max_length and length <= self.context
 
-    def _scores(self, nodes: Nodes, logits: Tensor) -> Tensor:
-        """Processed scores over the target's vocabulary. EOS is masked: nothing can follow it."""
-        logits = logits[:, : self.vocab_size]
-        if missing := self.vocab_size - logits.shape[-1]:
-            logits = torch.nn.functional.pad(logits, (0, missing), value=MASKED)
-        scores = self.process(self.tree, nodes, logits, drafting=True)
-        scores = scores.clone() if scores is logits else scores
-        scores[:, self._eos] = MASKED
-        return scores
 
-    def _log_probs(self, nodes: Nodes, logits: Tensor) -> Tensor:
-        """Processed log-probabilities."""
-        return self._scores(nodes, logits[:, : self.vocab_size].log_softmax(-1))
+def log_chances(ranks: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Estimates of the log-probabilities that the target draws tokens that the draft ranks with the same noise.
 
+    The target's scores differ from the draft's. If the differences are logistic, the chance of the first of two tokens
+    is a logistic function of the distance between their ranks. With more tokens that is a softmax.
 
-def _shares(chances: NDArray[np.float64], width: int) -> list[int]:
-    """Split ``width`` children among nodes in proportion to their chances."""
-    ideal = chances / max(chances.sum(), np.finfo(float).tiny) * width if chances.any() else np.zeros(len(chances))
-    counts = np.floor(ideal).astype(int)
-    for i in np.argsort(counts - ideal, kind="stable")[: width - counts.sum()]:
-        counts[i] += 1
-    return counts.tolist()
+    Args:
+        ranks: scores with noise, float64 [n, k], the highest first.
+    """
+    with np.errstate(invalid="ignore"):
+        relative = np.where(np.isfinite(ranks), (ranks - ranks[:, :1]) * RANK_SHARPNESS, -np.inf)
+    chances = np.exp(relative)
+    return relative - np.log(np.maximum(chances.sum(-1, keepdims=True), 1.0))

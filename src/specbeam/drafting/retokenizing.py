@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding import Evaluate
+from specbeam.decoding import Evaluate, Wish
 from specbeam.detokenizing import INCOMPLETE, Detokenizer, TextEnd
 from specbeam.drafting import DECLINED, Guesses, Proposal
 from specbeam.drafting.chains import Chains
@@ -102,8 +102,8 @@ class RetokenizingDrafter:
         going = np.array([place.node for place in able.values()])
         tokens: list[NDArray[np.int64]] = []
         for _ in range(depth):
-            logits = yield Evaluate(going, drafting=True)
-            tokens.append(logits.argmax(-1).cpu().numpy())
+            answer = yield Evaluate(going, Wish(), drafting=True)
+            tokens.append(answer.tokens[:, 0])
             going = self.tree.guess(going, tokens[-1])
         continued = dict(zip(able, np.stack(tokens, axis=1).tolist(), strict=True))
         found = [

@@ -10,8 +10,6 @@ from specbeam.backends.contract import Backend
 
 NODES_PER_NOMINAL_COST = 32
 """Assume that this many more nodes cost as much again as a pass over one node."""
-NOMINAL_DRAFT_COST_SHARE = 0.2
-"""Assume that a pass of a draft model costs this share of a pass of the target."""
 MAX_SIZE_RATIO = 4
 """Interpolate between measured sizes only if they differ by at most this factor."""
 UNMEASURED_SECONDS = 1e-3
@@ -23,11 +21,6 @@ DRIFT_WEIGHT = 0.1
 def nominal_cost(nodes: float) -> float:
     """The estimated cost of a pass, in passes over one node."""
     return 1 + nodes / NODES_PER_NOMINAL_COST
-
-
-def nominal_draft_cost(nodes: float) -> float:
-    """The estimated cost of a pass of a draft model, in passes of the target over one node."""
-    return NOMINAL_DRAFT_COST_SHARE * nominal_cost(nodes)
 
 
 class Measured(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.processors import Warpers
+from specbeam.decoding.wishes import Wishes, warpers_of
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.ngram import NgramDrafter
@@ -15,7 +15,6 @@ from specbeam.drafting.pace import Pace
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.drafting.sizes import Cost, Sizes
 from specbeam.drafting.suffix import SuffixAutomaton, SuffixDrafter
-from specbeam.engine.costs import nominal_cost, nominal_draft_cost
 from specbeam.engine.setup import Setup
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -40,14 +39,10 @@ def make_drafter(
         SpecbeamError: the draft has another vocabulary, which text cannot bridge.
     """
     shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
-    if setup.options.samples:  # with measured costs, the text of a seed would depend on the load of the machine
-        target_cost = nominal_cost
-        if isinstance(draft, LanguageModel):
-            draft_cost = nominal_cost if draft.backend is lm.backend else nominal_draft_cost
     pace = _make_pace(setup.options, prompt_length, target_cost, draft_cost, chains=not shares_tokenizer)
     if isinstance(draft, LanguageModel) and shares_tokenizer:
         return _make_model_drafter(setup, lm, draft, pace)
-    chains = Chains(setup.tree, setup.process, setup.stop, lm.backend.vocab_size, pace)
+    chains = Chains(setup.tree, setup.wish.process, setup.stop, lm.backend.vocab_size, pace)
     if isinstance(draft, LanguageModel):
         return RetokenizingDrafter(setup.tree, chains, lm, draft)
     if draft == "ngram":
@@ -73,21 +68,20 @@ def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, p
     added = {} if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
     return ModelDrafter(
         setup.tree,
-        setup.process,
+        setup.wish if setup.wish.seed is None else Wishes(setup.wish.process, _draft_warpers(options), setup.wish.seed),
         setup.stop,
         lm.backend.vocab_size,
         draft.backend.context_length,
         [token_id for token_id, token in added.items() if token.special],
         pace,
-        (_draft_warpers(options), setup.generator) if options.samples and options.num_beams == 1 else None,
     )
 
 
-def _draft_warpers(options: Options) -> Warpers:
+def _draft_warpers(options: Options) -> dict[str, Any]:
     """The warpers of the distribution that guesses are drawn from."""
     temperature = options.temperature if options.draft_temperature is None else options.draft_temperature
     top_k = options.top_k if options.draft_top_k is None else options.draft_top_k
-    return Warpers(replace(options, temperature=temperature, top_k=top_k))
+    return warpers_of(replace(options, temperature=temperature, top_k=top_k))
 
 
 def load_draft(lm: LanguageModel, draft: Any) -> Any:

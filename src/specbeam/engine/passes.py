@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from functools import cache
+from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
@@ -14,6 +16,7 @@ from torch import Tensor
 from specbeam.engine.costs import pass_times
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.scheduler import Batch, Scheduler
+from specbeam.selection import Answer
 
 
 def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool:
@@ -31,13 +34,13 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     """
     start = time.perf_counter()
     try:
-        rows = _forward(batch)
+        received = _forward(batch)
     except Exception as error:
         failure = forget_frames(error)
     else:
         with _one_thread() if one_torch_thread else nullcontext():
-            for (request, nodes), row in zip(batch, rows, strict=True):
-                request.receive(nodes, row)
+            for (request, nodes), (rows, answers) in zip(batch, received, strict=True):
+                request.receive(nodes, rows, answers)
         # The time includes the use of the logits by the requests: choosing among them has a cost, too.
         pass_times(batch[0][0].backend).add(sum(len(nodes) for _, nodes in batch), time.perf_counter() - start)
         scheduler.succeeded()
@@ -56,21 +59,25 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     return fine
 
 
-def _forward(batch: Batch) -> tuple[Tensor, ...]:
-    """The logits of each request, float32 [wanted nodes, vocab]."""
+def _forward(batch: Batch) -> list[tuple[Tensor, list[Answer]]]:
+    """The logits of each request, float32 [wanted nodes, vocab], and the answers to its wishes about them."""
     segments = [request.segment(nodes) for request, nodes in batch]
     backend = batch[0][0].backend
     start = time.perf_counter()
     logits = backend.forward(segments)
-    if logits.is_cuda:
+    ends = np.cumsum([len(segment.wanted) for segment in segments]).tolist()
+    parts = [slice(end - len(segment.wanted), end) for end, segment in zip(ends, segments, strict=True)]
+    wishes = [request.wishes(nodes) for request, nodes in batch]
+    asked = [(part, wish) for part, some in zip(parts, wishes, strict=True) for wish in some]
+    answers = iter(backend.choose(logits, asked) if asked else [])
+    if logits.is_cuda and not asked:  # answers wait for the device
         torch.cuda.synchronize(logits.device)
     seconds = time.perf_counter() - start
     together = sum(len(s.tokens) for s in segments)
-    wanted = [len(s.wanted) for s in segments]
-    ahead = [max(1, rows) for rows in wanted]  # nodes of the next pass, roughly: who reads a prompt will bring one
+    ahead = [max(1, len(s.wanted)) for s in segments]  # nodes of the next pass, roughly: who reads a prompt brings one
     for (request, nodes), own in zip(batch, ahead, strict=True):
         request.spend(seconds * len(nodes) / together, sum(ahead) - own, len(batch))
-    return torch.split(logits, wanted)
+    return [(logits[part], [*islice(answers, len(some))]) for part, some in zip(parts, wishes, strict=True)]
 
 
 def _one_thread() -> Any:

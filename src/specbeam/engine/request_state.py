@@ -14,6 +14,7 @@ from torch import Tensor
 
 from specbeam.backends.contract import Backend, Segment
 from specbeam.decoding import Hypothesis, Strategy
+from specbeam.decoding.alternatives import Alternatives
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.costs import SharedCost, pass_times
 from specbeam.engine.drafters import Draft, make_drafter
@@ -27,6 +28,7 @@ from specbeam.engine.strategies import MakeStrategy, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
+from specbeam.selection import Answer, Wish, select
 from specbeam.tree import NO_NODES, Nodes
 
 
@@ -74,8 +76,8 @@ class RequestState:
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
         self._make_strategy = strategy or make_strategy
         self._strategy: Strategy | None = None
-        self._wanted = NO_NODES  # nodes whose logits the strategy asked for
-        self._vocab: int | None = None  # how many of the first tokens' logits it asked for
+        self._wanted = NO_NODES  # nodes that the strategy asked about
+        self._wish: Wish | None = None  # what it asked; None for the logits
         self._received: list[Tensor] = []
         self._prefixes = prefixes  # the engine's kept caches
         self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
@@ -174,7 +176,7 @@ class RequestState:
         """The request's part of a pass over some of its pending nodes."""
         wanted = np.flatnonzero(np.isin(nodes, self._wanted))
         with self._tearing():
-            return self._state.slots.segment(nodes, wanted, self._vocab)
+            return self._state.slots.segment(nodes, wanted, None if self._wish is None else self._wish.vocab)
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
         """Take in its latest pass.
@@ -189,8 +191,20 @@ class RequestState:
         if cost is not None:
             cost.join(other_nodes, requests)
 
-    def receive(self, nodes: Nodes, logits: Tensor) -> None:
-        """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on."""
+    def wishes(self, nodes: Nodes) -> list[Wish]:
+        """What a backend is to answer about the logits at the wanted ones among some pending nodes.
+
+        It is nothing as long as some are pending, or if the strategy wants the rows in another order than they come in.
+        """
+        in_order = (self._wanted[1:] > self._wanted[:-1]).all()
+        return self._wishes() if len(nodes) == len(self.pending) and in_order and not self._received else []
+
+    def receive(self, nodes: Nodes, logits: Tensor, answers: list[Answer]) -> None:
+        """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on.
+
+        Args:
+            answers: to the :meth:`wishes` about these logits.
+        """
         with self._failing_alone():
             state = self._state
             state.passes += 1
@@ -198,17 +212,39 @@ class RequestState:
             self.pending = self.pending[len(nodes) :]
             if len(self.pending):
                 if len(logits):  # a view would keep the logits of the whole pass
-                    self._received.append(logits[:, : self._vocab].clone())
+                    self._received.append(logits.clone())
                 return
-            self._received.append(logits[:, : self._vocab])
             state.answered += 1
-            logits = self._received[0] if len(self._received) == 1 else torch.cat(self._received)
-            self._received = []
-            if (np.diff(self._wanted) <= 0).any():  # rows come in the order of nodes, the strategy may have another
-                logits = logits[np.searchsorted(np.unique(self._wanted), self._wanted)]
-            if self._output.alternatives is not None and not self.drafting:
-                self._output.alternatives.add(self._wanted, logits)
-            self._advance(logits)
+            if not answers:
+                rows = torch.cat([*self._received, logits]) if self._received else logits
+                self._received = []
+                if (np.diff(self._wanted) <= 0).any():  # they come in the order of nodes
+                    rows = rows[np.searchsorted(np.unique(self._wanted), self._wanted)]
+                answers = self.backend.choose(rows, [(slice(0, len(rows)), wish) for wish in self._wishes()])
+                logits = rows
+            if (alternatives := self._alternatives) is not None:
+                alternatives.add(self._wanted, answers.pop())
+            self._advance(self._answer(answers[0]) if answers else logits)
+
+    @property
+    def _alternatives(self) -> Alternatives | None:
+        """What remembers the likeliest tokens at the wanted nodes, if anything does."""
+        return None if self.drafting else self._output.alternatives
+
+    def _wishes(self) -> list[Wish]:
+        """The strategy's wish, if it has one, and then the wish for alternatives, if they were asked for."""
+        wishes = []
+        if self._wish is not None:
+            has_functions = bool(self._wish.functions)
+            wishes.append(Wish(most=0, vocab=self._wish.vocab) if has_functions else self._wish)
+        if self._alternatives is not None:
+            wishes.append(self._alternatives.wish)
+        return wishes
+
+    def _answer(self, answer: Answer) -> Answer:
+        """The answer to the strategy's wish. A caller's functions run here: they get all scores, and may fail."""
+        assert self._wish is not None
+        return select(answer.logits, self._wish, answer.normalizers) if self._wish.functions else answer
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
@@ -242,22 +278,22 @@ class RequestState:
             self.fail(error)
         self._is_torn = False
 
-    def _advance(self, logits: Tensor | None) -> None:
-        """Let the strategy take logits and name the next nodes, or finish."""
+    def _advance(self, answer: Answer | Tensor | None) -> None:
+        """Let the strategy take an answer and name the next nodes, or finish."""
         assert self._strategy is not None
         try:
-            wish = next(self._strategy) if logits is None else self._strategy.send(logits)
-            while isinstance(wish, Hypothesis):
-                self._output.find(wish)
-                wish = next(self._strategy)
+            step = next(self._strategy) if answer is None else self._strategy.send(answer)
+            while isinstance(step, Hypothesis):
+                self._output.find(step)
+                step = next(self._strategy)
         except StopIteration as finished:
             self._finish(finished.value)
             return
         dropped = {tree: tree.take_dropped() for tree in {state.tree for state in self._states}}
         for state in self._states:
             state.slots.release(dropped[state.tree])
-        self.drafting = wish.drafting
-        self._wanted, self._vocab = np.asarray(wish.nodes, dtype=np.int64), wish.vocab
+        self.drafting = step.drafting
+        self._wanted, self._wish = np.asarray(step.nodes, dtype=np.int64), step.wish
         self.pending = self._state.slots.missing(self._wanted)
         self._output.stream()
 

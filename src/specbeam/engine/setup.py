@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from specbeam.decoding.processors import Processors, Warpers, check_token_ids, processors_of_checkpoint
+from specbeam.decoding.processors import Processors, check_token_ids, processors_of_checkpoint
 from specbeam.decoding.record import Record
-from specbeam.decoding.sampling import seeded
 from specbeam.decoding.stopping import Stopping
+from specbeam.decoding.wishes import Wishes, some_seed, warpers_of
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
@@ -23,20 +21,16 @@ class Setup:
     Attributes:
         options: with the checkpoint's defaults filled in.
         tree: the prompt, or what the texts of an encoder-decoder model begin with.
-        process: the request's processors.
+        wish: makes the wishes: what to ask for at nodes, with the request's processors, warpers and noise.
         stop: decides where texts end.
         record: counts guesses, and remembers rounds for the trace.
-        warp: shapes the distribution that is sampled from.
-        generator: the request's own source of randomness, on the CPU.
     """
 
     options: Options
     tree: Tree
-    process: Processors
+    wish: Wishes
     stop: Stopping
     record: Record
-    warp: Warpers
-    generator: torch.Generator
 
 
 def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Setup:
@@ -68,12 +62,11 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Se
     defaults = {**lm.generation_defaults, **own}
     forced = processors_of_checkpoint(defaults, eos, len(begin), max_length, backend.vocab_size, backend.device)
     tree = Tree(begin)
+    process = Processors(options, eos, backend.vocab_size, forced, backend.device)
     return Setup(
         options=options,
         tree=tree,
-        process=Processors(options, eos, forced),
+        wish=Wishes(process, *((warpers_of(options), some_seed(options.seed)) if options.samples else ())),
         stop=Stopping(eos, max_length, options.stop_strings, None if lm.tokenizer is None else lm.decode),
         record=Record(tree, options.trace),
-        warp=Warpers(options),
-        generator=seeded(options.seed),
     )

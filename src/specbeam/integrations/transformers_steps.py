@@ -1,6 +1,6 @@
 """The steps of one request as transformers' ``generate`` has them: their scores, and the stopping criteria after each.
 
-The request runs as any other. Its processors and its rule for the end of a text are wrapped, for its strategy only.
+The request runs as any other. Its record and its rule for the end of a text are wrapped, for its strategy only.
 So guesses of a draft are neither recorded nor shown to a stopping criterion.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -16,16 +17,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from specbeam.decoding import Hypothesis, Strategy
-from specbeam.decoding.beam import BeamSearch, beam_search
+from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
+from specbeam.decoding.beam import BeamSearch, Mask, beam_search
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.processors import Processors, Warpers
+from specbeam.decoding.record import Record
 from specbeam.decoding.speculative_beam import speculative_beam_search
 from specbeam.decoding.stopping import Stopping
 from specbeam.engine import Setup
 from specbeam.engine.strategies import make_search, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.integrations.transformers_processors import Row
+from specbeam.selection import changed
 from specbeam.tree import Nodes, Tree
 
 
@@ -77,26 +79,18 @@ class Steps:
         return self._beam_search(setup, drafter) if has_beams else self._one_text(setup, drafter)
 
     def _one_text(self, setup: Setup, drafter: Drafter | None) -> Strategy:
-        process, warp = setup.process, setup.warp
-        samples = setup.options.samples
+        if not (self._details.scores or self._details.logits):
+            return make_strategy(setup, drafter)
+        rows = KnownRows()
+        record = WatchedRecord(setup.record, lambda node: self._add(*rows.after(int(setup.tree.parents(node)))))
+        return rows.watch(make_strategy(replace(setup, record=cast(Record, record)), drafter))
 
-        def recorded(tree: Tree, nodes: Any, logits: Tensor) -> Tensor:
-            scores = process(tree, nodes, logits)
-            if self._details.logits:
-                self.logits.append(logits.clone())  # else it would keep the logits of the whole pass
-            if self._details.scores and not samples:
-                self.scores.append(scores.clone())
-            return scores
-
-        def recorded_warp(scores: Tensor) -> Tensor:
-            scores = warp(scores)
-            if self._details.scores:
-                self.scores.append(scores[None].clone())
-            return scores
-
-        if self._details.scores or self._details.logits:
-            setup = replace(setup, process=cast(Processors, recorded), warp=cast(Warpers, recorded_warp))
-        return make_strategy(setup, drafter)
+    def _add(self, scores: Tensor, logits: Tensor) -> None:
+        """Add a step of a single text, float32 [1, vocab] each."""
+        if self._details.scores:
+            self.scores.append(scores.clone())  # else it would keep the logits of the whole pass
+        if self._details.logits:
+            self.logits.append(logits.clone())
 
     def _beam_search(self, setup: Setup, drafter: Drafter | None) -> Strategy:
         """Our beam search with the candidates of transformers, and with all its places.
@@ -106,20 +100,16 @@ class Steps:
         Raises:
             SpecbeamError: not enough texts come to an end. The result of transformers then depends on the batch.
         """
-        search = make_search(setup)
+        beams: list[Nodes] = []  # before each step
+
+        def before_step(search: BeamSearch, answer: Answer, rows: NDArray[np.int64]) -> None:
+            beams[search.length :] = [search.beams]  # a step may be tried again, when more beams are known
+            if self._details.scores:
+                self.scores[search.length :] = [changed_rows(answer, search.wish(search.beams[rows]))]
+
+        search = make_search(setup, partial(WatchedSearch, before_step))
         assert isinstance(search, BeamSearch)
         search.num_candidates = self._details.num_candidates * search.num_beams
-        beams: list[Nodes] = []  # before each step
-        process = search.process
-
-        def recorded(tree: Tree, nodes: Nodes, log_probs: Tensor) -> Tensor:
-            beams[search.length :] = [search.beams]  # a step may be tried again, when more beams are known
-            log_probs = process(tree, nodes, log_probs)
-            if self._details.scores:
-                self.scores[search.length :] = [log_probs.clone()]
-            return log_probs
-
-        search.process = recorded
         if drafter is None:
             yield from beam_search(setup.tree, search, setup.record)
         else:
@@ -144,6 +134,66 @@ class Steps:
                 f"stopping_criteria returned values of shape {[*met.shape]} for {len(nodes)} texts: give one bool each"
             )
         return cast(NDArray[np.bool_], met.cpu().numpy())
+
+
+class KnownRows:
+    """The rows of logits that the target has computed for a strategy, and the scores that were made of them."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, int] = {}  # by node
+        self._scores = self._logits = torch.empty(0)
+
+    def watch(self, strategy: Strategy) -> Strategy:
+        """The same strategy. The rows of its latest wish are known."""
+        step = next(strategy)
+        try:
+            while True:
+                answer = yield step
+                if isinstance(step, Evaluate) and not step.drafting:
+                    assert step.wish is not None
+                    self._rows = {int(node): row for row, node in enumerate(step.nodes)}
+                    self._scores, self._logits = changed_rows(answer, step.wish), answer.logits
+                step = strategy.send(answer)
+        except StopIteration as finished:
+            hypotheses: list[Hypothesis] = finished.value
+            return hypotheses
+
+    def after(self, node: int) -> tuple[Tensor, Tensor]:
+        """The scores and the logits after a node, float32 [1, vocab] each."""
+        row = self._rows[node]
+        return self._scores[row : row + 1], self._logits[row : row + 1]
+
+
+def changed_rows(answer: Answer, wish: Wish) -> Tensor:
+    """The scores of all tokens that a wish makes of the logits, float32 [n, vocab]."""
+    return changed(answer.logits, wish, torch.from_numpy(answer.normalizers).to(answer.logits.device))
+
+
+class WatchedRecord:
+    """A record that also hands over the end of a text after each new token."""
+
+    def __init__(self, record: Record, watch: Callable[[int], None]) -> None:
+        self._record = record
+        self._watch = watch
+        self.round = record.round
+
+    def step(self, nodes: Any, scores: Any) -> None:
+        (node,) = nodes
+        self._record.step(nodes, scores)
+        self._watch(int(node))
+
+
+class WatchedSearch(BeamSearch):
+    """Beam search that calls a function before each step, with itself, the answer, and the known beams' numbers."""
+
+    def __init__(self, before_step: Callable[[BeamSearch, Answer, NDArray[np.int64]], None], *args: Any, **kw: Any):
+        super().__init__(*args, **kw)
+        self._before_step = before_step
+
+    def step(self, answer: Answer | None, known: Mask | None = None, token_penalties: Any = None) -> bool:
+        if answer is not None:
+            self._before_step(self, answer, np.arange(self.num_beams) if known is None else np.flatnonzero(known))
+        return super().step(answer, known, token_penalties)
 
 
 class CriteriaStopping(Stopping):

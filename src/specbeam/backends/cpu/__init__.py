@@ -27,6 +27,7 @@ from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
 from specbeam.errors import SpecbeamError
 from specbeam.machine import usable_processors
+from specbeam.selection import Answer, Wish, choose
 from specbeam.whole_steps import whole_step
 
 logger = logging.getLogger("specbeam")
@@ -110,6 +111,10 @@ class CpuBackend:
         if wrong:
             raise RuntimeError(f"a pass was refused: {wrong.decode()}")
         return torch.from_numpy(logits)
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
+        return choose(logits, wishes)
 
     def memory_for_caches(self) -> int:
         return memory_for_caches(self.device)

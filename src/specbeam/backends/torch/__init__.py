@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -12,6 +14,7 @@ from specbeam.backends.torch.cache import TreeCache
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
 from specbeam.backends.torch.weights import load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
+from specbeam.selection import Answer, Wish, choose
 
 
 class TorchBackend:
@@ -84,6 +87,10 @@ class TorchBackend:
         if (np.diff(slots) == 1).all():
             return slice(first, first + len(slots))
         return torch.from_numpy(slots).to(self.device)
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
+        return choose(logits, wishes)
 
     def memory_for_caches(self) -> int:
         return memory_for_caches(self.device)

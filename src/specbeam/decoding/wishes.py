@@ -1,0 +1,70 @@
+"""A request's wishes: its options, in the form in which a backend chooses tokens by them."""
+
+from __future__ import annotations
+
+import secrets
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam.decoding.processors import Processors
+from specbeam.options import NEUTRAL_VALUES, Options
+from specbeam.selection import Noise, Wish
+from specbeam.tree import Nodes, Tree
+
+WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+
+
+class Wishes:
+    """What one request wishes to know at its nodes.
+
+    Args:
+        process: the request's processors.
+        warpers: shape the distribution that is sampled from (:func:`warpers_of`).
+        seed: of the noise for draws, below 2**64. None if nothing is drawn.
+    """
+
+    def __init__(self, process: Processors, warpers: Mapping[str, Any] | None = None, seed: int | None = None) -> None:
+        self.process = process
+        self.warpers = dict(warpers or {})
+        self.seed = seed
+
+    def __call__(self, tree: Tree, nodes: Any, guesses: Any = (), streams: Any = 0, **wants: Any) -> Wish:
+        """The wish at nodes, int [n].
+
+        Args:
+            guesses: which of the nodes are guesses. The target may never choose such a text, and no token may be
+                allowed there.
+            streams: of the noise, a number or int [n]. Texts with different numbers are drawn independently.
+            wants: what to ask for, such as ``most``: attributes of a wish.
+
+        Raises:
+            SpecbeamError: a function of the caller returned something that it may not return.
+        """
+        if self.process.is_plain and self.seed is None and not self.warpers:
+            return Wish(**wants)
+        noise = None
+        if self.seed is not None:
+            positions = (tree.depths(nodes) + 1).astype(np.uint32)
+            noise = Noise(self.seed, np.broadcast_to(np.asarray(streams, np.uint32), positions.shape), positions)
+        return Wish(**self.process(tree, nodes, guesses), **self.warpers, noise=noise, **wants)
+
+
+def warpers_of(options: Options) -> dict[str, Any]:
+    """The warpers that options ask for, by the names of a wish's attributes."""
+    values = {name: getattr(options, name) for name in WARPERS}
+    return {name: value for name, value in values.items() if value is not None and value != NEUTRAL_VALUES[name]}
+
+
+def some_seed(seed: int | None) -> int:
+    """The seed of a request's draws: the one that was given, or any."""
+    return secrets.randbits(64) if seed is None else seed
+
+
+def streams_of(tree: Tree, nodes: Nodes) -> NDArray[np.uint32]:
+    """Numbers for texts, uint32 [n]: a checksum of their new tokens. So a beam's noise does not depend on its rank."""
+    texts = (tree.tokens(tree.path(node)[tree.prompt_length :]) for node in nodes.tolist())
+    return np.array([zlib.crc32(text.tobytes()) for text in texts], dtype=np.uint32)
