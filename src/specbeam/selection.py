@@ -1,4 +1,4 @@
-"""What a strategy wishes to know of the logits at some nodes, and the few numbers that answer it.
+"""Wishes and answers: the few numbers that a strategy needs of the logits at some nodes.
 
 Strategies make wishes, the engine collects the wishes of a pass, and a backend answers them where the logits are.
 :func:`select` and :func:`choose` answer in PyTorch on any device. They are the reference for other backends.
@@ -30,7 +30,7 @@ class Edit:
         kind: "add" adds a value. "repeat" divides a positive score by the value, and multiplies a negative score by it
             (CTRL, Keskar et al. 2019, 4.1). "ban" sets -inf.
         rows, tokens: which scores, int32 [m] each. Tokens that the logits lack are ignored.
-        values: float32 [m]. A ban has none.
+        values: float32 [m]; empty for a ban.
     """
 
     kind: Literal["add", "repeat", "ban"]
@@ -56,7 +56,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a strategy needs of the logits at its n nodes.
+    """The numbers that a strategy needs of the logits at its n nodes.
 
     The logits are changed in the order of the attributes from ``normalize`` to ``typical_p``. Then noise is added, and
     the highest are chosen. Of equal ones, the lower token ids come first.
@@ -69,10 +69,10 @@ class Wish:
         edits: changes of single scores, in this order.
         allowed: packed bits, the lowest bit first, uint8 [n, ceil(vocab / 8)]. Tokens with bit 0 become -inf.
         functions: take all scores, float32 [n, vocab], and return new ones. They run in PyTorch.
-        one_of: tokens of which only the likeliest keeps its score in each row.
+        one_of: in each row only the likeliest of these tokens keeps its score.
         temperature, top_k, top_p, min_p, typical_p: the warpers of transformers; None for none.
-        noise: rank by score and noise. The highest is then a draw from the softmax of the scores, and the k highest are
-            k draws without replacement (Gumbel-max; Kool et al. 2019, "Stochastic Beams and Where to Find Them", 2.3).
+        noise: rank by score and noise. The highest is then a draw from the softmax of the scores (Gumbel-max). The k
+            highest are k draws without replacement (Kool et al. 2019, "Stochastic Beams and Where to Find Them", 2.3).
         total: ask for the logsumexp of the changed scores, too.
     """
 
@@ -95,7 +95,7 @@ class Wish:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a wish asked for at n nodes. Arrays are on the CPU.
+    """The answer to a wish at n nodes. Arrays are on the CPU.
 
     Attributes:
         tokens: the highest ones, the highest first, int64 [n, most].
@@ -129,7 +129,7 @@ class Answer:
 
 
 def gather(rows: Sequence[tuple[Answer, int]]) -> Answer:
-    """The answers at single nodes, each a row of some answer. All answer wishes of one kind."""
+    """One answer of rows of several answers, which must be to wishes of one kind."""
 
     def gathered(name: str) -> Any:
         if getattr(rows[0][0], name) is None:

@@ -177,6 +177,41 @@ def test_speculative_beam_search_is_beam_search_of_transformers(
         assert got.score == pytest.approx(score, abs=1e-4, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", DRAFTERS)
+@settings(max_examples=examples(0.3))
+@given(
+    vocab_size=st.sampled_from([8, 20, 200]),
+    num_beams=st.sampled_from([1, 1, 1, 3]),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    warped=st.sampled_from([{}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.05, "repetition_penalty": 1.4}]),
+    seed=st.integers(0, 2**63 - 1),
+    chunk=st.sampled_from([1, 7, 512]),
+    data=st.data(),
+)
+def test_a_seed_gives_the_same_text_with_any_draft(
+    tiny, drafter, kind, vocab_size, num_beams, temperature, warped, seed, chunk, data
+):
+    changes = {"vocab_size": vocab_size, "eos_token_id": 1, "bos_token_id": 0, "initializer_range": 0.25}
+    _, lm = tiny("llama", **changes)
+    draft = drafter(kind, "llama", **changes)
+    prompt = data.draw(st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=12))
+    options = {"temperature": temperature, **warped, "seed": seed, "max_new_tokens": 16, "num_beams": num_beams}
+    plain = specbeam.generate(lm, prompt, **options)
+    drafted = generate_where_bridged(lm, prompt, draft, kind, **options, **sizes(data))
+    if drafted is None:
+        return
+    engine = Engine(lm, max_batch_tokens=chunk)
+    requests = [
+        engine.submit(prompt, options, draft=draft),
+        engine.submit([3, 5], {"num_beams": 2, "max_new_tokens": 9}),
+        engine.submit(prompt, options),
+    ]
+    engine.run()
+    for result in (drafted, requests[0].result(), requests[2].result()):
+        assert result.token_ids == plain.token_ids
+        assert result.sequences[0].score == pytest.approx(plain.sequences[0].score, abs=1e-4)
+
+
 def test_a_perfect_draft_saves_passes(tiny):
     _, lm = tiny("llama")
     options = {"max_new_tokens": 40, "min_new_tokens": 40}

@@ -41,13 +41,13 @@ class Search(Protocol):
         """No step can change the outcome any more."""
 
     def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
-        """What a step needs to know at beams, or at guesses that may become beams, int64 [n]."""
+        """The wish of a step at beams, or at guesses that may become beams, int64 [n]."""
 
     def step(self, answer: Answer | None, known: Mask | None = None) -> bool:
         """Replace the beams by continuations of beams.
 
         Args:
-            answer: to the wish at the known beams; None if there are none.
+            answer: to the wish at the known beams; None if no beam is known.
             known: which beams are known, bool [b]; None means all.
 
         Returns:
@@ -84,8 +84,8 @@ class BeamSearch:
     num_beams places of finished texts, by log-probability / length ** length_penalty.
 
     Args:
-        wishes: makes the wishes. If these have noise, the candidates are drawn from the softmax of all scores, without
-            replacement (beam sampling; Kool et al. 2019, "Stochastic Beams and Where to Find Them", 2.3).
+        wishes: makes the wishes. With noise it is beam sampling: candidates are drawn from the softmax of all scores,
+            without replacement. See Kool et al. 2019, "Stochastic Beams and Where to Find Them", 2.3.
         num_return_sequences: the number of finished texts to return.
         early_stopping: True stops when num_beams texts are finished. False stops when the best beam, if it ended now,
             would not beat the worst of them. "never" stops when the best beam cannot beat it at any length.

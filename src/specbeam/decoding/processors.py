@@ -48,7 +48,7 @@ class Processors:
     Attributes:
         forbids: some tokens may be forbidden whatever their scores, so a drafter can avoid them.
         raises: a log-probability may be raised above 0, by a bias, a negative penalty or the caller's functions.
-        is_plain: there are none.
+        is_plain: the request has no processors.
     """
 
     def __init__(
@@ -184,8 +184,8 @@ class Processors:
     def _call(self, tree: Tree, nodes: Nodes, guessed: NDArray[np.bool_], scores: Tensor) -> Tensor:
         """Call the functions on all nodes of one depth at once, since their texts are equally long.
 
-        A guess that no token may follow keeps its scores: functions may count on some token that is allowed. If the
-        scores are those of a draft with fewer tokens, the functions see the others as forbidden.
+        A guess that no token may follow keeps its scores: functions may count on some token that is allowed. A draft
+        may have fewer tokens than the target. Functions see its other tokens as forbidden.
 
         Raises:
             SpecbeamError: a function of the caller returned scores of another shape, NaN, or no tokens.

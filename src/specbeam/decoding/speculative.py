@@ -1,8 +1,8 @@
 """Speculative decoding: a drafter guesses how the text goes on, and one pass of the target checks all guesses.
 
-Greedy search keeps its tokens (Leviathan et al. 2023; Chen et al. 2023). So does sampling, because the noise of a draw
-does not depend on the guesses: a guess is right if it is the token that is drawn there anyway (Daliri, Musco and Suresh
-2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding").
+Greedy search keeps its tokens (Leviathan et al. 2023; Chen et al. 2023). So does sampling: the noise of a draw does not
+depend on the guesses. A guess is right if it is the token that is drawn there anyway. See Daliri, Musco and Suresh
+2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class Known:
         self._rows = {node: self._rows[node] for node in nodes.tolist()}
 
     def at(self, nodes: Nodes) -> tuple[Answer | None, NDArray[np.bool_]]:
-        """The answer at those of the nodes that are known (None if none is), and which these are, bool [n]."""
+        """The answer at the known ones among nodes, and which these are, bool [n]. None if no node is known."""
         rows = [self._rows.get(node) for node in nodes.tolist()]
         known = [row for row in rows if row is not None]
         return gather(known) if known else None, np.array([row is not None for row in rows])

@@ -19,7 +19,7 @@ WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 class Wishes:
-    """What one request wishes to know at its nodes.
+    """Makes the wishes of one request.
 
     Args:
         process: the request's processors.

@@ -192,9 +192,9 @@ class RequestState:
             cost.join(other_nodes, requests)
 
     def wishes(self, nodes: Nodes) -> list[Wish]:
-        """What a backend is to answer about the logits at the wanted ones among some pending nodes.
+        """The wishes about the logits at the wanted ones among some pending nodes.
 
-        It is nothing as long as some are pending, or if the strategy wants the rows in another order than they come in.
+        Empty as long as others are pending, or if the strategy wants the rows in another order than they come in.
         """
         in_order = (self._wanted[1:] > self._wanted[:-1]).all()
         return self._wishes() if len(nodes) == len(self.pending) and in_order and not self._received else []
@@ -228,7 +228,7 @@ class RequestState:
 
     @property
     def _alternatives(self) -> Alternatives | None:
-        """What remembers the likeliest tokens at the wanted nodes, if anything does."""
+        """The memory for the likeliest tokens at the wanted nodes, if they were asked for."""
         return None if self.drafting else self._output.alternatives
 
     def _wishes(self) -> list[Wish]:
