@@ -138,20 +138,20 @@ class Scheduler:
     def _divide(self, requests: list[RequestState]) -> Batch:
         """Divide a pass among requests, so that no long prompt and no crowd keeps others from advancing."""
         room = self._pass_tokens
+        if len(requests) > room:  # they take turns
+            requests = sorted(requests, key=lambda one: one.last_turn)[:room]
         share = max(1, int(room * EQUAL_SHARE) // len(requests))
-        taken: dict[RequestState, int] = {}
-        for request in sorted(requests, key=lambda one: one.last_turn):
-            taken[request] = min(share, room, len(request.pending))
-            room -= taken[request]
-        for request in sorted(requests, key=lambda one: len(one.pending)):
-            more = min(room, len(request.pending) - taken[request])
-            taken[request] += more
+        taken = [min(share, len(request.pending)) for request in requests]
+        room -= sum(taken)
+        longer = [at for at, count in enumerate(taken) if count < len(requests[at].pending)]
+        for at in sorted(longer, key=lambda at: len(requests[at].pending)):
+            more = min(room, len(requests[at].pending) - taken[at])
+            taken[at] += more
             room -= more
-        batch = [(request, request.pending[:count]) for request, count in taken.items() if count]
-        for request, _ in batch:
+        for request in requests:
             self._turns += 1
             request.last_turn = self._turns
-        return batch
+        return [(request, request.pending[:count]) for request, count in zip(requests, taken, strict=True) if count]
 
     @property
     def _held_bytes(self) -> int:
