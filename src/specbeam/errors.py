@@ -13,3 +13,7 @@ class SpecbeamError(ValueError):
 
 class Unsupported(SpecbeamError):
     """A sound checkpoint whose model is not one of our architectures, or has features that they lack."""
+
+
+class QueueFull(SpecbeamError):
+    """An engine has as many unfinished requests as it takes. Submit the request again later."""

@@ -28,6 +28,10 @@ MAX_WAIT_SECONDS = 30.0
 SECONDS_BETWEEN_LOOKS = 0.05
 
 
+class InterpreterEnds(SystemExit):
+    """Ends a thread silently, as the end of the interpreter would."""
+
+
 class WholeSteps:
     """A decorator for the function of a step. Steps of threads may overlap, and one may contain another.
 
@@ -77,7 +81,7 @@ class WholeSteps:
             self._inside.discard(me)  # left by an interrupt
             while self._alone not in (None, me):
                 if self._is_ending:
-                    raise SystemExit  # ends this thread silently, as the end of the interpreter would
+                    raise InterpreterEnds
                 self._changed.wait()
             if self._torn:
                 raise SpecbeamError(

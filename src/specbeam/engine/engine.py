@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from types import TracebackType
 from typing import Any, TypeVar
 
 from specbeam.engine.drafters import Draft, check_draft, load_draft
+from specbeam.engine.engine_thread import EngineThread
 from specbeam.engine.memory import Memory
 from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.engine.strategies import MakeStrategy
+from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
@@ -37,6 +40,7 @@ class Engine:
         max_cache_tokens: cache slots for the keys and values of all live requests together. When they would not
             suffice, the youngest request pauses: it gives up its slots and is read again later, to the same result. By
             default all engines of the process share a quarter of its memory, or four fifths of the GPU's free memory.
+        max_waiting: the most requests that wait beside ``max_requests`` others. ``submit`` refuses further requests.
         max_kept_prefixes: keep the caches of this many ended requests, with prompt and best text: one for each
             conversation that goes on. A request whose prompt begins with at least half of a kept text takes its cache
             over, and reads only the rest of its prompt. For the oldest of this many texts one common token is enough.
@@ -48,9 +52,12 @@ class Engine:
     while they are made, which takes at most as many passes as the longest draft has tokens.
 
     ``submit`` and ``Request.cancel`` may be called from any thread, ``step`` and ``run`` from one thread at a time.
+    ``with engine:`` runs it in a thread of its own (:meth:`start`). Then threads and tasks of asyncio wait for their
+    requests, and nobody calls ``step`` or ``run``.
 
     Raises:
-        SpecbeamError: lm is no loaded model, a limit is not at least 1, or ``max_kept_prefixes`` not at least 0.
+        SpecbeamError: lm is no loaded model, a limit is not at least 1, or ``max_kept_prefixes`` or ``max_waiting`` not
+            at least 0.
     """
 
     def __init__(
@@ -60,12 +67,19 @@ class Engine:
         max_requests: int = 8,
         max_batch_tokens: int = 512,
         max_cache_tokens: int | None = None,
+        max_waiting: int | None = None,
         max_kept_prefixes: int = 0,
     ) -> None:
-        limits = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens}
-        given = limits if max_cache_tokens is None else {**limits, "max_cache_tokens": max_cache_tokens}
-        for name, value in {**given, "max_kept_prefixes": max_kept_prefixes}.items():
-            least = 0 if name == "max_kept_prefixes" else 1
+        limits = {
+            "max_requests": (max_requests, 1),
+            "max_batch_tokens": (max_batch_tokens, 1),
+            "max_cache_tokens": (max_cache_tokens, 1),
+            "max_waiting": (max_waiting, 0),
+            "max_kept_prefixes": (max_kept_prefixes, 0),
+        }
+        for name, (value, least) in limits.items():
+            if value is None and name in ("max_cache_tokens", "max_waiting"):
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise SpecbeamError(f"{name}={value!r} is not allowed: give at least {least}")
         if not isinstance(lm, LanguageModel):
@@ -74,7 +88,9 @@ class Engine:
             )
         self.lm = lm
         self._memory = Memory(lm.backend, max_cache_tokens, max_kept_prefixes)
-        self._scheduler = Scheduler(memory=self._memory, **limits)
+        self._wakeups = Wakeups()
+        self._scheduler = Scheduler(max_requests, max_batch_tokens, max_waiting, self._memory)
+        self._thread = EngineThread(self._scheduler, self._wakeups)
 
     def submit(
         self,
@@ -85,6 +101,8 @@ class Engine:
         raw: bool = False,
         draft: Draft | None = None,
         strategy: MakeStrategy | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> Request:
         """Queue one prompt (text, chat messages or token ids) and return its handle.
 
@@ -99,13 +117,22 @@ class Engine:
             strategy: a decoding method of your own, used in place of the one that the options name. It is called with a
                 :class:`specbeam.engine.Setup` and the drafter or None, and returns a
                 :data:`specbeam.decoding.Strategy`. It keeps at most ``num_beams`` unfinished texts.
+            priority: waiting requests with lower numbers start first, and equal ones in the order of submission. Yet
+                one start in eight belongs to the request that has waited longest. Live requests share passes equally.
+            timeout: seconds after which the request ends before the next pass, with the text so far and the
+                ``finish_reason`` "timeout". They count from now, waiting included.
 
         Raises:
-            SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, or a
-                draft that cannot draft for it.
+            QueueFull: ``max_requests`` and ``max_waiting`` allow no further request at present.
+            SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, a draft
+                that cannot draft for it, or a priority or a timeout that is no number. The engine is stopping.
+            RuntimeError: an error ended the engine's thread, and nobody has started it again.
         """
-        state = self._state(prompt, options, system=system, raw=raw, draft=draft, strategy=strategy)
-        self._scheduler.add(state)
+        self._scheduler.check_for_place()  # before all the work
+        state = self._state(
+            prompt, options, system=system, raw=raw, draft=draft, strategy=strategy, priority=priority, timeout=timeout
+        )
+        self._thread.add(state)
         return state.request
 
     def check(
@@ -129,13 +156,29 @@ class Engine:
         raw: bool,
         draft: Draft | None,
         strategy: MakeStrategy | None = None,
+        priority: int = 0,
+        timeout: float | None = None,
     ) -> RequestState:
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise SpecbeamError(f"priority={priority!r} is not allowed: give a whole number")
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+            raise SpecbeamError(f"timeout={timeout!r} is not allowed: give seconds, at least 0")
         chosen = Options.of(options or {})
         draft = load_draft(self.lm, draft)
         check_draft(self.lm, draft, chosen)
         ids = encode(self.lm, prompt, system=system, raw=raw)
-        cancellations, prefixes = self._scheduler.cancelled, self._memory.prefixes
-        state = RequestState(self.lm, ids, chosen, draft, strategy, cancellations=cancellations, prefixes=prefixes)
+        state = RequestState(
+            self.lm,
+            ids,
+            chosen,
+            draft,
+            strategy,
+            priority=priority,
+            timeout=timeout,
+            cancellations=self._scheduler.cancelled,
+            prefixes=self._memory.prefixes,
+            wakeups=self._wakeups,
+        )
         self._memory.check(state)
         return state
 
@@ -166,10 +209,61 @@ class Engine:
             unfinished = [(key, request) for key, request in unfinished if not request.done]
             yield from finished
 
-    @whole_step
     def step(self) -> bool:
-        """One round: admit requests, evaluate nodes, advance strategies. Returns whether there is more to do."""
+        """One round: admit requests, evaluate nodes, advance strategies. Returns whether there is more to do.
+
+        Raises:
+            SpecbeamError: the engine runs in a thread of its own.
+        """
+        if self._wakeups.engine_runs:
+            raise SpecbeamError(
+                "the engine runs in a thread of its own: wait for its requests, or stop it before you call run() or "
+                "step()"
+            )
+        return self._do_round()
+
+    def start(self) -> Engine:
+        """Run the engine in a thread of its own, which sleeps while there are no requests. Returns the engine.
+
+        ``with engine:`` starts it, and stops it at the end of the block. If the block ends with an error, requests are
+        cancelled.
+
+        Raises:
+            SpecbeamError: it runs already.
+        """
+        self._thread.start(self._do_round)
+        return self
+
+    def stop(self, grace: float | None = None) -> None:
+        """Finish all requests, and end the engine's thread. Meanwhile ``submit`` refuses new requests.
+
+        Afterwards the engine can be started again, or run by hand.
+
+        Args:
+            grace: seconds after which the requests that are left are cancelled: each ends before the next pass, with
+                the text so far. 0 cancels all requests at once; None waits for them.
+
+        Raises:
+            SpecbeamError: a callback in the engine's thread calls this.
+        """
+        self._thread.stop(grace)
+
+    def __enter__(self) -> Engine:
+        return self.start()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop(None if error is None else 0)
+
+    def _do_round(self) -> bool:
+        try:
+            return self._round()
+        finally:
+            self._wakeups.send()
+
+    @whole_step
+    def _round(self) -> bool:
         scheduler = self._scheduler
+        scheduler.take_new()
         scheduler.end_requests()
         scheduler.admit()
         for batch in scheduler.gather():

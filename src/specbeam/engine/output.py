@@ -42,7 +42,7 @@ class Output:
         nodes = self._setup.tree.trunk[self._streamed :]
         if len(nodes):
             text = self._take(nodes)
-            self._request.pieces.append(Piece(text, *self._tokens(nodes)))
+            self._request.give(Piece(text, *self._tokens(nodes)))
 
     def find(self, hypothesis: Hypothesis) -> None:
         """Hand out a sequence that is certain to be the next best."""
@@ -66,12 +66,12 @@ class Output:
             )
         best, *others = hypotheses
         rest = self._setup.tree.path(best.node)[self._streamed :]
-        text = self._take(rest) + self._text.finish(cancelled=best.finish_reason == "cancelled")
+        text = self._take(rest) + self._text.finish(cancelled=best.finish_reason in ("cancelled", "timeout"))
         sequences = [self._sequence(best, self._text.text), *map(self._sequence, others)]
         trace = self._setup.record.trace(self._lm.decode_token)
         stats = self._stats(len(sequences[0].token_ids), target, draft, drafted)
         result = self._request.outcome = Result(sequences, stats, trace)
-        self._request.pieces.append(Piece(text, *self._tokens(rest), result))
+        self._request.give(Piece(text, *self._tokens(rest), result))
 
     def _take(self, nodes: Nodes) -> str:
         """Note that nodes are certain. Return the text that is certain now."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +27,7 @@ from specbeam.engine.prefixes import Prefixes
 from specbeam.engine.request import Request
 from specbeam.engine.setup import make_setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy
+from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
@@ -40,6 +43,8 @@ class RequestState:
         number: the engine numbers requests in the order of submission.
         overtaken: how many later requests have started while it waited.
         last_turn: when it last took part in a pass. Requests with lower numbers come first.
+        priority: lower ones start first.
+        deadline: when it is to end with the text so far, in seconds of ``time.monotonic``.
         drafting: whether the pending nodes are for the draft model.
         pending: nodes still to be evaluated, ancestors first, int64 [n].
     """
@@ -52,15 +57,20 @@ class RequestState:
         draft: Draft | None = None,
         strategy: MakeStrategy | None = None,
         *,
+        priority: int = 0,
+        timeout: float | None = None,
         cancellations: deque[RequestState],
         prefixes: Prefixes,
+        wakeups: Wakeups,
     ) -> None:
         self.number = self.overtaken = self.last_turn = 0
+        self.priority = priority
+        self.deadline = math.inf if timeout is None else time.monotonic() + timeout
         self.drafting = False
         self.pending = NO_NODES
         self._lm = lm
         self._setup = setup = make_setup(lm, prompt_ids, options)
-        self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations)
+        self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
         self._target_cost = SharedCost(pass_times(lm.backend), setup.options.num_beams)
         self._draft_cost = SharedCost(pass_times(draft.backend), 1) if isinstance(draft, LanguageModel) else None
@@ -154,13 +164,13 @@ class RequestState:
         for state in self._states:
             state.close()
 
-    def end_if_cancelled(self) -> None:
-        """Make the text so far the result."""
+    def end_early(self, finish_reason: str) -> None:
+        """Make the text so far the result, unless the request is done."""
         self.end_if_torn()
         if not self.done:
             tree = self._setup.tree
             with self._failing_alone():
-                self._finish([Hypothesis(tree.tip, float(tree.scores(tree.tip)), "cancelled")])
+                self._finish([Hypothesis(tree.tip, float(tree.scores(tree.tip)), finish_reason)])
 
     def end_if_torn(self) -> None:
         """End the request if an interrupt, such as Ctrl-C, came in the middle of its own work."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections import defaultdict, deque
-from itertools import count
+from itertools import count, islice
 
 from specbeam.engine.memory import Memory
+from specbeam.engine.queue import Queue
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
+from specbeam.errors import QueueFull
 from specbeam.tree import Nodes
 
 Batch = list[tuple[RequestState, Nodes]]
@@ -28,18 +32,21 @@ class Scheduler:
     for a model than ``max_batch_tokens``, they take turns: one node in ``ceil(waiting / max_batch_tokens)`` passes.
 
     Args:
-        max_requests, max_batch_tokens: as for :class:`specbeam.Engine`.
+        max_requests, max_batch_tokens, max_waiting: as for :class:`specbeam.Engine`.
 
     Attributes:
         cancelled: requests to be ended before the next pass. Any thread may append to it.
     """
 
-    def __init__(self, max_requests: int, max_batch_tokens: int, memory: Memory) -> None:
+    def __init__(self, max_requests: int, max_batch_tokens: int, max_waiting: int | None, memory: Memory) -> None:
         self.max_requests = max_requests
         self.max_batch_tokens = max_batch_tokens
+        self.max_waiting = max_waiting
         self.memory = memory
         self.cancelled: deque[RequestState] = deque()
-        self._waiting: deque[RequestState] = deque()
+        self._queue = Queue()
+        self._unfinished: dict[RequestState, None] = {}
+        self._next_deadline = math.inf
         self._numbers = count()
         self._live: dict[RequestState, None] = {}
         self._is_full = False  # admit nobody until a live request ends
@@ -48,9 +55,27 @@ class Scheduler:
         self._good_passes = 0  # since the last batch that was too large
 
     def add(self, request: RequestState) -> None:
-        """Queue a request. May be called from any thread."""
+        """Queue a request. May be called from any thread, but by one at a time.
+
+        Raises:
+            QueueFull: there is no place for it.
+        """
+        self.check_for_place()
         request.number = next(self._numbers)
-        self._waiting.append(request)
+        self._unfinished[request] = None
+        self._queue.add(request)
+
+    def check_for_place(self) -> None:
+        """Refuse a request if the queue is full.
+
+        Raises:
+            QueueFull: there is no place for it.
+        """
+        if self.max_waiting is not None and len(self._unfinished) >= self.max_requests + self.max_waiting:
+            raise QueueFull(
+                f"{len(self._unfinished)} requests are unfinished, which is all that max_requests={self.max_requests} "
+                f"and max_waiting={self.max_waiting} allow: submit the request again later"
+            )
 
     def owns(self, request: Request) -> bool:
         """Whether the request was made for this scheduler."""
@@ -59,25 +84,53 @@ class Scheduler:
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing left to do."""
-        return not (self._live or self._waiting)
+        return not (self._live or self._queue)
 
     @property
     def used_slots(self) -> int:
         """Slots in use by live requests."""
-        return sum(request.used_slots for request in self._live)
+        return sum(request.used_slots for request in list(self._live))  # a copy: any thread may ask
+
+    def take_new(self) -> None:
+        """Give the requests that were submitted since the last round their places in the queue."""
+        for request in self._queue.take_new():
+            self._next_deadline = min(self._next_deadline, request.deadline)
 
     def end_requests(self) -> None:
-        """End the requests that were cancelled, and the requests whose own work was interrupted half way."""
+        """End requests that were cancelled, whose time is over, or whose own work was interrupted half way."""
         while self.cancelled:
-            self.cancelled[0].end_if_cancelled()
+            self._end_early(self.cancelled[0], "cancelled")
             self.cancelled.popleft()
         for request in self._live:
             request.end_if_torn()
+        if (now := time.monotonic()) >= self._next_deadline:
+            for request in list(self._unfinished):  # a copy: any thread may submit another
+                if request.deadline <= now:
+                    self._end_early(request, "timeout")
+            self._next_deadline = min((request.deadline for request in list(self._unfinished)), default=math.inf)
+
+    def cancel_all(self) -> None:
+        """End all requests with the text so far."""
+        for request in list(self._unfinished):
+            self._end_early(request, "cancelled")
+
+    def fail_all(self, failure: str) -> None:
+        """End all requests with an error of their own."""
+        for request in list(self._unfinished):
+            request.fail(RuntimeError(failure))
+            self._unfinished.pop(request, None)
+
+    def _end_early(self, request: RequestState, finish_reason: str) -> None:
+        request.end_early(finish_reason)
+        self._unfinished.pop(request, None)
 
     def drop_done(self) -> None:
         """Forget live requests that are done."""
+        done = [request for request in self._live if request.done]
+        for request in done:
+            self._unfinished.pop(request, None)
         live = {request: None for request in self._live if not request.done}
-        if len(live) < len(self._live) or not live:
+        if done or not live:
             self._is_full = False
         self._live = live
         self.memory.held = self._held_bytes
@@ -85,23 +138,25 @@ class Scheduler:
     def admit(self) -> None:
         """Start waiting requests while there is room. While the first does not fit, a few smaller ones may overtake."""
         self.drop_done()
-        for request in self._live:  # an interrupt may have come before it was opened
-            request.open()
+        for live in self._live:  # an interrupt may have come before it was opened
+            live.open()
         needed = sum(one.needed_bytes for one in self._live)
         rows = [one.most_rows for one in self._live]
         place = 0
-        while not self._is_full and len(self._live) < self.max_requests and place < len(self._waiting):
-            request = self._waiting[place]
-            if request.done or request in self._live:  # cancelled; or an interrupt came after the next statement
-                del self._waiting[place]
+        while not self._is_full and len(self._live) < self.max_requests:
+            request = self._queue.at(place)
+            if request is None:
+                break
+            if request.done or request in self._live:  # ended early; or an interrupt came after the next statement
+                self._queue.remove(request)
             elif self._fits(request, needed, rows):
                 rows.append(request.most_rows)
                 self._turns += 1
                 request.last_turn = self._turns  # behind the requests that are live already
-                for overtaken in range(place):
-                    self._waiting[overtaken].overtaken += 1
+                for overtaken in islice(self._queue, place):
+                    overtaken.overtaken += 1
                 self._live[request] = None
-                del self._waiting[place]
+                self._queue.start(request)
                 request.open()
                 needed += request.needed_bytes  # a cache that it has taken over counts in full
             elif max(place, request.overtaken) < MAX_OVERTAKING_REQUESTS:
@@ -193,10 +248,7 @@ class Scheduler:
         youngest = max(self._live, key=lambda one: one.number)
         if can_pause := self._is_full or youngest.surplus_bytes > 0:
             youngest.pause()
-            place = 0
-            while place < len(self._waiting) and self._waiting[place].number < youngest.number:
-                place += 1
-            self._waiting.insert(place, youngest)
+            self._queue.put_back(youngest)
             del self._live[youngest]
         return can_pause
 

@@ -1,0 +1,126 @@
+"""An engine's own thread, which works while there are requests, and sleeps while there are none."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from specbeam.engine.request_state import RequestState
+from specbeam.engine.scheduler import Scheduler
+from specbeam.engine.wakeups import Wakeups
+from specbeam.errors import SpecbeamError
+from specbeam.whole_steps import InterpreterEnds, whole_step
+
+logger = logging.getLogger("specbeam")
+
+
+class EngineThread:
+    """Runs the rounds of an engine in a thread of its own, between :meth:`start` and :meth:`stop`.
+
+    It is a daemon thread, so a program that does not stop it ends all the same. Whoever takes the lock is in a whole
+    step: a fork meanwhile would leave it locked in the child.
+    """
+
+    def __init__(self, scheduler: Scheduler, wakeups: Wakeups) -> None:
+        self._scheduler = scheduler
+        self._wakeups = wakeups
+        self._lock = threading.Lock()  # of submit, start and stop. Rounds do without it
+        self._has_work = threading.Event()
+        self._is_stopping = False  # it takes no new requests
+        self._is_cancelling = False  # nothing is evaluated any more
+        self._failure: str | None = None  # how an error ended the thread
+
+    @whole_step
+    def start(self, do_round: Callable[[], bool]) -> None:
+        """Start the thread.
+
+        Args:
+            do_round: does one round of the engine, and returns whether there is more to do.
+
+        Raises:
+            SpecbeamError: it runs already.
+        """
+        with self._lock:
+            if self._wakeups.engine_runs:
+                raise SpecbeamError("the engine runs in a thread of its own already")
+            self._is_stopping = self._is_cancelling = False
+            self._failure = None
+            self._has_work = threading.Event()
+            self._has_work.set()
+            thread = threading.Thread(target=self._work, args=[do_round], name="specbeam-engine", daemon=True)
+            thread.start()
+            self._wakeups.thread = thread
+
+    @whole_step
+    def add(self, request: RequestState) -> None:
+        """Queue a request, and wake the thread if there is one.
+
+        Raises:
+            QueueFull: there is no place for it.
+            SpecbeamError: the thread is stopping.
+            RuntimeError: the thread ended with an error.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise RuntimeError(self._failure)
+            if self._is_stopping:
+                raise SpecbeamError("the engine is stopping: submit the request after it was started again")
+            self._scheduler.add(request)
+            if self._wakeups.engine_runs:
+                self._has_work.set()
+
+    def stop(self, grace: float | None) -> None:
+        """Finish all requests and end the thread. After ``grace`` seconds, cancel the requests that are left.
+
+        Raises:
+            SpecbeamError: the thread itself calls this.
+        """
+        thread = self._wakeups.thread
+        if thread is None or not thread.is_alive():
+            return
+        if thread is threading.current_thread():
+            raise SpecbeamError("a callback in the engine's thread cannot stop it: stop it from another thread")
+        self._begin_to_stop(thread, cancel=False)
+        thread.join(grace)
+        self._begin_to_stop(thread, cancel=True)
+        thread.join()
+
+    @whole_step
+    def _begin_to_stop(self, thread: threading.Thread, cancel: bool) -> None:
+        with self._lock:
+            if thread is self._wakeups.thread:
+                self._is_stopping = True
+                self._is_cancelling |= cancel
+                self._has_work.set()
+
+    def _work(self, do_round: Callable[[], bool]) -> None:
+        try:
+            while not (self._is_stopping and self._scheduler.is_empty):
+                self._has_work.wait()
+                self._has_work.clear()  # before a round looks for new requests
+                more = True
+                while more:
+                    if self._is_cancelling:
+                        self._cancel_all()
+                    more = do_round()
+            self._end()
+        except InterpreterEnds:
+            pass
+        except BaseException as error:
+            logger.exception("the engine's thread ended with an error")
+            self._end(f"the engine's thread ended with {type(error).__name__}: {error}. Start the engine again")
+
+    @whole_step
+    def _cancel_all(self) -> None:
+        self._scheduler.cancel_all()
+
+    @whole_step
+    def _end(self, failure: str | None = None) -> None:
+        with self._lock:
+            self._failure = failure
+            self._is_stopping = False
+            self._wakeups.thread = None
+            if failure is not None:
+                self._scheduler.fail_all(failure)
+        self._wakeups.send()
