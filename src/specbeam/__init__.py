@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from specbeam.constraints import TokenTrie as TokenTrie
     from specbeam.drafting.suffix import suffix_automaton as suffix_automaton
     from specbeam.engine import Engine as Engine
+    from specbeam.errors import QueueFull as QueueFull
     from specbeam.errors import SpecbeamError as SpecbeamError
     from specbeam.generation import generate as generate
     from specbeam.generation import nbest as nbest
@@ -43,6 +44,7 @@ _HOMES = {
     "LanguageModel": "model",
     "Options": "options",
     "Piece": "results",
+    "QueueFull": "errors",
     "Result": "results",
     "Sequence": "results",
     "SpecbeamError": "errors",

@@ -28,7 +28,7 @@ class Sequence:
             is transformers' ``sequences_scores``: the sum of processed log-probabilities, divided by
             length ** length_penalty. A beam search that was cancelled has no ranking: its score is ``log_prob``.
         finish_reason: "stop" (an end-of-sequence token or a stop string), "length" (max_new_tokens, or the context
-            is full), or "cancelled".
+            is full), "cancelled", or "timeout".
         top_logprobs: with ``top_logprobs=k``, one dictionary per new token: the log-probabilities of the k likeliest
             tokens at its place, by token id, the likeliest first. The new token need not be among them. A dictionary is
             empty where a strategy of the caller added a token without the model's logits. Otherwise None.

@@ -124,8 +124,8 @@ class Engine:
 
         Raises:
             QueueFull: ``max_requests`` and ``max_waiting`` allow no further request at present.
-            SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, a draft
-                that cannot draft for it, or a priority or a timeout that is no number. The engine is stopping.
+            SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, or a
+                draft that cannot draft for it. A priority or a timeout that is no number. The engine is stopping.
             RuntimeError: an error ended the engine's thread, and nobody has started it again.
         """
         self._scheduler.check_for_place()  # before all the work

@@ -1,4 +1,4 @@
-"""An engine's own thread, which works while there are requests, and sleeps while there are none."""
+"""An engine's own thread. It works while there are requests, and sleeps otherwise."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Request:
         """Call a function with this request once it is done.
 
         Args:
-            callback: what it raises is logged.
+            callback: an error that it raises is logged.
             call_soon: how to call it, such as an event loop's ``call_soon_threadsafe`` or an executor's ``submit``. By
                 default it is called in the thread in which the engine works, so it must be short.
         """
