@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from contextlib import nullcontext
 from functools import cache
-from itertools import islice
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
@@ -34,13 +33,13 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     """
     start = time.perf_counter()
     try:
-        received = _forward(batch)
+        logits, parts, answers = _forward(batch)
     except Exception as error:
         failure = forget_frames(error)
     else:
         with _one_thread() if one_torch_thread else nullcontext():
-            for (request, nodes), (rows, answers) in zip(batch, received, strict=True):
-                request.receive(nodes, rows, answers)
+            for (request, nodes), rows, own in zip(batch, parts, answers, strict=True):
+                request.receive(nodes, logits, rows, own)
         # The time includes the use of the logits by the requests: choosing among them has a cost, too.
         pass_times(batch[0][0].backend).add(sum(len(nodes) for _, nodes in batch), time.perf_counter() - start)
         scheduler.succeeded()
@@ -59,14 +58,13 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     return fine
 
 
-def _forward(batch: Batch) -> list[tuple[Tensor, list[Answer]]]:
-    """The logits of each request, float32 [wanted nodes, vocab], and the answers to its wishes about them."""
+def _forward(batch: Batch) -> tuple[Tensor, list[slice], list[list[Answer]]]:
+    """The logits of a pass, and for each request its rows of them, and the answers to its wishes about them."""
     segments = [request.segment(nodes) for request, nodes in batch]
     backend = batch[0][0].backend
     start = time.perf_counter()
     logits = backend.forward(segments)
-    ends = np.cumsum([len(segment.wanted) for segment in segments]).tolist()
-    parts = [slice(end - len(segment.wanted), end) for end, segment in zip(ends, segments, strict=True)]
+    parts = [slice(*ends) for ends in pairwise(accumulate((len(s.wanted) for s in segments), initial=0))]
     wishes = [request.wishes(nodes) for request, nodes in batch]
     asked = [(part, wish) for part, some in zip(parts, wishes, strict=True) for wish in some]
     answers = iter(backend.choose(logits, asked) if asked else [])
@@ -77,7 +75,7 @@ def _forward(batch: Batch) -> list[tuple[Tensor, list[Answer]]]:
     ahead = [max(1, len(s.wanted)) for s in segments]  # nodes of the next pass, roughly: who reads a prompt brings one
     for (request, nodes), own in zip(batch, ahead, strict=True):
         request.spend(seconds * len(nodes) / together, sum(ahead) - own, len(batch))
-    return [(logits[part], [*islice(answers, len(some))]) for part, some in zip(parts, wishes, strict=True)]
+    return logits, parts, [[*islice(answers, len(some))] for some in wishes]
 
 
 def _one_thread() -> Any:

@@ -87,6 +87,7 @@ class RequestState:
         self._make_strategy = strategy or make_strategy
         self._strategy: Strategy | None = None
         self._wanted = NO_NODES  # nodes that the strategy asked about
+        self._asked = NO_NODES  # the same ones in ascending order, as their rows of logits come
         self._wish: Wish | None = None  # what it asked; None for the logits
         self._received: list[Tensor] = []
         self._prefixes = prefixes  # the engine's kept caches
@@ -184,7 +185,8 @@ class RequestState:
 
     def segment(self, nodes: Nodes) -> Segment[Any]:
         """The request's part of a pass over some of its pending nodes."""
-        wanted = np.flatnonzero(np.isin(nodes, self._wanted))
+        first, end = self._asked.searchsorted((nodes[0], nodes[-1] + 1))
+        wanted = nodes.searchsorted(self._asked[first:end])
         with self._tearing():
             return self._state.slots.segment(nodes, wanted, None if self._wish is None else self._wish.vocab)
 
@@ -206,13 +208,15 @@ class RequestState:
 
         Empty as long as others are pending, or if the strategy wants the rows in another order than they come in.
         """
-        in_order = (self._wanted[1:] > self._wanted[:-1]).all()
+        in_order = self._asked is self._wanted
         return self._wishes() if len(nodes) == len(self.pending) and in_order and not self._received else []
 
-    def receive(self, nodes: Nodes, logits: Tensor, answers: list[Answer]) -> None:
+    def receive(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> None:
         """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on.
 
         Args:
+            logits: of a whole pass, float32 [n, vocab].
+            rows: of these nodes.
             answers: to the :meth:`wishes` about these logits.
         """
         with self._failing_alone():
@@ -221,17 +225,16 @@ class RequestState:
             state.nodes += len(nodes)
             self.pending = self.pending[len(nodes) :]
             if len(self.pending):
-                if len(logits):  # a view would keep the logits of the whole pass
-                    self._received.append(logits.clone())
+                if rows.start < rows.stop:  # a view would keep the logits of the whole pass
+                    self._received.append(logits[rows].clone())
                 return
             state.answered += 1
             if not answers:
-                rows = torch.cat([*self._received, logits]) if self._received else logits
+                logits = torch.cat([*self._received, logits[rows]]) if self._received else logits[rows]
                 self._received = []
-                if (np.diff(self._wanted) <= 0).any():  # they come in the order of nodes
-                    rows = rows[np.searchsorted(np.unique(self._wanted), self._wanted)]
-                answers = self.backend.choose(rows, [(slice(0, len(rows)), wish) for wish in self._wishes()])
-                logits = rows
+                if self._asked is not self._wanted:
+                    logits = logits[self._asked.searchsorted(self._wanted)]
+                answers = self.backend.choose(logits, [(slice(0, len(logits)), wish) for wish in self._wishes()])
             if (alternatives := self._alternatives) is not None:
                 alternatives.add(self._wanted, answers.pop())
             self._advance(self._answer(answers[0]) if answers else logits)
@@ -304,6 +307,8 @@ class RequestState:
             state.slots.release(dropped[state.tree])
         self.drafting = step.drafting
         self._wanted, self._wish = np.asarray(step.nodes, dtype=np.int64), step.wish
+        in_order = len(self._wanted) == 1 or (self._wanted[1:] > self._wanted[:-1]).all()
+        self._asked = self._wanted if in_order else np.unique(self._wanted)
         self.pending = self._state.slots.missing(self._wanted)
         self._output.stream()
 
