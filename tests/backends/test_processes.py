@@ -38,6 +38,12 @@ def decode_in_a_daemon_thread():
     threading.Thread(target=decode, args=[started], daemon=True).start()
     started.wait()
 
+def leave_an_engine_running():
+    engine = Engine(lm).start()
+    engine.submit([1, 2, 3] * 20, {"max_new_tokens": 9}).result()
+    threading.Thread(target=engine.submit([1], {"max_new_tokens": 900}).result, daemon=True).start()
+    idle = Engine(lm).start()
+
 def in_children(count, work):
     codes = []
     for _ in range(count):
@@ -50,6 +56,7 @@ def in_children(count, work):
     return codes
 
 results = {"ends": in_children(int(sys.argv[2]), decode_in_a_daemon_thread)}
+results["ends"] += in_children(int(sys.argv[2]), leave_an_engine_running)
 expected = text()
 
 # Each thread needs 8 MB of address space, and there is room for some of them only.
@@ -86,6 +93,21 @@ thread.join()
 
 decode_in_a_daemon_thread()
 results["forks"] = in_children(6, lambda: os._exit(0 if text() == expected else 9))
+
+# A child lacks the engine's thread.
+engine = Engine(lm).start()
+
+def take_over():
+    by_hand = engine.submit([1, 2, 3], {"max_new_tokens": 10})
+    try:
+        by_hand.result()
+    except SpecbeamError:
+        engine.run()
+    with engine:
+        again = engine.submit([1, 2, 3], {"max_new_tokens": 10})
+    os._exit(0 if by_hand.result().token_ids == again.result().token_ids == expected else 9)
+
+results["forks"] += in_children(2, take_over)
 print(json.dumps(results | {"parent": text() == expected}))
 """
 
@@ -106,7 +128,7 @@ def test_processes_end_while_a_daemon_thread_decodes(results):
 
 
 def test_children_work_that_were_forked_while_a_thread_decodes(results):
-    assert results["forks"] == [0] * 6
+    assert results["forks"] == [0] * 8
     assert results["parent"]
 
 

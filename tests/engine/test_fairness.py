@@ -6,12 +6,13 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.decoding import Evaluate, Hypothesis
+from tests.conftest import examples
 
 
 def watched(rounds, tokens=1000):
@@ -34,8 +35,8 @@ class Rounds(list):
     now = 0
 
 
-def run(engine, rounds, count):
-    for now in range(count):
+def run(engine, rounds, count, begin=0):
+    for now in range(begin, begin + count):
         for one in rounds:
             one.now = now
         engine.step()
@@ -93,6 +94,66 @@ def test_a_draft_that_reads_a_long_prompt_stalls_nobody(tiny):
     gaps = [after - before for before, after in pairwise(rounds)]
     assert max(gaps) <= 3  # the longest draft, and the pass itself
     assert gaps.count(1) > 30  # while the draft reads
+
+
+def test_drafts_of_requests_that_come_and_go_stall_nobody(tiny):
+    """The target waits only for requests that were drafting when the wait began."""
+    _, lm = tiny("llama")
+    draft = tiny("qwen2", seed=5)[1]
+    engine = Engine(lm, max_requests=3)
+    rounds, drafted = Rounds(), []
+    engine.submit([1], {"max_new_tokens": 200}, strategy=watched(rounds))
+    for now in range(60):
+        drafted.append(engine.submit([2, 3], {"max_new_tokens": 9, "num_draft_tokens": 4}, draft=draft))
+        if now > 1:
+            drafted[now - 2].cancel()
+        run(engine, [rounds], 1, now)
+    assert max(after - before for before, after in pairwise(rounds)) <= 5  # the longest draft, and the pass itself
+    assert len(rounds) >= 10
+
+
+@settings(max_examples=examples(0.3))
+@given(data=st.data())
+def test_requests_of_all_kinds_that_come_and_go_keep_nobody_waiting(tiny, data):
+    """Priorities, time limits, cancellations, drafts and long prompts beside two requests that generate."""
+    _, lm = tiny("llama")
+    draft = tiny("qwen2", seed=5)[1]
+    kinds = [
+        ([2] * 80, {"max_new_tokens": 2}, None),
+        ([2, 3], {"max_new_tokens": 3, "num_beams": 2}, "ngram"),
+        ([2] * 5, {"max_new_tokens": 5, "num_draft_tokens": 3}, draft),
+    ]
+    tokens, places = data.draw(st.integers(8, 40)), 6
+    engine = Engine(lm, max_requests=places, max_batch_tokens=tokens)
+    lengths, rounds, others = data.draw(st.tuples(st.integers(1, 60), st.integers(1, 60))), [Rounds(), Rounds()], []
+    for length, one in zip(lengths, rounds, strict=True):
+        engine.submit([1] * length, {"max_new_tokens": 190}, strategy=watched(one))
+    for now in range(40):
+        if data.draw(st.booleans()):
+            prompt, options, how = data.draw(st.sampled_from(kinds))
+            priority, timeout = data.draw(st.integers(-2, 2)), data.draw(st.sampled_from([None, 0, 3600]))
+            others.append(engine.submit(prompt, options, draft=how, priority=priority, timeout=timeout))
+        if others and data.draw(st.booleans()):
+            data.draw(st.sampled_from(others)).cancel()
+        run(engine, rounds, 1, now)
+    read_per_pass = max(1, tokens // 2 // places)
+    for length, one in zip(lengths, rounds, strict=True):
+        waits = 1 + 3  # rounds per pass: the longest draft, and the pass itself
+        assert [*one, 40][0] < math.ceil(length / read_per_pass) * waits
+        assert all(after - before <= waits for before, after in pairwise(one))
+
+
+def test_the_first_token_beside_32_requests_comes_within_its_share_of_passes(lm):
+    engine = Engine(lm, max_requests=33, max_batch_tokens=128)
+    crowd = [Rounds() for _ in range(32)]
+    for one in crowd:
+        engine.submit([1], {"max_new_tokens": 200}, strategy=watched(one))
+    run(engine, crowd, 3)
+    rounds = Rounds()
+    engine.submit([2] * 192, {"max_new_tokens": 20}, strategy=watched(rounds, 20))
+    run(engine, [*crowd, rounds], 10, 3)
+    assert rounds[0] - 3 < 192 / (128 - 32)  # the crowd needs 32 nodes, and the prompt gets the others
+    assert all(after - before == 1 for one in crowd for before, after in pairwise(one))
 
 
 def test_a_small_request_overtakes_one_that_does_not_fit(lm):

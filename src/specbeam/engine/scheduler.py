@@ -50,6 +50,7 @@ class Scheduler:
         self._numbers = count()
         self._live: dict[RequestState, None] = {}
         self._is_full = False  # admit nobody until a live request ends
+        self._awaited: set[RequestState] = set()  # requests whose drafts the target waits for
         self._turns = 0  # nodes were chosen this many times for some request
         self._pass_tokens = max_batch_tokens  # the most nodes per pass, for now
         self._good_passes = 0  # since the last batch that was too large
@@ -177,7 +178,7 @@ class Scheduler:
     def gather(self) -> list[Batch]:
         """The passes of the next round: of each draft model, then of the target.
 
-        The target waits for drafts, so that one pass serves all. It does not wait for a draft that reads a long prompt.
+        The target waits for drafts, so that one pass serves all.
         """
         by_model: defaultdict[tuple[bool, int], list[RequestState]] = defaultdict(list)
         for request in self._live:
@@ -185,10 +186,21 @@ class Scheduler:
                 by_model[not request.drafting, id(request.backend)].append(request)
         batches: list[Batch] = []
         for (for_target, _), requests in sorted(by_model.items()):
-            drafts_only_read = all(len(nodes) < len(one.pending) for batch in batches for one, nodes in batch)
-            if not for_target or drafts_only_read:
+            if not for_target or not self._waits_for(batches):
                 batches.append(self._divide(requests))
         return self._make_room(batches)
+
+    def _waits_for(self, drafts: list[Batch]) -> bool:
+        """Whether the target waits for these passes of draft models.
+
+        It does not wait for a draft that reads a long prompt, nor for requests that began to draft later than the wait.
+        So it waits for at most as many rounds as the longest draft has tokens, whatever requests come and go.
+        """
+        drafting = {one for batch in drafts for one, nodes in batch if len(nodes) == len(one.pending)}
+        if self._awaited:
+            drafting &= self._awaited
+        self._awaited = drafting
+        return bool(drafting)
 
     def _divide(self, requests: list[RequestState]) -> Batch:
         """Divide a pass among requests, so that no long prompt and no crowd keeps others from advancing."""

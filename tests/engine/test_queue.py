@@ -1,0 +1,157 @@
+"""The order in which waiting requests start, requests that are refused, and requests whose time is over."""
+
+import math
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import specbeam
+from specbeam import Engine, QueueFull, SpecbeamError
+
+ONE = {"max_new_tokens": 1}
+OLDEST_TURN = 8  # one start in eight, as the documents say
+
+
+def ends(requests, engine):
+    """The numbers of requests in the order in which they end."""
+    order = []
+    while engine.step():
+        order += [i for i, one in enumerate(requests) if one.done and i not in order]
+    return order + [i for i, one in enumerate(requests) if one.done and i not in order]
+
+
+def test_lower_priorities_start_first_and_equal_ones_in_the_order_of_submission(lm):
+    engine = Engine(lm, max_requests=1)
+    priorities = [2, 0, 1, 0, -3, 2]
+    requests = [engine.submit([i + 1], ONE, priority=priority) for i, priority in enumerate(priorities)]
+    assert ends(requests, engine) == [4, 1, 3, 2, 0, 5]
+
+
+def test_a_priority_changes_no_text_and_takes_no_place_from_live_requests(lm):
+    engine = Engine(lm, max_requests=1)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6}
+    first = engine.submit([1], options, priority=9)
+    engine.step()
+    urgent = engine.submit([2], options, priority=-9)
+    while not first.done:
+        engine.step()
+        assert not urgent.done
+    engine.run()
+    for request, prompt in ((first, [1]), (urgent, [2])):
+        assert request.result().token_ids == specbeam.generate(lm, prompt, **options).token_ids
+
+
+def test_urgent_requests_that_keep_coming_do_not_starve_the_others(lm):
+    engine = Engine(lm, max_requests=1)
+    patient = [engine.submit([1], ONE, priority=5) for _ in range(3)]
+    urgent = []
+    while not all(one.done for one in patient):
+        urgent += [engine.submit([2], ONE, priority=0) for _ in range(2)]
+        engine.step()
+    assert sum(one.done for one in urgent) == 3 * (OLDEST_TURN - 1)
+
+
+@given(
+    rounds=st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=30),
+    cancelled=st.sets(st.integers(0, 60)),
+)
+def test_each_request_starts_within_the_promised_number_of_starts(lm, rounds, cancelled):
+    """At most 8 starts for itself and for each earlier request that waits."""
+    engine = Engine(lm, max_requests=1)
+    requests, bounds, starts = [], [], 0
+    for priorities in [*rounds, *[[]] * 200]:
+        for priority in priorities:
+            waiting = sum(not one.done for one in requests)
+            requests.append(engine.submit([1], ONE, priority=priority))
+            bounds.append(starts + OLDEST_TURN * (waiting + 1))
+            if len(requests) in cancelled:
+                requests[-1].cancel()
+        before = [one.done for one in requests]
+        engine.step()
+        for at, (was_done, one) in enumerate(zip(before, requests, strict=True)):
+            if one.done and not was_done and one.result().finish_reason != "cancelled":
+                starts += 1
+                assert starts <= bounds[at]
+    assert all(one.done for one in requests)
+
+
+def test_a_full_queue_refuses_and_takes_requests_again(lm):
+    engine = Engine(lm, max_requests=2, max_waiting=3)
+    requests = [engine.submit([1], ONE) for _ in range(5)]  # none has started
+    with pytest.raises(QueueFull, match=r"5 requests are unfinished.*max_requests=2 and max_waiting=3") as refusal:
+        engine.submit([1], ONE)
+    assert isinstance(refusal.value, SpecbeamError)
+    requests[4].cancel()
+    engine.step()  # ends the cancelled one, and two others
+    requests += [engine.submit([1], ONE) for _ in range(3)]
+    with pytest.raises(QueueFull):
+        engine.submit([1], ONE)
+    engine.run()
+    assert all(request.done for request in requests)
+    lonely = Engine(lm, max_requests=1, max_waiting=0)
+    for _ in range(3):
+        lonely.submit([1], ONE)
+        with pytest.raises(QueueFull):
+            lonely.submit([1], ONE)
+        lonely.run()
+
+
+def test_a_request_that_is_refused_or_fails_takes_no_place(lm):
+    def fail(*_):
+        raise RuntimeError("it broke")
+
+    engine = Engine(lm, max_requests=1, max_waiting=0)
+    for _ in range(3):
+        with pytest.raises(SpecbeamError, match="empty"):
+            engine.submit([], ONE)
+        request = engine.submit([1], ONE | {"logits_processor": [fail]})
+        engine.run()
+        assert request.done
+
+
+def test_a_request_ends_when_its_time_is_over(lm):
+    engine = Engine(lm, max_requests=1)
+    endless = {"max_new_tokens": 250, "min_new_tokens": 250}
+
+    def wait(ids, scores):
+        while time.monotonic() < begin + 0.05:
+            pass
+        return scores
+
+    begin = time.monotonic()
+    generating = engine.submit([1], endless | {"logits_processor": [wait]}, timeout=0.05)
+    waiting = [engine.submit([2], endless | {"num_beams": beams}, timeout=0) for beams in (1, 2)]
+    in_time = engine.submit([3], {"max_new_tokens": 4, "min_new_tokens": 4}, timeout=3600)
+    engine.run()
+    assert [one.result().finish_reason for one in (generating, *waiting)] == ["timeout"] * 3
+    length = len(generating.result().token_ids)
+    assert length <= 1  # its first token took all of its time
+    assert generating.result().token_ids == specbeam.generate(lm, [1], endless).token_ids[:length]
+    for request in waiting:
+        assert request.result().token_ids == []
+        assert [piece.result for piece in request.pieces] == [request.result()]
+    assert in_time.result().finish_reason == "length"
+    assert engine.cache_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "problem"),
+    [
+        ({"priority": 1.5}, "priority=1.5 is not allowed: give a whole number"),
+        ({"priority": True}, "priority=True"),
+        ({"timeout": -1}, "timeout=-1 is not allowed: give seconds, at least 0"),
+        ({"timeout": math.nan}, "timeout=nan"),
+        ({"timeout": "soon"}, "timeout='soon'"),
+    ],
+)
+def test_a_wrong_priority_or_timeout_is_refused(lm, how, problem):
+    with pytest.raises(SpecbeamError, match=problem):
+        Engine(lm).submit([1], ONE, **how)
+
+
+def test_a_wrong_max_waiting_is_refused(lm):
+    for value in (-1, True, 1.0):
+        with pytest.raises(SpecbeamError, match=f"max_waiting={value!r} is not allowed: give at least 0"):
+            Engine(lm, max_waiting=value)
