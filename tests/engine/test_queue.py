@@ -79,7 +79,7 @@ def test_each_request_starts_within_the_promised_number_of_starts(lm, rounds, ca
 
 def test_a_full_queue_refuses_and_takes_requests_again(lm):
     engine = Engine(lm, max_requests=2, max_waiting=3)
-    requests = [engine.submit([1], ONE) for _ in range(5)]  # none has started
+    requests = [engine.submit([1], ONE) for _ in range(5)]  # all of them wait
     with pytest.raises(QueueFull, match=r"5 requests are unfinished.*max_requests=2 and max_waiting=3") as refusal:
         engine.submit([1], ONE)
     assert isinstance(refusal.value, SpecbeamError)
