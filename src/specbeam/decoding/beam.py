@@ -121,6 +121,7 @@ class BeamSearch:
         self.bounded = bounded
         self.only_possible = constrained or distinct
         self.distinct = distinct
+        self._every = np.arange(num_beams)
         self.beams: Nodes = np.full(num_beams, tree.tip)
         self.scores = np.full(
             num_beams, FORBIDDEN_SCORE, np.float32
@@ -146,7 +147,7 @@ class BeamSearch:
         Args:
             token_penalties: lower the score of every token in this step, float32 [vocab].
         """
-        rows = np.arange(self.num_beams) if known is None else np.flatnonzero(known)
+        rows = self._every if known is None else np.flatnonzero(known)
         missing = len(rows) < self.num_beams
         if answer is None or (missing and not self.bounded):
             return False
@@ -176,9 +177,9 @@ class BeamSearch:
         if token_penalties is not None or (answer.noise is None and self._are_tied(ranks.ravel()[best])):
             beam, token, of_candidates, log_probs = self._of_whole_rows(answer, rows, token_penalties)
         else:
-            beam, column = np.divmod(best[: self.num_candidates], scores.shape[1])
-            token, of_candidates = answer.tokens[beam, column], scores[beam, column]
-            log_probs = answer.log_probs[beam, column]
+            best = best[: self.num_candidates]
+            beam, of_candidates = best // scores.shape[1], scores.ravel()[best]
+            token, log_probs = answer.tokens.ravel()[best], answer.log_probs.ravel()[best]
         nodes = self.tree.add(self.beams[rows[beam]], token, log_probs)
         ended = self.stop.ended(self.tree, nodes)
         competing = ended & possible(of_candidates) if self.only_possible else ended
@@ -222,6 +223,11 @@ class BeamSearch:
         At the greatest length all candidates have ended. Groups and traces then show the best texts as beams.
         """
         out = ~candidates.first if candidates.ended.all() else candidates.ended
+        going = np.flatnonzero(~out)[: self.num_beams]
+        scores = candidates.scores[going]
+        in_order = len(going) == self.num_beams and (scores[1:] < scores[:-1]).all() and possible(scores[-1])
+        if in_order and candidates.are_sorted:
+            return going, scores
         scores, survivors = topk(forbid(candidates.scores, out), self.num_beams)
         return survivors, scores
 
@@ -254,8 +260,8 @@ class BeamSearch:
         return self.finished.nodes[self.finished.ended]
 
     def certain(self) -> Iterator[Hypothesis]:
-        bound = float("-inf") if self.done else self._bound() if self.bounded else float("inf")
         if np.count_nonzero(self.finished.possible) > self.num_reported:
+            bound = float("-inf") if self.done else self._bound() if self.bounded else float("inf")
             for hypothesis in self.hypotheses()[self.num_reported :]:
                 if hypothesis.score <= bound:
                     break
@@ -306,6 +312,11 @@ class Candidates:
         return first
 
     @property
+    def are_sorted(self) -> bool:
+        """Whether no score is above one before it. Drawn candidates need not be."""
+        return bool((self.scores[1:] <= self.scores[:-1]).all())
+
+    @property
     def possible(self) -> Mask:
         """Which candidates are texts in their own right, bool [k]; see :func:`possible`."""
         return possible(self.scores)
@@ -324,8 +335,11 @@ def forbid(scores: Scores, mask: Mask) -> Scores:
 
 def normalized(scores: Any, length: int, length_penalty: float) -> Any:
     """Log-probabilities / length ** length_penalty, in float32 as in transformers."""
+    divisor = length**length_penalty
+    if 1e-20 < divisor < 1e20:
+        return scores / np.float32(divisor)
     with np.errstate(all="ignore"):
-        return scores / np.float32(length**length_penalty)
+        return scores / np.float32(divisor)
 
 
 def possible(scores: Any) -> Any:

@@ -210,12 +210,16 @@ class Processors:
 
 
 def _edit(kind: Literal["add", "repeat", "ban"], rows: NDArray[np.int64], tokens: Any, values: Any = ()) -> Edit:
-    """The same tokens, int [m], or others, int [n, m], in each of n rows, with values that broadcast to them."""
-    both = np.broadcast_arrays(rows[:, None], np.asarray(tokens))
-    at, which = (one.astype(np.int32).ravel() for one in both)
+    """The same tokens, int [m], or others, int [n, m], in each of n rows, with one value or m values."""
+    tokens = np.asarray(tokens, dtype=np.int32)
+    per_row = tokens.shape[-1]
+    places = (
+        np.repeat(rows.astype(np.int32), per_row),
+        np.tile(tokens, len(rows)) if tokens.ndim == 1 else tokens.ravel(),
+    )
     if kind == "ban":
-        return Edit(kind, at, which)
-    return Edit(kind, at, which, np.broadcast_to(np.asarray(values, dtype=np.float32), both[0].shape).ravel())
+        return Edit(kind, *places)
+    return Edit(kind, *places, np.resize(np.asarray(values, dtype=np.float32), len(rows) * per_row))
 
 
 def _by_length(tree: Tree, nodes: Nodes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:

@@ -31,6 +31,8 @@ class Wishes:
         self.process = process
         self.warpers = dict(warpers or {})
         self.seed = seed
+        self._is_plain = process.is_plain and not self.warpers and seed is None
+        self._plain: dict[tuple[Any, ...], Wish] = {}  # wishes that are the same at all nodes, by what is asked
 
     def __call__(self, tree: Tree, nodes: Any, guesses: Any = (), streams: Any = 0, **wants: Any) -> Wish:
         """The wish at nodes, int [n].
@@ -44,8 +46,11 @@ class Wishes:
         Raises:
             SpecbeamError: a function of the caller returned something that it may not return.
         """
-        if self.process.is_plain and self.seed is None and not self.warpers:
-            return Wish(**wants)
+        if self._is_plain:
+            key = tuple(wants.items())
+            if key not in self._plain:
+                self._plain[key] = Wish(**wants)
+            return self._plain[key]
         noise = None
         if self.seed is not None:
             positions = (tree.depths(nodes) + 1).astype(np.uint32)
