@@ -1,16 +1,19 @@
 """Text decoded token by token, against the decoder of the tokenizers library on the whole text."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from specbeam.decoding.stopping import Stopping
 from specbeam.detokenizing import MIN_WINDOW_TOKENS, Detokenizer, TextEnd
 from specbeam.streaming import TextStream
 from specbeam.tree import Tree
-from tests.conftest import examples
+from tests.conftest import EOS, examples
 
 BYTE_LEVEL = sorted(pre_tokenizers.ByteLevel.alphabet())
 BYTES = {
@@ -169,3 +172,14 @@ def test_work_does_not_grow_with_the_text(name):
         assert sum(work[200:]) < 1.3 * sum(work[:200]) + 40 * MIN_WINDOW_TOKENS
         if len(pattern) < size:
             assert len(stream.text) > len(decode((pattern * 400)[:400])) - 8  # lasting invalid bytes are streamed, too
+
+
+def test_a_tokenizer_that_decodes_in_its_own_way_does_so(lm):
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, token_ids, skip_special_tokens=False, **kwargs):
+            return super()._decode(token_ids, skip_special_tokens=skip_special_tokens, **kwargs).upper()
+
+    loud = replace(lm, tokenizer=Loud(tokenizer_object=lm.tokenizer.backend_tokenizer))
+    ids = lm.tokenizer("a text").input_ids
+    assert (lm.decode(ids), loud.decode(ids)) == ("a text", "A TEXT")
+    assert lm.decode([*ids, EOS], skip_special_tokens=False) == "a text<eos>"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from threading import Lock
@@ -114,8 +114,18 @@ class LanguageModel:
         """The text of token ids; empty without a tokenizer."""
         if self.tokenizer is None:
             return ""
-        text: str = self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
-        return text
+        return self._decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    @cached_property
+    def _decode(self) -> Callable[..., str]:
+        """The tokenizer's way to decode. At every token a text is decoded, so checks of transformers are skipped."""
+        from transformers import PreTrainedTokenizerFast as Fast
+
+        tokenizer, kind = self.tokenizer, type(self.tokenizer)
+        only_checks = isinstance(tokenizer, Fast) and (kind.decode, kind._decode) == (Fast.decode, Fast._decode)
+        skips = only_checks and not tokenizer.clean_up_tokenization_spaces
+        decode: Callable[..., str] = tokenizer.backend_tokenizer.decode if skips else tokenizer.decode
+        return decode
 
 
 def _choose_backend(checkpoint: Checkpoint, source: str, placement: Placement) -> str:
