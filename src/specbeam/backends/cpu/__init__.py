@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Segment, logits_wanted
+from specbeam.backends.cpu.choosing import choose
 from specbeam.backends.cpu.library import ModelConfigStruct, SegmentStruct, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.backends.devices import memory_for_caches, peak_memory
@@ -27,7 +28,7 @@ from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
 from specbeam.errors import SpecbeamError
 from specbeam.machine import usable_processors
-from specbeam.selection import Answer, Wish, choose
+from specbeam.selection import Answer, Wish
 from specbeam.whole_steps import whole_step
 
 logger = logging.getLogger("specbeam")
@@ -112,9 +113,9 @@ class CpuBackend:
             raise RuntimeError(f"a pass was refused: {wrong.decode()}")
         return torch.from_numpy(logits)
 
-    @torch.inference_mode()
     def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
-        return choose(logits, wishes)
+        with self._one_pass:
+            return choose(self._model, logits, wishes)
 
     def memory_for_caches(self) -> int:
         return memory_for_caches(self.device)

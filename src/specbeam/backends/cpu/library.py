@@ -14,7 +14,7 @@ from specbeam.errors import SpecbeamError
 
 NAME = "libspecbeam_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """As in native/model.h. Raise both when a function or a structure changes."""
 
 
@@ -46,8 +46,39 @@ class SegmentStruct(ctypes.Structure):
     ]
 
 
+class EditStruct(ctypes.Structure):
+    """``Edit`` of native/select.h."""
+
+    _fields_ = [(name, c_int64) for name in ("kind", "begin", "end", "values")]
+
+
+class WishStruct(ctypes.Structure):
+    """``Wish`` of native/select.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("first_row", "rows", "vocab", "most", "most_place", "given", "given_place")),
+        *((name, c_int64) for name in ("row_place", "edits_begin", "edits_end", "one_of_begin", "one_of_end")),
+        *((name, c_int64) for name in ("allowed_place", "noise_place", "normalize", "total", "top_k")),
+        *((name, c_double) for name in ("temperature", "top_p", "min_p")),
+        ("seed", c_uint64),
+    ]
+
+
+class ChoiceStruct(ctypes.Structure):
+    """``Choice`` of native/select.h."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("logit_rows", "logit_columns", "wish_count", "edit_count", "entry_count")),
+        *((name, c_int64) for name in ("value_count", "one_of_count", "given_count", "allowed_bytes", "noise_count")),
+        *((name, c_int64) for name in ("most_count", "row_count")),
+        *((name, c_void_p) for name in ("logits", "wishes", "edits", "edit_rows", "edit_tokens", "edit_values")),
+        *((name, c_void_p) for name in ("one_of", "given", "allowed", "streams", "positions", "tokens", "log_probs")),
+        *((name, c_void_p) for name in ("scores", "noise", "given_log_probs", "normalizers", "totals")),
+    ]
+
+
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "abi_version": (c_int32, [c_int64, c_int64]),
+    "abi_version": (c_int32, [c_int64] * 4),
     "isa": (c_char_p, [c_char_p]),
     "matrix_bytes": (c_int64, [c_int32, c_int64, c_int64]),
     "format_of": (c_int32, [c_int32]),
@@ -67,6 +98,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cache_delete": (None, [c_void_p]),
     "cache_reserve": (c_int32, [c_void_p, c_int64]),
     "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
+    "choose": (c_char_p, [c_void_p, POINTER(ChoiceStruct)]),
     "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
     "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),
 }
@@ -119,7 +151,8 @@ def _abi_version(loaded: ctypes.CDLL) -> int:
     except AttributeError:
         return 0
     version.restype, version.argtypes = FUNCTIONS["abi_version"]
-    return int(version(ctypes.sizeof(ModelConfigStruct), ctypes.sizeof(SegmentStruct)))
+    structures = (ModelConfigStruct, SegmentStruct, WishStruct, ChoiceStruct)
+    return int(version(*(ctypes.sizeof(structure) for structure in structures)))
 
 
 def available() -> bool:

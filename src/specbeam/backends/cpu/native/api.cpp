@@ -17,6 +17,7 @@
 #include "formats.h"
 #include "model.h"
 #include "pack.h"
+#include "select.h"
 #include "tables.h"
 #include "threads.h"
 
@@ -199,6 +200,72 @@ static const char *fill_slots(const Segment *segments, int64_t count) {
   return nullptr;
 }
 
+// Whether [first, first + rows * columns) lies in [0, size). No product overflows.
+static bool inside(int64_t first, int64_t rows, int64_t columns, int64_t size) {
+  int64_t items;
+  return first >= 0 && rows >= 0 && columns >= 0 && !__builtin_mul_overflow(rows, columns, &items) && first <= size &&
+         items <= size - first;
+}
+
+// The first error in a choice, or null.
+static const char *wrong(const Choice &c) {
+  for (int64_t size : {c.logit_rows, c.wish_count, c.edit_count, c.entry_count, c.value_count, c.one_of_count,
+                       c.given_count, c.allowed_bytes, c.noise_count, c.most_count, c.row_count})
+    if (size < 0 || size > INT64_MAX / 64) return "a size is negative or too large";
+  if (c.logit_columns < 1 || c.logit_columns > INT32_MAX) return "a row of logits is not between 1 and 2^31 - 1 long";
+  if (!inside(0, c.logit_rows, c.logit_columns, INT64_MAX / 64)) return "there are too many logits";
+  const auto given = [](int64_t size, auto... addresses) { return !size || (... && addresses); };
+  if (!given(c.logit_rows, c.logits) || !given(c.wish_count, c.wishes) || !given(c.edit_count, c.edits) ||
+      !given(c.entry_count, c.edit_rows, c.edit_tokens) || !given(c.value_count, c.edit_values) ||
+      !given(c.one_of_count, c.one_of) || !given(c.given_count, c.given, c.given_log_probs) ||
+      !given(c.allowed_bytes, c.allowed) || !given(c.noise_count, c.streams, c.positions) ||
+      !given(c.most_count, c.tokens, c.log_probs, c.scores) || !given(c.row_count, c.normalizers, c.totals) ||
+      (c.noise_count && !given(c.most_count, c.noise)))
+    return "an array is missing";
+  const auto negative = [](int64_t token) { return token < 0; };
+  if (std::any_of(c.one_of, c.one_of + c.one_of_count, negative) ||
+      std::any_of(c.edit_tokens, c.edit_tokens + c.entry_count, negative))
+    return "a token is negative";
+  for (const Edit *e = c.edits; e != c.edits + c.edit_count; e++) {
+    if (e->kind < ADD || e->kind > BAN) return "the kind of an edit is not known";
+    if (e->begin > e->end || e->begin < 0 || e->end > c.entry_count) return "an edit has more entries than there are";
+    if (e->kind != BAN && !inside(e->values, e->end - e->begin, 1, c.value_count)) return "an edit lacks values";
+  }
+  int64_t rows = 0, entries = 0;
+  for (const Wish *w = c.wishes; w != c.wishes + c.wish_count; w++) {
+    if (!inside(w->first_row, w->rows, 1, c.logit_rows)) return "a wish has rows that the logits lack";
+    if ((rows += w->rows) > INT32_MAX) return "there are too many rows";
+    if (w->vocab < 1 || w->vocab > c.logit_columns) return "a wish has a vocabulary that the logits lack";
+    if (w->most < 0 || w->most > w->vocab) return "a wish has more tokens than the vocabulary";
+    if (!inside(w->row_place, w->rows, 1, c.row_count)) return "there is no room for the sums of a wish";
+    if (!inside(w->most_place, w->rows, w->most, c.most_count)) return "there is no room for the tokens of a wish";
+    if (!inside(w->given_place, w->rows, w->given, c.given_count)) return "a wish lacks given tokens";
+    for (int64_t i = 0; i < w->rows * w->given; i++)
+      if (const int64_t token = c.given[w->given_place + i]; token < 0 || token >= w->vocab)
+        return "a given token is not in the vocabulary";
+    if (w->edits_begin < 0 || w->edits_begin > w->edits_end || w->edits_end > c.edit_count) return "a wish lacks edits";
+    if (w->one_of_begin < 0 || w->one_of_begin > w->one_of_end || w->one_of_end > c.one_of_count)
+      return "a wish lacks the tokens of one_of";
+    for (const Edit *e = c.edits + w->edits_begin; e != c.edits + w->edits_end; e++) {
+      if ((entries += e->end - e->begin) > INT32_MAX) return "there are too many entries of edits";
+      for (int64_t i = e->begin; i < e->end; i++)
+        if (c.edit_rows[i] < 0 || c.edit_rows[i] >= w->rows) return "an edit has a row that its wish lacks";
+    }
+    if (w->allowed_place != -1 && !inside(w->allowed_place, w->rows, (w->vocab + 7) / 8, c.allowed_bytes))
+      return "a wish lacks a part of its mask";
+    if (w->noise_place != -1 && !inside(w->noise_place, w->rows, 1, c.noise_count))
+      return "a wish lacks streams or positions";
+    if ((w->normalize != 0 && w->normalize != 1) || (w->total != 0 && w->total != 1))
+      return "a flag is neither 0 nor 1";
+    if (!(w->temperature > 0) || !std::isfinite(w->temperature)) return "the temperature is not a positive number";
+    if (float(w->temperature) == 0) return "the temperature is too small for float32";
+    if (w->top_k < 0) return "top_k is negative";
+    if (!(w->top_p >= 0 && w->top_p <= 1) || !(w->min_p >= 0 && w->min_p <= 1))
+      return "top_p or min_p is not in [0, 1]";
+  }
+  return nullptr;
+}
+
 }  // namespace specbeam
 
 using namespace specbeam;
@@ -206,8 +273,11 @@ using namespace specbeam;
 extern "C" {
 
 // The version of this interface, or -1 if the sizes of the caller's structures differ.
-int32_t specbeam_abi_version(int64_t model_config_bytes, int64_t segment_bytes) {
-  return model_config_bytes == sizeof(ModelConfig) && segment_bytes == sizeof(Segment) ? ABI_VERSION : -1;
+int32_t specbeam_abi_version(int64_t model_config_bytes, int64_t segment_bytes, int64_t wish_bytes,
+                             int64_t choice_bytes) {
+  const bool same = model_config_bytes == sizeof(ModelConfig) && segment_bytes == sizeof(Segment) &&
+                    wish_bytes == sizeof(Wish) && choice_bytes == sizeof(Choice);
+  return same ? ABI_VERSION : -1;
 }
 
 // The name of the instruction set to use, or null if the processor lacks `name`. An empty name asks for the best.
@@ -382,6 +452,18 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
   }
   if (reason) empty_slots(segments, count);
   return reason;
+}
+
+// Answers wishes. Returns the error, or null. The logits are not changed.
+const char *specbeam_choose(void *model, const Choice *choice) {
+  auto &loaded = *static_cast<Loaded *>(model);
+  if (const char *reason = wrong(*choice)) return reason;
+  try {
+    loaded.table->choose(*choice, loaded.pool());
+    return nullptr;
+  } catch (const std::exception &) {
+    return OUT_OF_MEMORY;
+  }
 }
 
 // For tests: out[n, rows] = values[n, columns] times the transposed matrix.

@@ -12,6 +12,8 @@
 
 namespace specbeam::SPECBEAM_ISA {
 
+void choose(const Choice &, Threads &);  // select.cpp
+
 namespace {
 
 // The buffers of a pass, kept for the next one.
@@ -381,6 +383,6 @@ float weight(const Matrix &w, int64_t row, int64_t column) { return weight_at(w,
 
 }  // namespace
 
-extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward, multiply_one, weight};
+extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward, choose, multiply_one, weight};
 
 }  // namespace specbeam::SPECBEAM_ISA

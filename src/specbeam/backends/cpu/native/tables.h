@@ -2,6 +2,7 @@
 #pragma once
 
 #include "model.h"
+#include "select.h"
 #include "threads.h"
 
 namespace specbeam {
@@ -13,6 +14,7 @@ struct Table {
   // Returns the error in the segments, or null.
   const char *(*forward)(const Model &, Threads &, void *workspace, const Segment *, int64_t count,
                          const int64_t *wanted, int64_t wanted_count, int64_t vocab, float *logits);
+  void (*choose)(const Choice &, Threads &);
   void (*multiply)(const Matrix &, Threads &, const float *values, int64_t rows, float *out);
   float (*weight)(const Matrix &, int64_t row, int64_t column);
 };

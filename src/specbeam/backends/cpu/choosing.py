@@ -1,0 +1,203 @@
+"""Answers wishes in native code: fills the structures of native/select.h, and makes the answers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, WishStruct, library
+from specbeam.selection import Answer, Wish, select
+
+EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2}
+"""As ``EditKind`` in native/select.h."""
+WISH_DTYPE, EDIT_DTYPE = np.dtype(WishStruct), np.dtype(EditStruct)
+NORMALIZERS_ALONE = Wish(most=0)
+
+
+def choose(model: int, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
+    """Answer the wishes of a pass, as :func:`specbeam.selection.choose` does.
+
+    Args:
+        model: the native model. Its threads do the work, and no pass of it may be running.
+        logits: float32 [rows, vocab] on the CPU.
+
+    Raises:
+        RuntimeError: a wish does not fit to the logits.
+    """
+    logits = logits.contiguous()
+    parts = Parts(logits.shape[1])
+    fields = [parts.add(rows, NORMALIZERS_ALONE if needs_torch(wish) else wish, wish.vocab) for rows, wish in wishes]
+    tokens = np.empty(parts.most_count, np.int64)
+    noise = np.empty(parts.most_count if parts.streams.size else 0)
+    counts = (parts.most_count, parts.most_count, parts.given.size, parts.row_count, parts.row_count)
+    log_probs, scores, given, normalizers, totals = (np.empty(count, np.float32) for count in counts)
+    wish_structs, edit_structs = np.array(fields, WISH_DTYPE), np.array(parts.edits, EDIT_DTYPE)
+    one_of = np.array(parts.one_of, np.int64)
+    joined = (parts.edit_rows, parts.edit_tokens, parts.edit_values, parts.given, parts.allowed)
+    edit_rows, edit_tokens, edit_values, given_tokens, allowed = (part.array() for part in joined)
+    streams, positions = parts.streams.array(), parts.positions.array()
+    choice = ChoiceStruct(
+        logit_rows=logits.shape[0],
+        logit_columns=logits.shape[1],
+        wish_count=len(wish_structs),
+        edit_count=len(edit_structs),
+        entry_count=len(edit_rows),
+        value_count=len(edit_values),
+        one_of_count=len(one_of),
+        given_count=len(given_tokens),
+        allowed_bytes=len(allowed),
+        noise_count=len(streams),
+        most_count=parts.most_count,
+        row_count=parts.row_count,
+        logits=logits.data_ptr(),
+        wishes=address(wish_structs),
+        edits=address(edit_structs),
+        edit_rows=address(edit_rows),
+        edit_tokens=address(edit_tokens),
+        edit_values=address(edit_values),
+        one_of=address(one_of),
+        given=address(given_tokens),
+        allowed=address(allowed),
+        streams=address(streams),
+        positions=address(positions),
+        tokens=address(tokens),
+        log_probs=address(log_probs),
+        scores=address(scores),
+        noise=address(noise),
+        given_log_probs=address(given),
+        normalizers=address(normalizers),
+        totals=address(totals),
+    )
+    if wrong := library().specbeam_choose(model, ctypes.byref(choice)):
+        raise RuntimeError(f"a wish was refused: {wrong.decode()}")
+    answers = []
+    for (rows, wish), (_, n, vocab, most, at, width, given_at, row, *_) in zip(wishes, fields, strict=True):
+        here = logits[rows] if vocab == logits.shape[1] else logits[rows, :vocab]
+        of_rows = normalizers[row : row + n]
+        if needs_torch(wish):
+            answers.append(select(here, wish, of_rows))
+            continue
+        end, shape = at + n * most, (n, most)
+        answers.append(
+            Answer(
+                tokens[at:end].reshape(shape),
+                log_probs[at:end].reshape(shape),
+                scores[at:end].reshape(shape),
+                of_rows,
+                None if wish.noise is None else noise[at:end].reshape(shape),
+                None if wish.given is None else given[given_at : given_at + n * width].reshape(n, width),
+                totals[row : row + n] if wish.total else None,
+                ((here, None),),
+            )
+        )
+    return answers
+
+
+def address(array: NDArray[Any]) -> int | None:
+    """Of an array's first number, None if the array is empty. Asking NumPy takes a microsecond."""
+    return array.ctypes.data if array.size else None
+
+
+def needs_torch(wish: Wish) -> bool:
+    return bool(wish.functions) or wish.typical_p is not None
+
+
+class Parts:
+    """The parts of all wishes, joined.
+
+    Attributes:
+        edits: the fields of each ``EditStruct``.
+        most_count, row_count: the numbers of the highest tokens, and of rows, of all wishes.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self.columns = columns
+        self.edits: list[tuple[int, int, int, int]] = []
+        self.edit_rows, self.edit_tokens, self.edit_values = Joined(np.int32), Joined(np.int32), Joined(np.float32)
+        self.one_of: list[int] = []
+        self.given, self.allowed = Joined(np.int64), Joined(np.uint8)
+        self.streams, self.positions = Joined(np.uint32), Joined(np.uint32)
+        self.most_count = self.row_count = 0
+
+    def add(self, rows: slice, wish: Wish, vocab: int | None) -> tuple[Any, ...]:
+        """Add a wish's parts. Returns the fields of its ``WishStruct``."""
+        n = rows.stop - rows.start
+        vocab = self.columns if vocab is None else min(vocab, self.columns)
+        most = min(wish.most, vocab)
+        most_place, row_place = self.most_count, self.row_count
+        self.most_count += n * most
+        self.row_count += n
+        given = given_place = edits = one_of = seed = 0
+        allowed_place = noise_place = -1
+        if wish.given is not None:
+            given, given_place = wish.given.shape[1], self.given.add(wish.given, (n, wish.given.shape[1]))
+        if wish.edits:
+            edits = len(self.edits)
+            for edit in wish.edits:
+                begin, values = self.edit_rows.add(edit.rows), self.edit_values.size
+                self.edit_tokens.add(edit.tokens, edit.rows.shape)
+                if edit.kind != "ban":
+                    self.edit_values.add(edit.values, edit.rows.shape)
+                self.edits.append((EDIT_KINDS[edit.kind], begin, self.edit_rows.size, values))
+        if wish.one_of:
+            one_of = len(self.one_of)
+            self.one_of += wish.one_of
+        if wish.allowed is not None:
+            allowed_place = self.allowed.add(wish.allowed, (n, -(-vocab // 8)))
+        if wish.noise is not None:
+            seed, noise_place = wish.noise.seed, self.streams.add(wish.noise.streams, (n,))
+            self.positions.add(wish.noise.positions, (n,))
+        return (
+            rows.start,
+            n,
+            vocab,
+            most,
+            most_place,
+            given,
+            given_place,
+            row_place,
+            edits,
+            edits + len(wish.edits),
+            one_of,
+            one_of + len(wish.one_of),
+            allowed_place,
+            noise_place,
+            wish.normalize,
+            wish.total,
+            wish.top_k or 0,
+            1.0 if wish.temperature is None else wish.temperature,
+            1.0 if wish.top_p is None else wish.top_p,
+            wish.min_p or 0.0,
+            seed,
+        )
+
+
+class Joined:
+    """Arrays of one number type, one after another."""
+
+    def __init__(self, dtype: Any) -> None:
+        self.dtype, self.size = dtype, 0
+        self.arrays: list[NDArray[Any]] = []
+
+    def add(self, array: NDArray[Any], shape: tuple[int, ...] | None = None) -> int:
+        """Returns the place of the array's first number.
+
+        Raises:
+            ValueError: the array has another shape.
+        """
+        if shape is not None and array.shape != shape:
+            raise ValueError(f"a part of a wish has the shape {array.shape}, not {shape}")
+        place = self.size
+        self.arrays.append(array.ravel())
+        self.size += array.size
+        return place
+
+    def array(self) -> NDArray[Any]:
+        if not self.arrays:
+            return np.empty(0, self.dtype)
+        return np.concatenate(self.arrays, dtype=self.dtype, casting="same_kind")

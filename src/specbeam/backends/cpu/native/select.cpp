@@ -1,0 +1,581 @@
+// Chooses tokens by rows of logits, in the order of operations of selection.py. A row's answer depends on the row and
+// its wish alone. It has the same bits on every instruction set: no multiplication is fused, and vectors are as wide on
+// all.
+
+#include "select.h"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "simd.h"
+#include "tables.h"
+
+namespace specbeam::SPECBEAM_ISA {
+
+namespace {
+
+typedef uint64_t U64 __attribute__((vector_size(64)));
+
+constexpr float LOWEST = -std::numeric_limits<float>::infinity();
+constexpr int64_t BLOCK_TOKENS = 512;   // a block's highest score says whether its tokens need a look
+constexpr int64_t PIECE_TOKENS = 4096;  // stay in the first-level cache; threads may share the pieces of a row
+constexpr int64_t GROUP_TOKENS = 32;    // get their noise at once
+constexpr double HIGHEST_NOISE = 22.88;
+
+struct Candidate {
+  double rank;  // the score, and the noise if there is any; never NaN
+  float score;
+  int32_t token;
+};
+
+bool better(const Candidate &a, const Candidate &b) {
+  return a.rank > b.rank || (a.rank == b.rank && a.token < b.token);
+}
+
+// The `most` best of the candidates added, in the order of their tokens, with ranks above the bound.
+struct Best {
+  size_t most;
+  std::vector<Candidate> found;
+  double bound;  // the rank of a candidate that comes later must be higher
+
+  void start(int64_t count, double below) { most = size_t(count), found.clear(), bound = below; }
+
+  void add(Candidate candidate) {
+    found.push_back(candidate);
+    if (found.size() < 2 * most) return;
+    std::nth_element(found.begin(), found.begin() + (most - 1), found.end(), better);
+    found.resize(most);
+    bound = found.back().rank;
+  }
+
+  void sort() {
+    const size_t count = std::min(most, found.size());
+    std::partial_sort(found.begin(), found.begin() + count, found.end(), better);
+    found.resize(count);
+  }
+};
+
+// Loads n scores, at most 16; the other lanes are -inf.
+inline F32 load_scores(const float *p, int64_t n) {
+  if (n >= LANES) return load<F32>(p);
+  F32 v = all(LOWEST);
+  for (int64_t i = 0; i < n; i++) v[i] = p[i];
+  return v;
+}
+
+inline F32 higher(F32 a, F32 b) { return a > b ? a : b; }
+
+// One bit per lane that is true, the lowest bit first.
+inline uint32_t bits(I32 mask) {
+#if defined(__AVX512F__)
+  return uint32_t(_mm512_test_epi32_mask((__m512i)mask, (__m512i)mask));
+#elif defined(__AVX2__)
+  uint32_t out = 0;
+  for (int half = 0; half < 2; half++) {
+    __m256 x;
+    std::memcpy(&x, (const char *)&mask + 32 * half, 32);
+    out |= uint32_t(_mm256_movemask_ps(x)) << 8 * half;
+  }
+  return out;
+#else
+  const U64 pairs = (U64)mask;
+  if (!(pairs[0] | pairs[1] | pairs[2] | pairs[3] | pairs[4] | pairs[5] | pairs[6] | pairs[7])) return 0;
+  uint32_t out = 0;
+  for (int i = 0; i < LANES; i++) out |= uint32_t(mask[i] & 1) << i;
+  return out;
+#endif
+}
+
+// Calls f(lane) for each bit, the lowest first.
+template <class F> inline void each_bit(uint32_t bits, const F &f) {
+  for (; bits; bits &= bits - 1) f(__builtin_ctz(bits));
+}
+
+// e^x for x up to 0, within 2 units in the last place; about 10^-38 below -87. As exp of simd.h, without fusion.
+inline F32 exp_of_negative(F32 x) {
+  x = all(-87.0f) > x ? all(-87.0f) : x;
+  const F32 shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+  const F32 n = shifted - 12582912.0f;
+  const F32 r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  F32 p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  return (F32)((U32)p + ((U32)shifted << 23));
+}
+
+// Products of the lower halves of lanes.
+inline uint64_t product(uint64_t a, uint32_t b) { return uint64_t(uint32_t(a)) * b; }
+inline U64 product(U64 a, uint32_t b) {
+#if defined(__AVX512F__)
+  return (U64)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b));
+#elif defined(__AVX2__)
+  U64 out;
+  for (int half = 0; half < 2; half++) {
+    __m256i x;
+    std::memcpy(&x, (const char *)&a + 32 * half, 32);
+    x = _mm256_mul_epu32(x, _mm256_set1_epi64x(b));
+    std::memcpy((char *)&out + 32 * half, &x, 32);
+  }
+  return out;
+#else
+  return (a & 0xffffffffu) * b;
+#endif
+}
+
+// Random numbers for the tokens of one row, four per counter (Philox4x32-10: Salmon et al. 2011).
+struct Philox {
+  static constexpr int ROUNDS = 10;
+  uint64_t keys[ROUNDS][2], position, stream;
+
+  void start(uint64_t seed, uint32_t at, uint32_t number) {
+    uint32_t left = uint32_t(seed), right = uint32_t(seed >> 32);
+    for (auto &key : keys) key[0] = left, key[1] = right, left += 0x9e3779b9, right += 0xbb67ae85;
+    position = at, stream = number;
+  }
+
+  // The words of one counter, or of eight. They are the lower halves of lanes.
+  template <class V> std::array<V, 4> words(V counter) const {
+    V a = counter, b = V{} + position, c = V{} + stream, d = V{};
+    for (const auto &key : keys) {
+      const V first = product(a, 0xd2511f53), second = product(c, 0xcd9e8d57);
+      a = (second >> 32) ^ b ^ key[0], b = second;
+      c = (first >> 32) ^ d ^ key[1], d = first;
+    }
+    return {a, b, c, d};
+  }
+
+  uint32_t word(int64_t token) const { return uint32_t(words(uint64_t(token / 4))[token % 4]); }
+
+  // The words of the GROUP_TOKENS tokens from `token` on, which is a multiple of GROUP_TOKENS.
+  void group(int64_t token, U32 &low, U32 &high) const {
+    const U64 order = {0, 4, 1, 5, 2, 6, 3, 7};
+    const auto [a, b, c, d] = words(order + uint64_t(token / 4));
+    const U64 left = (a & 0xffffffffu) | (b << 32), right = (c & 0xffffffffu) | (d << 32);
+#if defined(__clang__)
+    low = (U32)__builtin_shufflevector(left, right, 0, 8, 2, 10, 4, 12, 6, 14);
+    high = (U32)__builtin_shufflevector(left, right, 1, 9, 3, 11, 5, 13, 7, 15);
+#else
+    low = (U32)__builtin_shuffle(left, right, U64{0, 8, 2, 10, 4, 12, 6, 14});
+    high = (U32)__builtin_shuffle(left, right, U64{1, 9, 3, 11, 5, 13, 7, 15});
+#endif
+  }
+};
+
+// Standard Gumbel noise, between -3.2 and HIGHEST_NOISE.
+double gumbel(uint32_t word) { return -std::log(-std::log((word + 0.5) * 0x1p-32)); }
+
+// The lanes whose score and noise may have a sum above the bound. The others cannot: the noise is at most -log(1 - u),
+// and a chord of 2^x is never below it.
+inline I32 may_pass(F32 scores, U32 words, F32 bound) {
+  constexpr float UNIT = 0x1p23f, MARGIN = 2048;  // of rounding errors
+  F32 exponent = (scores - bound) * (UNIT * 1.44269504088896341f) + (UNIT * (127 + 31) + MARGIN);
+  exponent = exponent > 0.0f ? exponent : F32{};
+  exponent = exponent < UNIT * 160 ? exponent : all(UNIT * 160);
+  const F32 limit = (F32) __builtin_convertvector(exponent, I32);  // about 2^31 * e^(score - bound)
+  return to_float((I32)(~words >> 1)) < limit;                     // about 2^31 * (1 - u)
+}
+
+// Below this float, and so below this bound.
+inline F32 below(double bound) { return all(float(bound - std::abs(bound) * 1e-6 - 1e-4)); }
+
+// The sum of e^score of a row is e^highest * e^log_sum.
+struct LogSum {
+  float highest;
+  double log_sum;
+  explicit operator float() const { return float(highest + log_sum); }
+};
+
+// Memory for one row, kept for the next.
+struct Space {
+  std::vector<float> scores, highest, piece_highest, piece_sums, read;
+  std::vector<Candidate> kept;
+  std::vector<Best> parts;
+  std::vector<int64_t> tokens;
+};
+
+// An edit's entry.
+struct Entry {
+  int64_t edit, place;
+};
+
+class Row {
+ public:
+  // helpers: threads to share the row's pieces with, or null
+  Row(const Choice &choice, const Wish &wanted, int64_t number, const Entry *first, const Entry *last, Threads *helpers)
+      : c(choice),
+        wish(wanted),
+        row(number),
+        vocab(wish.vocab),
+        entries(first),
+        entries_end(last),
+        threads(helpers),
+        logits(c.logits + (wish.first_row + row) * c.logit_columns) {}
+
+  void answer() {
+    raw = log_sum(logits, true);
+    normalizer = c.normalizers[wish.row_place + row] = float(raw);
+    for (int64_t i = 0, at = wish.given_place + row * wish.given; i < wish.given; i++, at++)
+      c.given_log_probs[at] = logits[c.given[at]] - normalizer;
+    scores = logits;
+    if (wish.noise_place >= 0) {
+      const int64_t at = wish.noise_place + row;
+      philox.start(wish.seed, c.positions[at], c.streams[at]);
+    }
+    change();
+    const bool truncated = top_k > 0 || wish.top_p < 1 || wish.min_p > 0;
+    if (truncated) truncate();
+    if (wish.total) c.totals[wish.row_place + row] = float(truncated ? log_sum(space.kept) : log_sum_of_scores());
+    if (!wish.most) return;
+    Best &best = truncated ? best_kept() : wish.noise_place >= 0 ? best_noisy() : best_scores(wish.most);
+    best.sort();
+    if (best.found.size() < best.most) fill(best, truncated);
+    for (int64_t i = 0, at = wish.most_place + row * wish.most; i < wish.most; i++, at++) {
+      const Candidate &found = best.found[i];
+      c.tokens[at] = found.token;
+      c.log_probs[at] = logits[found.token] - normalizer;
+      c.scores[at] = found.score;
+      if (wish.noise_place >= 0) c.noise[at] = gumbel(philox.word(found.token));
+    }
+  }
+
+ private:
+  const Choice &c;
+  const Wish &wish;
+  const int64_t row, vocab, top_k = wish.top_k < wish.vocab ? wish.top_k : 0;
+  const Entry *entries, *entries_end;
+  Threads *threads;
+  const float *logits, *scores = nullptr;
+  LogSum raw{};
+  float normalizer = 0;
+  Philox philox;
+  Space &space = of_thread();
+
+  static Space &of_thread() {
+    static thread_local Space space;
+    return space;
+  }
+
+  int64_t pieces() const { return (vocab + PIECE_TOKENS - 1) / PIECE_TOKENS; }
+  int64_t blocks() const { return (vocab + BLOCK_TOKENS - 1) / BLOCK_TOKENS; }
+
+  // Calls f(first token, last token, piece) for each piece.
+  template <class F> void each_piece(const F &f) {
+    const auto piece = [&](int64_t i) { f(i * PIECE_TOKENS, std::min((i + 1) * PIECE_TOKENS, vocab), i); };
+    if (threads) threads->each(pieces(), 1, piece);
+    else
+      for (int64_t i = 0; i < pieces(); i++) piece(i);
+  }
+
+  // The logarithm of the sum of e^score. A piece is added up in one order, and so are the pieces.
+  // note: whether the highest score of each block is noted. Otherwise it is known.
+  LogSum log_sum(const float *from, bool note) {
+    space.highest.resize(blocks());
+    const int64_t padded = (pieces() + LANES - 1) / LANES * LANES;
+    space.piece_highest.assign(padded, LOWEST), space.piece_sums.assign(padded, 0);
+    each_piece([&](int64_t first, int64_t last, int64_t piece) {
+      float highest = LOWEST;
+      for (int64_t block = first; block < last; block += BLOCK_TOKENS) {
+        float &of_block = space.highest[block / BLOCK_TOKENS];
+        if (note) {
+          const int64_t end = std::min(block + BLOCK_TOKENS, last);
+          F32 h[4] = {all(LOWEST), all(LOWEST), all(LOWEST), all(LOWEST)};
+          int64_t i = block;
+          for (; i + 4 * LANES <= end; i += 4 * LANES)
+            for (int j = 0; j < 4; j++) h[j] = higher(load<F32>(from + i + j * LANES), h[j]);
+          for (; i < end; i += LANES) h[0] = higher(load_scores(from + i, end - i), h[0]);
+          of_block = max(higher(higher(h[0], h[1]), higher(h[2], h[3])));
+        }
+        highest = std::max(highest, of_block);
+      }
+      const float base = highest == LOWEST ? 0 : highest;
+      F32 sums[4] = {};
+      int64_t i = first;
+      for (; i + 4 * LANES <= last; i += 4 * LANES)
+        for (int j = 0; j < 4; j++) sums[j] += exp_of_negative(load<F32>(from + i + j * LANES) - base);
+      for (; i < last; i += LANES) sums[0] += exp_of_negative(load_scores(from + i, last - i) - base);
+      space.piece_highest[piece] = highest;
+      space.piece_sums[piece] = sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    });
+    const float highest = *std::max_element(space.piece_highest.begin(), space.piece_highest.end());
+    if (highest == LOWEST) return {LOWEST, 0};
+    double total = 0;
+    for (int64_t i = 0; i < padded; i += LANES) {
+      const F32 weights = exp_of_negative(load<F32>(&space.piece_highest[i]) - highest);
+      for (int j = 0; j < LANES; j++) total += double(weights[j]) * space.piece_sums[i + j];
+    }
+    return {highest, std::log(total)};
+  }
+
+  LogSum log_sum_of_scores() { return scores == logits ? raw : log_sum(scores, false); }
+
+  static LogSum log_sum(const std::vector<Candidate> &kept) {
+    float highest = LOWEST;
+    for (const Candidate &k : kept) highest = std::max(highest, k.score);
+    if (highest == LOWEST) return {LOWEST, 0};
+    double total = 0;
+    for (const Candidate &k : kept) total += std::exp(double(k.score) - highest);
+    return {highest, std::log(total)};
+  }
+
+  const uint8_t *mask() const {
+    return wish.allowed_place < 0 ? nullptr : c.allowed + wish.allowed_place + row * ((vocab + 7) / 8);
+  }
+
+  // Makes `scores`: all changes before truncation. The logits stay as they are.
+  void change() {
+    const bool divided = wish.temperature != 1, masked = wish.allowed_place >= 0;
+    const bool edited = entries != entries_end || wish.one_of_begin != wish.one_of_end;
+    if (!wish.normalize && !edited && !masked && !divided) return;
+    if (edited) {
+      rewrite(wish.normalize, false, 1);
+      edit();
+      keep_likeliest();
+      rewrite(false, masked, float(wish.temperature));
+    } else {
+      rewrite(wish.normalize, masked, float(wish.temperature));
+    }
+  }
+
+  // Rewrites `scores` into the space, and notes the highest score of each block.
+  void rewrite(bool normalize, bool masked, float divisor) {
+    const float *from = scores;
+    if (int64_t(space.scores.size()) < vocab) space.scores.resize(vocab);
+    float *to = space.scores.data();
+    const float subtracted = normalizer;
+    const uint8_t *allowed = masked ? mask() : nullptr;
+    const I32 bit = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    each_piece([&](int64_t first, int64_t last, int64_t) {
+      for (int64_t block = first; block < last; block += BLOCK_TOKENS) {
+        const int64_t end = std::min(block + BLOCK_TOKENS, last);
+        F32 highest = all(LOWEST);
+        for (int64_t i = block; i < end; i += LANES) {
+          F32 v = load_scores(from + i, end - i);
+          if (normalize) v = v - subtracted;
+          if (masked) {
+            const int32_t some = allowed[i / 8] | (i + 8 < vocab ? allowed[i / 8 + 1] << 8 : 0);
+            v = (all(some) & bit) != 0 ? v : all(LOWEST);
+          }
+          if (divisor != 1) v = v / divisor;
+          store_some(to + i, v, end - i);
+          highest = higher(v, highest);
+        }
+        space.highest[block / BLOCK_TOKENS] = max(highest);
+      }
+    });
+    scores = to;
+  }
+
+  // An edit reads all its scores before it changes one: so a token that it names twice is changed once.
+  void edit() {
+    float *changed = space.scores.data();
+    for (const Entry *first = entries, *last = first; first != entries_end; first = last) {
+      const Edit &edit = c.edits[first->edit];
+      space.read.clear();
+      for (; last != entries_end && last->edit == first->edit; last++) {
+        const int32_t token = c.edit_tokens[last->place];
+        const float score = token < vocab ? changed[token] : 0;
+        const float value = edit.kind == BAN ? 0 : c.edit_values[edit.values + last->place - edit.begin];
+        space.read.push_back(edit.kind == ADD   ? score + value
+                             : edit.kind == BAN ? LOWEST
+                             : score < 0        ? score * value
+                                                : score / value);
+      }
+      for (const Entry *e = first; e != last; e++)
+        if (const int32_t token = c.edit_tokens[e->place]; token < vocab) changed[token] = space.read[e - first];
+    }
+  }
+
+  // Of the tokens of one_of, only the likeliest keeps its score, if it is allowed.
+  void keep_likeliest() {
+    if (wish.one_of_begin == wish.one_of_end) return;
+    float *changed = space.scores.data();
+    const uint8_t *allowed = mask();
+    int64_t likeliest = -1;
+    float highest = LOWEST;
+    for (int64_t i = wish.one_of_begin; i < wish.one_of_end; i++) {
+      const int64_t token = c.one_of[i];
+      if (token >= vocab) continue;
+      if (!allowed || allowed[token / 8] >> token % 8 & 1)
+        if (changed[token] > highest) highest = changed[token], likeliest = token;
+      changed[token] = LOWEST;
+    }
+    if (likeliest >= 0) changed[likeliest] = highest;
+  }
+
+  // Calls f(token) for each token whose score may be above bound(), in order.
+  template <class Bound, class F> void each_above(const Bound &bound, const F &f) {
+    for (int64_t block = 0; block < vocab; block += BLOCK_TOKENS) {
+      if (!(space.highest[block / BLOCK_TOKENS] > bound())) continue;
+      const int64_t end = std::min(block + BLOCK_TOKENS, vocab);
+      for (int64_t i = block; i < end; i += LANES)
+        each_bit(bits(load_scores(scores + i, end - i) > bound()), [&](int lane) { f(i + lane); });
+    }
+  }
+
+  // The tokens with the highest scores.
+  Best &best_scores(int64_t most) {
+    Best &best = part(0);
+    best.start(most, LOWEST);
+    if (most <= blocks()) {  // as many blocks have such a score or a higher one, and so as many tokens
+      std::vector<float> &highest = space.read;
+      highest.assign(space.highest.begin(), space.highest.end());
+      std::nth_element(highest.begin(), highest.begin() + (most - 1), highest.end(), std::greater<float>());
+      best.bound = std::nextafter(highest[most - 1], LOWEST);
+    }
+    each_above([&] { return float(best.bound); },
+               [&](int64_t token) {
+                 if (scores[token] > best.bound) best.add({scores[token], scores[token], int32_t(token)});
+               });
+    return best;
+  }
+
+  // The tokens with the highest sums of score and noise.
+  Best &best_noisy() {
+    const int64_t parts = threads ? pieces() : 1;
+    for (int64_t i = 0; i < parts; i++) part(i).start(wish.most, LOWEST);
+    each_piece([&](int64_t first, int64_t last, int64_t piece) {
+      Best &best = space.parts[threads ? piece : 0];
+      for (int64_t block = first; block < last; block += BLOCK_TOKENS) {
+        if (space.highest[block / BLOCK_TOKENS] + HIGHEST_NOISE <= best.bound) continue;
+        const int64_t end = std::min(block + BLOCK_TOKENS, last);
+        for (int64_t group = block; group < end; group += GROUP_TOKENS) {
+          const F32 bound = below(best.bound);
+          U32 words[2];
+          philox.group(group, words[0], words[1]);
+          for (int half = 0; half < 2; half++) {
+            const int64_t at = group + half * LANES;
+            const F32 some = load_scores(scores + at, end - at);
+            each_bit(bits(may_pass(some, words[half], bound)), [&](int lane) {
+              const double rank = some[lane] + gumbel(words[half][lane]);
+              if (rank > best.bound) best.add({rank, some[lane], int32_t(at + lane)});
+            });
+          }
+        }
+      }
+    });
+    Best &all = space.parts[0];
+    for (int64_t i = 1; i < parts; i++)
+      all.found.insert(all.found.end(), space.parts[i].found.begin(), space.parts[i].found.end());
+    return all;
+  }
+
+  // The best of the tokens that truncation kept.
+  Best &best_kept() {
+    Best &best = part(0);
+    best.start(wish.most, LOWEST);
+    for (const Candidate &k : space.kept) {
+      if (wish.noise_place >= 0 && k.score + HIGHEST_NOISE <= best.bound) continue;
+      const double rank = wish.noise_place < 0 ? k.score : k.score + gumbel(philox.word(k.token));
+      if (rank > best.bound) best.add({rank, k.score, k.token});
+    }
+    return best;
+  }
+
+  Best &part(int64_t i) {
+    if (int64_t(space.parts.size()) <= i) space.parts.resize(i + 1);
+    return space.parts[i];
+  }
+
+  // Adds tokens that are impossible, the lowest first.
+  void fill(Best &best, bool truncated) {
+    std::vector<int64_t> &known = space.tokens;
+    known.clear();
+    for (const Candidate &found : best.found) known.push_back(found.token);
+    std::sort(known.begin(), known.end());
+    auto next = known.begin();
+    for (int64_t token = 0; best.found.size() < best.most; token++) {
+      if (next != known.end() && *next == token) next++;
+      else best.found.push_back({LOWEST, truncated ? LOWEST : scores[token], int32_t(token)});
+    }
+  }
+
+  // Notes which tokens top_k, top_p and min_p keep.
+  void truncate() {
+    std::vector<Candidate> &kept = space.kept;
+    kept.clear();
+    const float highest = *std::max_element(space.highest.begin(), space.highest.end());
+    if (highest == LOWEST) return;
+    LogSum all{};
+    double lowest = LOWEST;
+    if (top_k > 0) {
+      Best &best = best_scores(top_k);
+      best.sort();
+      if (best.found.size() == best.most) lowest = best.found.back().score;
+    } else if (wish.top_p < 1) {
+      // A token whose probability is at most (1 - p) / vocab is left out, because all the less likely ones are no more.
+      all = log_sum_of_scores();
+      lowest = highest + all.log_sum + std::log((1 - wish.top_p) / double(vocab)) - 0.001;
+    } else {
+      lowest = highest + std::log(wish.min_p) - 0.001;
+    }
+    lowest = std::nextafter(std::max(float(lowest), -std::numeric_limits<float>::max()), LOWEST);
+    each_above([&] { return float(lowest); },
+               [&](int64_t token) { kept.push_back({scores[token], scores[token], int32_t(token)}); });
+    if (wish.top_p < 1) nucleus(top_k > 0 ? log_sum(kept) : all);
+    if (wish.min_p > 0)
+      kept.erase(std::remove_if(kept.begin(), kept.end(),
+                                [&](const Candidate &k) { return std::exp(double(k.score) - highest) < wish.min_p; }),
+                 kept.end());
+  }
+
+  // Keeps the likeliest of the kept tokens, whose probabilities first sum to p.
+  void nucleus(const LogSum &all) {
+    std::vector<Candidate> &kept = space.kept;
+    auto first = kept.begin(), last = kept.end();
+    double before = 0;  // the sum of the probabilities before `first`
+    while (last - first > 1) {
+      const auto middle = first + (last - first) / 2;
+      std::nth_element(first, middle, last, better);
+      double sum = before;
+      for (auto k = first; k != middle; k++) sum += std::exp((double(k->score) - all.highest) - all.log_sum);
+      if (sum >= wish.top_p) last = middle;
+      else first = middle, before = sum;
+    }
+    kept.erase(last, kept.end());
+    std::sort(kept.begin(), kept.end(), [](const Candidate &a, const Candidate &b) { return a.token < b.token; });
+  }
+};
+
+}  // namespace
+
+void choose(const Choice &choice, Threads &threads) {
+  const Threads::Awake awake(threads);
+  std::vector<int64_t> firsts;  // of each row of all wishes: its wish, and the row's number there
+  std::vector<std::pair<int64_t, int64_t>> rows;
+  for (int64_t w = 0; w < choice.wish_count; w++) {
+    firsts.push_back(int64_t(rows.size()));
+    for (int64_t row = 0; row < choice.wishes[w].rows; row++) rows.push_back({w, row});
+  }
+  // The entries of all edits, by row.
+  std::vector<int64_t> ends(rows.size() + 1);
+  std::vector<Entry> entries;
+  const auto each_entry = [&](const auto &f) {
+    for (int64_t w = 0; w < choice.wish_count; w++)
+      for (int64_t e = choice.wishes[w].edits_begin; e < choice.wishes[w].edits_end; e++)
+        for (int64_t i = choice.edits[e].begin; i < choice.edits[e].end; i++)
+          f(firsts[w] + choice.edit_rows[i], Entry{e, i});
+  };
+  if (choice.entry_count) {
+    each_entry([&](int64_t row, Entry) { ends[row + 1]++; });
+    for (size_t i = 1; i < ends.size(); i++) ends[i] += ends[i - 1];
+    entries.resize(ends.back());
+    std::vector<int64_t> next(ends.begin(), ends.end() - 1);
+    each_entry([&](int64_t row, Entry entry) { entries[next[row]++] = entry; });
+  }
+  const auto answer = [&](int64_t i, Threads *helpers) {
+    const Entry *all = entries.data();
+    Row(choice, choice.wishes[rows[i].first], rows[i].second, all + ends[i], all + ends[i + 1], helpers).answer();
+  };
+  const auto count = int64_t(rows.size());
+  if (threads.count() > 1 && count < threads.count())
+    for (int64_t i = 0; i < count; i++) answer(i, &threads);
+  else threads.each(count, 1, [&](int64_t i) { answer(i, nullptr); });
+}
+
+}  // namespace specbeam::SPECBEAM_ISA

@@ -1,0 +1,50 @@
+// Wishes about rows of logits. backends/cpu/choosing.py fills these structures, and library.py mirrors them.
+#pragma once
+
+#include <cstdint>
+
+namespace specbeam {
+
+enum EditKind : int64_t { ADD, REPEAT, BAN };
+
+// A change of single scores. Its entries are [begin, end) of Choice::edit_rows and Choice::edit_tokens, and their
+// values begin at `values`.
+struct Edit {
+  int64_t kind, begin, end, values;
+};
+
+// A Wish of selection.py. The parts of all wishes lie in the arrays of Choice. A place says where the wish's part
+// begins.
+struct Wish {
+  int64_t first_row, rows, vocab;  // of the logits
+  int64_t most, most_place;        // tokens per row; the place in tokens, log_probs, scores and noise
+  int64_t given, given_place;      // tokens per row; the place in Choice::given and given_log_probs
+  int64_t row_place;               // in normalizers and totals
+  int64_t edits_begin, edits_end, one_of_begin, one_of_end;
+  int64_t allowed_place, noise_place;  // -1: no mask, no noise. noise_place: in streams and positions
+  int64_t normalize, total, top_k;     // normalize, total: 0 or 1; top_k: 0 for none
+  double temperature, top_p, min_p;    // 1, 1 and 0 for none
+  uint64_t seed;
+};
+
+// All wishes of a pass. The sizes are the lengths of the arrays.
+struct Choice {
+  int64_t logit_rows, logit_columns;
+  int64_t wish_count, edit_count, entry_count, value_count, one_of_count, given_count, allowed_bytes, noise_count;
+  int64_t most_count, row_count;
+  const float *logits;  // [logit_rows, logit_columns]
+  const Wish *wishes;
+  const Edit *edits;
+  const int32_t *edit_rows, *edit_tokens;  // [entry_count]; rows count from the wish's first row
+  const float *edit_values;                // [value_count]
+  const int64_t *one_of, *given;
+  const uint8_t *allowed;               // bits, the lowest bit of a byte first; each row begins with a new byte
+  const uint32_t *streams, *positions;  // [noise_count]
+  int64_t *tokens;                      // [most_count], as log_probs, scores and noise
+  float *log_probs, *scores;
+  double *noise;
+  float *given_log_probs;       // [given_count]
+  float *normalizers, *totals;  // [row_count]
+};
+
+}  // namespace specbeam

@@ -1,0 +1,176 @@
+"""Wishes answered in native code: against the reference in PyTorch, and bit for bit in other batches."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specbeam.backends.cpu import CpuBackend
+from specbeam.backends.cpu.library import library
+from specbeam.checkpoints import open_checkpoint
+from specbeam.selection import Edit, Noise, Wish, select
+from tests.conftest import random_model
+
+ISAS = [isa for isa in ("avx512", "avx2", "portable") if library().specbeam_isa(isa.encode())]
+VOCABS = [1, 7, 40, 513, 5000]
+ARRAYS = ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals")
+
+
+@pytest.fixture(scope="module")
+def backends(save):
+    """One for each instruction set and number of threads. Their model has no part in it."""
+    checkpoint = open_checkpoint(save(random_model("llama", hidden_size=16)))
+    made = {("", 1): CpuBackend(checkpoint, threads=1)}
+    made |= {(isa, 1): CpuBackend(checkpoint, threads=1, isa=isa) for isa in ISAS}
+    return made | {("", threads): CpuBackend(checkpoint, threads=threads) for threads in (2, 5)}
+
+
+def rows_of(rng, n, vocab, tied):
+    """Logits, perhaps with ties, impossible tokens and likely ones."""
+    logits = rng.normal(size=(n, vocab)) * rng.choice([0.01, 1, 5])
+    logits[:, rng.integers(0, vocab, 3)] += 6
+    if tied:
+        logits = np.round(logits * 2) / 2
+    logits[rng.random((n, vocab)) < rng.choice([0, 0, 0.3, 0.999])] = -np.inf
+    logits[:, rng.integers(vocab)] = 1.5
+    return torch.from_numpy(logits.astype(np.float32))
+
+
+def wish_of(rng, n, vocab, tied, plain=0.6):
+    def maybe(value):
+        return value if rng.random() > plain else None
+
+    def edit():
+        kind, m = str(rng.choice(["add", "repeat", "ban"])), int(rng.integers(0, 3 * vocab))
+        rows, tokens = rng.integers(0, n, m).astype(np.int32), rng.integers(0, vocab + 2, m).astype(np.int32)
+        values = {"add": rng.integers(-4, 4, vocab + 2), "repeat": rng.uniform(0.5, 2, vocab + 2), "ban": np.zeros(0)}
+        return Edit(kind, rows, tokens, (values[kind][tokens] if kind != "ban" else values[kind]).astype(np.float32))
+
+    noise = Noise(int(rng.integers(0, 2**64, dtype=np.uint64)), *rng.integers(0, 2**32, (2, n), dtype=np.uint32))
+    return Wish(
+        most=int(rng.choice([0, 1, 1, 1, 9, vocab // 3, vocab, vocab + 5])),
+        given=maybe(rng.integers(0, vocab, (n, int(rng.integers(1, 4))))),
+        normalize=bool(rng.random() < 0.4),
+        edits=tuple(edit() for _ in range(rng.integers(3))) if rng.random() > plain else (),
+        allowed=maybe(np.packbits(rng.random((n, vocab)) < rng.choice([0, 0.01, 0.7]), axis=1, bitorder="little")),
+        functions=(lambda scores: scores * 2,) if rng.random() < 0.05 else (),
+        one_of=tuple(rng.permutation(vocab + 1)[:3].tolist()) if rng.random() > plain else (),
+        temperature=maybe(float(rng.uniform(0.1, 3))),
+        top_k=maybe(int(rng.integers(1, vocab + 5))),
+        top_p=None if tied else maybe(float(rng.uniform(0, 1))),  # transformers keeps any of equal tokens
+        min_p=maybe(float(rng.uniform(0, 0.5))),
+        typical_p=maybe(0.7) if rng.random() < 0.1 else None,
+        noise=maybe(noise),
+        total=bool(rng.random() < 0.5),
+    )
+
+
+def batch_of(rng, vocab):
+    """Logits and wishes about their rows, some rows with two."""
+    sizes = rng.integers(1, 4, int(rng.integers(1, 5)))
+    tied = rng.random() < 0.4
+    logits = rows_of(rng, int(sizes.sum()), vocab, tied)
+    ends = np.cumsum(sizes).tolist()
+    slices = [slice(end - n, end) for n, end in zip(sizes.tolist(), ends, strict=True)]
+    slices += [slices[int(rng.integers(len(slices)))]]
+    return logits, [(rows, wish_of(rng, rows.stop - rows.start, vocab, tied)) for rows in slices]
+
+
+def equal(one, other):
+    for name in ARRAYS:
+        a, b = getattr(one, name), getattr(other, name)
+        assert (a is None) == (b is None), name
+        if a is not None:
+            assert (a.dtype, a.shape) == (b.dtype, b.shape), name
+            np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{a.itemsize}"), err_msg=name)
+
+
+def differs(answer, expected):
+    """How an answer differs from the reference, None if only rounding does."""
+    try:
+        for name in ARRAYS:
+            got, want = getattr(answer, name), getattr(expected, name)
+            assert (got is None) == (want is None), name
+            if want is not None:
+                exact = name == "tokens"
+                np.testing.assert_allclose(got, want, **({"rtol": 0} if exact else {"rtol": 1e-6, "atol": 1e-6}))
+    except AssertionError as difference:
+        return difference
+    return None
+
+
+RANDOM = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+
+
+@given(RANDOM, st.sampled_from(VOCABS))
+def test_answers_are_those_of_the_reference(backends, rng, vocab):
+    logits, wishes = batch_of(rng, vocab)
+    before = logits.clone()
+    for (rows, wish), answer in zip(wishes, backends["", 2].choose(logits, wishes), strict=True):
+        np.testing.assert_allclose(answer.normalizers, logits[rows].double().logsumexp(-1), atol=2e-6)
+        assert torch.equal(answer.logits, logits[rows])
+        differences = []
+        for rounding in (0, 1e-5, -1e-5):  # the reference adds up probabilities in float32
+            other = {name: value + rounding for name in ("top_p", "min_p") if (value := getattr(wish, name))}
+            expected = select(logits[rows], replace(wish, **other), answer.normalizers)
+            differences.append(differs(answer, expected))
+        assert None in differences, differences[0]
+    assert torch.equal(logits, before)
+
+
+@given(RANDOM, st.sampled_from(VOCABS))
+def test_batch_threads_and_instruction_sets_change_no_bit(backends, rng, vocab):
+    logits, wishes = batch_of(rng, vocab)
+    together = backends["", 1].choose(logits, wishes)
+    for backend in backends.values():
+        for answer, other in zip(together, backend.choose(logits, wishes), strict=True):
+            equal(answer, other)
+    for (rows, wish), answer in zip(wishes, together, strict=True):
+        (alone,) = backends["", 5].choose(logits[rows].clone(), [(slice(0, len(logits[rows])), wish)])
+        equal(answer, alone)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_logits_without_a_distribution_are_answered_nevertheless(backends, bad):
+    """A row of -inf gives the lowest token ids. Of other rows nothing is promised but distinct tokens."""
+    logits = torch.full((3, 5000), bad)
+    logits[1, 7:4990:3] = 1.0
+    noise = Noise(1, np.arange(3, dtype=np.uint32), np.arange(3, dtype=np.uint32))
+    for options in ({}, {"noise": noise}, {"top_k": 5}, {"top_p": 0.5, "noise": noise}, {"min_p": 0.1}):
+        (answer,) = backends["", 2].choose(logits, [(slice(0, 3), Wish(most=20, **options, total=True))])
+        assert [len({*row}) for row in answer.tokens.tolist()] == [20] * 3
+        assert answer.tokens.min() >= 0
+        assert answer.tokens.max() < 5000
+        if bad == -np.inf:
+            assert answer.tokens[0].tolist() == [*range(20)]
+            assert np.isneginf(answer.scores[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "wish", "message"),
+    [
+        (slice(1, 4), Wish(), "rows that the logits lack"),
+        (slice(-1, 1), Wish(), "rows that the logits lack"),
+        (slice(0, 2), Wish(vocab=0, most=1), "a vocabulary that the logits lack"),
+        (slice(0, 1), Wish(given=np.array([[9]])), "given token is not in the vocabulary"),
+        (slice(0, 1), Wish(one_of=(-1,)), "a token is negative"),
+        (slice(0, 1), Wish(edits=(Edit("ban", np.array([1]), np.array([1])),)), "a row that its wish lacks"),
+        (slice(0, 1), Wish(temperature=0.0), "temperature is not a positive number"),
+        (slice(0, 1), Wish(top_k=-3), "top_k is negative"),
+        (slice(0, 1), Wish(top_p=1.5), "not in"),
+    ],
+)
+def test_impossible_wishes_are_refused(backends, rows, wish, message):
+    with pytest.raises(RuntimeError, match=message):
+        backends["", 1].choose(torch.zeros(3, 9), [(rows, wish)])
+
+
+def test_parts_of_a_wrong_shape_are_refused(backends):
+    noise = Noise(1, np.zeros(1, np.uint32), np.zeros(2, np.uint32))
+    mask = np.zeros((2, 1), np.uint8)
+    for wish in (Wish(noise=noise), Wish(allowed=mask), Wish(given=np.zeros((1, 1), np.int64))):
+        with pytest.raises(ValueError, match="shape"):
+            backends["", 1].choose(torch.zeros(3, 9), [(slice(0, 2), wish)])
