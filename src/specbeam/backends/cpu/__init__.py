@@ -48,6 +48,8 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """In the order of ``Activation`` in native/model.h."""
 MAX_THREADS = 1024
 """As in native/model.h."""
+SLOTS_PER_BLOCK = 64
+"""As in native/model.h."""
 
 
 class CpuBackend:
@@ -57,7 +59,7 @@ class CpuBackend:
         quantize: "keep" (the values of a quantized GGUF file), "int8", "int4", "float32" or "auto". "auto" is "keep"
             for a quantized GGUF file, else "int8".
         threads: the number of threads per pass [$SPECBEAM_THREADS, else the processors this process may use].
-        isa: the instruction set, "avx512", "avx2" or "portable" [the best of this machine].
+        isa: the instruction set, "avx512_bf16", "avx512", "avx2" or "portable" [the best of this machine].
 
     Raises:
         SpecbeamError: an argument is not allowed, the kernels were not built, or the checkpoint cannot be loaded.
@@ -78,7 +80,9 @@ class CpuBackend:
         config = checkpoint.config
         self._library = library()
         if self._library.specbeam_isa(isa.encode()) is None:
-            raise SpecbeamError(f"isa={isa!r} is not available on this machine: give avx512, avx2 or portable")
+            raise SpecbeamError(
+                f"isa={isa!r} is not available on this machine: give avx512_bf16, avx512, avx2 or portable"
+            )
         self._weights = load_weights(checkpoint, self.quantize)
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so float16 is enough.
@@ -93,9 +97,28 @@ class CpuBackend:
             logger.warning(problem, started, self.threads)
             self.threads = started
         self._one_pass = threading.Lock()
+        self._blocks = 0  # of slots, in the model's cache
+        self._free_blocks: list[int] = []
 
     def new_cache(self, most: int) -> CpuCache:
-        return CpuCache(self._model, most, owner=self)
+        return CpuCache(most, owner=self)
+
+    def take_blocks(self, count: int) -> list[int]:
+        """Numbers of blocks of slots that nobody else has.
+
+        Raises:
+            MemoryError: there is no memory for them.
+        """
+        with self._one_pass:
+            blocks = [self._free_blocks.pop() for _ in range(min(count, len(self._free_blocks)))]
+            fresh = count - len(blocks)
+            slots = (self._blocks + fresh) * SLOTS_PER_BLOCK
+            if wrong := self._library.specbeam_cache_reserve(self._model, slots):
+                self._free_blocks += blocks
+                raise MemoryError(wrong.decode())
+            blocks += range(self._blocks, self._blocks + fresh)
+            self._blocks += fresh
+            return blocks
 
     @whole_step
     def forward(self, segments: list[Segment[CpuCache]]) -> Tensor:
@@ -103,6 +126,8 @@ class CpuBackend:
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)], dtype=np.int64)
         vocab = logits_wanted(segments, self.vocab_size)
         logits = np.empty((len(wanted), vocab), np.float32)
+        if any(s.cache.owner is not self for s in segments):
+            raise RuntimeError("a pass was refused: a cache belongs to another model")
         structs, kept = _structs(segments)
         with self._one_pass:
             wrong = self._library.specbeam_forward(
@@ -168,24 +193,29 @@ class CpuBackend:
 
 
 class CpuCache:
-    """The KV cache of one tree, in native memory."""
+    """The KV cache of one tree: some blocks of slots of the model's cache."""
 
-    def __init__(self, model: int, most: int, owner: CpuBackend) -> None:
+    def __init__(self, most: int, owner: CpuBackend) -> None:
         self.capacity = 0
         self.most = most
-        self._owner = owner  # the backend whose passes read this cache
-        self.handle = library().specbeam_cache_new(model)
-        if not self.handle:
-            raise MemoryError("not enough memory for a KV cache")
-        _free_with(self, library().specbeam_cache_delete, self.handle)
+        self.slots = np.empty(0, np.int64)
+        """The slot in the model's cache, by this cache's slot."""
+        self.positions = np.empty(0, np.int64)
+        """The position in the text of the node in each slot; -1 for an empty one."""
+        self.owner = owner
+        self._blocks: list[int] = []
+        weakref.finalize(self, owner._free_blocks.extend, self._blocks).atexit = False
 
     def reserve(self, slots: int) -> None:
         if slots <= self.capacity:
             return
-        capacity = max(slots, min(max(self.capacity * 5 // 4, 64), self.most))
-        if library().specbeam_cache_reserve(self.handle, capacity):
-            raise MemoryError(f"not enough memory for a KV cache of {capacity} slots")
-        self.capacity = capacity
+        missing = -(-slots // SLOTS_PER_BLOCK) - len(self._blocks)
+        blocks = self.owner.take_blocks(missing)
+        self._blocks += blocks
+        fresh = np.add.outer(np.array(blocks, np.int64) * SLOTS_PER_BLOCK, np.arange(SLOTS_PER_BLOCK)).ravel()
+        self.slots = np.concatenate([self.slots, fresh])
+        self.positions = np.concatenate([self.positions, np.full(len(fresh), -1)])
+        self.capacity = len(self.slots)
 
 
 def choose_threads(threads: int | None) -> int:
@@ -258,11 +288,38 @@ def _structs(segments: Sequence[Segment[CpuCache]]) -> tuple[Any, list[Any]]:
     """The segments as native structures, and the arrays that they point into."""
     structs, kept = (SegmentStruct * len(segments))(), []
     for struct, s in zip(structs, segments, strict=True):
-        arrays: list[NDArray[Any]] = [np.ascontiguousarray(a, np.int64) for a in (s.tokens, s.positions, s.slots)]
-        visible = None if s.visible is None else np.ascontiguousarray(s.visible).view(np.uint8)
-        kept += [*arrays, visible]
-        struct.cache = s.cache.handle
-        struct.nodes, struct.length = len(s.tokens), s.length
-        struct.tokens, struct.positions, struct.slots = (a.ctypes.data for a in arrays)
-        struct.visible = None if visible is None else visible.ctypes.data
+        if not 0 < s.length <= s.cache.capacity or s.slots.min() < 0 or s.slots.max() >= s.length:
+            raise RuntimeError("a pass was refused: a slot is not below the length, or the length is beyond the cache")
+        s.cache.positions[s.slots] = s.positions
+        trunk, branches = _paths(s)
+        arrays: list[NDArray[Any]] = [
+            np.ascontiguousarray(a, np.int64)
+            for a in (s.tokens, s.positions, s.cache.slots[s.slots], s.cache.slots[trunk], s.cache.slots[branches])
+        ]
+        kept += arrays
+        struct.nodes, struct.trunk_length, struct.branch_columns = len(s.tokens), len(trunk), branches.shape[1]
+        struct.tokens, struct.positions, struct.slots, struct.trunk, struct.branches = (a.ctypes.data for a in arrays)
     return structs, kept
+
+
+def _paths(segment: Segment[CpuCache]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The slots of the ancestors that all nodes share, by position, and of each node's further ancestors."""
+    positions, length = segment.positions, segment.length
+    in_slot = segment.cache.positions[:length]
+    visible = segment.visible
+    if visible is None:
+        visible = np.ones((len(positions), length), bool)
+    if (visible.sum(1) != positions + 1).any():
+        raise RuntimeError("a pass was refused: a node does not see one slot for each position up to its own")
+
+    def path(node: int) -> NDArray[np.int64]:
+        seen = np.flatnonzero(visible[node])
+        return seen[np.argsort(in_slot[seen])]
+
+    longest = path(int(positions.argmax()))
+    as_longest = (visible[:, longest] == (np.arange(len(longest)) <= positions[:, None])).all(0)
+    shared = len(longest) if as_longest.all() else int(as_longest.argmin())
+    branches = np.zeros((len(positions), len(longest) - shared), np.int64)
+    for node in np.flatnonzero(positions >= shared) if branches.size else ():
+        branches[node, : positions[node] + 1 - shared] = path(node)[shared:]
+    return longest[:shared], branches

@@ -36,13 +36,14 @@ class SegmentStruct(ctypes.Structure):
     """``Segment`` of native/model.h."""
 
     _fields_ = [
-        ("cache", c_void_p),
         ("nodes", c_int64),
-        ("length", c_int64),
+        ("trunk_length", c_int64),
+        ("branch_columns", c_int64),
         ("tokens", c_void_p),
         ("positions", c_void_p),
         ("slots", c_void_p),
-        ("visible", c_void_p),
+        ("trunk", c_void_p),
+        ("branches", c_void_p),
     ]
 
 
@@ -94,9 +95,8 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "model_rope": (c_int32, [c_void_p, c_void_p, c_int64, c_float]),
     "model_layer": (c_int32, [c_void_p, c_int64, c_int64, c_int64]),
     "model_incomplete": (c_char_p, [c_void_p]),
-    "cache_new": (c_void_p, [c_void_p]),
-    "cache_delete": (None, [c_void_p]),
-    "cache_reserve": (c_int32, [c_void_p, c_int64]),
+    "cache_reserve": (c_char_p, [c_void_p, c_int64]),
+    "cache_release": (c_int32, [c_void_p, c_int64, c_int64]),
     "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "choose": (c_char_p, [c_void_p, POINTER(ChoiceStruct)]),
     "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),

@@ -11,6 +11,7 @@
 #endif
 
 #include <cmath>
+#include <cstring>
 #include <exception>
 #include <memory>
 
@@ -29,10 +30,24 @@ static const char *const OUT_OF_MEMORY = "out of memory";
   namespace isa {           \
   extern const Table TABLE; \
   }
+#define SPECBEAM_ATTENTION(isa)            \
+  namespace isa {                          \
+  extern const AttentionKernels ATTENTION; \
+  }
 SPECBEAM_TABLE(portable)
 #if defined(SPECBEAM_X86)
 SPECBEAM_TABLE(avx2)
 SPECBEAM_TABLE(avx512)
+SPECBEAM_ATTENTION(avx512_bf16)
+// AVX-512 with dot products of bfloat16 in attention.
+static const Table &avx512_bf16_table() {
+  static const Table table = [] {
+    Table t = avx512::TABLE;
+    t.name = "avx512_bf16", t.attention = &avx512_bf16::ATTENTION;
+    return t;
+  }();
+  return table;
+}
 #elif defined(SPECBEAM_ARM)
 SPECBEAM_TABLE(neon)
 #endif
@@ -51,6 +66,12 @@ static const Table *table_named(const char *name) {
   const bool two = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   const bool five = two && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  // __builtin_cpu_supports does not know bfloat16 in Clang 14.
+  static const bool bf16 = [] {
+    unsigned a, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1 << 5;
+  }();
+  if (five && bf16 && (!*name || is(avx512_bf16_table()))) return &avx512_bf16_table();
   if (five && (!*name || is(avx512::TABLE))) return &avx512::TABLE;
   if (two && (!*name || is(avx2::TABLE))) return &avx2::TABLE;
 #elif defined(SPECBEAM_ARM)
@@ -69,11 +90,15 @@ struct Loaded {
   const Table *table;
   int thread_count;
   Model model;
+  Cache cache;
   std::unique_ptr<Threads> threads;
   pid_t process = getpid();
   void *workspace = nullptr;
 
-  Loaded(const Table *best, int count) : table(best), thread_count(count) {}
+  Loaded(const Table *best, int count, const ModelConfig &config)
+      : table(best), thread_count(count), model{config, {}, {}, {}, {}, {}, {}}, cache(config) {
+    model.layers.resize(config.layers);
+  }
   ~Loaded() { table->delete_workspace(workspace); }
 
   Threads &pool() {
@@ -152,25 +177,26 @@ static const char *incomplete(const Model &m) {
 }
 
 // The first error in the segments or the wanted nodes, or null.
-static const char *wrong(const Model &m, const Segment *s, int64_t count, const int64_t *wanted, int64_t wanted_count) {
+static const char *wrong(const Model &m, const Cache &cache, const Segment *segments, int64_t count,
+                         const int64_t *wanted, int64_t wanted_count) {
   const ModelConfig &c = m.config;
   int64_t nodes = 0;
-  if (!s || count < 1) return "there is no segment";
-  for (int64_t i = 0; i < count; i++) {
-    if (!s[i].cache || !s[i].tokens || !s[i].positions || !s[i].slots || s[i].nodes < 1) return "a segment is empty";
-    if (s[i].nodes > INT32_MAX / 2 - nodes) return "there are too many nodes";
-    const Cache &cache = *s[i].cache;
-    if (cache.layers != c.layers || cache.kv_heads != c.kv_heads || cache.width != padded(c.head_dim) ||
-        cache.item != (c.half_cache ? 2 : 4))
-      return "a cache belongs to another model";
-    if (s[i].length < 1 || s[i].length > cache.capacity) return "a segment is longer than its cache";
-    for (int64_t n = 0; n < s[i].nodes; n++) {
-      if (s[i].tokens[n] < 0 || s[i].tokens[n] >= c.vocab) return "a token is not in the vocabulary";
-      if (s[i].slots[n] < 0 || s[i].slots[n] >= s[i].length) return "a slot is not below the length";
-      if (s[i].positions[n] < 0 || s[i].positions[n] >= s[i].length) return "a position is not below the length";
-      if (m.positions && s[i].positions[n] >= c.context) return "a position is beyond the context";
+  if (!segments || count < 1) return "there is no segment";
+  for (const Segment *s = segments; s < segments + count; s++) {
+    if (!s->tokens || !s->positions || !s->slots || s->nodes < 1) return "a segment is empty";
+    if (s->nodes > INT32_MAX / 2 - nodes) return "there are too many nodes";
+    if (s->trunk_length < 0 || s->trunk_length > cache.capacity || (s->trunk_length && !s->trunk))
+      return "a trunk is missing or longer than the cache";
+    if (s->branch_columns < 0 || s->branch_columns > cache.capacity || (s->branch_columns && !s->branches))
+      return "the branches are missing or longer than the cache";
+    for (int64_t n = 0; n < s->nodes; n++) {
+      if (s->tokens[n] < 0 || s->tokens[n] >= c.vocab) return "a token is not in the vocabulary";
+      if (s->slots[n] < 0 || s->slots[n] >= cache.capacity) return "a slot is not in the cache";
+      if (s->positions[n] < 0 || s->positions[n] >= s->trunk_length + s->branch_columns)
+        return "a position is beyond the trunk and the branches";
+      if (m.positions && s->positions[n] >= c.context) return "a position is beyond the context";
     }
-    nodes += s[i].nodes;
+    nodes += s->nodes;
   }
   if (wanted_count < 0 || (wanted_count && !wanted)) return "the wanted nodes are missing";
   for (int64_t i = 0; i < wanted_count; i++)
@@ -179,24 +205,44 @@ static const char *wrong(const Model &m, const Segment *s, int64_t count, const 
 }
 
 // Calls f(position in its slot, its number in the segment, the segment) for each node of a pass, in order.
-template <class F> static void each_slot(const Segment *segments, int64_t count, const F &f) {
+template <class F> static void each_slot(Cache &cache, const Segment *segments, int64_t count, const F &f) {
   for (const Segment *s = segments; s < segments + count; s++)
-    for (int64_t n = 0; n < s->nodes; n++) f(s->cache->positions[s->slots[n]], n, *s);
+    for (int64_t n = 0; n < s->nodes; n++) f(cache.positions[s->slots[n]], n, *s);
 }
 
-static void empty_slots(const Segment *segments, int64_t count) {
-  each_slot(segments, count, [](int32_t &in_slot, int64_t, const Segment &) { in_slot = -1; });
+static void empty_slots(Cache &cache, const Segment *segments, int64_t count) {
+  each_slot(cache, segments, count, [](int32_t &in_slot, int64_t, const Segment &) { in_slot = Cache::EMPTY; });
 }
 
 // Notes the nodes' positions in their slots. Returns the error, or null.
-static const char *fill_slots(const Segment *segments, int64_t count) {
+static const char *fill_slots(Cache &cache, const Segment *segments, int64_t count) {
   int32_t mark = -1;  // each node leaves its own in its slot: if another node has the same slot, one mark is gone
   bool distinct = true;
-  each_slot(segments, count, [&](int32_t &in_slot, int64_t, const Segment &) { in_slot = --mark; });
+  each_slot(cache, segments, count, [&](int32_t &in_slot, int64_t, const Segment &) { in_slot = --mark; });
   mark = -1;
-  each_slot(segments, count, [&](int32_t &in_slot, int64_t, const Segment &) { distinct &= in_slot == --mark; });
+  each_slot(cache, segments, count, [&](int32_t &in_slot, int64_t, const Segment &) { distinct &= in_slot == --mark; });
   if (!distinct) return "two nodes have the same slot";
-  each_slot(segments, count, [](int32_t &in_slot, int64_t n, const Segment &s) { in_slot = int32_t(s.positions[n]); });
+  each_slot(cache, segments, count,
+            [](int32_t &in_slot, int64_t n, const Segment &s) { in_slot = int32_t(s.positions[n]); });
+  return nullptr;
+}
+
+// The first error in the ancestors of the nodes, or null. The slot of an ancestor must hold a node of its position.
+static const char *wrong_ancestors(const Cache &cache, const Segment *segments, int64_t count) {
+  for (const Segment *s = segments; s < segments + count; s++) {
+    const int64_t deepest = *std::max_element(s->positions, s->positions + s->nodes);
+    const auto holds = [&](int64_t slot, int64_t position) {
+      return slot >= 0 && slot < cache.capacity && cache.positions[slot] == position;
+    };
+    const char *const reason = "a node sees a slot that is empty or holds a node of another position";
+    for (int64_t p = 0; p < std::min(deepest + 1, s->trunk_length); p++)
+      if (!holds(s->trunk[p], p)) return reason;
+    for (int64_t n = 0; n < s->nodes; n++) {
+      for (int64_t p = s->trunk_length; p <= s->positions[n]; p++)
+        if (!holds(s->slot(n, p), p)) return reason;
+      if (s->slot(n, s->positions[n]) != s->slots[n]) return "a node does not see its own slot";
+    }
+  }
   return nullptr;
 }
 
@@ -339,9 +385,7 @@ const char *specbeam_model_new(const ModelConfig *config, int32_t threads, const
   if (threads < 1 || threads > MAX_THREADS) return "the number of threads is not between 1 and 1024";
   if (const char *reason = wrong(*config)) return reason;
   try {
-    auto loaded = std::make_unique<Loaded>(table, threads);
-    loaded->model.config = *config;
-    loaded->model.layers.resize(config->layers);
+    auto loaded = std::make_unique<Loaded>(table, threads, *config);
     loaded->threads.reset(new Threads(threads));
     loaded->workspace = table->new_workspace();
     *made = loaded.release();
@@ -351,7 +395,7 @@ const char *specbeam_model_new(const ModelConfig *config, int32_t threads, const
   }
 }
 
-// No pass of the model may be running. A model and its caches may be deleted in any order.
+// No pass of the model may be running.
 void specbeam_model_delete(void *model) {
   auto *loaded = static_cast<Loaded *>(model);
   if (loaded->process != getpid()) (void)loaded->threads.release();
@@ -413,24 +457,22 @@ int32_t specbeam_model_layer(void *model, int64_t layer, int64_t rope, int64_t w
 
 const char *specbeam_model_incomplete(void *model) { return incomplete(static_cast<Loaded *>(model)->model); }
 
-void *specbeam_cache_new(void *model) {
-  const ModelConfig &c = static_cast<Loaded *>(model)->model.config;
-  auto *cache = new (std::nothrow) Cache{};
-  if (!cache) return nullptr;
-  cache->layers = c.layers, cache->kv_heads = c.kv_heads, cache->width = padded(c.head_dim);
-  cache->item = c.half_cache ? 2 : 4;
-  return cache;
+// Makes room for at least this many slots in the model's cache. Returns the error, or null. No pass may be running.
+const char *specbeam_cache_reserve(void *model, int64_t slots) {
+  try {
+    return static_cast<Loaded *>(model)->cache.reserve(slots);
+  } catch (const std::exception &) {
+    return OUT_OF_MEMORY;
+  }
 }
 
-void specbeam_cache_delete(void *cache) { delete static_cast<Cache *>(cache); }
-
-// Returns 0, or -1 if memory runs out. The stored keys and values stay.
-int32_t specbeam_cache_reserve(void *cache, int64_t slots) {
-  try {
-    return static_cast<Cache *>(cache)->reserve(slots) ? 0 : -1;
-  } catch (const std::exception &) {
-    return -1;
-  }
+// Empties the slots from `first` on. Memory goes back to the system in blocks of 64 slots. Returns 0, or -1 if a slot
+// is not in the cache. No pass may be running.
+int32_t specbeam_cache_release(void *model, int64_t first, int64_t count) {
+  Cache &cache = static_cast<Loaded *>(model)->cache;
+  if (first < 0 || count < 0 || first > cache.capacity || count > cache.capacity - first) return -1;
+  cache.release(first, count);
+  return 0;
 }
 
 // Returns the error, or null. logits: [wanted_count, vocab], for the first `vocab` tokens of the vocabulary. After an
@@ -439,18 +481,20 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
                              int64_t wanted_count, int64_t vocab, float *logits) {
   auto &loaded = *static_cast<Loaded *>(model);
   if (const char *reason = incomplete(loaded.model)) return reason;
-  if (const char *reason = wrong(loaded.model, segments, count, wanted, wanted_count)) return reason;
+  Cache &cache = loaded.cache;
+  if (const char *reason = wrong(loaded.model, cache, segments, count, wanted, wanted_count)) return reason;
   if (vocab < 1 || vocab > loaded.model.config.vocab) return "vocab is not between 1 and the size of the vocabulary";
   if (wanted_count && !logits) return "there is no room for the logits";
-  const char *reason = fill_slots(segments, count);
+  const char *reason = fill_slots(cache, segments, count);
+  if (!reason) reason = wrong_ancestors(cache, segments, count);
   try {
     if (!reason)
-      reason = loaded.table->forward(loaded.model, loaded.pool(), loaded.workspace, segments, count, wanted,
-                                     wanted_count, vocab, logits);
+      loaded.table->forward(loaded.model, cache, *loaded.table->attention, loaded.pool(), loaded.workspace, segments,
+                            count, wanted, wanted_count, vocab, logits);
   } catch (const std::exception &) {
     reason = OUT_OF_MEMORY;
   }
-  if (reason) empty_slots(segments, count);
+  if (reason) empty_slots(cache, segments, count);
   return reason;
 }
 

@@ -1,13 +1,12 @@
-// A model as a pass reads it, and the KV cache of one tree. The functions of api.cpp fill them.
+// A model as a pass reads it, and its KV cache. The functions of api.cpp fill them.
 #pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "formats.h"
@@ -82,46 +81,90 @@ struct Model {
 // The features of a head in a cache, padded to whole vectors.
 inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
-// Keys and values of one tree, [layers, 2, kv_heads, capacity, padded head_dim], in float16 or float32.
-struct Cache {
-  int64_t layers, kv_heads, width, item;  // width: the padded head_dim; item: bytes
-  int64_t capacity = 0;
-  std::vector<std::unique_ptr<uint8_t, decltype(&std::free)>> data;  // keys and values, layer by layer
-  std::vector<int32_t> positions;  // of each slot's node in the text; -1: an empty slot
+// Keys and values of all texts of a model: [block of slots, layer, 2, kv_heads, SLOTS_PER_BLOCK, padded head_dim]. They
+// are float32, or two bytes wide in the format of the instruction set. Memory is reserved once and never moves. The
+// system gives a page when it is first written.
+class Cache {
+ public:
+  static constexpr int64_t SLOTS_PER_BLOCK = 64;
+  const int64_t width, item;       // the padded head_dim; bytes per number
+  const int64_t strip, block;      // bytes of a block for one head's keys or values; bytes of a block
+  int64_t capacity = 0;            // all slots in use are below it
+  std::vector<int32_t> positions;  // [capacity], of each slot's node in the text; EMPTY: no node
+  static constexpr int32_t EMPTY = -1;
 
-  bool reserve(int64_t slots) {
-    if (slots <= capacity) return true;
-    size_t head, all_heads;
-    if (slots > INT32_MAX || __builtin_mul_overflow(size_t(slots), size_t(width * item), &head) ||
-        __builtin_mul_overflow(head, size_t(kv_heads), &all_heads))
-      return false;
-    const size_t old = size_t(capacity) * width * item;
-    std::vector<std::unique_ptr<uint8_t, decltype(&std::free)>> grown;
-    grown.reserve(2 * layers);
-    for (int64_t i = 0; i < 2 * layers; i++) {
-      void *bytes = nullptr;
-      if (posix_memalign(&bytes, 64, all_heads)) return false;
-      grown.emplace_back((uint8_t *)bytes, &std::free);
-      for (int64_t h = 0; h < kv_heads && old; h++)
-        std::memcpy(grown[i].get() + h * head, data[i].get() + h * old, old);
-    }
-    positions.resize(slots, -1);  // before the rest changes, because it may throw
-    data = std::move(grown);
-    capacity = slots;
-    return true;
+  explicit Cache(const ModelConfig &c)
+      : width(padded(c.head_dim)), item(c.half_cache ? 2 : 4), strip(SLOTS_PER_BLOCK * width * item),
+        block(c.layers * 2 * c.kv_heads * strip), heads(c.kv_heads) {}
+  ~Cache() {
+    if (room) munmap(room, bytes + STEP_BYTES);
+  }
+  Cache(const Cache &) = delete;
+
+  // Makes room for this many slots, and keeps the stored ones. Returns the error, or null.
+  const char *reserve(int64_t slots) {
+    if (slots <= capacity) return nullptr;
+    if (!data && !map()) return "no address space is left for a KV cache";
+    const int64_t blocks = slots / SLOTS_PER_BLOCK + (slots % SLOTS_PER_BLOCK != 0);
+    if (blocks > bytes / block) return "the KV cache would be larger than the memory of this machine";
+    positions.resize(blocks * SLOTS_PER_BLOCK, EMPTY);
+    const int64_t used = std::min(bytes, (blocks * block + STEP_BYTES - 1) / STEP_BYTES * STEP_BYTES);
+    if (mprotect(data, used, PROT_READ | PROT_WRITE)) return "no memory is left for a KV cache";
+    capacity = blocks * SLOTS_PER_BLOCK;
+    return nullptr;
   }
 
-  uint8_t *at(int64_t layer, int value, int64_t head) {
-    return data[2 * layer + value].get() + head * capacity * width * item;
+  // Empties slots, and gives the memory of blocks without any other slot back to the system.
+  void release(int64_t first, int64_t count) {
+    std::fill_n(positions.begin() + first, count, EMPTY);
+    const int64_t from = (first + SLOTS_PER_BLOCK - 1) / SLOTS_PER_BLOCK, to = (first + count) / SLOTS_PER_BLOCK;
+    const int64_t start = whole_pages(from * block), end = to * block / page() * page();
+    if (start < end) (void)madvise(data + start, end - start, MADV_DONTNEED);
+  }
+
+  uint8_t *at(int64_t layer, int value, int64_t head, int64_t slot) const {
+    return data + slot / SLOTS_PER_BLOCK * block + ((2 * layer + value) * heads + head) * strip +
+           slot % SLOTS_PER_BLOCK * width * item;
+  }
+
+ private:
+  static constexpr int64_t STEP_BYTES = 1 << 21;  // the cache grows by large pages
+  const int64_t heads;
+  uint8_t *room = nullptr, *data = nullptr;  // data: in room, at a multiple of STEP_BYTES
+  int64_t bytes = 0;                         // of address space, from data on
+
+  static int64_t page() { return sysconf(_SC_PAGESIZE); }
+  static int64_t whole_pages(int64_t n) { return (n + page() - 1) / page() * page(); }
+
+  // Reserves as much address space as the machine has memory, or half of it, or a quarter, and so on.
+  bool map() {
+    const int64_t memory = sysconf(_SC_PHYS_PAGES) * page(), most = INT32_MAX / SLOTS_PER_BLOCK;
+    for (int64_t blocks = std::clamp<int64_t>(memory / block, 1, most); blocks; blocks /= 2) {
+      const int64_t wanted = whole_pages(blocks * block);
+      void *got = mmap(nullptr, wanted + STEP_BYTES, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+      if (got == MAP_FAILED) continue;
+      room = static_cast<uint8_t *>(got), bytes = wanted;
+      data = room + (STEP_BYTES - uintptr_t(got) % STEP_BYTES);
+#if defined(MADV_HUGEPAGE)
+      (void)madvise(data, bytes, MADV_HUGEPAGE);  // a pass reads more pages than a processor has addresses at hand
+#endif
+      return true;
+    }
+    return false;
   }
 };
 
 // The nodes of one tree in a pass: see backends/contract.py. SegmentStruct in library.py mirrors this structure.
 struct Segment {
-  Cache *cache;
-  int64_t nodes, length;
+  int64_t nodes, trunk_length, branch_columns;
   const int64_t *tokens, *positions, *slots;  // [nodes]
-  const uint8_t *visible;                     // [nodes, length], or null if every node sees every slot
+  const int64_t *trunk;                       // [trunk_length], the slots of the ancestors that all nodes share
+  const int64_t *branches;                    // [nodes, branch_columns], the slots of each node's further ancestors
+
+  // The slot of a node's ancestor, by the ancestor's position in the text.
+  int64_t slot(int64_t node, int64_t position) const {
+    return position < trunk_length ? trunk[position] : branches[node * branch_columns + position - trunk_length];
+  }
 };
 
 }  // namespace specbeam

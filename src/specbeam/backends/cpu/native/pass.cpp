@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <string>
 
+#include "attention.h"
 #include "model.h"
 #include "product.h"
 #include "simd.h"
@@ -18,13 +19,16 @@ namespace {
 
 // The buffers of a pass, kept for the next one.
 struct Workspace {
-  std::vector<float> x, normed, wide, attended, out, cos, sin;
-  std::vector<int32_t> paths;        // the slots of each node's ancestors by depth, one node after the other
-  std::vector<int64_t> path_starts;  // of each node in paths
+  std::vector<float> x, normed, wide, attended, out, cos, sin, attention_parts;
+  std::vector<int32_t> segment_of, row_in, tile_of;  // by node
+  std::vector<Tile> tiles;
+  std::vector<AttentionItem> attention_items;
   Activations activations;
 };
 
 constexpr int64_t SWEEP_BYTES = 256 * 1024;  // of int8 activations, per sweep over the weights
+constexpr int64_t ROWS_PER_TILE = 96;        // at most, of queries that read keys and values together
+constexpr int64_t ITEMS_PER_THREAD = 8;      // at least, of attention, where a text is long enough
 
 float *room(std::vector<float> &v, size_t n) {
   if (v.size() < n) v.resize(n);
@@ -55,45 +59,56 @@ void multiply(const Product &p, Threads &threads, const Activations &x, float *o
 struct Pass {
   const Model &model;
   const ModelConfig &c;
+  const Cache &cache;
+  const AttentionKernels &kernels;
   Threads &threads;
   Workspace &space;
   const Segment *segments;
   int64_t nodes = 0;
-  std::vector<int32_t> segment_of, row_in;  // by node
-  int64_t width;
 
-  Pass(const Model &m, Threads &t, Workspace &w, const Segment *s, int64_t count)
-      : model(m), c(m.config), threads(t), space(w), segments(s), width((c.head_dim + LANES - 1) / LANES * LANES) {
+  Pass(const Model &m, const Cache &kv, const AttentionKernels &k, Threads &t, Workspace &w, const Segment *s,
+       int64_t count)
+      : model(m), c(m.config), cache(kv), kernels(k), threads(t), space(w), segments(s) {
+    const int64_t most = std::max<int64_t>(1, ROWS_PER_TILE / (c.heads / c.kv_heads));  // nodes of a tile
+    space.segment_of.clear(), space.row_in.clear(), space.tile_of.clear(), space.tiles.clear();
     for (int64_t i = 0; i < count; i++)
-      for (int64_t row = 0; row < s[i].nodes; row++) segment_of.push_back(int32_t(i)), row_in.push_back(int32_t(row));
-    nodes = int64_t(segment_of.size());
+      for (int64_t row = 0; row < s[i].nodes; row++) {
+        if (row % most == 0)
+          space.tiles.push_back({&s[i], int64_t(space.row_in.size()), row, std::min(most, s[i].nodes - row), 0, 0, -1});
+        space.segment_of.push_back(int32_t(i)), space.row_in.push_back(int32_t(row));
+        space.tile_of.push_back(int32_t(space.tiles.size() - 1));
+      }
+    nodes = int64_t(space.row_in.size());
   }
 
-  const Segment &segment(int64_t node) const { return segments[segment_of[node]]; }
-  int64_t position(int64_t node) const { return segment(node).positions[row_in[node]]; }
+  const Segment &segment(int64_t node) const { return segments[space.segment_of[node]]; }
+  int64_t position(int64_t node) const { return segment(node).positions[space.row_in[node]]; }
 
-  // Finds each node's path: a node sees exactly one node at each depth up to its own. Returns the error, or null.
-  const char *find_paths() {
-    space.path_starts.assign(nodes + 1, 0);
-    for (int64_t n = 0; n < nodes; n++) space.path_starts[n + 1] = space.path_starts[n] + position(n) + 1;
-    space.paths.assign(space.path_starts[nodes], -1);
-    for (int64_t n = 0; n < nodes; n++) {
-      const Segment &s = segment(n);
-      int32_t *path = &space.paths[space.path_starts[n]];
-      const int64_t depth = position(n);
-      const uint8_t *visible = s.visible ? s.visible + row_in[n] * s.length : nullptr;
-      const int32_t *positions = s.cache->positions.data();
-      for (int64_t slot = 0; slot < s.length; slot++) {
-        if (visible && !visible[slot]) continue;
-        const int32_t at = positions[slot];
-        if (at < 0 || at > depth) return "a node sees a slot that is empty or deeper than itself";
-        if (path[at] != -1) return "a node sees two slots of the same depth";
-        path[at] = int32_t(slot);
-      }
-      for (int64_t i = 0; i <= depth; i++)
-        if (path[i] < 0) return "a node does not see all of its ancestors";
+  // Shares the attention of a layer out among threads: a tile and a key head make an item. Of few items, each is several,
+  // with some of the splits each.
+  Attention plan(int64_t layer, const float *queries, int64_t stride, float *out) {
+    const int64_t window = model.layers[layer].window;
+    Attention a{c, cache, layer, window, queries, stride, out, space.tiles, space.attention_items, space.tile_of, nullptr};
+    int64_t splits = 0, parts = 0;
+    for (Tile &tile : space.tiles) {
+      const int64_t *first = tile.segment->positions + tile.first;
+      const auto [least, most] = std::minmax_element(first, first + tile.count);
+      tile.split = a.first_seen(*least) / SPLIT, tile.end = *most / SPLIT + 1;
+      splits += (tile.end - tile.split) * c.kv_heads;
     }
-    return nullptr;
+    const int64_t run = std::max<int64_t>(1, splits / (threads.count() * ITEMS_PER_THREAD));
+    space.attention_items.clear();
+    for (Tile &tile : space.tiles) {
+      const bool whole = threads.count() == 1 || tile.end - tile.split <= run;
+      tile.parts = whole ? -1 : parts;
+      if (!whole) parts += c.heads * (tile.end - tile.split) * tile.count * (cache.width + 2);
+      for (int64_t h = 0; h < c.kv_heads; h++)
+        for (int64_t split = tile.split; split < tile.end; split += whole ? tile.end : run)
+          space.attention_items.push_back(
+              {&tile - space.tiles.data(), h, split, whole ? tile.end : std::min(split + run, tile.end)});
+    }
+    a.parts = room(space.attention_parts, parts);
+    return a;
   }
 
   void norm_row(const Norm &norm, const float *x, float *out, int64_t size) const {
@@ -122,100 +137,6 @@ struct Pass {
       head[i] = left * cos[i] - right * sin[i];
       head[i + half] = right * cos[i] + left * sin[i];
     }
-  }
-
-  void put(uint8_t *to, int64_t slot, const float *from, int64_t item) const {
-    for (int64_t i = 0; i < width; i += LANES) {
-      const F32 some = load_some(from + i, c.head_dim - i);
-      if (item == 2) store_half((uint16_t *)to + slot * width + i, some);
-      else store((float *)to + slot * width + i, some);
-    }
-  }
-
-  template <class Item> static F32 get(const Item *p) {
-    if constexpr (sizeof(Item) == 2) return load_half(p);
-    else return load<F32>(p);
-  }
-
-  // Attention of a node in the query heads that share a key head. Keys and values are read once for all these heads, in
-  // pieces of VECTORS vectors of features, which stay in registers. qkv: the node's row; out: [heads * head_dim].
-  template <class Item, int VECTORS> void attend(int64_t node, int64_t kv_head, const Layer &layer, int64_t l,
-                                                 const float *qkv, float *out) {
-    static thread_local std::vector<float> queries, scores;
-    Cache &cache = *segment(node).cache;
-    const Item *keys = (const Item *)cache.at(l, 0, kv_head), *values = (const Item *)cache.at(l, 1, kv_head);
-    const int64_t depth = position(node), group = c.heads / c.kv_heads;
-    const int64_t first = layer.window && depth + 1 > layer.window ? depth + 1 - layer.window : 0;
-    const int64_t length = depth + 1 - first, padded = (length + LANES - 1) / LANES * LANES;
-    const int32_t *path = &space.paths[space.path_starts[node]] + first;
-    constexpr int PIECE_FEATURES = VECTORS * LANES;
-    float *query = room(queries, group * width), *score = room(scores, group * padded);
-    for (int64_t h = 0; h < group; h++)
-      for (int64_t i = 0; i < width; i += LANES)
-        store(query + h * width + i, load_some(qkv + (kv_head * group + h) * c.head_dim + i, c.head_dim - i));
-    for (int64_t piece = 0; piece < width; piece += PIECE_FEATURES)
-      for (int64_t t = 0; t < length; t++) {
-        const Item *key = keys + path[t] * width + piece;
-        F32 k[VECTORS];
-        for (int i = 0; i < VECTORS; i++) k[i] = get(key + i * LANES);
-        for (int64_t h = 0; h < group; h++) {
-          const float *q = query + h * width + piece;
-          F32 a{};
-          for (int i = 0; i < VECTORS; i++) a = multiply_add(load<F32>(q + i * LANES), k[i], a);
-          float &s = score[h * padded + t];
-          s = piece ? s + sum(a) : sum(a);
-        }
-      }
-    for (int64_t h = 0; h < group; h++) softmax(score + h * padded, length, padded);
-    constexpr int HEADS_AT_ONCE = 16 / VECTORS;
-    for (int64_t piece = 0; piece < width; piece += PIECE_FEATURES)
-      for (int64_t h = 0; h < group; h += HEADS_AT_ONCE) {
-        const float *share[HEADS_AT_ONCE];  // beyond the last head: the last again, not used
-        for (int j = 0; j < HEADS_AT_ONCE; j++) share[j] = score + std::min(h + j, group - 1) * padded;
-        F32 o[HEADS_AT_ONCE][VECTORS] = {};
-        for (int64_t t = 0; t < length; t++) {
-          const Item *value = values + path[t] * width + piece;
-          F32 v[VECTORS];
-          for (int i = 0; i < VECTORS; i++) v[i] = get(value + i * LANES);
-          for (int j = 0; j < HEADS_AT_ONCE; j++)
-            for (int i = 0; i < VECTORS; i++) o[j][i] = multiply_add(all(share[j][t]), v[i], o[j][i]);
-        }
-        for (int j = 0; j < HEADS_AT_ONCE && h + j < group; j++)
-          for (int64_t i = 0, at = piece; i < VECTORS && at < c.head_dim; i++, at += LANES)
-            store_some(out + (kv_head * group + h + j) * c.head_dim + at, o[j][i], c.head_dim - at);
-      }
-  }
-
-  // Softmax of the first `length` scores, in place. The scores up to `padded` become 0.
-  void softmax(float *s, int64_t length, int64_t padded) const {
-    const float scale = float(c.attention_scale), softcap = float(c.attention_softcap);
-    for (int64_t t = length; t < padded; t++) s[t] = 0;
-    F32 most = all(-INFINITY);
-    for (int64_t t = 0; t < padded; t += LANES) {
-      F32 v = load<F32>(s + t) * scale;
-      if (softcap > 0) v = softcap * tanh(v / softcap);
-      for (int64_t i = length - t; i < LANES; i++) v[i] = -INFINITY;
-      store(s + t, v);
-      most = select(v > most, v, most);
-    }
-    const float top = max(most);
-    F32 total{};
-    for (int64_t t = 0; t < padded; t += LANES) {
-      const F32 e = exp(load<F32>(s + t) - top);
-      store(s + t, e);
-      total = total + e;
-    }
-    const float share = 1.0f / sum(total);
-    for (int64_t t = 0; t < padded; t += LANES) store(s + t, load<F32>(s + t) * share);
-  }
-
-  template <class Item> void attend(int64_t node, int64_t kv_head, const Layer &layer, int64_t l, const float *qkv,
-                                    float *out) {
-    const int64_t parts = width / LANES;
-    if (parts % 8 == 0) attend<Item, 8>(node, kv_head, layer, l, qkv, out);
-    else if (parts % 4 == 0) attend<Item, 4>(node, kv_head, layer, l, qkv, out);
-    else if (parts % 2 == 0) attend<Item, 2>(node, kv_head, layer, l, qkv, out);
-    else attend<Item, 1>(node, kv_head, layer, l, qkv, out);
   }
 
   F32 activate(F32 x) const {
@@ -282,22 +203,16 @@ struct Pass {
           rotate(head, model.ropes[layer.rope], &space.cos[at], &space.sin[at]);
         }
       }
-      const Segment &s = segment(n);
-      const int64_t slot = s.slots[row_in[n]];
-      for (int64_t h = 0; h < c.kv_heads; h++) {
-        put(s.cache->at(l, 0, h), slot, row + (c.heads + h) * c.head_dim, s.cache->item);
-        put(s.cache->at(l, 1, h), slot, row + (heads + h) * c.head_dim, s.cache->item);
-      }
+      kernels.put(c, cache, l, segment(n).slots[space.row_in[n]], row + c.heads * c.head_dim, row + heads * c.head_dim);
     });
 
-    threads.each(nodes * c.kv_heads, 1, [&](int64_t i) {
-      const int64_t n = i / c.kv_heads, h = i % c.kv_heads;
-      float *to = attended + n * c.heads * c.head_dim;
-      if (segment(n).cache->item == 2) attend<uint16_t>(n, h, layer, l, wide + n * qkv_rows, to);
-      else attend<float>(n, h, layer, l, wide + n * qkv_rows, to);
-    });
+    const Attention attention = plan(l, wide, qkv_rows, attended);
+    threads.each(attention.items.size(), 1, [&](int64_t i) { kernels.attend(attention, i); });
     a.resize(nodes, layer.output.parts);
-    threads.each(nodes, 4, [&](int64_t n) { a.set(n, attended + n * c.heads * c.head_dim); });
+    threads.each(nodes, 4, [&](int64_t n) {
+      kernels.join(attention, n);
+      a.set(n, attended + n * c.heads * c.head_dim);
+    });
     multiply(layer.output, threads, a, out);
 
     a.resize(nodes, layer.up.parts);
@@ -331,7 +246,7 @@ struct Pass {
     rotations();
     const Matrix &embedding = model.embedding.parts[0];
     threads.each(nodes, 1, [&](int64_t n) {
-      const int64_t token = segment(n).tokens[row_in[n]];
+      const int64_t token = segment(n).tokens[space.row_in[n]];
       for (int64_t i = 0; i < c.hidden; i++) {
         float value = weight_at(embedding, token, i);
         if (model.positions) value += weight_at(model.positions.parts[0], position(n), i);
@@ -361,13 +276,12 @@ struct Pass {
 void *new_workspace() { return new Workspace; }
 void delete_workspace(void *workspace) { delete static_cast<Workspace *>(workspace); }
 
-const char *forward(const Model &model, Threads &threads, void *workspace, const Segment *segments, int64_t count,
-                    const int64_t *wanted, int64_t wanted_count, int64_t vocab, float *logits) {
-  Pass pass(model, threads, *static_cast<Workspace *>(workspace), segments, count);
-  if (const char *wrong = pass.find_paths()) return wrong;
+void forward(const Model &model, const Cache &cache, const AttentionKernels &attention, Threads &threads,
+             void *workspace, const Segment *segments, int64_t count, const int64_t *wanted, int64_t wanted_count,
+             int64_t vocab, float *logits) {
+  Pass pass(model, cache, attention, threads, *static_cast<Workspace *>(workspace), segments, count);
   const Threads::Awake awake(threads);
   pass.run(wanted, wanted_count, vocab, logits);
-  return nullptr;
 }
 
 void multiply_one(const Matrix &w, Threads &threads, const float *values, int64_t rows, float *out) {
@@ -383,6 +297,8 @@ float weight(const Matrix &w, int64_t row, int64_t column) { return weight_at(w,
 
 }  // namespace
 
-extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward, choose, multiply_one, weight};
+extern const AttentionKernels ATTENTION;
+extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward,   choose,
+                            multiply_one,      weight,        &ATTENTION};
 
 }  // namespace specbeam::SPECBEAM_ISA

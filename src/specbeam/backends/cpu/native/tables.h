@@ -1,6 +1,7 @@
 // The functions of one instruction set. The same sources are compiled once for each set.
 #pragma once
 
+#include "attention.h"
 #include "model.h"
 #include "select.h"
 #include "threads.h"
@@ -11,12 +12,12 @@ struct Table {
   const char *name;
   void *(*new_workspace)();
   void (*delete_workspace)(void *);
-  // Returns the error in the segments, or null.
-  const char *(*forward)(const Model &, Threads &, void *workspace, const Segment *, int64_t count,
-                         const int64_t *wanted, int64_t wanted_count, int64_t vocab, float *logits);
+  void (*forward)(const Model &, const Cache &, const AttentionKernels &, Threads &, void *workspace, const Segment *,
+                  int64_t count, const int64_t *wanted, int64_t wanted_count, int64_t vocab, float *logits);
   void (*choose)(const Choice &, Threads &);
   void (*multiply)(const Matrix &, Threads &, const float *values, int64_t rows, float *out);
   float (*weight)(const Matrix &, int64_t row, int64_t column);
+  const AttentionKernels *attention;
 };
 
 }  // namespace specbeam

@@ -1,0 +1,442 @@
+// The attention kernels of one instruction set. Lanes are positions while scores are computed, and features while values
+// are added. So each score and each feature has a lane of its own, and adds in one order for any number of nodes.
+#include "attention.h"
+
+#include <algorithm>
+#include <type_traits>
+
+#include "simd.h"
+#include "tables.h"
+
+namespace specbeam::SPECBEAM_ISA {
+
+namespace {
+
+// The sums that stay in registers: rows of a tile times vectors of positions or features.
+#if defined(__AVX512F__)
+constexpr int ROWS = 6, VECTORS = 4;
+#elif defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
+constexpr int ROWS = 3, VECTORS = 2;
+#else
+constexpr int ROWS = 1, VECTORS = 2;
+#endif
+constexpr int64_t KEYS_AT_ONCE = 64, VALUES_AT_ONCE = 128;  // unpacked at a time, to stay in the first-level cache
+
+// How many numbers a lane of 32 bits holds. Where the processor multiplies pairs of bfloat16, caches of two bytes are
+// bfloat16. Elsewhere they are float16, and become float32 once per tile.
+#if defined(__AVX512BF16__)
+template <class Item> constexpr int PER_LANE = sizeof(Item) == 2 ? 2 : 1;
+#else
+template <class Item> constexpr int PER_LANE = 1;
+#endif
+
+#if defined(__AVX512BF16__)
+typedef uint16_t Half __attribute__((vector_size(32)));
+
+inline void store_item(uint16_t *p, F32 x) { store(p, (Half)_mm512_cvtneps_pbh((__m512)x)); }
+#else
+inline void store_item(uint16_t *p, F32 x) { store_half(p, x); }
+inline F32 load_item(const uint16_t *p) { return load_half(p); }
+#endif
+inline void store_item(float *p, F32 x) { store(p, x); }
+inline F32 load_item(const float *p) { return load<F32>(p); }
+
+// Adds to each lane the product of its numbers with `numbers`.
+template <int N> inline F32 multiply_lanes(F32 sum, U32 lanes, uint32_t numbers) {
+#if defined(__AVX512BF16__)
+  if constexpr (N == 2)
+    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)lanes, (__m512bh)_mm512_set1_epi32(int32_t(numbers)));
+#endif
+  return multiply_add((F32)lanes, (F32)all(int32_t(numbers)), sum);
+}
+
+// out[c * stride + i] = rows[i][column + c], for four columns of sixteen rows
+inline void transpose(const uint32_t *const *rows, int64_t column, uint32_t *out, int64_t stride) {
+#if defined(__AVX512F__)
+  __m512i z[4];
+  for (int i = 0; i < 4; i++) {
+    const auto four = [&](int row) { return _mm_loadu_si128((const __m128i *)(rows[row] + column)); };
+    z[i] = _mm512_castsi128_si512(four(i));
+    z[i] = _mm512_mask_broadcast_i32x4(z[i], 0x00f0, four(i + 4));
+    z[i] = _mm512_mask_broadcast_i32x4(z[i], 0x0f00, four(i + 8));
+    z[i] = _mm512_mask_broadcast_i32x4(z[i], 0xf000, four(i + 12));
+  }
+  const __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]),
+                c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
+  _mm512_storeu_si512(out, _mm512_unpacklo_epi64(a, c));
+  _mm512_storeu_si512(out + stride, _mm512_unpackhi_epi64(a, c));
+  _mm512_storeu_si512(out + 2 * stride, _mm512_unpacklo_epi64(b, d));
+  _mm512_storeu_si512(out + 3 * stride, _mm512_unpackhi_epi64(b, d));
+#else
+  typedef uint32_t Four __attribute__((vector_size(16)));
+  for (int i = 0; i < LANES; i += 4) {
+    const Four a = load<Four>(rows[i] + column), b = load<Four>(rows[i + 1] + column),
+               c = load<Four>(rows[i + 2] + column), d = load<Four>(rows[i + 3] + column);
+    for (int j = 0; j < 4; j++) store(out + j * stride + i, Four{a[j], b[j], c[j], d[j]});
+  }
+#endif
+}
+
+// Calls f(a constant number of rows, the first row) until all rows have had their turn.
+template <int M = ROWS, class F> inline void in_groups(int64_t first, int64_t last, const F &f) {
+  for (; last - first >= M; first += M) f(std::integral_constant<int, M>(), first);
+  if constexpr (M > 1) in_groups<(M + 1) / 2>(first, last, f);
+}
+
+template <class T> T *room(std::vector<T> &v, size_t n) {
+  if (v.size() < n) v.resize(n);
+  return v.data();
+}
+
+// What a row has of the splits so far: the largest score, the sum of the shares, and the values times their shares. A
+// share is e^(score - largest score). The sum is 0 if the row saw nothing yet. It lies in [width + 2] floats.
+struct Sums {
+  float *most, *total, *values;
+  explicit Sums(float *p) : most(p), total(p + 1), values(p + 2) {}
+
+  // Adds the next split.
+  void add(const Sums &next, int64_t width) {
+    if (*next.total == 0) return;
+    if (*total == 0) {
+      std::copy_n(next.most, width + 2, most);
+      return;
+    }
+    const float larger = *most > *next.most ? *most : *next.most;
+    const F32 old_share = exp(all(*most - larger)), new_share = exp(all(*next.most - larger));
+    *total = *total * old_share[0] + *next.total * new_share[0];
+    for (int64_t i = 0; i < width; i += LANES)
+      store(values + i, multiply_add(load<F32>(next.values + i), new_share, load<F32>(values + i) * old_share));
+    *most = larger;
+  }
+
+  void finish(float *out, int64_t head_dim) const {
+    const float share = 1.0f / *total;
+    for (int64_t i = 0; i < head_dim; i += LANES) store_some(out + i, load<F32>(values + i) * share, head_dim - i);
+  }
+};
+
+// One item. Rows are the query heads of the tile's nodes: [node, head of the group]. Positions count from the start of
+// the split.
+template <class Item> class Work {
+  static constexpr int N = PER_LANE<Item>;
+  using Share = std::conditional_t<N == 2, uint16_t, float>;
+
+  const Attention &a;
+  const AttentionItem &item;
+  const Tile &tile;
+  const Segment &segment;
+  const int64_t group, rows, width, steps;  // steps: lanes of 32 bits for a row
+  int64_t start = 0;                        // the first position of the split
+  uint32_t *queries, *keys, *values;        // [rows, steps], [steps, KEYS_AT_ONCE], [VALUES_AT_ONCE / N, width]
+  float *scores, *sums, *split_sums;        // [rows, SPLIT], [rows, width + 2] twice
+  Share *shares;                            // [rows, SPLIT]
+  int64_t *begin, *end;                     // of the positions that each node sees in the split
+
+ public:
+  Work(const Attention &all, const AttentionItem &one)
+      : a(all), item(one), tile(a.tiles[item.tile]), segment(*tile.segment), group(a.group()),
+        rows(tile.count * group), width(a.cache.width), steps(width / N) {
+    static thread_local std::vector<uint32_t> lanes;
+    static thread_local std::vector<float> numbers;
+    static thread_local std::vector<Share> of_shares;
+    static thread_local std::vector<int64_t> bounds;
+    queries = room(lanes, rows * steps + steps * KEYS_AT_ONCE + VALUES_AT_ONCE / N * width);
+    keys = queries + rows * steps, values = keys + steps * KEYS_AT_ONCE;
+    scores = room(numbers, rows * (SPLIT + 2 * (width + 2)));
+    sums = scores + rows * SPLIT, split_sums = sums + rows * (width + 2);
+    shares = room(of_shares, rows * SPLIT);
+    begin = room(bounds, 2 * tile.count), end = begin + tile.count;
+  }
+
+  void run() {
+    const bool whole = tile.parts < 0;
+    load_queries();
+    if (whole)
+      for (int64_t row = 0; row < rows; row++) *Sums(sums + row * (width + 2)).total = 0;
+    for (int64_t split = item.split; split < item.end; split++) {
+      float *into = split_sums;
+      if (!whole)
+        into = a.parts + tile.parts +
+               (item.kv_head * (tile.end - tile.split) + split - tile.split) * rows * (width + 2);
+      one_split(split, into);
+      if (whole)
+        for (int64_t row = 0; row < rows; row++)
+          Sums(sums + row * (width + 2)).add(Sums(into + row * (width + 2)), width);
+    }
+    if (!whole) return;
+    const int64_t head_dim = a.config.head_dim;
+    for (int64_t row = 0; row < rows; row++)
+      Sums(sums + row * (width + 2))
+          .finish(a.out + ((tile.node + row / group) * a.config.heads + item.kv_head * group + row % group) * head_dim,
+                  head_dim);
+  }
+
+ private:
+  const Item *at(int value, int64_t node, int64_t position) const {
+    return (const Item *)a.cache.at(a.layer, value, item.kv_head, segment.slot(tile.first + node, start + position));
+  }
+
+  // Where a row has its numbers for the first lane, as 32 bits.
+  static uint32_t bits(const void *p) {
+    uint32_t b;
+    std::memcpy(&b, p, sizeof b);
+    return b;
+  }
+
+  void load_queries() {
+    const float scale = float(a.config.attention_scale);
+    for (int64_t row = 0; row < rows; row++) {
+      const float *from = a.queries + (tile.node + row / group) * a.stride +
+                          (item.kv_head * group + row % group) * a.config.head_dim;
+      for (int64_t i = 0; i < width; i += LANES) {
+        const F32 q = load_some(from + i, a.config.head_dim - i) * scale;
+        if constexpr (N == 2) store_item((uint16_t *)(queries + row * steps) + i, q);
+        else store((float *)queries + row * steps + i, q);
+      }
+    }
+  }
+
+  // into: [rows, width + 2]
+  void one_split(int64_t split, float *into) {
+    start = split * SPLIT;
+    int64_t from = SPLIT, to = 0, deepest = 0;
+    for (int64_t n = 0; n < tile.count; n++) {
+      const int64_t position = segment.positions[tile.first + n];
+      end[n] = std::clamp<int64_t>(position + 1 - start, 0, SPLIT);
+      begin[n] = std::clamp<int64_t>(a.first_seen(position) - start, 0, SPLIT);
+      if (begin[n] >= end[n]) continue;
+      from = std::min(from, begin[n] / LANES * LANES);
+      if (end[n] > to) to = end[n], deepest = n;
+    }
+    for (int64_t row = 0; row < rows; row++) *Sums(into + row * (width + 2)).total = 0;
+    if (from >= to) return;
+    // All nodes share the slots up to here. One node shares all slots with itself.
+    const int64_t shared =
+        tile.count == 1 ? to : std::clamp((segment.trunk_length - start) / LANES * LANES, from, to);
+    const int64_t all_shared = segment.trunk_length - start >= to ? to : shared;
+    score(0, tile.count, deepest, from, all_shared);
+    for (int64_t n = 0; n < tile.count; n++)
+      if (all_shared < end[n]) score(n, n + 1, n, std::max(all_shared, begin[n] / LANES * LANES), end[n]);
+    for (int64_t row = 0; row < rows; row++) {
+      const int64_t n = row / group;
+      if (begin[n] >= end[n]) continue;
+      Sums s(into + row * (width + 2));
+      share(row, begin[n], end[n], s);
+      std::fill_n(s.values, width, 0.0f);
+    }
+    add_values(0, tile.count, deepest, from, all_shared, into);
+    for (int64_t n = 0; n < tile.count; n++)
+      if (all_shared < end[n]) add_values(n, n + 1, n, std::max(all_shared, begin[n] / LANES * LANES), end[n], into);
+  }
+
+  // Scores of the positions from `from`, a multiple of LANES, up to `to`, on the path of `node`, for all rows of the
+  // nodes from `first` up to `last`. Scores beyond what a row sees are not used.
+  void score(int64_t first, int64_t last, int64_t node, int64_t from, int64_t to) {
+    for (; from < to; from += KEYS_AT_ONCE) {
+      const int64_t count = std::min(to - from, KEYS_AT_ONCE), vectors = (count + LANES - 1) / LANES;
+      unpack_keys(node, from, count);
+      in_groups(first * group, last * group, [&](auto m, int64_t row) {
+        int64_t v = 0;
+        for (; v + VECTORS <= vectors; v += VECTORS) products<m.value, VECTORS>(row, from, v);
+        for (; v < vectors; v++) products<m.value, 1>(row, from, v);
+      });
+    }
+  }
+
+  template <int M, int V> void products(int64_t row, int64_t from, int64_t vector) {
+    F32 s[M][V] = {};
+    const uint32_t *k = keys + vector * LANES, *q = queries + row * steps;
+    for (int64_t i = 0; i < steps; i++, k += KEYS_AT_ONCE) {
+      U32 lanes[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) lanes[v] = load<U32>(k + v * LANES);
+#pragma GCC unroll 6
+      for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) s[m][v] = multiply_lanes<N>(s[m][v], lanes[v], q[m * steps + i]);
+    }
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < V; v++) store(scores + (row + m) * SPLIT + from + (vector + v) * LANES, s[m][v]);
+  }
+
+  // keys[step, position]
+  void unpack_keys(int64_t node, int64_t from, int64_t count) {
+    static thread_local std::vector<float> converted;
+    for (int64_t first = 0; first < count; first += LANES) {
+      const uint32_t *some[LANES];
+      for (int64_t i = 0; i < LANES; i++) {
+        const int64_t position = from + std::min(first + i, count - 1);
+        const Item *key = at(0, node, position);
+        if (first + i < count) prefetch_row(at(1, node, position));
+        some[i] = (const uint32_t *)key;
+        if constexpr (sizeof(Item) == 2 && N == 1) {
+          float *row = room(converted, LANES * width) + i * width;
+          for (int64_t j = 0; j < width; j += LANES) store(row + j, load_item(key + j));
+          some[i] = (const uint32_t *)row;
+        }
+      }
+      for (int64_t i = 0; i < steps; i += 4) transpose(some, i, keys + i * KEYS_AT_ONCE + first, KEYS_AT_ONCE);
+    }
+  }
+
+  void prefetch_row(const Item *row) const {
+    for (int64_t i = 0; i < width * int64_t(sizeof(Item)); i += 64) prefetch((const uint8_t *)row + i);
+  }
+
+  // Turns a row's scores from `from` up to `to` into shares. In the vectors where these begin and end, the shares beside
+  // them become 0.
+  void share(int64_t row, int64_t from, int64_t to, Sums &sum) {
+    float *s = scores + row * SPLIT;
+    Share *out = shares + row * SPLIT;
+    const float softcap = float(a.config.attention_softcap);
+    const int64_t start = from / LANES * LANES;
+    const auto hide = [&](int64_t t) {
+      F32 v = load<F32>(s + t);
+      for (int64_t i = 0; i < LANES; i++)
+        if (t + i < from || t + i >= to) v[i] = -INFINITY;
+      store(s + t, v);
+    };
+    if (softcap > 0)
+      for (int64_t t = start; t < to; t += LANES) store(s + t, softcap * tanh(load<F32>(s + t) / softcap));
+    if (from % LANES) hide(start);
+    if (to % LANES) hide(to / LANES * LANES);
+    F32 most = all(-INFINITY), total{};
+    for (int64_t t = start; t < to; t += LANES) most = larger(load<F32>(s + t), most);
+    const float top = max(most);
+    for (int64_t t = start; t < to; t += LANES) {
+      const F32 e = exp(load<F32>(s + t) - top);
+      total = total + e;
+      store_item(out + t, e);
+    }
+    *sum.most = top;
+    *sum.total = specbeam::SPECBEAM_ISA::sum(total);
+  }
+
+  // Adds values times shares at the positions from `from`, a multiple of LANES, up to `to`.
+  void add_values(int64_t first, int64_t last, int64_t node, int64_t from, int64_t to, float *into) {
+    for (; from < to; from += VALUES_AT_ONCE) {
+      const int64_t stop = std::min(to, from + VALUES_AT_ONCE);
+      unpack_values(node, from, stop);
+      in_groups(first * group, last * group, [&](auto m, int64_t row) {
+        // The rows of a group mostly see the same positions. Where they do not, they go one by one.
+        int64_t low = from, high = stop;
+        for (int64_t n = row / group; n <= (row + m.value - 1) / group; n++) {
+          low = std::max(low, (begin[n] + N - 1) / N * N);
+          high = std::min(high, end[n] / N * N);
+        }
+        high = std::max(low, high);
+        for (int i = 0; i < m.value; i++) add_edge(row + i, from, std::min(low, stop), from, into);
+        const int64_t vectors = width / LANES;
+        int64_t v = 0;
+        for (; v + VECTORS <= vectors; v += VECTORS) add_products<m.value, VECTORS>(row, low, high, from, v, into);
+        for (; v < vectors; v++) add_products<m.value, 1>(row, low, high, from, v, into);
+        for (int i = 0; i < m.value; i++) add_edge(row + i, std::max(high, from), stop, from, into);
+      });
+    }
+  }
+
+  // The rows see all positions from `low` up to `high`. origin: the first unpacked position
+  template <int M, int V>
+  void add_products(int64_t row, int64_t low, int64_t high, int64_t origin, int64_t vector, float *into) {
+    if (low >= high) return;
+    F32 o[M][V];
+    const auto place = [&](int m, int v) { return into + (row + m) * (width + 2) + 2 + (vector + v) * LANES; };
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < V; v++) o[m][v] = load<F32>(place(m, v));
+    const Share *p = shares + row * SPLIT;
+    const uint32_t *from = values + (low - origin) / N * width + vector * LANES;
+    for (int64_t t = low; t < high; t += N, from += width) {
+      U32 lanes[V];
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) lanes[v] = load<U32>(from + v * LANES);
+#pragma GCC unroll 6
+      for (int m = 0; m < M; m++)
+#pragma GCC unroll 4
+        for (int v = 0; v < V; v++) o[m][v] = multiply_lanes<N>(o[m][v], lanes[v], bits(p + m * SPLIT + t));
+    }
+    for (int m = 0; m < M; m++)
+      for (int v = 0; v < V; v++) store(place(m, v), o[m][v]);
+  }
+
+  // The same for one row, at those positions from `low` up to `high` that it sees. A pair may be seen by half. The
+  // other half is not multiplied, because it may be infinite.
+  void add_edge(int64_t row, int64_t low, int64_t high, int64_t origin, float *into) {
+    const int64_t n = row / group;
+    low = std::max(low, begin[n] / N * N), high = std::min(high, end[n]);
+    for (int64_t t = low; t < high; t += N) {
+      uint32_t seen = ~0u;
+      if (N == 2 && t < begin[n]) seen &= 0xffff0000;
+      if (N == 2 && t + 1 >= end[n]) seen &= 0x0000ffff;
+      const uint32_t *from = values + (t - origin) / N * width, numbers = bits(shares + row * SPLIT + t);
+      float *to = into + row * (width + 2) + 2;
+      for (int64_t i = 0; i < width; i += LANES)
+        store(to + i, multiply_lanes<N>(load<F32>(to + i), load<U32>(from + i) & seen, numbers));
+    }
+  }
+
+  // values[position / N, feature]
+  void unpack_values(int64_t node, int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; t += N) {
+      const Item *value = at(1, node, t);
+      uint32_t *out = values + (t - from) / N * width;
+      prefetch_key(node, t);
+#if defined(__AVX512BF16__)
+      if constexpr (N == 2) {
+        const Item *next = t + 1 < to ? at(1, node, t + 1) : nullptr;
+        if (next) prefetch_key(node, t + 1);
+        const auto wide = [](const Item *p) { return (U32)_mm512_cvtepu16_epi32(_mm256_loadu_si256((__m256i *)p)); };
+        for (int64_t i = 0; i < width; i += LANES)
+          store(out + i, next ? wide(value + i) | wide(next + i) << 16 : wide(value + i));
+        continue;
+      }
+#endif
+      if constexpr (N == 1)
+        for (int64_t i = 0; i < width; i += LANES) store((float *)out + i, load_item(value + i));
+    }
+  }
+
+  // The key at the same place of the next split, which is read next.
+  void prefetch_key(int64_t node, int64_t t) const {
+    if (start + SPLIT < item.end * SPLIT && start + SPLIT + t <= segment.positions[tile.first + node])
+      prefetch_row(at(0, node, t + SPLIT));
+  }
+};
+
+void put(const ModelConfig &c, const Cache &cache, int64_t layer, int64_t slot, const float *keys,
+         const float *values) {
+  for (int value = 0; value < 2; value++)
+    for (int64_t h = 0; h < c.kv_heads; h++) {
+      const float *from = (value ? values : keys) + h * c.head_dim;
+      uint8_t *to = cache.at(layer, value, h, slot);
+      for (int64_t i = 0; i < cache.width; i += LANES) {
+        const F32 some = load_some(from + i, c.head_dim - i);
+        if (cache.item == 2) store_item((uint16_t *)to + i, some);
+        else store_item((float *)to + i, some);
+      }
+    }
+}
+
+void attend(const Attention &a, int64_t item) {
+  if (a.cache.item == 2) Work<uint16_t>(a, a.items[item]).run();
+  else Work<float>(a, a.items[item]).run();
+}
+
+void join(const Attention &a, int64_t node) {
+  const Tile &tile = a.tiles[a.tile_of[node]];
+  if (tile.parts < 0) return;
+  const int64_t group = a.group(), rows = tile.count * group, width = a.cache.width;
+  for (int64_t h = 0; h < a.config.heads; h++) {
+    const int64_t row = (node - tile.node) * group + h % group, splits = tile.end - tile.split;
+    float *parts = a.parts + tile.parts + (h / group * splits * rows + row) * (width + 2);
+    const Sums sums(parts);
+    for (int64_t split = 1; split < splits; split++)
+      Sums(parts).add(Sums(parts + split * rows * (width + 2)), width);
+    sums.finish(a.out + (node * a.config.heads + h) * a.config.head_dim, a.config.head_dim);
+  }
+}
+
+}  // namespace
+
+extern const AttentionKernels ATTENTION = {put, attend, join};
+
+}  // namespace specbeam::SPECBEAM_ISA

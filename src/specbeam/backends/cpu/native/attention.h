@@ -1,0 +1,54 @@
+// Attention of one layer over the nodes of a pass. The kernels are in attention.cpp, which is compiled once for each
+// instruction set.
+#pragma once
+
+#include <vector>
+
+#include "model.h"
+
+namespace specbeam {
+
+// A text is read in splits of this many positions. Each split has its own softmax, and a node's splits are joined in
+// order. So the order of all additions depends on the node's position alone, and threads can share a long text.
+constexpr int64_t SPLIT = 256;
+
+// Some nodes of a segment, one after the other. They read the slots that they share together.
+struct Tile {
+  const Segment *segment;
+  int64_t node;           // the first node's number in the pass
+  int64_t first, count;   // the nodes in the segment
+  int64_t split, end;     // the splits that the nodes see
+  int64_t parts;          // where the results of the splits go in Attention::parts, or -1 if one thread does all splits
+};
+
+// A tile's attention in the query heads that share a key head, in some of its splits.
+struct AttentionItem {
+  int64_t tile, kv_head, split, end;
+};
+
+struct Attention {
+  const ModelConfig &config;
+  const Cache &cache;
+  int64_t layer, window;  // window: 0 for none
+  const float *queries;   // [nodes, stride], the query heads first
+  int64_t stride;
+  float *out;  // [nodes, heads * head_dim]
+  const std::vector<Tile> &tiles;
+  const std::vector<AttentionItem> &items;
+  const std::vector<int32_t> &tile_of;  // by node
+  float *parts;                         // [kv head, split, row of the tile, width + 2] for each tile
+
+  int64_t group() const { return config.heads / config.kv_heads; }
+  // The first position that a node at this position sees.
+  int64_t first_seen(int64_t position) const { return window && position >= window ? position + 1 - window : 0; }
+};
+
+struct AttentionKernels {
+  // Writes the keys and values of a node into a slot. keys, values: [kv_heads * head_dim]
+  void (*put)(const ModelConfig &, const Cache &, int64_t layer, int64_t slot, const float *keys, const float *values);
+  void (*attend)(const Attention &, int64_t item);
+  // Joins the splits of a node, where several threads did them.
+  void (*join)(const Attention &, int64_t node);
+};
+
+}  // namespace specbeam
