@@ -88,7 +88,8 @@ class CpuBackend:
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so float16 is enough.
         half = self.quantize != "float32"
         width = -(-config.head_dim // 16) * 16
-        self.slot_bytes = 2 * config.num_layers * config.num_kv_heads * width * (2 if half else 4)
+        head_bytes = 2 * width * 2 + 4 if half else 2 * width * 4
+        self.slot_bytes = config.num_layers * config.num_kv_heads * head_bytes
         self._model = _new_model(checkpoint, self.threads, half, isa)
         _free_with(self, self._library.specbeam_model_delete, self._model)
         self._fill(config)

@@ -3,6 +3,7 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cmath>
 #include <type_traits>
 
 #include "simd.h"
@@ -22,19 +23,17 @@ constexpr int ROWS = 1, VECTORS = 2;
 #endif
 constexpr int64_t KEYS_AT_ONCE = 64, VALUES_AT_ONCE = 128;  // unpacked at a time, to stay in the first-level cache
 
-// How many numbers a lane of 32 bits holds. Where the processor multiplies pairs of bfloat16, caches of two bytes are
-// bfloat16. Elsewhere they are float16, and become float32 once per tile.
+// A lane of 32 bits holds one float32, or two numbers of a cache of two bytes: of a key always, of a value where the
+// processor multiplies pairs of bfloat16. Elsewhere values are float16, and become float32 once per tile.
+template <class Item> constexpr int PER_KEY_LANE = sizeof(Item) == 2 ? 2 : 1;
 #if defined(__AVX512BF16__)
-template <class Item> constexpr int PER_LANE = sizeof(Item) == 2 ? 2 : 1;
-#else
-template <class Item> constexpr int PER_LANE = 1;
-#endif
-
-#if defined(__AVX512BF16__)
+template <class Item> constexpr int PER_VALUE_LANE = PER_KEY_LANE<Item>;
 typedef uint16_t Half __attribute__((vector_size(32)));
 
 inline void store_item(uint16_t *p, F32 x) { store(p, (Half)_mm512_cvtneps_pbh((__m512)x)); }
 #else
+template <class Item> constexpr int PER_VALUE_LANE = 1;
+
 inline void store_item(uint16_t *p, F32 x) { store_half(p, x); }
 inline F32 load_item(const uint16_t *p) { return load_half(p); }
 #endif
@@ -48,6 +47,20 @@ template <int N> inline F32 multiply_lanes(F32 sum, U32 lanes, uint32_t numbers)
     return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)lanes, (__m512bh)_mm512_set1_epi32(int32_t(numbers)));
 #endif
   return multiply_add((F32)lanes, (F32)all(int32_t(numbers)), sum);
+}
+
+// Rounds to whole numbers of 16 bits, as large as they may be if a sum of `width` products must fit into 32 bits.
+// Returns what they are to be multiplied by. Keys and queries in this form are at least as precise as in float16, and
+// their products are exact, in any order.
+inline float store_whole(int16_t *to, const float *x, int64_t size, int64_t width) {
+  const I32 sign = all(int32_t(0x7fffffff));
+  F32 magnitudes{};
+  for (int64_t i = 0; i < size; i += LANES)
+    magnitudes = larger((F32)((I32)load_some(x + i, size - i) & sign), magnitudes);
+  const float largest = std::floor(std::sqrt(float(INT32_MAX) / float(width + 1))), most = max(magnitudes);
+  const float inverse = most > 0 ? largest / most : 0;
+  for (int64_t i = 0; i < width; i += LANES) store_shorts(to + i, rounded(load_some(x + i, size - i) * inverse, largest));
+  return most / largest;
 }
 
 // out[c * stride + i] = rows[i][column + c], for four columns of sixteen rows
@@ -118,32 +131,36 @@ struct Sums {
 // One item. Rows are the query heads of the tile's nodes: [node, head of the group]. Positions count from the start of
 // the split.
 template <class Item> class Work {
-  static constexpr int N = PER_LANE<Item>;
+  static constexpr bool WHOLE = PER_KEY_LANE<Item> == 2;  // queries and keys are whole numbers
+  static constexpr int N = PER_VALUE_LANE<Item>;
   using Share = std::conditional_t<N == 2, uint16_t, float>;
 
   const Attention &a;
   const AttentionItem &item;
   const Tile &tile;
   const Segment &segment;
-  const int64_t group, rows, width, steps;  // steps: lanes of 32 bits for a row
+  const int64_t group, rows, width, steps;  // steps: lanes of 32 bits for a query or a key
   int64_t start = 0;                        // the first position of the split
   uint32_t *queries, *keys, *values;        // [rows, steps], [steps, KEYS_AT_ONCE], [VALUES_AT_ONCE / N, width]
   float *scores, *sums, *split_sums;        // [rows, SPLIT], [rows, width + 2] twice
+  float *query_scales, *key_scales;         // [rows], [KEYS_AT_ONCE]
   Share *shares;                            // [rows, SPLIT]
   int64_t *begin, *end;                     // of the positions that each node sees in the split
 
  public:
   Work(const Attention &all, const AttentionItem &one)
       : a(all), item(one), tile(a.tiles[item.tile]), segment(*tile.segment), group(a.group()),
-        rows(tile.count * group), width(a.cache.width), steps(width / N) {
+        rows(tile.count * group), width(a.cache.width),
+        steps(width / PER_KEY_LANE<Item>) {
     static thread_local std::vector<uint32_t> lanes;
     static thread_local std::vector<float> numbers;
     static thread_local std::vector<Share> of_shares;
     static thread_local std::vector<int64_t> bounds;
     queries = room(lanes, rows * steps + steps * KEYS_AT_ONCE + VALUES_AT_ONCE / N * width);
     keys = queries + rows * steps, values = keys + steps * KEYS_AT_ONCE;
-    scores = room(numbers, rows * (SPLIT + 2 * (width + 2)));
+    scores = room(numbers, rows * (SPLIT + 2 * (width + 2) + 1) + KEYS_AT_ONCE);
     sums = scores + rows * SPLIT, split_sums = sums + rows * (width + 2);
+    query_scales = split_sums + rows * (width + 2), key_scales = query_scales + rows;
     shares = room(of_shares, rows * SPLIT);
     begin = room(bounds, 2 * tile.count), end = begin + tile.count;
   }
@@ -172,8 +189,9 @@ template <class Item> class Work {
   }
 
  private:
+  int64_t slot(int64_t node, int64_t position) const { return segment.slot(tile.first + node, start + position); }
   const Item *at(int value, int64_t node, int64_t position) const {
-    return (const Item *)a.cache.at(a.layer, value, item.kv_head, segment.slot(tile.first + node, start + position));
+    return (const Item *)a.cache.at(a.layer, value, item.kv_head, slot(node, position));
   }
 
   // Where a row has its numbers for the first lane, as 32 bits.
@@ -188,11 +206,12 @@ template <class Item> class Work {
     for (int64_t row = 0; row < rows; row++) {
       const float *from = a.queries + (tile.node + row / group) * a.stride +
                           (item.kv_head * group + row % group) * a.config.head_dim;
-      for (int64_t i = 0; i < width; i += LANES) {
-        const F32 q = load_some(from + i, a.config.head_dim - i) * scale;
-        if constexpr (N == 2) store_item((uint16_t *)(queries + row * steps) + i, q);
-        else store((float *)queries + row * steps + i, q);
+      if constexpr (WHOLE) {
+        query_scales[row] = scale * store_whole((int16_t *)(queries + row * steps), from, a.config.head_dim, width);
+        continue;
       }
+      for (int64_t i = 0; i < width; i += LANES)
+        store((float *)queries + row * steps + i, load_some(from + i, a.config.head_dim - i) * scale);
     }
   }
 
@@ -244,7 +263,7 @@ template <class Item> class Work {
   }
 
   template <int M, int V> void products(int64_t row, int64_t from, int64_t vector) {
-    F32 s[M][V] = {};
+    std::conditional_t<WHOLE, I32, F32> s[M][V] = {};
     const uint32_t *k = keys + vector * LANES, *q = queries + row * steps;
     for (int64_t i = 0; i < steps; i++, k += KEYS_AT_ONCE) {
       U32 lanes[V];
@@ -253,15 +272,22 @@ template <class Item> class Work {
 #pragma GCC unroll 6
       for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) s[m][v] = multiply_lanes<N>(s[m][v], lanes[v], q[m * steps + i]);
+        for (int v = 0; v < V; v++) {
+          if constexpr (WHOLE) s[m][v] = dot2(s[m][v], lanes[v], q[m * steps + i]);
+          else s[m][v] = multiply_lanes<1>(s[m][v], lanes[v], q[m * steps + i]);
+        }
     }
     for (int m = 0; m < M; m++)
-      for (int v = 0; v < V; v++) store(scores + (row + m) * SPLIT + from + (vector + v) * LANES, s[m][v]);
+      for (int v = 0; v < V; v++) {
+        float *to = scores + (row + m) * SPLIT + from + (vector + v) * LANES;
+        if constexpr (WHOLE)
+          store(to, to_float(s[m][v]) * (load<F32>(key_scales + (vector + v) * LANES) * query_scales[row + m]));
+        else store(to, s[m][v]);
+      }
   }
 
   // keys[step, position]
   void unpack_keys(int64_t node, int64_t from, int64_t count) {
-    static thread_local std::vector<float> converted;
     for (int64_t first = 0; first < count; first += LANES) {
       const uint32_t *some[LANES];
       for (int64_t i = 0; i < LANES; i++) {
@@ -269,11 +295,7 @@ template <class Item> class Work {
         const Item *key = at(0, node, position);
         if (first + i < count) prefetch_row(at(1, node, position));
         some[i] = (const uint32_t *)key;
-        if constexpr (sizeof(Item) == 2 && N == 1) {
-          float *row = room(converted, LANES * width) + i * width;
-          for (int64_t j = 0; j < width; j += LANES) store(row + j, load_item(key + j));
-          some[i] = (const uint32_t *)row;
-        }
+        if constexpr (WHOLE) key_scales[first + i] = *a.cache.scale(a.layer, item.kv_head, slot(node, position));
       }
       for (int64_t i = 0; i < steps; i += 4) transpose(some, i, keys + i * KEYS_AT_ONCE + first, KEYS_AT_ONCE);
     }
@@ -404,16 +426,16 @@ template <class Item> class Work {
 
 void put(const ModelConfig &c, const Cache &cache, int64_t layer, int64_t slot, const float *keys,
          const float *values) {
-  for (int value = 0; value < 2; value++)
-    for (int64_t h = 0; h < c.kv_heads; h++) {
-      const float *from = (value ? values : keys) + h * c.head_dim;
-      uint8_t *to = cache.at(layer, value, h, slot);
-      for (int64_t i = 0; i < cache.width; i += LANES) {
-        const F32 some = load_some(from + i, c.head_dim - i);
-        if (cache.item == 2) store_item((uint16_t *)to + i, some);
-        else store_item((float *)to + i, some);
-      }
+  for (int64_t h = 0; h < c.kv_heads; h++, keys += c.head_dim, values += c.head_dim) {
+    uint8_t *key = cache.at(layer, 0, h, slot), *value = cache.at(layer, 1, h, slot);
+    if (cache.item == 2) *cache.scale(layer, h, slot) = store_whole((int16_t *)key, keys, c.head_dim, cache.width);
+    for (int64_t i = 0; i < cache.width; i += LANES) {
+      if (cache.item == 4) store_item((float *)key + i, load_some(keys + i, c.head_dim - i));
+      const F32 some = load_some(values + i, c.head_dim - i);
+      if (cache.item == 2) store_item((uint16_t *)value + i, some);
+      else store_item((float *)value + i, some);
     }
+  }
 }
 
 void attend(const Attention &a, int64_t item) {

@@ -81,21 +81,23 @@ struct Model {
 // The features of a head in a cache, padded to whole vectors.
 inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
-// Keys and values of all texts of a model: [block of slots, layer, 2, kv_heads, SLOTS_PER_BLOCK, padded head_dim]. They
-// are float32, or two bytes wide in the format of the instruction set. Memory is reserved once and never moves. The
-// system gives a page when it is first written.
+// Keys and values of all texts of a model: [block of slots, layer, kv head, keys and values, SLOTS_PER_BLOCK, padded
+// head_dim]. They are float32, or two bytes: keys are whole numbers, and the slots' scales follow the keys of a block.
+// Memory is reserved once and never moves. The system gives a page when it is first written.
 class Cache {
  public:
   static constexpr int64_t SLOTS_PER_BLOCK = 64;
   const int64_t width, item;       // the padded head_dim; bytes per number
-  const int64_t strip, block;      // bytes of a block for one head's keys or values; bytes of a block
+  const int64_t strip, head;       // bytes of a block for a head's values; for its keys, scales and values
+  const int64_t block;             // bytes of a block
   int64_t capacity = 0;            // all slots in use are below it
   std::vector<int32_t> positions;  // [capacity], of each slot's node in the text; EMPTY: no node
   static constexpr int32_t EMPTY = -1;
 
   explicit Cache(const ModelConfig &c)
       : width(padded(c.head_dim)), item(c.half_cache ? 2 : 4), strip(SLOTS_PER_BLOCK * width * item),
-        block(c.layers * 2 * c.kv_heads * strip), heads(c.kv_heads) {}
+        head(2 * strip + (item == 2 ? SLOTS_PER_BLOCK * int64_t(sizeof(float)) : 0)),
+        block(c.layers * c.kv_heads * head), heads(c.kv_heads) {}
   ~Cache() {
     if (room) munmap(room, bytes + STEP_BYTES);
   }
@@ -122,9 +124,13 @@ class Cache {
     if (start < end) (void)madvise(data + start, end - start, MADV_DONTNEED);
   }
 
-  uint8_t *at(int64_t layer, int value, int64_t head, int64_t slot) const {
-    return data + slot / SLOTS_PER_BLOCK * block + ((2 * layer + value) * heads + head) * strip +
-           slot % SLOTS_PER_BLOCK * width * item;
+  // The numbers of a slot's key (value = 0) or value (value = 1).
+  uint8_t *at(int64_t layer, int value, int64_t kv_head, int64_t slot) const {
+    return keys(layer, kv_head, slot) + value * (head - strip) + slot % SLOTS_PER_BLOCK * width * item;
+  }
+  // What a slot's key of whole numbers is to be multiplied by.
+  float *scale(int64_t layer, int64_t kv_head, int64_t slot) const {
+    return reinterpret_cast<float *>(keys(layer, kv_head, slot) + strip) + slot % SLOTS_PER_BLOCK;
   }
 
  private:
@@ -132,6 +138,11 @@ class Cache {
   const int64_t heads;
   uint8_t *room = nullptr, *data = nullptr;  // data: in room, at a multiple of STEP_BYTES
   int64_t bytes = 0;                         // of address space, from data on
+
+  // The keys of a slot's block.
+  uint8_t *keys(int64_t layer, int64_t kv_head, int64_t slot) const {
+    return data + slot / SLOTS_PER_BLOCK * block + (layer * heads + kv_head) * head;
+  }
 
   static int64_t page() { return sysconf(_SC_PAGESIZE); }
   static int64_t whole_pages(int64_t n) { return (n + page() - 1) / page() * page(); }

@@ -123,6 +123,29 @@ inline I32 dot4(I32 acc, U8 w, int32_t x) {
 #endif
 }
 
+// Adds a dot product to each lane of acc: the lane's two signed numbers of 16 bits times those of x. The sums must fit.
+inline I32 dot2(I32 acc, U32 w, uint32_t x) {
+#if defined(__AVX512VNNI__)
+  return (I32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(int32_t(x)));
+#elif defined(__AVX2__)
+  const __m256i xs = _mm256_set1_epi32(int32_t(x));
+  I32 out;
+  for (int half = 0; half < 2; half++) {
+    __m256i u, a;
+    std::memcpy(&u, (const char *)&w + 32 * half, 32);
+    std::memcpy(&a, (const char *)&acc + 32 * half, 32);
+    a = _mm256_add_epi32(a, _mm256_madd_epi16(u, xs));
+    std::memcpy((char *)&out + 32 * half, &a, 32);
+  }
+  return out;
+#else
+  const auto low = [](U32 two) { return (I32)(two << 16) >> 16; };
+  const auto high = [](U32 two) { return (I32)two >> 16; };
+  const U32 xs = (U32)all(int32_t(x));
+  return acc + low(w) * low(xs) + high(w) * high(xs);
+#endif
+}
+
 inline float half_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
   uint32_t bits;
@@ -215,6 +238,22 @@ inline void store_bytes(int8_t *p, I32 x) {
 #else
   for (int i = 0; i < LANES; i++) p[i] = int8_t(x[i]);
 #endif
+}
+
+inline void store_shorts(int16_t *p, I32 x) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)x));
+#else
+  for (int i = 0; i < LANES; i++) p[i] = int16_t(x[i]);
+#endif
+}
+
+// x as whole numbers from -most to most. Where x was not finite, they are 0.
+inline I32 rounded(F32 x, float most) {
+  const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const F32 q = x + magic - magic;
+  const F32 magnitude = (F32)((I32)q & all(int32_t(0x7fffffff)));
+  return __builtin_convertvector(select(magnitude <= most, q, F32{}), I32);
 }
 
 // The sum of the lanes, in one fixed order: the upper half is added to the lower half, four times. F is float or
