@@ -48,7 +48,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """In the order of ``Activation`` in native/model.h."""
 MAX_THREADS = 1024
 """As in native/model.h."""
-SLOTS_PER_BLOCK = 64
+SLOTS_PER_BLOCK = 256
 """As in native/model.h."""
 
 

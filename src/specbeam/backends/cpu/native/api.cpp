@@ -239,8 +239,8 @@ static const char *wrong_ancestors(const Cache &cache, const Segment *segments, 
       if (!holds(s->trunk[p], p)) return reason;
     for (int64_t n = 0; n < s->nodes; n++) {
       for (int64_t p = s->trunk_length; p <= s->positions[n]; p++)
-        if (!holds(s->slot(n, p), p)) return reason;
-      if (s->slot(n, s->positions[n]) != s->slots[n]) return "a node does not see its own slot";
+        if (!holds(*s->path(n, p), p)) return reason;
+      if (*s->path(n, s->positions[n]) != s->slots[n]) return "a node does not see its own slot";
     }
   }
   return nullptr;
@@ -466,7 +466,7 @@ const char *specbeam_cache_reserve(void *model, int64_t slots) {
   }
 }
 
-// Empties the slots from `first` on. Memory goes back to the system in blocks of 64 slots. Returns 0, or -1 if a slot
+// Empties the slots from `first` on. Memory goes back to the system in blocks of 256 slots. Returns 0, or -1 if a slot
 // is not in the cache. No pass may be running.
 int32_t specbeam_cache_release(void *model, int64_t first, int64_t count) {
   Cache &cache = static_cast<Loaded *>(model)->cache;

@@ -1,5 +1,6 @@
-// The attention kernels of one instruction set. Lanes are positions while scores are computed, and features while values
-// are added. So each score and each feature has a lane of its own, and adds in one order for any number of nodes.
+// The attention kernels of one instruction set. Lanes are positions while scores are computed, and features while
+// values are added. So each score and each feature has a lane of its own, and adds in one order for any number of
+// nodes.
 #include "attention.h"
 
 #include <algorithm>
@@ -59,36 +60,67 @@ inline float store_whole(int16_t *to, const float *x, int64_t size, int64_t widt
     magnitudes = larger((F32)((I32)load_some(x + i, size - i) & sign), magnitudes);
   const float largest = std::floor(std::sqrt(float(INT32_MAX) / float(width + 1))), most = max(magnitudes);
   const float inverse = most > 0 ? largest / most : 0;
-  for (int64_t i = 0; i < width; i += LANES) store_shorts(to + i, rounded(load_some(x + i, size - i) * inverse, largest));
+  for (int64_t i = 0; i < width; i += LANES)
+    store_shorts(to + i, rounded(load_some(x + i, size - i) * inverse, largest));
   return most / largest;
 }
 
-// out[c * stride + i] = rows[i][column + c], for four columns of sixteen rows
-inline void transpose(const uint32_t *const *rows, int64_t column, uint32_t *out, int64_t stride) {
+// Four lanes of 32 bits of each of sixteen keys: quads[i] has those of the keys i, i + 4, i + 8 and i + 12.
+inline U32 load_quad(const uint8_t *base, const int64_t *offsets) {
 #if defined(__AVX512F__)
-  __m512i z[4];
-  for (int i = 0; i < 4; i++) {
-    const auto four = [&](int row) { return _mm_loadu_si128((const __m128i *)(rows[row] + column)); };
-    z[i] = _mm512_castsi128_si512(four(i));
-    z[i] = _mm512_mask_broadcast_i32x4(z[i], 0x00f0, four(i + 4));
-    z[i] = _mm512_mask_broadcast_i32x4(z[i], 0x0f00, four(i + 8));
-    z[i] = _mm512_mask_broadcast_i32x4(z[i], 0xf000, four(i + 12));
-  }
-  const __m512i a = _mm512_unpacklo_epi32(z[0], z[1]), b = _mm512_unpackhi_epi32(z[0], z[1]),
-                c = _mm512_unpacklo_epi32(z[2], z[3]), d = _mm512_unpackhi_epi32(z[2], z[3]);
-  _mm512_storeu_si512(out, _mm512_unpacklo_epi64(a, c));
-  _mm512_storeu_si512(out + stride, _mm512_unpackhi_epi64(a, c));
-  _mm512_storeu_si512(out + 2 * stride, _mm512_unpacklo_epi64(b, d));
-  _mm512_storeu_si512(out + 3 * stride, _mm512_unpackhi_epi64(b, d));
+  const auto four = [&](int key) { return _mm_loadu_si128((const __m128i *)(base + offsets[key])); };
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(four(0)), four(4), 1),
+                high = _mm256_inserti128_si256(_mm256_castsi128_si256(four(8)), four(12), 1);
+  return (U32)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+#else
+  U32 quad;
+  for (int i = 0; i < 4; i++) std::memcpy((char *)&quad + 16 * i, base + offsets[4 * i], 16);
+  return quad;
+#endif
+}
+
+// Turns quads around: out[c] has lane c of the sixteen keys.
+inline void turn(const uint32_t *quads, U32 *out) {
+#if defined(__AVX512F__)
+  const auto quad = [quads](int i) { return load<U32>(quads + i * LANES); };
+  const __m512i a = _mm512_unpacklo_epi32((__m512i)quad(0), (__m512i)quad(1)),
+                b = _mm512_unpackhi_epi32((__m512i)quad(0), (__m512i)quad(1)),
+                c = _mm512_unpacklo_epi32((__m512i)quad(2), (__m512i)quad(3)),
+                d = _mm512_unpackhi_epi32((__m512i)quad(2), (__m512i)quad(3));
+  out[0] = (U32)_mm512_unpacklo_epi64(a, c), out[1] = (U32)_mm512_unpackhi_epi64(a, c);
+  out[2] = (U32)_mm512_unpacklo_epi64(b, d), out[3] = (U32)_mm512_unpackhi_epi64(b, d);
 #else
   typedef uint32_t Four __attribute__((vector_size(16)));
-  for (int i = 0; i < LANES; i += 4) {
-    const Four a = load<Four>(rows[i] + column), b = load<Four>(rows[i + 1] + column),
-               c = load<Four>(rows[i + 2] + column), d = load<Four>(rows[i + 3] + column);
-    for (int j = 0; j < 4; j++) store(out + j * stride + i, Four{a[j], b[j], c[j], d[j]});
+  for (int i = 0; i < 4; i++) {
+    const auto four = [&](int quad) { return load<Four>(quads + quad * LANES + 4 * i); };
+    const Four a = four(0), b = four(1), c = four(2), d = four(3);
+    for (int j = 0; j < 4; j++) {
+      const Four column = {a[j], b[j], c[j], d[j]};
+      std::memcpy((char *)&out[j] + 16 * i, &column, 16);
+    }
   }
 #endif
 }
+
+#if defined(__AVX512BF16__)
+// The pairs of two rows of V * 16 numbers.
+template <int V> inline void zip(const uint16_t *a, const uint16_t *b, U32 *out) {
+  int v = 0;
+  for (; v + 2 <= V; v += 2) {
+    const I32 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const __m512i first = (__m512i)(lanes | (lanes + 32) << 16), x = _mm512_loadu_si512(a + v * LANES),
+                  y = _mm512_loadu_si512(b + v * LANES), sixteen = _mm512_set1_epi16(16);
+    out[v] = (U32)_mm512_permutex2var_epi16(x, first, y);
+    out[v + 1] = (U32)_mm512_permutex2var_epi16(x, _mm512_add_epi16(first, sixteen), y);
+  }
+  if (v < V) {
+    const auto wide = [v](const uint16_t *p) {
+      return (U32)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p + v * LANES)));
+    };
+    out[v] = wide(a) | wide(b) << 16;
+  }
+}
+#endif
 
 // Calls f(a constant number of rows, the first row) until all rows have had their turn.
 template <int M = ROWS, class F> inline void in_groups(int64_t first, int64_t last, const F &f) {
@@ -143,26 +175,39 @@ template <class Item> class Work {
   int64_t start = 0;                        // the first position of the split
   uint32_t *queries, *keys, *values;        // [rows, steps], [steps, KEYS_AT_ONCE], [VALUES_AT_ONCE / N, width]
   float *scores, *sums, *split_sums;        // [rows, SPLIT], [rows, width + 2] twice
-  float *query_scales, *key_scales;         // [rows], [KEYS_AT_ONCE]
+  float *query_scales, *key_scales;         // [rows], [SPLIT]
   Share *shares;                            // [rows, SPLIT]
   int64_t *begin, *end;                     // of the positions that each node sees in the split
+  int64_t *offsets;                         // [SPLIT], of the keys from `base`
+  uint32_t *quads;                          // [steps, LANES]
+  const uint8_t *base;                      // the keys of the first slot
+  const uint8_t *next_base = nullptr;       // of the keys to prefetch
+  const int64_t *next_slots = nullptr;      // theirs
+  int64_t next_count = 0;
 
  public:
   Work(const Attention &all, const AttentionItem &one)
-      : a(all), item(one), tile(a.tiles[item.tile]), segment(*tile.segment), group(a.group()),
-        rows(tile.count * group), width(a.cache.width),
+      : a(all),
+        item(one),
+        tile(a.tiles[item.tile]),
+        segment(*tile.segment),
+        group(a.group()),
+        rows(tile.count * group),
+        width(a.cache.width),
         steps(width / PER_KEY_LANE<Item>) {
     static thread_local std::vector<uint32_t> lanes;
     static thread_local std::vector<float> numbers;
     static thread_local std::vector<Share> of_shares;
-    static thread_local std::vector<int64_t> bounds;
-    queries = room(lanes, rows * steps + steps * KEYS_AT_ONCE + VALUES_AT_ONCE / N * width);
+    static thread_local std::vector<int64_t> whole_numbers;
+    queries = room(lanes, rows * steps + steps * (KEYS_AT_ONCE + LANES) + VALUES_AT_ONCE / N * width);
     keys = queries + rows * steps, values = keys + steps * KEYS_AT_ONCE;
-    scores = room(numbers, rows * (SPLIT + 2 * (width + 2) + 1) + KEYS_AT_ONCE);
+    scores = room(numbers, rows * (SPLIT + 2 * (width + 2) + 1) + SPLIT);
     sums = scores + rows * SPLIT, split_sums = sums + rows * (width + 2);
     query_scales = split_sums + rows * (width + 2), key_scales = query_scales + rows;
     shares = room(of_shares, rows * SPLIT);
-    begin = room(bounds, 2 * tile.count), end = begin + tile.count;
+    begin = room(whole_numbers, 2 * tile.count + SPLIT), end = begin + tile.count, offsets = end + tile.count;
+    quads = values + VALUES_AT_ONCE / N * width;
+    base = a.cache.at(a.layer, 0, item.kv_head, 0);
   }
 
   void run() {
@@ -173,8 +218,8 @@ template <class Item> class Work {
     for (int64_t split = item.split; split < item.end; split++) {
       float *into = split_sums;
       if (!whole)
-        into = a.parts + tile.parts +
-               (item.kv_head * (tile.end - tile.split) + split - tile.split) * rows * (width + 2);
+        into =
+            a.parts + tile.parts + (item.kv_head * (tile.end - tile.split) + split - tile.split) * rows * (width + 2);
       one_split(split, into);
       if (whole)
         for (int64_t row = 0; row < rows; row++)
@@ -189,9 +234,45 @@ template <class Item> class Work {
   }
 
  private:
-  int64_t slot(int64_t node, int64_t position) const { return segment.slot(tile.first + node, start + position); }
-  const Item *at(int value, int64_t node, int64_t position) const {
-    return (const Item *)a.cache.at(a.layer, value, item.kv_head, slot(node, position));
+  // Finds the keys of a node's ancestors from position `from` up to `to`.
+  void find(int64_t node, int64_t from, int64_t to) {
+    const int64_t block = a.cache.block, row = width * sizeof(Item), strip = a.cache.strip;
+    while (from < to) {
+      const bool on_trunk = start + from < segment.trunk_length;
+      const int64_t stop = on_trunk ? std::min(to, segment.trunk_length - start) : to;
+      const int64_t *slots = segment.path(tile.first + node, start + from);
+      for (int64_t t = from; t < stop; t++) offsets[t] = offset(slots[t - from], block, row);
+      if constexpr (WHOLE)
+        for (int64_t t = from; t < stop; t++)
+          std::memcpy(key_scales + t, base + offset(slots[t - from], block, sizeof(float)) + strip, sizeof(float));
+      from = stop;
+    }
+  }
+
+  static int64_t offset(uint64_t slot, int64_t block, int64_t row) {
+    return int64_t(slot / Cache::SLOTS_PER_BLOCK) * block + int64_t(slot % Cache::SLOTS_PER_BLOCK) * row;
+  }
+
+  const Item *value(int64_t t) const { return (const Item *)(base + offsets[t] + (a.cache.head - a.cache.strip)); }
+
+  // The keys that are read after this split.
+  void look_ahead(int64_t split) {
+    const AttentionItem *next = split + 1 < item.end                          ? &item
+                                : &item + 1 < a.items.data() + a.items.size() ? &item + 1
+                                                                              : nullptr;
+    next_count = 0;
+    if (!next) return;
+    const int64_t first = (next == &item ? split + 1 : next->split) * SPLIT;
+    const Segment &s = *a.tiles[next->tile].segment;
+    next_base = a.cache.at(a.layer, 0, next->kv_head, 0);
+    next_slots = s.trunk + first, next_count = std::min(SPLIT, s.trunk_length - first);
+  }
+
+  __attribute__((always_inline)) void prefetch_next(int64_t t) const {
+    if (t < next_count) prefetch_row(next_base + offset(next_slots[t], a.cache.block, width * sizeof(Item)));
+  }
+  __attribute__((always_inline)) void prefetch_row(const void *row) const {
+    for (int64_t i = 0; i < width * int64_t(sizeof(Item)); i += 64) prefetch((const uint8_t *)row + i);
   }
 
   // Where a row has its numbers for the first lane, as 32 bits.
@@ -204,8 +285,8 @@ template <class Item> class Work {
   void load_queries() {
     const float scale = float(a.config.attention_scale);
     for (int64_t row = 0; row < rows; row++) {
-      const float *from = a.queries + (tile.node + row / group) * a.stride +
-                          (item.kv_head * group + row % group) * a.config.head_dim;
+      const float *from =
+          a.queries + (tile.node + row / group) * a.stride + (item.kv_head * group + row % group) * a.config.head_dim;
       if constexpr (WHOLE) {
         query_scales[row] = scale * store_whole((int16_t *)(queries + row * steps), from, a.config.head_dim, width);
         continue;
@@ -229,9 +310,9 @@ template <class Item> class Work {
     }
     for (int64_t row = 0; row < rows; row++) *Sums(into + row * (width + 2)).total = 0;
     if (from >= to) return;
+    look_ahead(split);
     // All nodes share the slots up to here. One node shares all slots with itself.
-    const int64_t shared =
-        tile.count == 1 ? to : std::clamp((segment.trunk_length - start) / LANES * LANES, from, to);
+    const int64_t shared = tile.count == 1 ? to : std::clamp((segment.trunk_length - start) / LANES * LANES, from, to);
     const int64_t all_shared = segment.trunk_length - start >= to ? to : shared;
     score(0, tile.count, deepest, from, all_shared);
     for (int64_t n = 0; n < tile.count; n++)
@@ -251,9 +332,30 @@ template <class Item> class Work {
   // Scores of the positions from `from`, a multiple of LANES, up to `to`, on the path of `node`, for all rows of the
   // nodes from `first` up to `last`. Scores beyond what a row sees are not used.
   void score(int64_t first, int64_t last, int64_t node, int64_t from, int64_t to) {
+    find(node, from, to);
+    // Vectors of positions are whole: beyond the last key, it is repeated.
+    const int64_t rounded_up = (to + LANES - 1) / LANES * LANES;
+    for (int64_t t = to; t < rounded_up; t++) offsets[t] = offsets[to - 1], key_scales[t] = 0;
+    const bool few = (last - first) * group <= ROWS;
     for (; from < to; from += KEYS_AT_ONCE) {
-      const int64_t count = std::min(to - from, KEYS_AT_ONCE), vectors = (count + LANES - 1) / LANES;
-      unpack_keys(node, from, count);
+      const int64_t vectors = (std::min(to - from, KEYS_AT_ONCE) + LANES - 1) / LANES;
+      for (int64_t v = 0; v < vectors; v++) {
+        const int64_t t = from + v * LANES;
+        for (int64_t i = 0; i < LANES; i++) prefetch_row(value(t + i));
+        for (int i = 0; i < 4; i++)
+          for (int64_t c = 0; c < steps; c += 4)
+            store(quads + (c + i) * LANES, load_quad(base + c * 4, offsets + t + i));
+        if (few) {
+          in_groups(first * group, last * group, [&](auto m, int64_t row) { few_products<m.value>(row, t); });
+          continue;
+        }
+        for (int64_t c = 0; c < steps; c += 4) {
+          U32 turned[4];
+          turn(quads + c * LANES, turned);
+          for (int i = 0; i < 4; i++) store(keys + (c + i) * KEYS_AT_ONCE + v * LANES, turned[i]);
+        }
+      }
+      if (few) continue;
       in_groups(first * group, last * group, [&](auto m, int64_t row) {
         int64_t v = 0;
         for (; v + VECTORS <= vectors; v += VECTORS) products<m.value, VECTORS>(row, from, v);
@@ -262,8 +364,40 @@ template <class Item> class Work {
     }
   }
 
+  using Dot = std::conditional_t<WHOLE, I32, F32>;
+
+  static Dot multiply_key(Dot sum, U32 lanes, uint32_t numbers) {
+    if constexpr (WHOLE) return dot2(sum, lanes, numbers);
+    else return multiply_lanes<1>(sum, lanes, numbers);
+  }
+
+  void store_scores(int64_t row, int64_t t, Dot dots) {
+    float *to = scores + row * SPLIT + t;
+    if constexpr (WHOLE) store(to, to_float(dots) * (load<F32>(key_scales + t) * query_scales[row]));
+    else store(to, dots);
+  }
+
+  // Sixteen positions, straight from quads.
+  template <int M> void few_products(int64_t row, int64_t t) {
+    constexpr int CHAINS = WHOLE ? 2 : 1;  // sums of whole numbers may be split
+    Dot s[M][CHAINS] = {};
+    const uint32_t *q = queries + row * steps;
+    for (int64_t c = 0; c < steps; c += 4) {
+      U32 turned[4];
+      turn(quads + c * LANES, turned);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++)
+#pragma GCC unroll 6
+        for (int m = 0; m < M; m++) s[m][i % CHAINS] = multiply_key(s[m][i % CHAINS], turned[i], q[m * steps + c + i]);
+    }
+    for (int m = 0; m < M; m++) {
+      if constexpr (CHAINS == 2) s[m][0] += s[m][1];
+      store_scores(row + m, t, s[m][0]);
+    }
+  }
+
   template <int M, int V> void products(int64_t row, int64_t from, int64_t vector) {
-    std::conditional_t<WHOLE, I32, F32> s[M][V] = {};
+    Dot s[M][V] = {};
     const uint32_t *k = keys + vector * LANES, *q = queries + row * steps;
     for (int64_t i = 0; i < steps; i++, k += KEYS_AT_ONCE) {
       U32 lanes[V];
@@ -272,41 +406,14 @@ template <class Item> class Work {
 #pragma GCC unroll 6
       for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) {
-          if constexpr (WHOLE) s[m][v] = dot2(s[m][v], lanes[v], q[m * steps + i]);
-          else s[m][v] = multiply_lanes<1>(s[m][v], lanes[v], q[m * steps + i]);
-        }
+        for (int v = 0; v < V; v++) s[m][v] = multiply_key(s[m][v], lanes[v], q[m * steps + i]);
     }
     for (int m = 0; m < M; m++)
-      for (int v = 0; v < V; v++) {
-        float *to = scores + (row + m) * SPLIT + from + (vector + v) * LANES;
-        if constexpr (WHOLE)
-          store(to, to_float(s[m][v]) * (load<F32>(key_scales + (vector + v) * LANES) * query_scales[row + m]));
-        else store(to, s[m][v]);
-      }
+      for (int v = 0; v < V; v++) store_scores(row + m, from + (vector + v) * LANES, s[m][v]);
   }
 
-  // keys[step, position]
-  void unpack_keys(int64_t node, int64_t from, int64_t count) {
-    for (int64_t first = 0; first < count; first += LANES) {
-      const uint32_t *some[LANES];
-      for (int64_t i = 0; i < LANES; i++) {
-        const int64_t position = from + std::min(first + i, count - 1);
-        const Item *key = at(0, node, position);
-        if (first + i < count) prefetch_row(at(1, node, position));
-        some[i] = (const uint32_t *)key;
-        if constexpr (WHOLE) key_scales[first + i] = *a.cache.scale(a.layer, item.kv_head, slot(node, position));
-      }
-      for (int64_t i = 0; i < steps; i += 4) transpose(some, i, keys + i * KEYS_AT_ONCE + first, KEYS_AT_ONCE);
-    }
-  }
-
-  void prefetch_row(const Item *row) const {
-    for (int64_t i = 0; i < width * int64_t(sizeof(Item)); i += 64) prefetch((const uint8_t *)row + i);
-  }
-
-  // Turns a row's scores from `from` up to `to` into shares. In the vectors where these begin and end, the shares beside
-  // them become 0.
+  // Turns a row's scores from `from` up to `to` into shares. In the vectors where these begin and end, the shares
+  // beside them become 0.
   void share(int64_t row, int64_t from, int64_t to, Sums &sum) {
     float *s = scores + row * SPLIT;
     Share *out = shares + row * SPLIT;
@@ -336,9 +443,10 @@ template <class Item> class Work {
 
   // Adds values times shares at the positions from `from`, a multiple of LANES, up to `to`.
   void add_values(int64_t first, int64_t last, int64_t node, int64_t from, int64_t to, float *into) {
+    if (last - first > 0 && tile.count > 1) find(node, from, to);  // else the score has found them
     for (; from < to; from += VALUES_AT_ONCE) {
       const int64_t stop = std::min(to, from + VALUES_AT_ONCE);
-      unpack_values(node, from, stop);
+      unpack_values(from, stop);
       in_groups(first * group, last * group, [&](auto m, int64_t row) {
         // The rows of a group mostly see the same positions. Where they do not, they go one by one.
         int64_t low = from, high = stop;
@@ -397,30 +505,29 @@ template <class Item> class Work {
   }
 
   // values[position / N, feature]
-  void unpack_values(int64_t node, int64_t from, int64_t to) {
+  void unpack_values(int64_t from, int64_t to) {
     for (int64_t t = from; t < to; t += N) {
-      const Item *value = at(1, node, t);
       uint32_t *out = values + (t - from) / N * width;
-      prefetch_key(node, t);
-#if defined(__AVX512BF16__)
-      if constexpr (N == 2) {
-        const Item *next = t + 1 < to ? at(1, node, t + 1) : nullptr;
-        if (next) prefetch_key(node, t + 1);
-        const auto wide = [](const Item *p) { return (U32)_mm512_cvtepu16_epi32(_mm256_loadu_si256((__m256i *)p)); };
-        for (int64_t i = 0; i < width; i += LANES)
-          store(out + i, next ? wide(value + i) | wide(next + i) << 16 : wide(value + i));
-        continue;
-      }
-#endif
-      if constexpr (N == 1)
-        for (int64_t i = 0; i < width; i += LANES) store((float *)out + i, load_item(value + i));
+      for (int i = 0; i < N; i++) prefetch_next(t + i);
+      const int64_t vectors = width / LANES;
+      int64_t v = 0;
+      for (; v + VECTORS <= vectors; v += VECTORS) unpack<VECTORS>(t, to, v, out);
+      for (; v < vectors; v++) unpack<1>(t, to, v, out);
     }
   }
 
-  // The key at the same place of the next split, which is read next.
-  void prefetch_key(int64_t node, int64_t t) const {
-    if (start + SPLIT < item.end * SPLIT && start + SPLIT + t <= segment.positions[tile.first + node])
-      prefetch_row(at(0, node, t + SPLIT));
+  template <int V> void unpack(int64_t t, [[maybe_unused]] int64_t to, int64_t vector, uint32_t *out) {
+    U32 lanes[V];
+    const Item *row = value(t) + vector * LANES;
+#if defined(__AVX512BF16__)
+    if constexpr (N == 2) {
+      alignas(64) static constexpr uint16_t ZEROS[V * LANES] = {};
+      zip<V>(row, t + 1 < to ? value(t + 1) + vector * LANES : ZEROS, lanes);
+    }
+#endif
+    if constexpr (N == 1)
+      for (int v = 0; v < V; v++) lanes[v] = (U32)load_item(row + v * LANES);
+    for (int v = 0; v < V; v++) store(out + (vector + v) * LANES, lanes[v]);
   }
 };
 
@@ -451,8 +558,7 @@ void join(const Attention &a, int64_t node) {
     const int64_t row = (node - tile.node) * group + h % group, splits = tile.end - tile.split;
     float *parts = a.parts + tile.parts + (h / group * splits * rows + row) * (width + 2);
     const Sums sums(parts);
-    for (int64_t split = 1; split < splits; split++)
-      Sums(parts).add(Sums(parts + split * rows * (width + 2)), width);
+    for (int64_t split = 1; split < splits; split++) Sums(parts).add(Sums(parts + split * rows * (width + 2)), width);
     sums.finish(a.out + (node * a.config.heads + h) * a.config.head_dim, a.config.head_dim);
   }
 }

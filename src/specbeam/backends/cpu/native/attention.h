@@ -15,10 +15,10 @@ constexpr int64_t SPLIT = 256;
 // Some nodes of a segment, one after the other. They read the slots that they share together.
 struct Tile {
   const Segment *segment;
-  int64_t node;           // the first node's number in the pass
-  int64_t first, count;   // the nodes in the segment
-  int64_t split, end;     // the splits that the nodes see
-  int64_t parts;          // where the results of the splits go in Attention::parts, or -1 if one thread does all splits
+  int64_t node;          // the first node's number in the pass
+  int64_t first, count;  // the nodes in the segment
+  int64_t split, end;    // the splits that the nodes see
+  int64_t parts;         // where the results of the splits go in Attention::parts, or -1 if one thread does all splits
 };
 
 // A tile's attention in the query heads that share a key head, in some of its splits.

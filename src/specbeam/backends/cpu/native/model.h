@@ -86,7 +86,7 @@ inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 // Memory is reserved once and never moves. The system gives a page when it is first written.
 class Cache {
  public:
-  static constexpr int64_t SLOTS_PER_BLOCK = 64;
+  static constexpr int64_t SLOTS_PER_BLOCK = 256;
   const int64_t width, item;       // the padded head_dim; bytes per number
   const int64_t strip, head;       // bytes of a block for a head's values; for its keys, scales and values
   const int64_t block;             // bytes of a block
@@ -95,9 +95,12 @@ class Cache {
   static constexpr int32_t EMPTY = -1;
 
   explicit Cache(const ModelConfig &c)
-      : width(padded(c.head_dim)), item(c.half_cache ? 2 : 4), strip(SLOTS_PER_BLOCK * width * item),
+      : width(padded(c.head_dim)),
+        item(c.half_cache ? 2 : 4),
+        strip(SLOTS_PER_BLOCK * width * item),
         head(2 * strip + (item == 2 ? SLOTS_PER_BLOCK * int64_t(sizeof(float)) : 0)),
-        block(c.layers * c.kv_heads * head), heads(c.kv_heads) {}
+        block(c.layers * c.kv_heads * head),
+        heads(c.kv_heads) {}
   ~Cache() {
     if (room) munmap(room, bytes + STEP_BYTES);
   }
@@ -172,9 +175,9 @@ struct Segment {
   const int64_t *trunk;                       // [trunk_length], the slots of the ancestors that all nodes share
   const int64_t *branches;                    // [nodes, branch_columns], the slots of each node's further ancestors
 
-  // The slot of a node's ancestor, by the ancestor's position in the text.
-  int64_t slot(int64_t node, int64_t position) const {
-    return position < trunk_length ? trunk[position] : branches[node * branch_columns + position - trunk_length];
+  // The slots of a node's ancestors from a position of the text on, up to the end of the trunk or of the branch.
+  const int64_t *path(int64_t node, int64_t position) const {
+    return position < trunk_length ? trunk + position : branches + node * branch_columns + position - trunk_length;
   }
 };
 

@@ -84,11 +84,12 @@ struct Pass {
   const Segment &segment(int64_t node) const { return segments[space.segment_of[node]]; }
   int64_t position(int64_t node) const { return segment(node).positions[space.row_in[node]]; }
 
-  // Shares the attention of a layer out among threads: a tile and a key head make an item. Of few items, each is several,
-  // with some of the splits each.
+  // Shares the attention of a layer out among threads: a tile and a key head make an item. Of few items, each is
+  // several, with some of the splits each.
   Attention plan(int64_t layer, const float *queries, int64_t stride, float *out) {
     const int64_t window = model.layers[layer].window;
-    Attention a{c, cache, layer, window, queries, stride, out, space.tiles, space.attention_items, space.tile_of, nullptr};
+    Attention a{c,      cache, layer, window, queries, stride, out, space.tiles, space.attention_items, space.tile_of,
+                nullptr};
     int64_t splits = 0, parts = 0;
     for (Tile &tile : space.tiles) {
       const int64_t *first = tile.segment->positions + tile.first;
@@ -298,7 +299,7 @@ float weight(const Matrix &w, int64_t row, int64_t column) { return weight_at(w,
 }  // namespace
 
 extern const AttentionKernels ATTENTION;
-extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward,   choose,
-                            multiply_one,      weight,        &ATTENTION};
+extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward, choose, multiply_one, weight,
+                            &ATTENTION};
 
 }  // namespace specbeam::SPECBEAM_ISA
