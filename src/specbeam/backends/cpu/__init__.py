@@ -322,5 +322,5 @@ def _paths(segment: Segment[CpuCache]) -> tuple[NDArray[np.int64], NDArray[np.in
     shared = len(longest) if as_longest.all() else int(as_longest.argmin())
     branches = np.zeros((len(positions), len(longest) - shared), np.int64)
     for node in np.flatnonzero(positions >= shared) if branches.size else ():
-        branches[node, : positions[node] + 1 - shared] = path(node)[shared:]
+        branches[node, : positions[node] + 1 - shared] = path(int(node))[shared:]
     return longest[:shared], branches
