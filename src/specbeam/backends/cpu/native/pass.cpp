@@ -299,7 +299,7 @@ float weight(const Matrix &w, int64_t row, int64_t column) { return weight_at(w,
 }  // namespace
 
 extern const AttentionKernels ATTENTION;
-extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward, choose, multiply_one, weight,
-                            &ATTENTION};
+extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward, choose,
+                            multiply_one,      weight,        &ATTENTION};
 
 }  // namespace specbeam::SPECBEAM_ISA

@@ -285,19 +285,16 @@ inline F32 larger(F32 a, F32 b) {
 #endif
 }
 
-// e^x, within 2 units in the last place; 0 below -104, and without AVX-512 below -87. The polynomial is from Cephes
-// (Moshier).
+// e^x, within 2 units in the last place; 0 below -87. The polynomial is from Cephes (Moshier).
 inline F32 exp(F32 x) {
-#if defined(__AVX512F__)
-  x = (F32)_mm512_max_ps(_mm512_set1_ps(-104.0f), _mm512_min_ps(_mm512_set1_ps(89.0f), (__m512)x));
-  const F32 n = (F32)_mm512_roundscale_ps((__m512)(x * 1.44269504088896341f), _MM_FROUND_TO_NEAREST_INT);
-#else
-  x = select(x < -87.0f, all(-87.0f), x);
   const I32 low = x <= -87.0f;
-  x = select(x > 88.0f, all(88.0f), x);
+#if defined(__AVX512F__)
+  x = (F32)_mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)x);
+#else
+  x = select(low, all(-87.0f), select(x > 88.0f, all(88.0f), x));
+#endif
   const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const F32 n = multiply_add(x, all(1.44269504088896341f), magic) - magic;
-#endif
   F32 r = multiply_add(n, all(-0.693359375f), x);
   r = multiply_add(n, all(2.12194440e-4f), r);
   F32 p = all(1.9875691500e-4f);
@@ -308,7 +305,7 @@ inline F32 exp(F32 x) {
   p = multiply_add(p, r, all(5.0000001201e-1f));
   p = multiply_add(p * r, r, r) + 1.0f;
 #if defined(__AVX512F__)
-  return (F32)_mm512_scalef_ps((__m512)p, (__m512)n);
+  return select(low, F32{}, (F32)_mm512_scalef_ps((__m512)p, (__m512)n));
 #else
   const I32 power = (__builtin_convertvector(n, I32) + 127) << 23;
   return select(low, F32{}, p * (F32)power);
