@@ -54,7 +54,7 @@ class Wishes:
         noise = None
         if self.seed is not None:
             positions = (tree.depths(nodes) + 1).astype(np.uint32)
-            noise = Noise(self.seed, np.broadcast_to(np.asarray(streams, np.uint32), positions.shape), positions)
+            noise = Noise(self.seed, np.full(positions.shape, streams, np.uint32), positions)
         return Wish(**self.process(tree, nodes, guesses), **self.warpers, noise=noise, **wants)
 
 
