@@ -108,5 +108,9 @@ class Detokenizer:
 
 def _shared_length(texts: tuple[str, ...]) -> int:
     """With how many equal characters the texts begin."""
-    different = (at for at, characters in enumerate(zip(*texts, strict=False)) if len({*characters}) > 1)
-    return next(different, min(map(len, texts)))
+    first, *others = texts
+    length = len(first)
+    for text in others:
+        while not text.startswith(first[:length]):  # the texts of a few tokens: they part near their ends
+            length -= 1
+    return length
