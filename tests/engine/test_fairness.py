@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.decoding import Evaluate, Hypothesis
-from tests.conftest import examples
+from tests.conftest import examples, lines_run
 
 
 def watched(rounds, tokens=1000):
@@ -209,6 +209,16 @@ def test_a_step_costs_no_more_when_many_wait(lm):
         return count
 
     assert calls(300) < calls(3) + 100
+
+
+def test_a_step_of_one_text_costs_the_same_however_long_the_text_is(lm):
+    engine = Engine(lm)
+    for options in ({}, {"temperature": 1.0, "seed": 1}):
+        engine.submit([1], {"max_new_tokens": 200, "eos_token_id": [], **options})
+    work = [
+        lines_run(engine.step) if step in (*range(40, 48), *range(180, 188)) else engine.step() for step in range(188)
+    ]
+    assert sum(work[180:]) <= 1.1 * sum(work[40:48])
 
 
 def test_a_list_of_prompts_makes_its_requests_when_it_is_their_turn(lm, monkeypatch):
