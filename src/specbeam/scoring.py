@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from specbeam.backends.contract import Segment
 from specbeam.engine.slots import Slots
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.prompts import encode
+from specbeam.selection import Answer, Wish
 from specbeam.tree import Nodes, Tree
 
 Text = tuple[list[int], list[int]]
@@ -58,9 +58,13 @@ def score(
                 room -= len(nodes)
         if batch:
             segments = [tree.segment(nodes) for tree, nodes in batch]
-            logits = torch.split(lm.backend.forward(segments), [len(segment.wanted) for segment in segments])
-            for (tree, nodes), rows in zip(batch, logits, strict=True):
-                tree.receive(nodes, rows)
+            logits = lm.backend.forward(segments)
+            ends = np.cumsum([len(segment.wanted) for segment in segments]).tolist()
+            rows = [slice(end - len(segment.wanted), end) for end, segment in zip(ends, segments, strict=True)]
+            wishes = [(part, tree.wish(nodes)) for part, (tree, nodes) in zip(rows, batch, strict=True)]
+            answers = lm.backend.choose(logits, wishes)
+            for (tree, nodes), answer in zip(batch, answers, strict=True):
+                tree.receive(nodes, answer)
         for tree in live:
             if not len(tree.pending):
                 yield from zip(tree.numbers, tree.log_probs.tolist(), tree.greedy.tolist(), strict=True)
@@ -122,13 +126,24 @@ class Continuations:
         """The tree's part of a pass over some of its pending nodes."""
         return self._slots.segment(nodes, wanted=np.flatnonzero(np.isin(nodes, self._after)))
 
-    def receive(self, nodes: Nodes, logits: Tensor) -> None:
-        """Take the logits at the wanted ones among some pending nodes, float32 [w, vocab]."""
+    def wish(self, nodes: Nodes) -> Wish:
+        """The log-probabilities of the tokens to be scored after some pending nodes, and the likeliest tokens there."""
+        tokens, _, rows, columns = self._scored(nodes)
+        given = np.zeros((rows.max(initial=-1) + 1, columns.max(initial=-1) + 1), dtype=np.int64)
+        given[rows, columns] = tokens
+        return Wish(most=1, given=given)
+
+    def receive(self, nodes: Nodes, answer: Answer) -> None:
+        """Take the answer about some pending nodes."""
+        tokens, texts, rows, columns = self._scored(nodes)
         self.pending = self.pending[len(nodes) :]
+        if len(tokens):
+            assert answer.given is not None
+            np.add.at(self.log_probs, texts, answer.given[rows, columns].astype(np.float64))
+            np.logical_and.at(self.greedy, texts, answer.tokens[rows, 0] == tokens)
+
+    def _scored(self, nodes: Nodes) -> tuple[NDArray[np.int64], ...]:
+        """The tokens to be scored after some pending nodes, their texts, and their rows and columns in the wish."""
         start, stop = np.searchsorted(self._after, [nodes[0], nodes[-1] + 1])
-        after, tokens, texts = self._after[start:stop], self._tokens[start:stop], self._texts[start:stop]
-        rows = np.unique(after, return_inverse=True)[1]
-        likeliest = logits.argmax(-1)[rows].cpu().numpy()
-        log_probs = logits[rows, tokens] - logits.logsumexp(-1)[rows]
-        np.add.at(self.log_probs, texts, log_probs.double().cpu().numpy())
-        np.logical_and.at(self.greedy, texts, likeliest == tokens)
+        _, first, rows = np.unique(self._after[start:stop], return_index=True, return_inverse=True)
+        return self._tokens[start:stop], self._texts[start:stop], rows, np.arange(stop - start) - first[rows]
