@@ -289,6 +289,19 @@ def test_guesses_among_the_first_tokens_change_nothing(tiny, options):
     assert max(first_round) < 4096
 
 
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0, "seed": 1}])
+def test_a_constraint_holds_for_a_draft_that_guesses_among_the_first_tokens(save, options):
+    """The mask is of all tokens, the draft's logits of 4,096, on the backend that has a wish in native code."""
+    folder = save(random_model("llama", vocab_size=9000, initializer_range=0.25))
+    lm = specbeam.load(folder, backend="cpu", quantize="float32")
+    outputs = [[token, 8000 + token, token + 1, 3] for token in range(5, 30)]
+    options = {**options, "constraint": specbeam.TokenTrie(outputs), "max_new_tokens": 8}
+    sizes = {"num_draft_tokens": 3, "draft_width": 4}
+    drafted = specbeam.generate(lm, LOW_TOKENS, draft=lm, **sizes, **options)
+    assert drafted.stats.drafted
+    assert drafted.sequences == specbeam.generate(lm, LOW_TOKENS, **options).sequences
+
+
 def test_the_bound_rule_saves_passes(tiny, drafter):
     """If a draft is only as wide as the beams, a beam that does not matter is often missing."""
     lm, good = tiny("llama")[1], drafter("good", "llama")

@@ -21,8 +21,6 @@ MIN_RECENT_TOKENS = 32
 """Guess among all token ids as long as the text has fewer tokens than this."""
 MIN_COMPARED_TOKENS = 4
 """A drawn token's chance is judged by the distance to this many tokens of the highest ranks."""
-RANK_SHARPNESS = 1.0
-"""Chances are the softmax of this many times the ranks."""
 VOCAB_STEP = 4096
 """The number of token ids to guess among is a multiple of this."""
 
@@ -162,12 +160,13 @@ def log_chances(ranks: NDArray[np.float64]) -> NDArray[np.float64]:
     """Estimates of the log-probabilities that the target draws tokens that the draft ranks with the same noise.
 
     The target's scores differ from the draft's. If the differences are logistic, the chance of the first of two tokens
-    is a logistic function of the distance between their ranks. With more tokens that is a softmax.
+    is a logistic function of the distance between their ranks. With more tokens that is a softmax of the ranks. Its
+    sharpness depends on the models: 1.05 fits best to Qwen2.5-Coder 1.5B and 0.5B, and 1 is taken.
 
     Args:
         ranks: scores with noise, float64 [n, k], the highest first.
     """
     with np.errstate(invalid="ignore"):
-        relative = np.where(np.isfinite(ranks), (ranks - ranks[:, :1]) * RANK_SHARPNESS, -np.inf)
+        relative = np.where(np.isfinite(ranks), ranks - ranks[:, :1], -np.inf)
     chances = np.exp(relative)
     return relative - np.log(np.maximum(chances.sum(-1, keepdims=True), 1.0))

@@ -148,7 +148,8 @@ class Parts:
             one_of = len(self.one_of)
             self.one_of += wish.one_of
         if wish.allowed is not None:
-            allowed_place = self.allowed.add(wish.allowed, (n, -(-vocab // 8)))
+            width = -(-vocab // 8)  # a mask of the target's tokens may be about a draft with fewer
+            allowed_place = self.allowed.add(wish.allowed[:, :width], (n, width))
         if wish.noise is not None:
             seed, noise_place = wish.noise.seed, self.streams.add(wish.noise.streams, (n,))
             self.positions.add(wish.noise.positions, (n,))
