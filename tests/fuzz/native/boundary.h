@@ -29,9 +29,8 @@ int32_t specbeam_model_norm(void *, int64_t, int32_t, const float *, const float
 int32_t specbeam_model_rope(void *, const float *, int64_t, float);
 int32_t specbeam_model_layer(void *, int64_t, int64_t, int64_t);
 const char *specbeam_model_incomplete(void *);
-void *specbeam_cache_new(void *);
-void specbeam_cache_delete(void *);
-int32_t specbeam_cache_reserve(void *, int64_t);
+const char *specbeam_cache_reserve(void *, int64_t);
+int32_t specbeam_cache_release(void *, int64_t, int64_t);
 const char *specbeam_forward(void *, const specbeam::Segment *, int64_t, const int64_t *, int64_t, int64_t, float *);
 int32_t specbeam_multiply(const char *, int32_t, int32_t, int64_t, int64_t, const uint8_t *, const float *, int64_t,
                           float *);
@@ -73,7 +72,7 @@ struct Input : FuzzedDataProvider {
 
   int64_t number(int64_t low, int64_t high) { return rarely() ? wild() : ConsumeIntegralInRange(low, high); }
 
-  const char *isa() { return PickValueInArray({"portable", "avx2", "avx512", "", "sse9"}); }
+  const char *isa() { return PickValueInArray({"portable", "avx2", "avx512", "avx512_bf16", "", "sse9"}); }
 };
 
 // Memory of exactly this size, so that the address sanitizer sees each access beyond it.

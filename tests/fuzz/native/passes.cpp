@@ -115,10 +115,8 @@ struct Node {
   int64_t token, parent, depth, slot;
 };
 
-// A tree of tokens and its cache.
+// A tree of tokens. Its nodes lie in slots of the model's cache.
 struct Text {
-  void *cache;
-  int64_t capacity = 0;
   std::vector<Node> nodes;
 
   std::vector<int64_t> path(int64_t node) const {
@@ -128,114 +126,145 @@ struct Text {
   }
 };
 
+// The slots of the model's cache: true for a slot in use.
+using Slots = std::vector<bool>;
+
+int64_t free_slot(Input &in, const Slots &taken) {
+  const auto capacity = int64_t(taken.size());
+  int64_t slot = capacity ? in.ConsumeIntegralInRange<int64_t>(0, capacity - 1) : 0;
+  for (int64_t tries = 0; tries < capacity; tries++, slot = (slot + 1) % capacity)
+    if (!taken[size_t(slot)]) return slot;
+  return -1;
+}
+
 // The arrays of a segment. Each has exactly its size.
 struct Arrays {
-  std::unique_ptr<int64_t[]> tokens, positions, slots;
-  std::unique_ptr<uint8_t[]> visible;
+  std::unique_ptr<int64_t[]> tokens, positions, slots, trunk, branches;
 };
 
-// New nodes of a text, as a segment without mistakes. Their number is at least 1.
-std::pair<Segment, Arrays> grow(Input &in, Text &text, const ModelConfig &c, bool alone) {
+// A segment of the nodes of a text from `first` on. `shared` positions of their paths become the trunk, or fewer.
+std::pair<Segment, Arrays> segment_of(const Text &text, int64_t first, int64_t shared) {
+  const auto n = int64_t(text.nodes.size()) - first;
+  int64_t deepest = first;
+  for (int64_t i = first; i < first + n; i++)
+    if (text.nodes[size_t(i)].depth > text.nodes[size_t(deepest)].depth) deepest = i;
+  const auto longest = text.path(deepest);
+  for (int64_t i = first; i < first + n; i++) {
+    const auto path = text.path(i);
+    for (size_t p = 0; p < path.size(); p++)
+      if (path[p] != longest[p]) shared = std::min(shared, int64_t(p));
+  }
+  shared = std::min(shared, int64_t(longest.size()));
+  Segment s{};
+  Arrays a;
+  s.nodes = n, s.trunk_length = shared, s.branch_columns = int64_t(longest.size()) - shared;
+  for (auto *array : {&a.tokens, &a.positions, &a.slots}) *array = exactly<int64_t>(size_t(n));
+  a.trunk = exactly<int64_t>(size_t(shared)), a.branches = exactly<int64_t>(size_t(n * s.branch_columns));
+  const auto slot = [&](int64_t node) { return text.nodes[size_t(node)].slot; };
+  for (int64_t p = 0; p < shared; p++) a.trunk[p] = slot(longest[size_t(p)]);
+  for (int64_t i = 0; i < n; i++) {
+    const Node &node = text.nodes[size_t(first + i)];
+    a.tokens[i] = node.token, a.positions[i] = node.depth, a.slots[i] = node.slot;
+    const auto path = text.path(first + i);
+    for (int64_t p = shared; p <= node.depth; p++)
+      a.branches[i * s.branch_columns + p - shared] = slot(path[size_t(p)]);
+  }
+  s.tokens = a.tokens.get(), s.positions = a.positions.get(), s.slots = a.slots.get();
+  s.trunk = a.trunk.get(), s.branches = a.branches.get();
+  return {s, std::move(a)};
+}
+
+// New nodes of a text, as a segment without mistakes. It has no nodes if the cache is full.
+std::pair<Segment, Arrays> grow(Input &in, Text &text, Slots &taken, const ModelConfig &c, bool alone) {
   const auto first = int64_t(text.nodes.size()), count = in.ConsumeIntegralInRange<int64_t>(1, 12);
-  std::vector<bool> taken(size_t(text.capacity), false);
-  for (const Node &node : text.nodes) taken[size_t(node.slot)] = true;
   for (int64_t i = 0; i < count; i++) {
     const auto known = int64_t(text.nodes.size());
     const int64_t parent = known == 0 || in.rarely()   ? -1
                            : alone || in.ConsumeBool() ? known - 1
                                                        : in.ConsumeIntegralInRange<int64_t>(0, known - 1);
     const int64_t depth = parent < 0 ? 0 : text.nodes[size_t(parent)].depth + 1;
-    int64_t slot = known;
-    for (int tries = 0; tries < 3 && slot < text.capacity; tries++) {
-      const auto other = in.ConsumeIntegralInRange<int64_t>(0, text.capacity - 1);
-      if (!taken[size_t(other)]) slot = other;
-    }
-    while (slot < text.capacity && taken[size_t(slot)]) slot++;
-    if (slot >= text.capacity || depth >= c.context) break;
+    const int64_t slot = free_slot(in, taken);
+    if (slot < 0 || depth >= c.context) break;
     taken[size_t(slot)] = true;
     text.nodes.push_back({in.ConsumeIntegralInRange<int64_t>(0, c.vocab - 1), parent, depth, slot});
   }
-  const auto n = int64_t(text.nodes.size()) - first;
-  Segment s{};
-  Arrays a;
-  if (!n) return {s, std::move(a)};
-  for (const Node &node : text.nodes) s.length = std::max(s.length, node.slot + 1);
-  for (auto *array : {&a.tokens, &a.positions, &a.slots}) *array = exactly<int64_t>(size_t(n));
-  a.visible = exactly<uint8_t>(size_t(n * s.length));
-  for (int64_t i = 0; i < n; i++) {
-    const Node &node = text.nodes[size_t(first + i)];
-    a.tokens[i] = node.token, a.positions[i] = node.depth, a.slots[i] = node.slot;
-    for (int64_t seen : text.path(first + i)) a.visible[i * s.length + text.nodes[size_t(seen)].slot] = 1;
-  }
-  s.cache = (Cache *)text.cache, s.nodes = n;
-  s.tokens = a.tokens.get(), s.positions = a.positions.get(), s.slots = a.slots.get(), s.visible = a.visible.get();
-  return {s, std::move(a)};
+  if (int64_t(text.nodes.size()) == first) return {Segment{}, Arrays()};
+  return segment_of(text, first, in.ConsumeIntegralInRange<int64_t>(0, 80));
 }
 
-// The logits of one node, in a pass over its path in a cache of its own.
-std::vector<float> logits_alone(void *model, const Text &text, int64_t node, int64_t vocab) {
-  const auto path = text.path(node);
-  const auto n = int64_t(path.size()), last = n - 1;
-  std::vector<int64_t> tokens, order;
-  std::vector<uint8_t> visible(size_t(n * n));
-  for (int64_t i = 0; i < n; i++) {
-    tokens.push_back(text.nodes[size_t(path[size_t(i)])].token), order.push_back(i);
-    std::fill_n(&visible[size_t(i * n)], i + 1, 1);
+// The logits of one node, in a pass over its path in slots of its own.
+std::vector<float> logits_alone(Input &in, void *model, const Text &text, Slots &taken, int64_t node, int64_t vocab) {
+  Text alone;
+  for (const int64_t n : text.path(node)) {
+    int64_t slot = free_slot(in, taken);
+    if (slot < 0) {
+      slot = int64_t(taken.size());
+      taken.push_back(false);
+      check(!specbeam_cache_reserve(model, int64_t(taken.size())));
+    }
+    taken[size_t(slot)] = true;
+    const auto parent = int64_t(alone.nodes.size()) - 1;
+    alone.nodes.push_back({text.nodes[size_t(n)].token, parent, parent + 1, slot});
   }
-  void *cache = specbeam_cache_new(model);
-  check(cache && specbeam_cache_reserve(cache, n) == 0);
-  const Segment s{(Cache *)cache, n, n, tokens.data(), order.data(), order.data(), visible.data()};
+  const auto [s, arrays] = segment_of(alone, 0, INT64_MAX);
+  const auto last = int64_t(alone.nodes.size()) - 1;
   std::vector<float> logits((size_t(vocab)));
   check(!specbeam_forward(model, &s, 1, &last, 1, vocab, logits.data()));
-  specbeam_cache_delete(cache);
+  for (const Node &n : alone.nodes) taken[size_t(n.slot)] = false;
   return logits;
 }
 
 // Spoils one number of a pass.
-void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &arrays, std::vector<int64_t> &wanted,
-           std::vector<Text> &texts) {
+void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &arrays, std::vector<int64_t> &wanted) {
   const auto which = in.ConsumeIntegralInRange<size_t>(0, segments.size() - 1);
   Segment &s = segments[which];
   Arrays &a = arrays[which];
   const auto n = in.ConsumeIntegralInRange<int64_t>(0, s.nodes - 1);
-  switch (in.ConsumeIntegralInRange(0, 10)) {
+  const auto below_zero = [&] { return in.ConsumeIntegralInRange<int64_t>(INT64_MIN, -1); };
+  switch (in.ConsumeIntegralInRange(0, 9)) {
     case 0: a.tokens[n] = in.wild(); break;
     case 1: a.positions[n] = in.number(0, 20); break;
-    case 2: a.slots[n] = in.number(0, s.length); break;
-    case 3: a.visible[n * s.length + in.ConsumeIntegralInRange<int64_t>(0, s.length - 1)] ^= 1; break;
-    case 4: s.visible = nullptr; break;
-    case 5: s.length = in.ConsumeBool() ? in.ConsumeIntegralInRange<int64_t>(INT64_MIN, 0) : INT64_MAX; break;
+    case 2: a.slots[n] = in.number(0, 100); break;
+    case 3:
+      if (s.trunk_length) a.trunk[in.ConsumeIntegralInRange<int64_t>(0, s.trunk_length - 1)] = in.number(0, 100);
+      break;
+    case 4:
+      if (s.branch_columns)
+        a.branches[in.ConsumeIntegralInRange<int64_t>(0, s.nodes * s.branch_columns - 1)] = in.number(0, 100);
+      break;
+    case 5: (in.ConsumeBool() ? s.trunk_length : s.branch_columns) = in.ConsumeBool() ? below_zero() : INT64_MAX; break;
     case 6: s.nodes = in.ConsumeIntegralInRange<int64_t>(INT64_MIN, 0); break;
-    case 7: s.cache = (Cache *)texts[in.ConsumeIntegralInRange<size_t>(0, texts.size() - 1)].cache; break;
-    case 8: (in.ConsumeBool() ? s.tokens : in.ConsumeBool() ? s.positions : s.slots) = nullptr; break;
-    case 9: s.cache = nullptr; break;
+    case 7: (in.ConsumeBool() ? s.tokens : in.ConsumeBool() ? s.positions : s.slots) = nullptr; break;
+    case 8: (in.ConsumeBool() ? s.trunk : s.branches) = nullptr; break;
     default: wanted.push_back(in.wild());
   }
 }
 
-void new_cache(Text &text, void *model) {
-  text = {specbeam_cache_new(model), 0, {}};
-  check(text.cache);
+void forget(Input &in, void *model, Text &text, Slots &taken) {
+  for (const Node &node : text.nodes) {
+    taken[size_t(node.slot)] = false;
+    if (in.ConsumeBool()) check(specbeam_cache_release(model, node.slot, 1) == 0);
+  }
+  text.nodes.clear();
 }
 
 void passes(Input &in, void *model, const ModelConfig &c, std::vector<Text> &texts) {
+  Slots taken;
   while (in.remaining_bytes() > 0) {
     std::vector<Segment> segments;
     std::vector<Arrays> arrays;
     std::vector<size_t> owners;
+    const int64_t slots = in.rarely() ? in.PickValueInArray({INT64_MIN, int64_t(-1), int64_t(1) << 40, INT64_MAX})
+                                      : in.ConsumeIntegralInRange<int64_t>(0, 192);
+    const bool refused = specbeam_cache_reserve(model, slots);
+    check(refused == (slots > 192));
+    if (!refused && slots > int64_t(taken.size())) taken.resize(size_t(slots));
+    if (in.rarely()) specbeam_cache_release(model, in.wild(), in.number(0, 0));
     for (size_t t = 0; t < texts.size(); t++) {
       Text &text = texts[t];
-      if (in.rarely()) {  // forget the text
-        specbeam_cache_delete(text.cache);
-        new_cache(text, model);
-      }
-      const int64_t slots = in.rarely() ? in.PickValueInArray({INT64_MIN, int64_t(-1), int64_t(1) << 31, INT64_MAX})
-                                        : in.ConsumeIntegralInRange<int64_t>(0, 64);
-      const bool refused = specbeam_cache_reserve(text.cache, slots);
-      check(refused == (slots > INT32_MAX));
-      if (!refused) text.capacity = std::max(text.capacity, slots);
+      if (in.rarely()) forget(in, model, text, taken);
       if (in.rarely()) continue;
-      auto [segment, of_segment] = grow(in, text, c, in.ConsumeBool());
+      auto [segment, of_segment] = grow(in, text, taken, c, in.ConsumeBool());
       if (!segment.nodes) continue;
       segments.push_back(segment), arrays.push_back(std::move(of_segment)), owners.push_back(t);
     }
@@ -248,7 +277,7 @@ void passes(Input &in, void *model, const ModelConfig &c, std::vector<Text> &tex
             wanted_count = int64_t(wanted.size());
     const bool spoiled = !count || in.rarely() || in.rarely();
     if (spoiled && count) {
-      spoil(in, segments, arrays, wanted, texts), wanted_count = int64_t(wanted.size());
+      spoil(in, segments, arrays, wanted), wanted_count = int64_t(wanted.size());
       if (in.rarely()) vocab = in.wild();
       if (in.rarely()) count = in.ConsumeIntegralInRange<int64_t>(INT64_MIN, 0);
       if (in.rarely()) wanted_count = in.ConsumeIntegralInRange<int64_t>(INT64_MIN, 0);
@@ -262,8 +291,8 @@ void passes(Input &in, void *model, const ModelConfig &c, std::vector<Text> &tex
     const char *wrong =
         specbeam_forward(model, segments_exactly.get(), count, wanted_exactly.get(), wanted_count, vocab, logits.get());
     check(!wrong || *wrong);
-    if (spoiled) {  // the trees here may differ from the caches
-      for (Text &text : texts) specbeam_cache_delete(text.cache), new_cache(text, model);
+    if (spoiled) {  // the trees here may differ from the cache
+      for (Text &text : texts) forget(in, model, text, taken);
       continue;
     }
     if (wrong) std::fprintf(stderr, "refused: %s\n", wrong);
@@ -275,7 +304,7 @@ void passes(Input &in, void *model, const ModelConfig &c, std::vector<Text> &tex
     while (node >= segments[which].nodes) node -= segments[which++].nodes;
     const Text &text = texts[owners[which]];
     node += int64_t(text.nodes.size()) - segments[which].nodes;
-    const auto alone = logits_alone(model, text, node, vocab);
+    const auto alone = logits_alone(in, model, text, taken, node, vocab);
     CHECK(same(alone.data(), logits.get() + int64_t(chosen) * vocab, vocab));
   }
 }
@@ -297,17 +326,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const char *missing = specbeam_model_incomplete(model);
   check(!missing || *missing);
   std::vector<Text> texts(in.ConsumeIntegralInRange<size_t>(1, 3));
-  for (Text &text : texts) new_cache(text, model);
   if (missing) {
     const int64_t zero = 0;
-    check(specbeam_cache_reserve(texts[0].cache, 1) == 0 || c.kv_heads * c.head_dim > 1 << 20 || c.layers > 64);
-    const Segment s{(Cache *)texts[0].cache, 1, 1, &zero, &zero, &zero, nullptr};
+    specbeam_cache_reserve(model, 1);
+    const Segment s{1, 1, 0, &zero, &zero, &zero, &zero, nullptr};
     check(specbeam_forward(model, &s, 1, &zero, 1, 1, nullptr));
   } else {
     passes(in, model, c, texts);
   }
-  if (in.ConsumeBool()) specbeam_model_delete(model), model = nullptr;
-  for (Text &text : texts) specbeam_cache_delete(text.cache);
-  if (model) specbeam_model_delete(model);
+  specbeam_model_delete(model);
   return 0;
 }

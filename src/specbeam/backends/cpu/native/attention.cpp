@@ -24,8 +24,9 @@ constexpr int ROWS = 1, VECTORS = 2;
 #endif
 constexpr int64_t KEYS_AT_ONCE = 64, VALUES_AT_ONCE = 128;  // unpacked at a time, to stay in the first-level cache
 
-// A lane of 32 bits holds one float32, or two numbers of a cache of two bytes: of a key always, of a value where the
-// processor multiplies pairs of bfloat16. Elsewhere values are float16, and become float32 once per tile.
+// A lane of 32 bits holds one float32, or two numbers of a cache of two bytes. Keys of such a cache are always in
+// pairs. Values are in pairs where the processor multiplies pairs of bfloat16. Elsewhere values are float16, and become
+// float32 once per tile.
 template <class Item> constexpr int PER_KEY_LANE = sizeof(Item) == 2 ? 2 : 1;
 #if defined(__AVX512BF16__)
 template <class Item> constexpr int PER_VALUE_LANE = PER_KEY_LANE<Item>;
@@ -65,7 +66,8 @@ inline float store_whole(int16_t *to, const float *x, int64_t size, int64_t widt
   return most / largest;
 }
 
-// Four lanes of 32 bits of each of sixteen keys: quads[i] has those of the keys i, i + 4, i + 8 and i + 12.
+// Four lanes of 32 bits of each of sixteen keys: quads[i] has the lanes of the
+// keys i, i + 4, i + 8 and i + 12.
 inline U32 load_quad(const uint8_t *base, const int64_t *offsets) {
 #if defined(__AVX512F__)
   const auto four = [&](int key) { return _mm_loadu_si128((const __m128i *)(base + offsets[key])); };
@@ -133,8 +135,8 @@ template <class T> T *room(std::vector<T> &v, size_t n) {
   return v.data();
 }
 
-// What a row has of the splits so far: the largest score, the sum of the shares, and the values times their shares. A
-// share is e^(score - largest score). The sum is 0 if the row saw nothing yet. It lies in [width + 2] floats.
+// The result of a row for the splits so far: the largest score, the sum of the shares, and the values times their
+// shares. A share is e^(score - largest score). The sum is 0 if the row saw nothing yet. It lies in [width + 2] floats.
 struct Sums {
   float *most, *total, *values;
   explicit Sums(float *p) : most(p), total(p + 1), values(p + 2) {}
@@ -443,7 +445,8 @@ template <class Item> class Work {
 
   // Adds values times shares at the positions from `from`, a multiple of LANES, up to `to`.
   void add_values(int64_t first, int64_t last, int64_t node, int64_t from, int64_t to, float *into) {
-    if (last - first > 0 && tile.count > 1) find(node, from, to);  // else the score has found them
+    if (tile.count > 1) find(node, from, to);  // else the score has found them
+    if (last - first == 1 && group <= ROWS) return add_values(first, from, to, into);
     for (; from < to; from += VALUES_AT_ONCE) {
       const int64_t stop = std::min(to, from + VALUES_AT_ONCE);
       unpack_values(from, stop);
@@ -465,8 +468,27 @@ template <class Item> class Work {
     }
   }
 
-  // The rows see all positions from `low` up to `high`. origin: the first unpacked position
-  template <int M, int V>
+  // The same for the few rows of one node, straight from the cache.
+  void add_values(int64_t node, int64_t from, int64_t to, float *into) {
+    const auto edge = [&](int64_t t) {
+      unpack_values(t, std::min(t + N, to));
+      for (int64_t row = node * group; row < (node + 1) * group; row++) add_edge(row, t, t + N, t, into);
+    };
+    const int64_t low = std::max(from, (begin[node] + N - 1) / N * N),
+                  high = std::max(low, std::min(to, end[node]) / N * N);
+    if (low > from && low > begin[node]) edge(low - N);
+    in_groups(node * group, (node + 1) * group, [&](auto m, int64_t row) {
+      int64_t v = 0;
+      for (; v + VECTORS <= width / LANES; v += VECTORS)
+        add_products<m.value, VECTORS, true>(row, low, high, 0, v, into);
+      for (; v < width / LANES; v++) add_products<m.value, 1, true>(row, low, high, 0, v, into);
+    });
+    if (high < std::min(to, end[node])) edge(high);
+  }
+
+  // The rows see all positions from `low` up to `high`. origin: the first unpacked position, unless the values come
+  // STRAIGHT from the cache
+  template <int M, int V, bool STRAIGHT = false>
   void add_products(int64_t row, int64_t low, int64_t high, int64_t origin, int64_t vector, float *into) {
     if (low >= high) return;
     F32 o[M][V];
@@ -477,8 +499,14 @@ template <class Item> class Work {
     const uint32_t *from = values + (low - origin) / N * width + vector * LANES;
     for (int64_t t = low; t < high; t += N, from += width) {
       U32 lanes[V];
+      if constexpr (STRAIGHT) {
+        if (vector == 0)
+          for (int i = 0; i < N; i++) prefetch_next(t + i);
+        read_values<V>(t, t + N, vector, lanes);
+      } else {
 #pragma GCC unroll 4
-      for (int v = 0; v < V; v++) lanes[v] = load<U32>(from + v * LANES);
+        for (int v = 0; v < V; v++) lanes[v] = load<U32>(from + v * LANES);
+      }
 #pragma GCC unroll 6
       for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
@@ -516,8 +544,14 @@ template <class Item> class Work {
     }
   }
 
-  template <int V> void unpack(int64_t t, [[maybe_unused]] int64_t to, int64_t vector, uint32_t *out) {
+  template <int V> void unpack(int64_t t, int64_t to, int64_t vector, uint32_t *out) {
     U32 lanes[V];
+    read_values<V>(t, to, vector, lanes);
+    for (int v = 0; v < V; v++) store(out + (vector + v) * LANES, lanes[v]);
+  }
+
+  // The values of the position t, in pairs with the next position. From `to` on they are 0.
+  template <int V> void read_values(int64_t t, [[maybe_unused]] int64_t to, int64_t vector, U32 *lanes) const {
     const Item *row = value(t) + vector * LANES;
 #if defined(__AVX512BF16__)
     if constexpr (N == 2) {
@@ -527,7 +561,6 @@ template <class Item> class Work {
 #endif
     if constexpr (N == 1)
       for (int v = 0; v < V; v++) lanes[v] = (U32)load_item(row + v * LANES);
-    for (int v = 0; v < V; v++) store(out + (vector + v) * LANES, lanes[v]);
   }
 };
 

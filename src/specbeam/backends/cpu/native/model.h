@@ -131,7 +131,7 @@ class Cache {
   uint8_t *at(int64_t layer, int value, int64_t kv_head, int64_t slot) const {
     return keys(layer, kv_head, slot) + value * (head - strip) + slot % SLOTS_PER_BLOCK * width * item;
   }
-  // What a slot's key of whole numbers is to be multiplied by.
+  // The scale of a slot's key of whole numbers.
   float *scale(int64_t layer, int64_t kv_head, int64_t slot) const {
     return reinterpret_cast<float *>(keys(layer, kv_head, slot) + strip) + slot % SLOTS_PER_BLOCK;
   }
