@@ -32,7 +32,7 @@ class Wishes:
         self.warpers = dict(warpers or {})
         self.seed = seed
         self._is_plain = process.is_plain and not self.warpers and seed is None
-        self._plain: dict[tuple[Any, ...], Wish] = {}  # wishes that are the same at all nodes, by what is asked
+        self._plain: dict[tuple[Any, ...], Wish] = {}  # the same at all nodes, by their wants
 
     def __call__(self, tree: Tree, nodes: Any, guesses: Any = (), streams: Any = 0, **wants: Any) -> Wish:
         """The wish at nodes, int [n].
