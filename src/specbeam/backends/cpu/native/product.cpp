@@ -160,6 +160,10 @@ void block_rows(const Matrix &w, int64_t block, const Activations &x, int64_t ro
   while (row < end) {
     F32 y[TILE_ROWS];
     const int m = tile_rows(row, x.rows);
+    // Each row's outputs are in a line of their own. A store to a line that is far away would hold up the stores after
+    // it.
+    if (tiles > 1)
+      for (int i = 0; i < m; i++) prefetch_to_write(out + (row + i) * stride + first);
     tile<FORMAT>(m, w, data, x, row, ahead, y);
     ahead.from += share * groups * 64;
     for (int i = 0; i < m; i++, row++) {

@@ -26,6 +26,8 @@ typedef uint8_t U8 __attribute__((vector_size(64)));
 
 // Prefetches into the second-level cache. It can wait for more requests to memory at a time than the first level.
 inline void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
+// Prefetches into the first level, to be written.
+inline void prefetch_to_write(void *p) { __builtin_prefetch(p, 1, 3); }
 
 template <class T, class P> inline T load(const P *p) {
   T v;
