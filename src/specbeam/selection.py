@@ -67,7 +67,8 @@ class Wish:
         vocab: use the logits of the first ``vocab`` tokens only, as if there were no others; None for all.
         normalize: change log-probabilities (beams), not logits.
         edits: changes of single scores, in this order.
-        allowed: packed bits, the lowest bit first, uint8 [n, ceil(vocab / 8)]. Tokens with bit 0 become -inf.
+        allowed: packed bits, the lowest bit first, uint8 [n, at least ceil(vocab / 8)]. Tokens with bit 0 become -inf.
+            A mask of the target's vocabulary serves a draft that has fewer tokens, too.
         functions: take all scores, float32 [n, vocab], and return new ones. They run in PyTorch.
         one_of: in each row only the likeliest of these tokens keeps its score.
         temperature, top_k, top_p, min_p, typical_p: the warpers of transformers; None for none.
@@ -231,8 +232,8 @@ def changed(logits: Tensor, wish: Wish, normalizers: Tensor) -> Tensor:
         scores = scores.masked_fill(~allowed, MASKED)
     for function in wish.functions:
         scores = function(scores)
-    if wish.one_of:
-        scores = only_the_likeliest(scores, [token for token in wish.one_of if token < logits.shape[-1]])
+    if one_of := [token for token in wish.one_of if token < logits.shape[-1]]:
+        scores = only_the_likeliest(scores, one_of)
     for warp in (temperature, top_k, top_p, min_p, typical_p):
         if (value := getattr(wish, warp.__name__)) is not None:
             scores = warp(scores, value)

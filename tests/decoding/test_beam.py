@@ -11,6 +11,12 @@ from scipy.stats import chisquare
 
 import specbeam
 from specbeam import Engine, Options
+from specbeam.decoding.beam import BeamSearch
+from specbeam.decoding.processors import Processors
+from specbeam.decoding.stopping import Stopping
+from specbeam.decoding.wishes import Wishes
+from specbeam.selection import select
+from specbeam.tree import Tree
 from tests.conftest import EOS, beams_of_transformers
 
 
@@ -247,3 +253,23 @@ def test_hundreds_of_beams_over_few_steps(tiny):
         assert [s.score for s in result.sequences] == pytest.approx(scores, abs=1e-4)
         same = sum(s.token_ids == e[: len(s.token_ids)] for s, e in zip(result.sequences, expected, strict=True))
         assert same >= 290  # near-ties may change places
+
+
+@given(st.integers(0, 10_000))
+def test_a_step_without_some_beams_is_the_step_with_all_of_them_where_scores_are_equal(seed):
+    rng = np.random.default_rng(seed)
+    logits = torch.from_numpy(rng.integers(0, 3, (4, 8)).astype(np.float32))
+    scores = np.array([0, 0, 0, -20], np.float32)[rng.permutation(4)]
+
+    def search():
+        tree, stop = Tree([1]), Stopping(frozenset({9}), 10, (), str)
+        search = BeamSearch(tree, Wishes(Processors(Options(num_beams=4), frozenset(), 8)), stop, 4)
+        search.beams, search.scores = tree.add(np.zeros(4, np.int64), np.arange(4), scores), scores
+        return search
+
+    whole, partial = search(), search()
+    known = scores > -20
+    whole.step(select(logits, whole.wish(whole.beams)))
+    if partial.step(select(logits[known], partial.wish(partial.beams[known])), known):
+        texts = [[s.tree.tokens(s.tree.path(node)).tolist() for node in s.beams] for s in (whole, partial)]
+        assert texts[0] == texts[1]

@@ -15,7 +15,7 @@ from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes, streams_of
-from specbeam.selection import changed
+from specbeam.selection import MASKED, changed
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 FORBIDDEN_SCORE = -1e9
@@ -168,13 +168,17 @@ class BeamSearch:
     def _candidates(
         self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None
     ) -> Candidates | None:
-        """The best continuations of some of the beams; None if these have fewer continuations than there are beams."""
+        """The best continuations of some of the beams; None if it needs all beams to tell."""
         scores = answer.scores + self.scores[rows, None]
         if scores.size < self.num_beams:
             return None
         ranks = scores if answer.noise is None else scores + answer.noise
         best = (-ranks).ravel().argsort(kind="stable")[: self.num_candidates + 1]
-        if token_penalties is not None or (answer.noise is None and self._are_tied(ranks.ravel()[best])):
+        missing = len(rows) < self.num_beams
+        tied = answer.noise is None and self._are_tied(ranks.ravel()[best], missing)
+        if tied and missing:
+            return None  # with the other beams, ``topk`` may order equal scores in another way
+        if tied or token_penalties is not None:
             beam, token, of_candidates, log_probs = self._of_whole_rows(answer, rows, token_penalties)
         else:
             best = best[: self.num_candidates]
@@ -189,9 +193,15 @@ class BeamSearch:
             texts = [self.text(node) if competes else object() for node, competes in both]
         return Candidates(nodes, of_candidates, ended, competing, texts)
 
-    def _are_tied(self, best: NDArray[Any]) -> bool:
-        """Whether equal scores among the best, in order, leave it open which the candidates are, and their order."""
+    def _are_tied(self, best: NDArray[Any], missing: bool) -> bool:
+        """Whether equal scores among the best, in order, leave it open which the candidates are, and their order.
+
+        Args:
+            missing: whether beams are missing. No candidate of a step without them has the score -inf.
+        """
         tied = best[1:] == best[:-1]
+        if missing:
+            tied &= best[1:] > MASKED
         if self.only_possible:  # nothing depends on the order of forbidden texts
             tied &= possible(best[1:])
         return bool(tied.any())
