@@ -399,6 +399,16 @@ def test_a_callback_cannot_stop_the_thread_that_calls_it(lm, caplog):
     assert "cannot stop it" in caplog.text
 
 
+def test_a_callback_cannot_wait_in_the_thread_that_calls_it(lm, caplog):
+    gate = Gate()
+    with Engine(lm) as engine:
+        longer = engine.submit([2], gated(gate))
+        assert gate.reached.wait(LONG_WAIT)
+        engine.submit([1], OPTIONS).add_done_callback(lambda _: longer.result(LONG_WAIT))
+        gate.open.set()
+    assert "cannot wait for a request" in caplog.text
+
+
 # Everything at once.
 
 

@@ -228,6 +228,10 @@ class Request:
             call_soon(call_all, [callback])
 
     def _check_that_the_engine_runs(self) -> None:
+        if threading.current_thread() is self._wakeups.thread:
+            raise SpecbeamError(
+                "a callback in the engine's thread cannot wait for a request: wait in another thread, or add a callback"
+            )
         if not self._wakeups.engine_runs:
             raise SpecbeamError(
                 "the request is not finished: call Engine.run() or step() until it is done, or let the engine run in a "
