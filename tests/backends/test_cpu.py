@@ -424,9 +424,10 @@ def build_native(name, *settings):
 
 
 def run_kernel_tests(folder, **env):
-    """Run the tests above of kernels and of a model, with the library in another folder."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    command += ["-k", "kernels_ or wrong_indices or near_float32"]
+    """Run the tests of choices, and the tests above of kernels and of a model, with the library in another folder."""
+    files = [__file__, str(Path(__file__).with_name("test_choosing.py"))]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    command += ["-k", "kernels_ or wrong_indices or near_float32 or test_choosing"]
     env = os.environ | {"SPECBEAM_CPU_LIBRARY": str(folder)} | env
     result = subprocess.run(command, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]

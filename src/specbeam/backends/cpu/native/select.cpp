@@ -344,24 +344,31 @@ class Row {
 
   // Rewrites `scores` into the space, and notes the highest score of each block.
   void rewrite(bool normalize, bool masked, float divisor) {
-    const float *from = scores;
     if (int64_t(space.scores.size()) < vocab) space.scores.resize(vocab);
+    const float *from = scores;
     float *to = space.scores.data();
-    const float subtracted = normalizer;
-    const uint8_t *allowed = masked ? mask() : nullptr;
-    const I32 bit = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-    each_piece([&](int64_t first, int64_t last, int64_t) {
+    const auto changed = [vocab = vocab, normalize, divisor, subtracted = normalizer,
+                          allowed = masked ? mask() : nullptr](F32 v, int64_t i) {
+      if (normalize) v = v - subtracted;
+      if (allowed) {
+        const int32_t some = allowed[i / 8] | (i + 8 < vocab ? allowed[i / 8 + 1] << 8 : 0);
+        const I32 bit = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+        v = (all(some) & bit) != 0 ? v : all(LOWEST);
+      }
+      return divisor == 1 ? v : v / divisor;
+    };
+    each_piece([this, from, to, changed](int64_t first, int64_t last, int64_t) {
       for (int64_t block = first; block < last; block += BLOCK_TOKENS) {
         const int64_t end = std::min(block + BLOCK_TOKENS, last);
         F32 highest = all(LOWEST);
-        for (int64_t i = block; i < end; i += LANES) {
-          F32 v = load_scores(from + i, end - i);
-          if (normalize) v = v - subtracted;
-          if (masked) {
-            const int32_t some = allowed[i / 8] | (i + 8 < vocab ? allowed[i / 8 + 1] << 8 : 0);
-            v = (all(some) & bit) != 0 ? v : all(LOWEST);
-          }
-          if (divisor != 1) v = v / divisor;
+        int64_t i = block;
+        for (; i + LANES <= end; i += LANES) {
+          const F32 v = changed(load<F32>(from + i), i);
+          store(to + i, v);
+          highest = higher(v, highest);
+        }
+        if (i < end) {
+          const F32 v = changed(load_scores(from + i, end - i), i);
           store_some(to + i, v, end - i);
           highest = higher(v, highest);
         }
