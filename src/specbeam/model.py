@@ -118,7 +118,7 @@ class LanguageModel:
 
     @cached_property
     def _decode(self) -> Callable[..., str]:
-        """The tokenizer's way to decode. At every token a text is decoded, so checks of transformers are skipped."""
+        """The tokenizer's way to decode. Texts are decoded token by token, so checks of transformers are skipped."""
         from transformers import PreTrainedTokenizerFast as Fast
 
         tokenizer, kind = self.tokenizer, type(self.tokenizer)
