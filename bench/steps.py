@@ -1,8 +1,8 @@
-"""What a step costs beside its pass: microseconds of Python per request and token, on a tiny random model.
+"""The cost of a step beside its pass: microseconds of Python per request and token, on a tiny random model.
 
     python bench/steps.py [--live 1 8 64] [--tokens 128] [--repeats 5] [--json FILE]
 
-Each request makes one text, or one step of 4 beams, per round. Seconds are those of the thread that steps, less those
+Each request makes one text, or one step of 4 beams, per round. Seconds are the stepping thread's, less the seconds
 inside of native functions. So other programs hardly count, and the model is too small for its caches to count. Figures
 are medians over the repeats. The last column shows that nothing grows with a text: there the prompts are long.
 """

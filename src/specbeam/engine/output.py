@@ -1,4 +1,4 @@
-"""What a request hands to its caller: pieces of text that are certain, finished sequences, and the result."""
+"""The output of a request for its caller: pieces of text that are certain, finished sequences, and the result."""
 
 from __future__ import annotations
 
