@@ -125,7 +125,7 @@ inline I32 dot4(I32 acc, U8 w, int32_t x) {
 #endif
 }
 
-// Adds a dot product to each lane of acc: the lane's two signed numbers of 16 bits times the two of x. The sums must fit.
+// Adds a dot product to each lane of acc: the lane's two signed numbers of 16 bits times the two of x. Sums must fit.
 inline I32 dot2(I32 acc, U32 w, uint32_t x) {
 #if defined(__AVX512VNNI__)
   return (I32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(int32_t(x)));
