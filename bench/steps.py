@@ -4,7 +4,7 @@
 
 Each request makes one text, or one step of 4 beams, per round. Seconds are the stepping thread's, less the seconds
 inside of native functions. So other programs hardly count, and the model is too small for its caches to count. Figures
-are medians over the repeats. The last column shows that nothing grows with a text: there the prompts are long.
+are medians over the repeats. The prompts of the last column are long.
 """
 
 from __future__ import annotations
