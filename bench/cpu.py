@@ -227,7 +227,7 @@ def table(
 def passes(lm: Any, passes: list[int], repeats: int) -> list[float]:
     """The seconds of a pass over each number of nodes, below a text of 128 tokens."""
     tree = Tree([*range(10, 138)])
-    slots = Slots(tree, lm.backend, 256)
+    slots = Slots(tree, lm.backend)
     text = slots.missing([tree.tip])
     lm.backend.forward([slots.segment(text, np.array([len(text) - 1]))])
     nodes = tree.add([tree.tip] * max(passes), [*range(max(passes))])

@@ -74,7 +74,7 @@ def perplexity(lm: Any, ids: list[int]) -> tuple[float, Tensor]:
     losses, tops = [], []
     for start in tqdm(range(0, len(ids), WINDOW_TOKENS), leave=False, disable=None):
         tree = Tree(ids[start : start + WINDOW_TOKENS])
-        slots = Slots(tree, lm.backend, WINDOW_TOKENS)
+        slots = Slots(tree, lm.backend)
         nodes = slots.missing([tree.tip])
         for first in range(0, len(nodes), PASS_TOKENS):
             some = nodes[first : first + PASS_TOKENS]

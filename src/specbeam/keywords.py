@@ -53,6 +53,7 @@ class OptionKeywords(TypedDict, total=False):
     eos_token_id: int | Iterable[int] | None
     stop_strings: str | Iterable[str] | None
     top_logprobs: int | None
+    share_prefix: bool
     trace: bool
     constraint: Constraint | None
     prefix_allowed_tokens_fn: AllowedTokens | None

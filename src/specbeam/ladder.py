@@ -30,12 +30,14 @@ from torch import Tensor
 from specbeam.backends.contract import Backend, Segment
 from specbeam.backends.devices import peak_memory, reset_peak_memory
 from specbeam.backends.torch import TorchBackend
-from specbeam.backends.torch.cache import TreeCache
+from specbeam.backends.torch.cache import KeyValues
 from specbeam.backends.torch.transformer import TreeSegment
 from specbeam.engine.failures import forget_frames, is_out_of_memory
+from specbeam.engine.slots import Slots
 from specbeam.errors import SpecbeamError
 from specbeam.generation import generate
 from specbeam.model import LanguageModel
+from specbeam.tree import Tree
 
 RUNGS = {1: "no cache", 2: "no cache, compiled", 3: "KV cache", 4: "KV cache, compiled", 5: "engine"}
 COMPILED = (2, 4)
@@ -76,7 +78,7 @@ class Model:
             self.forward = torch.compile(self.forward, fullgraph=True, dynamic=False, mode=mode)
 
     @torch.no_grad()
-    def logits(self, tokens: list[int], start: int, cache: TreeCache, length: int, last: int = -1) -> Tensor:
+    def logits(self, tokens: list[int], start: int, cache: KeyValues | Slots, length: int, last: int = -1) -> Tensor:
         """One pass: the logits [1, vocab] after one of the tokens, on the model's device.
 
         Args:
@@ -92,45 +94,52 @@ class Model:
         visible: dict[int | None, Tensor | None] = {
             window: past if window is None else past & (distance < window) for window in self.windows
         }
-        segment = TreeSegment(cache, rows=slice(0, len(tokens)), slots=positions, length=length, visible=visible)
+        store: Any = cache
+        segment = TreeSegment(store, slice(0, len(tokens)), positions, slice(0, length), visible)
         wanted = torch.tensor([last % len(tokens)], device=device)
         return self.forward(torch.tensor(tokens, device=device), positions, [segment], wanted)
 
-    def next_token(self, tokens: list[int], start: int, cache: TreeCache, length: int, last: int = -1) -> int:
+    def next_token(self, tokens: list[int], start: int, cache: KeyValues | Slots, length: int, last: int = -1) -> int:
         """The likeliest token after one of the tokens. Arguments as for :meth:`logits`."""
         return int(self.logits(tokens, start, cache, length, last).argmax())
 
 
-class NoCache(TreeCache):
+class NoCache(KeyValues):
     """Takes the place of a cache and keeps nothing: attention gets the keys and values of the pass itself."""
 
     def __init__(self) -> None:
-        super().__init__(0, 0, 0, most=0, dtype=torch.float32, device=torch.device("cpu"))
+        super().__init__(0, 0, 0, dtype=torch.float32, device=torch.device("cpu"))
 
-    def store(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def store(
+        self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, seen: slice | Tensor
+    ) -> tuple[Tensor, Tensor]:
         return k.transpose(0, 1), v.transpose(0, 1)
 
 
-def static_cache(backend: Backend[Any], length: int) -> Any:
-    """A cache with room for the whole text from the start, so that neither its shape nor its place ever changes."""
-    cache = backend.new_cache(length)
+def static_cache(backend: Backend, length: int) -> KeyValues | Slots:
+    """A cache with room for the whole text from the start, so that neither its shape nor its place ever changes.
+
+    Backends other than torch have one store for all texts. There a text has slots of its own.
+    """
+    if not isinstance(backend, TorchBackend):
+        return Slots(Tree([0] * length), backend)
+    cache = backend.new_store()
     cache.reserve(length)
-    if isinstance(cache, TreeCache):
-        cache.stay()
+    cache.stay()
     return cache
 
 
-def through(backend: Backend[Any]) -> Forward:
+def through(backend: Backend) -> Forward:
     """The pass of a backend other than torch, with the signature of ``Transformer.forward``, for one text."""
 
     def forward(tokens: Tensor, positions: Tensor, segments: list[TreeSegment], wanted: Tensor) -> Tensor:
-        cache: Any = segments[0].cache
-        nodes, slots, last = (t.cpu().numpy() for t in (tokens, positions, wanted))
-        length = len(nodes) + int(slots[0])
+        cache: Any = segments[0].store
+        nodes, places, last = (t.cpu().numpy() for t in (tokens, positions, wanted))
         if isinstance(cache, NoCache):
-            cache = static_cache(backend, length)  # the backend needs one. It is thrown away after the pass
-        visible = np.arange(length) <= slots[:, None]
-        return backend.forward([Segment(cache, nodes, slots, slots, length, visible, last)])
+            cache = static_cache(backend, len(nodes))  # the backend needs one. It is thrown away after the pass
+        whole = cache.segment(np.arange(len(cache.tree)), last)
+        branches = np.empty((len(nodes), 0), dtype=np.int64)
+        return backend.forward([Segment(nodes, places, whole.trunk[places], whole.trunk, branches, last)])
 
     return forward
 
@@ -155,7 +164,7 @@ def no_cache_static(model: Model, prompt: list[int], length: int) -> Iterator[in
         yield text[-1]
 
 
-def kv_cache(reader: Model, writer: Model, cache: TreeCache, prompt: list[int], length: int) -> Iterator[int]:
+def kv_cache(reader: Model, writer: Model, cache: KeyValues | Slots, prompt: list[int], length: int) -> Iterator[int]:
     """Rungs 3 and 4: keys and values are kept, and every pass after the prompt has one token.
 
     Args:

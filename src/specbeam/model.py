@@ -59,7 +59,7 @@ class LanguageModel:
     """
 
     source: str
-    backend: Backend[Any]
+    backend: Backend
     tokenizer: Any
     eos_token_ids: frozenset[int]
     generation_defaults: Mapping[str, Any]
@@ -245,7 +245,7 @@ def _load(
         by_quantize = placement.quantize != "auto"
         given = f"quantize={placement.quantize!r}" if by_quantize else f"threads={placement.threads}"
         raise SpecbeamError(f"{given} is for the cpu backend, and this is the {backend} backend: leave it out")
-    loaded: Backend[Any]
+    loaded: Backend
     if backend == "transformers":
         from specbeam.backends.encoder_decoder import backend_of
         from specbeam.backends.transformers import load_model

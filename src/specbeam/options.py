@@ -124,6 +124,8 @@ class Options:
         stop_strings: one string or several (kept as a tuple). The text ends before the first that appears.
         top_logprobs: also return the log-probabilities of this many of the likeliest tokens at the place of each new
             token (:class:`specbeam.Sequence`). None for none.
+        share_prefix: begin with the keys and values of the prompt's first tokens, if another request of the engine has
+            read them, and leave one's own to other requests. No result changes, only the time that the prompt takes.
         trace: record in the result the drafted, accepted and chosen tokens of each round.
         constraint: the texts that may be generated: a :class:`specbeam.TokenTrie` or another
             :class:`specbeam.constraints.Constraint`.
@@ -169,6 +171,7 @@ class Options:
     eos_token_id: Any = None
     stop_strings: Any = ()
     top_logprobs: int | None = None
+    share_prefix: bool = True
     trace: bool = False
     constraint: Any = None
     prefix_allowed_tokens_fn: Any = None
@@ -181,7 +184,9 @@ class Options:
         self._check("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
         self._make_number("top_logprobs", int)
         self._check("top_logprobs", self.top_logprobs is None or self.top_logprobs >= 0, "0 or more, or None")
-        self._check("trace", self.trace is True or self.trace is False, "true or false")
+        for name in ("share_prefix", "trace"):
+            value = getattr(self, name)
+            self._check(name, value is True or value is False, "true or false")
         self._check_ends()
         self._check_sampling()
         self._check_penalties()

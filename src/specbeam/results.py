@@ -82,8 +82,8 @@ class Stats:
         precision: the number type of the model's weights, and the device, such as "int8 on cpu". Only "float32" can
             give transformers' own numbers.
         draft_note: why a draft that was given was not used, or rested in most rounds; else None.
-        reused_tokens: tokens of the prompt whose keys and values an earlier request left in the target's cache
-            (``max_kept_prefixes`` of :class:`specbeam.Engine`).
+        reused_tokens: tokens of the prompt that another request of the engine had read: the target did not read them
+            again (``share_prefix`` of :class:`specbeam.Options`).
     """
 
     prompt_tokens: int

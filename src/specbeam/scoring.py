@@ -6,7 +6,6 @@ The continuations of one context form a tree: the context is evaluated once, and
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,10 +118,10 @@ class Continuations:
                 elif depth + 1 < len(whole):
                     (node,) = tree.guess(node, whole[depth]).tolist()
         self._after, self._tokens, self._texts = np.array(sorted(scored), dtype=np.int64).reshape(-1, 3).T
-        self._slots = Slots(tree, lm.backend, len(tree))
+        self._slots = Slots(tree, lm.backend)
         self.pending = self._slots.missing(self._after) if scored else self._after
 
-    def segment(self, nodes: Nodes) -> Segment[Any]:
+    def segment(self, nodes: Nodes) -> Segment:
         """The tree's part of a pass over some of its pending nodes."""
         return self._slots.segment(nodes, wanted=np.flatnonzero(np.isin(nodes, self._after)))
 

@@ -105,7 +105,7 @@ def evaluate(lm, tree, slots, nodes):
 def alone(lm, tokens):
     """Logits after a text, from nothing."""
     tree = Tree(tokens)
-    return evaluate(lm, tree, Slots(tree, lm.backend, 256), [tree.tip])[0]
+    return evaluate(lm, tree, Slots(tree, lm.backend), [tree.tip])[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -115,7 +115,7 @@ def test_logits_equal_the_logits_of_transformers(pair, family):
     with torch.no_grad():
         expected = theirs(tokens[None]).logits[0]
     tree = Tree(tokens.tolist())
-    got = evaluate(lm, tree, Slots(tree, lm.backend, 256), np.arange(len(tokens)))
+    got = evaluate(lm, tree, Slots(tree, lm.backend), np.arange(len(tokens)))
     assert expected.std() > 0.5  # else closeness says nothing
     torch.testing.assert_close(got, expected, atol=1e-3, rtol=0)
 
@@ -161,7 +161,7 @@ def test_a_tree_at_once_is_each_branch_alone(pair, family, data):
     """Also after nodes were dropped and their slots reused. tests/engine/test_slots.py proves the bookkeeping."""
     _, lm = pair(family)
     tree = Tree(data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=6)))
-    slots = Slots(tree, lm.backend, 256)
+    slots = Slots(tree, lm.backend)
     leaves = [tree.tip]
     for _ in range(data.draw(st.integers(1, 4))):
         parents = data.draw(st.lists(st.sampled_from(leaves), min_size=1, max_size=5))
@@ -186,9 +186,10 @@ def test_trees_share_a_pass_without_seeing_each_other(pair, family):
     _, lm = pair(family)
     texts = [[1, 2, 3], [4] * 30, [9]]
     trees = [Tree(t) for t in texts]
-    segments = []
+    segments, places = [], []
     for tree in trees:
-        nodes = (slots := Slots(tree, lm.backend, 256)).missing([tree.tip])
+        places.append(slots := Slots(tree, lm.backend))
+        nodes = slots.missing([tree.tip])
         segments.append(slots.segment(nodes, np.array([len(nodes) - 1])))
     together = lm.backend.forward(segments)
     for row, text in zip(together, texts, strict=True):
@@ -199,7 +200,7 @@ def test_trees_share_a_pass_without_seeing_each_other(pair, family):
 def test_a_pass_can_be_repeated(pair, family):
     _, lm = pair(family)
     tree = Tree([5, 6, 7, 8])
-    slots = Slots(tree, lm.backend, 256)
+    slots = Slots(tree, lm.backend)
     first = evaluate(lm, tree, slots, [tree.tip])
     again = evaluate(lm, tree, slots, [tree.tip])
     torch.testing.assert_close(again, first, atol=2e-4, rtol=0)
@@ -212,19 +213,20 @@ def test_logits_of_the_first_tokens_are_those_of_all(pair, family, vocab):
     """The logits of the last tokens may be left out if no segment needs them."""
     _, lm = pair(family)
     tree = Tree([5, 6, 7, 8])
-    slots = Slots(tree, lm.backend, 256)
+    slots = Slots(tree, lm.backend)
     whole = evaluate(lm, tree, slots, [0, 1, 2, 3])
     some = lm.backend.forward([slots.segment(np.arange(4), np.arange(4), vocab)])
     assert some.shape[1] in (min(vocab, 259), 259)
     torch.testing.assert_close(some, whole[:, : some.shape[1]], atol=2e-4, rtol=0)
-    both = [Slots(tree, lm.backend, 256).segment(np.arange(4), np.arange(4), v) for v in (vocab, None)]
+    others = [Slots(tree, lm.backend) for _ in range(2)]
+    both = [slots.segment(np.arange(4), np.arange(4), v) for slots, v in zip(others, (vocab, None), strict=True)]
     assert lm.backend.forward(both).shape == (8, 259)
 
 
 def test_nothing_wanted_gives_no_rows(pair):
     _, lm = pair("llama")
     tree = Tree([1, 2, 3])
-    slots = Slots(tree, lm.backend, 256)
+    slots = Slots(tree, lm.backend)
     assert lm.backend.forward([slots.segment(np.array([0, 1]), np.array([], dtype=np.int64))]).shape == (0, 259)
 
 

@@ -147,8 +147,8 @@ def test_a_tree_at_once_is_each_branch_alone(pair, kind, data):
     model, lm = pair(kind)
     prompt = PROMPTS[data.draw(st.integers(0, 2))]
     tree = Tree([START])
-    slots = Slots(tree, lm.backend, 256)
-    lm.backend.encode(slots.cache, prompt)
+    slots = Slots(tree, lm.backend)
+    (source,) = lm.backend.encode([prompt])
     nodes = [tree.tip]
     for _ in range(data.draw(st.integers(1, 3))):
         parents = data.draw(st.lists(st.sampled_from(nodes), min_size=1, max_size=4))
@@ -158,7 +158,7 @@ def test_a_tree_at_once_is_each_branch_alone(pair, kind, data):
         nodes += tree.add(parents, tokens).tolist()
         wanted = np.array(sorted(data.draw(st.sets(st.sampled_from(nodes), min_size=1))))
         pending = slots.missing(wanted)
-        logits = lm.backend.forward([slots.segment(pending, np.flatnonzero(np.isin(pending, wanted)))])
+        logits = lm.backend.forward([slots.segment(pending, np.flatnonzero(np.isin(pending, wanted)), source=source)])
         for node, row in zip(wanted.tolist(), logits, strict=True):
             text = torch.tensor([tree.tokens(tree.path(node)).tolist()])
             with torch.no_grad():

@@ -72,7 +72,7 @@ def rewrite(folder, **changes):
 
 def logits(lm):
     tree = Tree(PROMPT)
-    return evaluate(lm, tree, Slots(tree, lm.backend, 64), np.arange(len(PROMPT)))
+    return evaluate(lm, tree, Slots(tree, lm.backend), np.arange(len(PROMPT)))
 
 
 def check(merged, lm):

@@ -1,6 +1,6 @@
 """The engine: requests share passes, and no request changes the result of another."""
 
-import weakref
+import gc
 
 import numpy as np
 import pytest
@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
+from specbeam.backends.torch.cache import KeyValues
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.engine.slots import Slots
+from specbeam.engine.store import store_of
 from specbeam.tree import Tree
 from tests.conftest import EOS, random_model
 
@@ -149,25 +151,23 @@ def test_a_request_that_fails_in_a_pass_disturbs_nobody(lm, monkeypatch):
 
 
 def test_a_failed_request_lets_go_of_all_memory(lm, monkeypatch):
-    caches = []
-    new_cache, forward = lm.backend.new_cache, lm.backend.forward
-
-    def watched(most):
-        caches.append(weakref.ref(cache := new_cache(most)))
-        return cache
+    forward = lm.backend.forward
 
     def failing(segments):
         if any(len(s.tokens) > 30 for s in segments):
             raise RuntimeError("broken")
         return forward(segments)
 
-    monkeypatch.setattr(lm.backend, "new_cache", watched)
+    gc.collect()  # engines of other tests
+    before = store_of(lm.backend).in_use
     monkeypatch.setattr(lm.backend, "forward", failing)
     engine = Engine(lm)
     handles = [engine.submit([i] * n, Options(max_new_tokens=3)) for i, n in enumerate((40, 2))]
     engine.run()
-    assert len(caches) == len(handles) == 2
-    assert [cache() for cache in caches] == [None, None]
+    assert engine.cache_tokens == 0
+    assert store_of(lm.backend).in_use == before + 4  # what the good one read, and two of its new tokens
+    del engine
+    assert store_of(lm.backend).in_use == before
     with pytest.raises(RuntimeError, match="broken") as error:
         handles[0].result()
     assert "failing" in error.value.__notes__[0]  # the error still says where it happened
@@ -205,25 +205,31 @@ def test_logits_come_in_the_order_they_were_asked_for(lm, chunk):
     engine.run()
     request.result()
     tree = Tree([5, 6, 7, 8])
-    slots = Slots(tree, lm.backend, 4)
+    slots = Slots(tree, lm.backend)
     expected = lm.backend.forward([slots.segment(slots.missing([3]), np.arange(4))])
     torch.testing.assert_close(strategy.seen[0], expected[asked], atol=2e-4, rtol=0)
     torch.testing.assert_close(strategy.seen[1], expected[[1]], atol=2e-4, rtol=0)
 
 
-def test_a_cache_sets_no_more_aside_than_its_request_may_need(lm, monkeypatch):
-    caches = []
-    new_cache = lm.backend.new_cache
-    monkeypatch.setattr(lm.backend, "new_cache", lambda most: (caches.append(new_cache(most)), caches[-1])[1])
-    engine = Engine(lm, max_cache_tokens=140, max_batch_tokens=129)
-    engine.submit([1] * 130, Options(max_new_tokens=8))
-    while engine.step():
-        (cache,) = caches
-        assert 0 < cache.capacity <= 138
+@pytest.mark.parametrize("beams", [1, 4])
+def test_slots_are_used_again(lm, monkeypatch, beams):
+    """The store grows to what is needed at once, not with every request."""
+    reserve, most = lm.backend.reserve, []
+    monkeypatch.setattr(lm.backend, "reserve", lambda slots: most.append(slots) or reserve(slots))
+    engine = Engine(lm, max_cache_tokens=400)
+    options = Options(max_new_tokens=20, min_new_tokens=20, num_beams=beams)
+    for n in range(3):
+        engine.submit([n] * 130, options)
+        engine.run()
+    before = len(most)
+    for n in range(20):
+        engine.submit([n] * 130, options)
+        engine.run()
+    assert len(most) == before
 
 
-def test_making_room_can_be_tried_again(lm, monkeypatch):
-    """Memory runs out half way through the layers, once; the request then goes on in a cache that lost nothing."""
+def test_making_room_can_be_tried_again(monkeypatch):
+    """Memory runs out half way through the layers, once. Nothing that was stored is lost."""
     new_zeros, left = torch.Tensor.new_zeros, {"allocations": 3}
 
     def scarce(tensor, *size, **how):
@@ -232,21 +238,22 @@ def test_making_room_can_be_tried_again(lm, monkeypatch):
         left["allocations"] -= 1
         return new_zeros(tensor, *size, **how)
 
-    tokens = np.arange(1, 71)
-    tree = Tree(tokens.tolist())
-    slots = Slots(tree, lm.backend, 200)
-    lm.backend.forward([slots.segment(np.arange(64), np.array([], dtype=np.int64))])
+    store = KeyValues(2, 3, 4, torch.float32, torch.device("cpu"))
+    store.reserve(64)
+    stored = [torch.randn(2, 64, 3, 4) for _ in range(2)]  # keys and values by layer
+    for layer in range(2):
+        store.store(layer, slice(0, 64), stored[0][layer], stored[1][layer], slice(0, 64))
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "new_zeros", scarce)
         with pytest.raises(torch.OutOfMemoryError):
-            slots.cache.reserve(65)
+            store.reserve(65)
     assert left["allocations"] == 0
-    slots.cache.reserve(65)
-    assert slots.cache.capacity >= 65
-    again = lm.backend.forward([slots.segment(np.arange(64, 70), np.arange(6))])
-    fresh = Slots(tree, lm.backend, 200)
-    expected = lm.backend.forward([fresh.segment(np.arange(70), np.arange(64, 70))])
-    torch.testing.assert_close(again, expected, atol=2e-4, rtol=0)
+    store.reserve(65)
+    assert store.capacity >= 65
+    one = torch.ones(1, 3, 4)
+    for layer in range(2):
+        for got, expected in zip(store.store(layer, slice(64, 65), one, one, slice(0, 65)), stored, strict=True):
+            assert torch.equal(got[:, :64], expected[layer].transpose(0, 1))
 
 
 def test_cancelled_before_it_began(lm):

@@ -26,7 +26,7 @@ def test_beams_count_with_the_slots_that_they_use(lm):
     engine = Engine(lm, max_cache_tokens=peak + 32)
     request = engine.submit([1] * 10, BEAMS)
     engine.run()
-    assert request.result().sequences == result(lm, [1] * 10, BEAMS).sequences
+    assert sequences(request) == [(one.token_ids, one.score) for one in result(lm, [1] * 10, BEAMS).sequences]
 
 
 @given(
@@ -103,7 +103,7 @@ def test_when_memory_runs_out_in_a_pass_the_youngest_waits(lm, monkeypatch):
     forward = lm.backend.forward
 
     def scarce(segments):
-        if sum(segment.length for segment in segments) > 60:
+        if sum(len(segment.trunk) for segment in segments) > 60:
             raise MemoryError("full")
         return forward(segments)
 

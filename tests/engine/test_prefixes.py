@@ -1,7 +1,7 @@
-"""Prefixes kept between requests: no token is read twice, and no text changes."""
+"""Prefixes that requests share: no token is read twice, and no text changes."""
 
 import gc
-import weakref
+import threading
 from unittest import mock
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, SpecbeamError
-from specbeam.engine.strategies import make_strategy
+from specbeam.engine.store import store_of
 from tests.backends.test_encoder_decoder import make
 from tests.conftest import examples, random_model
 from tests.decoding.test_speculative import other_tokenizer
@@ -93,9 +93,9 @@ def result(lm, prompt, options, draft=None):
     return request.result()
 
 
-def converse(lm, drafts, turns, max_kept_prefixes):
-    """Hold two conversations with kept prefixes. Yield the results of each turn, and what it is without them."""
-    engine, conversations = Engine(lm, max_kept_prefixes=max_kept_prefixes, max_batch_tokens=16), [[], []]
+def converse(lm, drafts, turns, tokens):
+    """Hold two conversations on one engine. Yield the results of each turn, and what it is on an engine of its own."""
+    engine, conversations = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=16), [[], []]
     for turn in turns:
         options, draft = turn["kind"]
         conversation = conversations[turn["who"]]
@@ -116,23 +116,26 @@ def converse(lm, drafts, turns, max_kept_prefixes):
         yield got, result(lm, prompt, options, draft), draft
 
 
-@given(turns=st.lists(TURN, min_size=2, max_size=6), most=st.integers(1, 3))
-def test_conversations_are_the_same_bit_for_bit(conversing, turns, most):
-    for got, anew, draft in converse(*conversing("cpu"), turns, most):
+MEMORY = st.sampled_from([None, 500])
+
+
+@given(turns=st.lists(TURN, min_size=2, max_size=6), tokens=MEMORY)
+def test_conversations_are_the_same_bit_for_bit(conversing, turns, tokens):
+    for got, anew, draft in converse(*conversing("cpu"), turns, tokens):
         if got.finish_reason == "cancelled":
             assert got.token_ids == anew.token_ids[: len(got.token_ids)]
         else:
             assert got.sequences == anew.sequences
-            if draft is None:
+            if draft is None and tokens is None:
                 assert got.stats.reused_tokens + got.stats.nodes_evaluated == anew.stats.nodes_evaluated
                 assert got.stats.peak_slots == anew.stats.peak_slots
 
 
 @pytest.mark.parametrize("backend", ["torch", "transformers"])
 @settings(max_examples=examples(0.3))
-@given(turns=st.lists(TURN, min_size=2, max_size=4), most=st.integers(1, 3))
-def test_conversations_are_the_same_on_every_backend(conversing, backend, turns, most):
-    for got, anew, _ in converse(*conversing(backend), turns, most):
+@given(turns=st.lists(TURN, min_size=2, max_size=4), tokens=MEMORY)
+def test_conversations_are_the_same_on_every_backend(conversing, backend, turns, tokens):
+    for got, anew, _ in converse(*conversing(backend), turns, tokens):
         if got.finish_reason == "cancelled":
             assert got.token_ids == anew.token_ids[: len(got.token_ids)]
         else:
@@ -144,7 +147,7 @@ def test_conversations_are_the_same_on_every_backend(conversing, backend, turns,
 def test_a_turn_reads_only_what_is_new(conversing, backend, draft):
     lm, drafts = conversing(backend)
     draft = drafts.get(draft)
-    engine = Engine(lm, max_kept_prefixes=1)
+    engine = Engine(lm)
     options = {"eos_token_id": [256], **({"num_draft_tokens": 1} if draft else {})}
 
     def turn(prompt, new_tokens=4):
@@ -180,12 +183,12 @@ def test_a_turn_reads_only_what_is_new(conversing, backend, draft):
     # Other tokens before the common ones change the meaning of these.
     fourth, nodes = turn([99, *prompt])
     assert fourth.stats.reused_tokens == 0
-    assert all(number >= 61 for number in nodes.values())
+    assert all(number >= 60 for number in nodes.values())  # a draft with other tokens begins with BOS
 
 
 def test_slots_that_the_kept_text_does_not_need_are_free(conversing):
     lm, _ = conversing("cpu")
-    engine = Engine(lm, max_kept_prefixes=1)
+    engine = Engine(lm)
     beams = ended(engine, PROMPT, LONG | {"num_beams": 8})
     prompt = PROMPT + beams.token_ids + PROMPT
     got, anew = ended(engine, prompt, LONG), result(lm, prompt, LONG)
@@ -204,7 +207,7 @@ def test_a_draft_that_rests_for_a_turn_keeps_its_text(conversing):
         nodes.append(sum(len(s.tokens) for s in segments))
         return forward(segments)
 
-    engine = Engine(lm, max_kept_prefixes=1)
+    engine = Engine(lm)
     with mock.patch.object(draft.backend, "forward", counted):
         for new_tokens, read in ((9, range(60, 100)), (1, [0]), (9, range(1, 40))):  # one token needs no draft
             nodes.clear()
@@ -212,87 +215,14 @@ def test_a_draft_that_rests_for_a_turn_keeps_its_text(conversing):
             assert sum(nodes) in read
 
 
-def test_a_cache_that_was_taken_over_grows_by_steps(conversing):
-    lm, _ = conversing("cpu")
-    new_cache, capacities = lm.backend.new_cache, []
-
-    def watched(most):
-        cache = new_cache(most)
-
-        def reserve(slots):
-            type(cache).reserve(cache, slots)
-            capacities.append(cache.capacity)
-
-        cache.reserve = reserve
-        return cache
-
-    engine = Engine(lm, max_kept_prefixes=1)
-    with mock.patch.object(lm.backend, "new_cache", watched):
-        ended(engine, PROMPT, {"max_new_tokens": 1})
-        ended(engine, PROMPT, {"max_new_tokens": 120, "min_new_tokens": 120})
-    assert len(capacities) > 120
-    assert len(set(capacities)) < 10
-
-
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_a_draft_model_takes_no_cache_of_another(conversing, backend):
     lm, drafts = conversing(backend)
-    engine = Engine(lm, max_kept_prefixes=1)
+    engine = Engine(lm)
     for draft in ("model", "other vocabulary", None, "model", "model"):
         draft = drafts.get(draft)
         got = ended(engine, PROMPT, GREEDY, draft=draft)
         assert got.token_ids == result(lm, PROMPT, GREEDY).token_ids
-
-
-def test_the_longest_common_beginning_is_taken(lm):
-    engine = Engine(lm, max_kept_prefixes=2)
-
-    def reused(prompt):
-        request = engine.submit(prompt, {"max_new_tokens": 1})
-        engine.run()
-        return request.result().stats.reused_tokens
-
-    assert [reused([1] * 10), reused([2] * 10), reused([1] * 12), reused([2] * 12)] == [0, 0, 10, 10]
-    assert [reused([3] * 10), reused([1] * 12), reused([2] * 12)] == [0, 0, 0]  # each made room for the next
-    together = [engine.submit([2] * 12 + [5] * n, {"max_new_tokens": 1}) for n in range(3)]
-    engine.run()
-    assert sorted(one.result().stats.reused_tokens for one in together) == [0, 0, 11]  # one request takes a cache
-
-
-@pytest.mark.parametrize("most", [2, 4])
-def test_conversations_take_turns(lm, most):
-    """Their prompts begin alike, as prompts of one chat template do."""
-    engine = Engine(lm, max_kept_prefixes=most)
-    conversations = [[256, 10, 11, 12] + [20 + who] * 8 for who in range(2)]
-    for turn in range(4):
-        for who, prompt in enumerate(conversations):
-            got = ended(engine, prompt, {"max_new_tokens": 3, "min_new_tokens": 3})
-            # The last token of an answer is not evaluated. The first turn of the second one may share the beginning.
-            assert turn == 0 or got.stats.reused_tokens == len(prompt) - 6
-            conversations[who] = [*prompt, *got.token_ids, 30 + who, 40, 41, 42, 43]
-
-
-def test_a_prompt_that_shares_little_leaves_the_kept_text(lm):
-    engine = Engine(lm, max_kept_prefixes=2)
-    text = [256, *range(100)]
-
-    def reused(prompt):
-        return ended(engine, prompt, {"max_new_tokens": 60, "min_new_tokens": 1}).stats.reused_tokens
-
-    ended(engine, text, {"max_new_tokens": 1})
-    assert reused([256, 9, 9, 9]) == 0
-    assert reused([*text, 5, 5]) == 101
-
-
-def test_the_oldest_text_goes_in_any_case_once_there_are_enough(lm):
-    engine = Engine(lm, max_kept_prefixes=2)
-    one_token = {"max_new_tokens": 1}
-    for prompt in ([1] * 10 + [2] * 30, [3] * 10 + [4] * 30):
-        ended(engine, prompt, one_token)
-    assert ended(engine, [3] * 10 + [5] * 40, one_token).stats.reused_tokens == 0  # the younger one stays
-    for prompt in ([1] * 10 + [2] * 30, [3] * 10 + [4] * 30):
-        ended(engine, prompt, one_token)
-    assert ended(engine, [1] * 10 + [5] * 40, one_token).stats.reused_tokens == 10
 
 
 @pytest.mark.parametrize(
@@ -308,85 +238,12 @@ def test_a_finished_request_leaves_its_text(lm, how, reason, beams):
         scores[:, a if len(ids[0]) > 12 else b] += 1000
         return scores
 
-    engine = Engine(lm, max_kept_prefixes=1)
+    engine = Engine(lm)
     options = {"max_new_tokens": 6, "num_beams": beams, "logits_processor": [forced], **how}
     got = ended(engine, [1] * 10, options)
     assert got.finish_reason == reason
     again = ended(engine, [1] * 10 + got.token_ids + [2], {"max_new_tokens": 20})
     assert again.stats.reused_tokens == 9 + len(got.token_ids)
-
-
-MANY = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": True, "seed": 0, "num_return_sequences": 20}
-
-
-def test_no_request_fails_because_a_large_cache_is_kept(conversing):
-    lm, drafts = conversing("cpu")
-    prompt = list(range(40))
-    engine = Engine(lm, max_cache_tokens=270, max_kept_prefixes=1)
-    ended(engine, prompt, MANY)  # 20 texts of 12 tokens lie in its cache
-    got = ended(engine, [*prompt, 1], {"max_new_tokens": 12, "num_draft_tokens": 2}, draft=drafts["model"])
-    assert got.token_ids == result(lm, [*prompt, 1], {"max_new_tokens": 12}).token_ids
-
-
-def test_a_request_that_outgrows_the_memory_gives_up_what_it_took_over(conversing):
-    """Eight beams and the unused cache of the draft do not fit together. Without kept prefixes the beams do."""
-    lm, models = conversing("cpu")
-    drafted = {"draft": models["model"]}
-    ends_early = {"max_new_tokens": 40, "min_new_tokens": 18, "eos_token_id": list(range(258))}
-    beams = {**ends_early, "num_beams": 8, "early_stopping": True, "num_draft_tokens": 1, "draft_width": 1}
-    results = []
-    for most in (0, 1):
-        engine = Engine(lm, max_cache_tokens=230, max_kept_prefixes=most)
-        ended(engine, PROMPT[:40], {"max_new_tokens": 40, "min_new_tokens": 40, "num_draft_tokens": 1}, **drafted)
-        # A strategy of one's own need not draft.
-        results.append(
-            ended(engine, PROMPT[:40], beams, **drafted, strategy=lambda setup, drafter: make_strategy(setup, None))
-        )
-    assert results[0].sequences == results[1].sequences
-    assert results[0].stats.peak_slots == results[1].stats.peak_slots > 150
-
-
-def test_requests_after_a_large_one_read_no_prompt_twice(lm):
-    engine = Engine(lm, max_cache_tokens=300, max_kept_prefixes=1)
-    ended(engine, prompt := list(range(40)), MANY)
-    requests = [engine.submit([*prompt, n], LONG) for n in range(4)]
-    engine.run()
-    assert [one.result().stats.nodes_evaluated for one in requests] == [60] * 4
-
-
-def test_a_cache_that_was_taken_over_counts_when_others_are_admitted(lm):
-    """Else the younger request would begin, pause at once, and lose the cache that it took over itself."""
-    engine = Engine(lm, max_cache_tokens=100, max_kept_prefixes=2)
-    ended(engine, [1] * 10, {"max_new_tokens": 15, "min_new_tokens": 15, "num_beams": 4})  # 66 slots
-    ended(engine, [2] * 20, {"max_new_tokens": 1})
-    ends_early = {"max_new_tokens": 80, "min_new_tokens": 10, "eos_token_id": list(range(258))}
-    requests = [engine.submit([1] * 12, ends_early), engine.submit([2] * 20 + [5] * 40, {"max_new_tokens": 5})]
-    engine.run()
-    assert [one.result().stats.reused_tokens for one in requests] == [10, 20]
-
-
-def watch_caches(lm, monkeypatch):
-    """A function that returns the slots of all caches of the model that are alive."""
-    new_cache, alive = lm.backend.new_cache, weakref.WeakKeyDictionary()
-
-    def watched(most):
-        cache = new_cache(most)
-        reserve, alive[cache], me = type(cache).reserve, 0, weakref.ref(cache)
-
-        def watch(slots):
-            alive[me()] = max(alive[me()], slots)
-            reserve(me(), slots)
-
-        cache.reserve = watch
-        return cache
-
-    monkeypatch.setattr(lm.backend, "new_cache", watched)
-    return lambda: sorted(alive.values())
-
-
-@pytest.fixture
-def caches(lm, monkeypatch):
-    return watch_caches(lm, monkeypatch)
 
 
 def ended(engine, prompt, options=LONG, **how):
@@ -395,113 +252,16 @@ def ended(engine, prompt, options=LONG, **how):
     return request.result()
 
 
-def test_nothing_is_kept_unless_asked_for(lm, caches):
-    engine = Engine(lm)
-    ended(engine, [1] * 10)
-    assert caches() == []
-    assert ended(engine, [1] * 10).stats.reused_tokens == 0
-
-
-def test_as_many_caches_are_kept_as_asked_for(lm, tiny, caches):
-    engine = Engine(lm, max_kept_prefixes=2)
-    for n in range(1, 6):
-        ended(engine, [n] * 10)
-        assert caches() == [29] * min(n, 2)
-    ended(engine, [5] * 10, draft=lm)  # a draft has a cache of its own
-    assert len(caches()) == 3
-    engine.submit([1] * 10, {**LONG, "logits_processor": [lambda ids, scores: 1 / 0]})
-    engine.submit([7] * 10, {**LONG, "logits_processor": [lambda ids, scores: 1 / 0]})
-    engine.run()
-    assert len(caches()) == 3  # failed requests leave nothing
-    handle = engine.submit([1] * 10, LONG)
-    engine.run()
-    del engine
-    assert handle.done
-    assert caches() == []
-
-
 def test_models_with_an_encoder_keep_nothing():
     """Their texts begin alike, but their keys and values depend on the text that the encoder has read."""
     model = make("t5")
     model.generation_config.decoder_start_token_id = [256, 5, 5]
     lm = specbeam.hf.wrap(model)
-    engine = Engine(lm, max_kept_prefixes=1)
+    engine = Engine(lm)
     for prompt in ([*lm.backend.start_token_ids, 6, 7, 257], [*lm.backend.start_token_ids, 9, 8, 257]):
         got = ended(engine, prompt, GREEDY)
         assert got.stats.reused_tokens == 0
         assert got.token_ids == result(lm, prompt, GREEDY).token_ids
-
-
-@given(
-    tokens=st.integers(40, 120),
-    kinds=st.lists(
-        st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 20), st.sampled_from([1, 1, 3])), max_size=8
-    ),
-)
-def test_kept_caches_and_requests_stay_within_the_memory(lm, tokens, kinds):
-    with pytest.MonkeyPatch.context() as patch:
-        caches = watch_caches(lm, patch)
-        engine = Engine(lm, max_cache_tokens=tokens, max_kept_prefixes=3, max_batch_tokens=32)
-        wishes = [
-            ([first, *[8] * length], {"max_new_tokens": new_tokens, "num_beams": beams})
-            for first, length, new_tokens, beams in kinds
-        ]
-        requests = []
-        for number, wish in enumerate(wishes):
-            try:
-                requests.append((engine.submit(*wish), wish))
-            except SpecbeamError:
-                continue
-            while number % 2 and engine.step():
-                assert sum(caches()) <= tokens
-        while engine.step():
-            assert sum(caches()) <= tokens
-    for request, wish in requests:
-        try:
-            got = request.result()
-        except SpecbeamError:
-            with pytest.raises(SpecbeamError, match="cache slots"):  # it fails because of its own size
-                ended(Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32), *wish)
-        else:
-            assert [s.token_ids for s in got.sequences] == [s.token_ids for s in result(lm, *wish).sequences]
-
-
-def test_requests_get_the_memory_of_kept_caches(lm, caches):
-    engine = Engine(lm, max_cache_tokens=70, max_kept_prefixes=3)
-    for n in (1, 2):
-        ended(engine, [n] * 10)
-    assert caches() == [29, 29]
-    assert ended(engine, [3] * 30).token_ids == result(lm, [3] * 30, LONG).token_ids
-    assert caches() == [49]  # the others went, since they began first
-
-
-def test_an_engine_gets_the_memory_that_another_engine_keeps(lm, caches, monkeypatch):
-    monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 100 * lm.backend.slot_bytes)
-    gc.collect()  # engines of other tests
-    keeping, other = Engine(lm, max_kept_prefixes=3), Engine(lm)
-    for n in (1, 2):
-        ended(keeping, [n] * 20)
-    assert caches() == [39, 39]
-    assert len(ended(other, [3] * 60).token_ids) == 20
-    assert caches() == []
-    assert ended(keeping, [2] * 20).stats.reused_tokens == 0
-
-
-def test_kept_caches_go_when_a_pass_finds_no_memory(lm, caches, monkeypatch):
-    forward = lm.backend.forward
-
-    def scarce(segments):
-        if len(caches()) > 1:
-            raise MemoryError("full")
-        return forward(segments)
-
-    engine = Engine(lm, max_kept_prefixes=1)
-    ended(engine, [1] * 10)
-    monkeypatch.setattr(lm.backend, "forward", scarce)
-    request = engine.submit([2] * 10, LONG)
-    engine.run()
-    monkeypatch.undo()
-    assert request.result().token_ids == result(lm, [2] * 10, LONG).token_ids
 
 
 @given(share=st.floats(0, 1), beams=st.sampled_from([1, 2]))
@@ -510,7 +270,7 @@ def test_after_an_interrupt_at_any_line_kept_caches_are_right(lm, share, beams):
     prompts = [[4, 5, 6] * 3, [4, 5, 6] * 4, [4, 5, 6] * 4]
 
     def begin():
-        engine = Engine(lm, max_kept_prefixes=1, max_batch_tokens=8)
+        engine = Engine(lm, max_batch_tokens=8)
         ended(engine, prompts[0], options)
         return engine, engine.submit(prompts[1], options)
 
@@ -523,7 +283,197 @@ def test_after_an_interrupt_at_any_line_kept_caches_are_right(lm, share, beams):
     assert again.token_ids == result(lm, prompts[2], options).token_ids
 
 
-@pytest.mark.parametrize("wrong", [-1, True, 1.5, None])
-def test_a_wrong_number_of_kept_prefixes_is_refused(lm, wrong):
-    with pytest.raises(SpecbeamError, match=f"max_kept_prefixes={wrong} is not allowed: give at least 0"):
-        Engine(lm, max_kept_prefixes=wrong)
+def test_the_longest_common_beginning_is_taken(lm):
+    engine = Engine(lm)
+
+    def reused(prompt):
+        return ended(engine, prompt, {"max_new_tokens": 1}).stats.reused_tokens
+
+    assert [reused([1] * 10), reused([2] * 10), reused([1] * 12), reused([2] * 12)] == [0, 0, 10, 10]
+    assert [reused([1] * 5 + [3] * 10), reused([1] * 12), reused([1] * 5 + [3] * 12)] == [5, 11, 15]
+    together = [engine.submit([2] * 12 + [5] * n, {"max_new_tokens": 1}) for n in range(3)]
+    engine.run()
+    assert [one.result().stats.reused_tokens for one in together] == [11, 12, 12]
+    assert ended(Engine(lm), [1] * 12).stats.reused_tokens == 0  # another engine
+
+
+def test_conversations_take_turns(lm):
+    """Their prompts begin alike, as prompts of one chat template do."""
+    engine = Engine(lm)
+    conversations = [[256, 10, 11, 12] + [20 + who] * 8 for who in range(2)]
+    for turn in range(4):
+        for who, prompt in enumerate(conversations):
+            got = ended(engine, prompt, {"max_new_tokens": 3, "min_new_tokens": 3})
+            # The last token of an answer is not evaluated.
+            assert got.stats.reused_tokens == (len(prompt) - 6 if turn else 4 * who)
+            conversations[who] = [*prompt, *got.token_ids, 30 + who, 40, 41, 42, 43]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
+@pytest.mark.parametrize("draft", [None, "model"])
+def test_requests_with_one_prompt_read_it_once(conversing, backend, draft):
+    """They are submitted together. The others wait for the first one, and read their last token."""
+    lm, drafts = conversing(backend)
+    prompt = [97 + n % 20 for n in range(200)]
+    engine = Engine(lm, max_requests=6, max_batch_tokens=128)
+    options = [{"max_new_tokens": 6, "do_sample": True, "seed": seed} for seed in range(5)] + [GREEDY]
+    read = sum(len(prompt) for _ in options)
+    requests = [engine.submit(prompt, one, draft=drafts.get(draft)) for one in options]
+    used = []
+    while engine.step():
+        used.append(engine.cache_tokens)
+    stats = [request.result().stats for request in requests]
+    assert [one.reused_tokens for one in stats] == [0] + 5 * [199]
+    assert sum(one.nodes_evaluated for one in stats) < read / 3
+    assert max(used) < 200 + 6 * 40  # what they share counts once
+    for request, one in zip(requests, options, strict=True):
+        assert request.result().token_ids == result(lm, prompt, one, drafts.get(draft)).token_ids
+
+
+@pytest.mark.parametrize("ends", ["cancel", "fail"])
+def test_who_waits_for_a_request_that_ends_reads_itself(lm, ends, monkeypatch):
+    forward = lm.backend.forward
+    prompt = [n % 20 for n in range(200)]
+
+    def failing(segments):
+        if ends == "fail" and any(s.positions[0] == 100 for s in segments):
+            raise RuntimeError("broken")
+        return forward(segments)
+
+    engine = Engine(lm, max_batch_tokens=50)
+    first, *others = [engine.submit(prompt, GREEDY) for _ in range(3)]
+    monkeypatch.setattr(lm.backend, "forward", failing)
+    for _ in range(3):
+        engine.step()
+    monkeypatch.undo()
+    if ends == "cancel":
+        first.cancel()
+    engine.run()
+    assert first.done
+    assert others[0].result().stats.reused_tokens in (100, 150)
+    assert others[1].result().stats.reused_tokens in (150, 199)  # few tokens are not waited for
+    for other in others:
+        assert other.result().token_ids == result(lm, prompt, GREEDY).token_ids
+
+
+def test_a_request_may_share_nothing(lm):
+    engine = Engine(lm)
+    alone = GREEDY | {"share_prefix": False}
+    assert ended(engine, PROMPT, GREEDY).stats.reused_tokens == 0
+    assert ended(engine, PROMPT, alone).stats.reused_tokens == 0
+    other = PROMPT[::-1]
+    assert ended(engine, other, alone).stats.reused_tokens == 0
+    assert ended(engine, other, GREEDY).stats.reused_tokens == 0  # it left nothing, either
+    assert ended(engine, other, GREEDY).stats.reused_tokens == 59
+    with pytest.raises(SpecbeamError, match="share_prefix=1 is not allowed: give true or false"):
+        specbeam.Options(share_prefix=1)
+
+
+@given(
+    tokens=st.integers(40, 120),
+    kinds=st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 20), st.sampled_from([1, 1, 3])), max_size=8
+    ),
+)
+def test_kept_texts_and_requests_stay_within_the_memory(lm, tokens, kinds):
+    gc.collect()  # engines of other tests
+    store = store_of(lm.backend)
+    before = store.in_use
+    engine = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32)
+    wishes = [
+        ([first, *[8] * length], {"max_new_tokens": new_tokens, "num_beams": beams})
+        for first, length, new_tokens, beams in kinds
+    ]
+    requests = []
+    for number, wish in enumerate(wishes):
+        try:
+            requests.append((engine.submit(*wish), wish))
+        except SpecbeamError:
+            continue
+        while number % 2 and engine.step():
+            assert engine.cache_tokens <= store.in_use - before <= tokens
+    while engine.step():
+        assert engine.cache_tokens <= store.in_use - before <= tokens
+    assert engine.cache_tokens == 0
+    for request, wish in requests:
+        try:
+            got = request.result()
+        except SpecbeamError:
+            with pytest.raises(SpecbeamError, match="cache slots"):  # it fails because of its own size
+                ended(Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32), *wish)
+        else:
+            assert [s.token_ids for s in got.sequences] == [s.token_ids for s in result(lm, *wish).sequences]
+    del engine
+    gc.collect()
+    assert store.in_use == before
+
+
+def test_an_engine_gets_the_memory_that_another_engine_keeps(lm, monkeypatch):
+    monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 100 * lm.backend.slot_bytes)
+    gc.collect()  # engines of other tests
+    keeping, other = Engine(lm), Engine(lm)
+    before = store_of(lm.backend).in_use
+    for n in (1, 2):
+        ended(keeping, [n] * 20)
+    assert store_of(lm.backend).in_use == before + 2 * 39
+    assert len(ended(other, [3] * 60).token_ids) == 20
+    assert store_of(lm.backend).in_use <= before + 100
+    assert ended(keeping, [1] * 20).stats.reused_tokens < 19
+
+
+def test_kept_texts_go_when_a_pass_finds_no_memory(lm, monkeypatch):
+    forward, store = lm.backend.forward, store_of(lm.backend)
+    gc.collect()  # engines of other tests
+    before = store.in_use
+
+    def scarce(segments):
+        if store.in_use > before + 35:
+            raise MemoryError("full")
+        return forward(segments)
+
+    engine = Engine(lm)
+    ended(engine, [1] * 10)
+    monkeypatch.setattr(lm.backend, "forward", scarce)
+    request = engine.submit([2] * 10, LONG)
+    engine.run()
+    monkeypatch.undo()
+    assert request.result().token_ids == result(lm, [2] * 10, LONG).token_ids
+
+
+@given(order=st.permutations(range(8)), tokens=st.sampled_from([None, 200, 400]), chunk=st.sampled_from([7, 64, 512]))
+def test_prefixes_pauses_batch_and_order_change_no_bit_of_any_kind_of_request(conversing, order, tokens, chunk):
+    lm, drafts = conversing("cpu")
+    engine = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=chunk)
+    kinds = [kind for kind in KINDS if tokens is None or kind[0].get("num_return_sequences", 1) < 3][:8]
+    wishes = [(PROMPT[: 30 + 3 * n], kinds[n % len(kinds)]) for n in order]
+    requests = []
+    for prompt, (options, draft) in wishes:
+        requests.append(engine.submit(prompt, options, draft=drafts.get(draft, draft)))
+        engine.step()
+    engine.run()
+    assert engine.cache_tokens == 0
+    for request, (prompt, (options, draft)) in zip(requests, wishes, strict=True):
+        assert request.result().sequences == result(lm, prompt, options, drafts.get(draft, draft)).sequences
+
+
+def test_engines_in_threads_share_one_store(conversing):
+    lm, _ = conversing("cpu")
+    wishes = [
+        ([97 + who] * 40 + [98] * n, GREEDY | {"num_beams": 1 + who % 2}) for who in range(3) for n in range(1, 6)
+    ]
+    expected = [result(lm, *wish).sequences for wish in wishes]
+    found = {}
+
+    def work(who):
+        engine = Engine(lm, max_cache_tokens=200, max_batch_tokens=16)
+        for number in range(len(wishes)):
+            at = (number + 5 * who) % len(wishes)
+            found[who, at] = ended(engine, *wishes[at]).sequences
+        assert engine.cache_tokens == 0
+
+    threads = [threading.Thread(target=work, args=(who,)) for who in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {(who, at): expected[at] for who in range(3) for at in range(len(wishes))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,54 +14,42 @@ from torch import Tensor
 from specbeam.selection import Answer, Wish
 
 
-class Cache(Protocol):
-    """Keys and values of one token tree on one backend, in slots numbered from 0. The backend chooses the layout."""
-
-    capacity: int
-    most: int
-    """The most slots that will ever be needed. A request that takes over the cache of another may raise it."""
-
-    def reserve(self, slots: int) -> None:
-        """Make room for at least this many slots, and keep the stored ones. After a failure it may be tried again."""
-
-
-C = TypeVar("C", bound=Cache)
-C_co = TypeVar("C_co", bound=Cache, covariant=True)
-
-
 @dataclass(frozen=True)
-class Segment(Generic[C_co]):
+class Segment:
     """The nodes of one token tree that one pass evaluates.
 
+    Keys and values lie in slots of the backend's one store. A node's ancestors are given by their slots: those at the
+    shared beginning of the tree's texts, the trunk, and those beyond it. Every node sees its ancestors and itself.
+
     Attributes:
-        cache: the tree's cache, with room for ``length`` slots.
         tokens: token ids, int64 [n].
         positions: positions in the text, int64 [n].
         slots: where the nodes' keys and values go, int64 [n].
-        length: all slots in use are below it, the slots of this pass included.
-        visible: bool [n, length], true where a node attends: the slots of its ancestors and its own. None if every
-            node sees every slot.
+        trunk: slots by position, int64 [t]. A node at a position p below t sees the first p + 1 of them.
+        branches: slots of a node's ancestors, and its own, at positions t, t + 1, ..., int64 [n, m]. Entries beyond
+            its own position mean nothing. m is 0 if all nodes are on the trunk.
         wanted: the nodes whose logits are returned, as indices into the n nodes, int64 [w].
         vocab: only the logits of the first ``vocab`` tokens are needed; None for all tokens.
+        source: what :meth:`EncodingBackend.encode` returned for the tree. None for models without an encoder.
     """
 
-    cache: C_co
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
     slots: NDArray[np.int64]
-    length: int
-    visible: NDArray[np.bool_] | None
+    trunk: NDArray[np.int64]
+    branches: NDArray[np.int64]
     wanted: NDArray[np.int64]
     vocab: int | None = None
+    source: Any = None
 
 
-def logits_wanted(segments: list[Segment[C]], vocab_size: int) -> int:
+def logits_wanted(segments: list[Segment], vocab_size: int) -> int:
     """The number of first tokens whose logits a pass has to compute."""
     return max(vocab_size if s.vocab is None else min(s.vocab, vocab_size) for s in segments)
 
 
-class Backend(Protocol[C]):
-    """One loaded model on one device, with caches of one kind. It knows nothing of strategies, requests or trees."""
+class Backend(Protocol):
+    """One loaded model on one device, with one store of keys and values. It knows nothing of strategies and trees."""
 
     name: str
     device: torch.device
@@ -76,10 +64,13 @@ class Backend(Protocol[C]):
     start_token_ids: list[int] | None
     """The first tokens of every text of a model with an encoder. None for others: their texts begin with the prompt."""
 
-    def new_cache(self, most: int) -> C:
-        """An empty cache that will never need more than ``most`` slots."""
+    def reserve(self, slots: int) -> None:
+        """Make room in the store for at least this many slots, numbered from 0, and keep what is stored.
 
-    def forward(self, segments: list[Segment[C]]) -> Tensor:
+        It waits for a pass in another thread. After a failure it may be tried again.
+        """
+
+    def forward(self, segments: list[Segment]) -> Tensor:
         """One pass over all nodes of all segments. It stores the nodes' keys and values.
 
         Repeating a pass changes nothing.
@@ -97,18 +88,21 @@ class Backend(Protocol[C]):
         """
 
     def memory_for_caches(self) -> int:
-        """Bytes the engine may fill with caches."""
+        """Bytes the engine may fill with keys and values."""
 
     def peak_memory(self) -> int | None:
         """Most bytes held so far: device memory on a GPU, the process's memory on a CPU; None if unknown."""
 
 
-class EncodingBackend(Backend[C], Protocol[C]):
+class EncodingBackend(Backend, Protocol):
     """A backend whose model has an encoder."""
 
-    def encode(self, cache: C, source: list[int]) -> None:
-        """Run the encoder over the prompt and keep its output in a tree's cache, before the first pass.
+    def encode(self, sources: list[list[int]]) -> list[Any]:
+        """Run the encoder over prompts, before the first pass of their trees.
 
         Args:
-            source: the prompt's token ids.
+            sources: the prompts' token ids.
+
+        Returns:
+            The ``source`` of each tree's segments.
         """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from specbeam.backends.contract import Segment
-from specbeam.backends.transformers import CausalBackend, PassCache, SlotCache, TransformersBackend
+from specbeam.backends.torch.cache import Seen
+from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
 from specbeam.compat import DecoderPositions
 
 
-class SourceCache(SlotCache):
-    """A tree's cache, with the encoder's output for the text that it has read.
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What the encoder has read.
 
     Attributes:
         states: the encoder's output, [1, tokens, features].
@@ -29,7 +32,7 @@ class SourceCache(SlotCache):
     values: list[Tensor]
 
 
-class EncoderDecoderBackend(TransformersBackend[SourceCache]):
+class EncoderDecoderBackend(TransformersBackend):
     """A loaded ``AutoModelForSeq2SeqLM``.
 
     The decoders of such models count positions. :class:`specbeam.compat.DecoderPositions` replaces them
@@ -55,59 +58,59 @@ class EncoderDecoderBackend(TransformersBackend[SourceCache]):
             return "it has no decoder_start_token_id"
         return None
 
-    def new_cache(self, most: int) -> SourceCache:
-        return SourceCache(most)
-
-    def _cache_to_measure(self) -> SourceCache:
-        cache = self.new_cache(1)
-        self.encode(cache, [0])
-        return cache
+    def _source_to_measure(self) -> Source:
+        (source,) = self.encode([[0]])
+        return source
 
     @torch.no_grad()
-    def encode(self, cache: SourceCache, source: list[int]) -> None:
-        ids = torch.tensor([source], device=self.device)
-        read = self.model.get_encoder()(input_ids=ids, attention_mask=torch.ones_like(ids))
-        self._attend_to(cache, read.last_hidden_state)
+    def encode(self, sources: list[list[int]]) -> list[Source]:
+        with self._one_pass:
+            return [self._attended(self._states_of(source)) for source in sources]
 
-    def _attend_to(self, cache: SourceCache, states: Tensor) -> None:
-        """Keep the encoder's output, [1, tokens, features], with its keys and values for cross-attention."""
-        cache.states = states
+    def _states_of(self, source: list[int]) -> Tensor:
+        """The encoder's output for a text, [1, tokens, features]."""
+        ids = torch.tensor([source], device=self.device)
+        states: Tensor = self.model.get_encoder()(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+        return states
+
+    def _attended(self, states: Tensor) -> Source:
+        """The encoder's output, [1, tokens, features], with its keys and values for cross-attention."""
         # Run one dummy token to fill transformers' cross-attention cache.
         filled = EncoderDecoderCache(DynamicCache(), DynamicCache())
         self.model(
             decoder_input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device),
-            encoder_outputs=BaseModelOutput(cache.states),
+            encoder_outputs=BaseModelOutput(states),
             past_key_values=filled,
             use_cache=True,
         )
         layers = filled.cross_attention_cache.layers
-        cache.keys, cache.values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        return Source(states, [layer.keys for layer in layers], [layer.values for layer in layers])
 
-    def _run(self, segments: list[Segment[SourceCache]], keep: Tensor) -> Tensor:
-        caches = [s.cache for s in segments]
+    def _run(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
+        sources: list[Source] = [s.source for s in segments]
         crossed = DynamicCache()
-        for layer in range(len(caches[0].keys)):
-            keys, values = [cache.keys[layer] for cache in caches], [cache.values[layer] for cache in caches]
+        for layer in range(len(sources[0].keys)):
+            keys, values = [source.keys[layer] for source in sources], [source.values[layer] for source in sources]
             crossed.update(torch.cat(keys, dim=2), torch.cat(values, dim=2), layer)
         of_nodes = torch.from_numpy(np.concatenate([s.positions for s in segments])).to(self.device)
-        of_slots = torch.from_numpy(np.concatenate([s.cache.note_positions(s) for s in segments])).to(self.device)
+        of_slots = torch.from_numpy(np.concatenate([seen.positions for seen in views])).to(self.device)
         with self._positions.given(of_nodes, of_slots):
             out = self.model(
                 decoder_input_ids=self._row([s.tokens for s in segments]),
-                decoder_attention_mask=self._masks(segments),
-                encoder_outputs=BaseModelOutput(torch.cat([cache.states for cache in caches], dim=1)),
+                decoder_attention_mask=self._masks(segments, views),
+                encoder_outputs=BaseModelOutput(torch.cat([source.states for source in sources], dim=1)),
                 attention_mask=self._source_mask(segments),
-                past_key_values=EncoderDecoderCache(PassCache(segments), crossed),
+                past_key_values=EncoderDecoderCache(PassCache(self._store, segments, views), crossed),
                 use_cache=True,
             )
         return out.logits[0][keep]
 
-    def _source_mask(self, segments: list[Segment[SourceCache]]) -> Tensor | None:
+    def _source_mask(self, segments: list[Segment]) -> Tensor | None:
         """Each node sees the source text of its own tree. None if there is only one tree."""
         if len(segments) == 1:
             return None
         nodes = [len(s.tokens) for s in segments]
-        tokens = [s.cache.states.shape[1] for s in segments]
+        tokens = [s.source.states.shape[1] for s in segments]
         trees = np.arange(len(segments))
         return self._mask(np.repeat(trees, nodes)[:, None] == np.repeat(trees, tokens))
 
@@ -125,13 +128,9 @@ class EncodedBackend(EncoderDecoderBackend):
         super().__init__(model)
         self.start_token_ids = start_token_ids
 
-    @torch.no_grad()
-    def encode(self, cache: SourceCache, source: list[int]) -> None:
+    def _states_of(self, source: list[int]) -> Tensor:
         states = self._states.get(tuple(source))
-        if states is None:  # the token that a slot is measured with
-            super().encode(cache, source)
-        else:
-            self._attend_to(cache, states[None])
+        return super()._states_of(source) if states is None else states[None]  # None: to measure a slot
 
 
 def backend_of(model: Any) -> CausalBackend | EncoderDecoderBackend:

@@ -11,7 +11,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from threading import Lock
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specbeam.backends.contract import Segment
 from specbeam.backends.devices import choose_device, choose_dtype, memory_for_caches, peak_memory
-from specbeam.backends.torch.cache import TreeCache
+from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
 from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.files import read_json
@@ -39,28 +40,27 @@ UNLIMITED_CONTEXT = 1 << 20
 _slot_elements: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
 
-class SlotCache(TreeCache):
-    """A tree's cache that learns the shape of each layer in the first pass. Layers may lie on several devices."""
+class LearnedKeyValues(KeyValues):
+    """A store that learns the shape of each layer in the first pass. Layers may lie on several devices."""
 
-    def __init__(self, most: int) -> None:
-        super().__init__(0, 0, 0, most, torch.float32, torch.device("cpu"))
+    def __init__(self) -> None:
+        super().__init__(0, 0, 0, torch.float32, torch.device("cpu"))
 
     @property
     def elements(self) -> int:
         """The elements of keys and values per slot."""
         return sum(t.shape[0] * t.shape[2] for t in (*self._keys, *self._values))
 
-    def store(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    def store(
+        self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, seen: slice | Tensor
+    ) -> tuple[Tensor, Tensor]:
         while len(self._keys) <= layer:
             self._keys.append(k.new_empty(k.shape[1], self.capacity, k.shape[2]))
             self._values.append(v.new_empty(v.shape[1], self.capacity, v.shape[2]))
-        return super().store(layer, slots, k, v, length)
+        return super().store(layer, slots, k, v, seen)
 
 
-S = TypeVar("S", bound=SlotCache)
-
-
-class TransformersBackend(ABC, Generic[S]):
+class TransformersBackend(ABC):
     """A loaded model of transformers. It is not changed, and may be used otherwise between passes.
 
     Args:
@@ -88,11 +88,9 @@ class TransformersBackend(ABC, Generic[S]):
         self.precision = str(self.dtype).removeprefix("torch.")
         self.vocab_size: int = getattr(model.get_output_embeddings(), "out_features", config.vocab_size)
         self.context_length = _context_length(config)
+        self._store = LearnedKeyValues()
+        self._one_pass = Lock()  # the store may move when it grows
         self.slot_bytes = self._measure_slot() * self.dtype.itemsize
-
-    @abstractmethod
-    def new_cache(self, most: int) -> S:
-        """An empty cache that will never need more than ``most`` slots."""
 
     @abstractmethod
     def _obstacle(self, config: Any, layer_types: set[str]) -> str | None:
@@ -103,8 +101,12 @@ class TransformersBackend(ABC, Generic[S]):
         """
 
     @abstractmethod
-    def _run(self, segments: list[Segment[S]], keep: Tensor) -> Tensor:
-        """Logits [w, vocab] at the nodes to keep, int64 [w]."""
+    def _run(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
+        """Logits [w, vocab] at the nodes to keep, int64 [w].
+
+        Args:
+            views: what the nodes of each segment see.
+        """
 
     def _check(self, config: Any, layer_types: set[str]) -> None:
         model = self.model
@@ -117,25 +119,30 @@ class TransformersBackend(ABC, Generic[S]):
             raise SpecbeamError("the model is in training mode, where dropout makes it random: call model.eval() first")
 
     @torch.no_grad()  # inference_mode would leave tensors in the user's model that cannot be trained with
-    def forward(self, segments: list[Segment[S]]) -> Tensor:
+    def forward(self, segments: list[Segment]) -> Tensor:
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
-        return self._run(segments, torch.from_numpy(wanted).to(self.device)).float()
+        views = [seen_by(s) for s in segments]
+        with self._one_pass:
+            return self._run(segments, views, torch.from_numpy(wanted).to(self.device)).float()
+
+    def reserve(self, slots: int) -> None:
+        with self._one_pass:
+            self._store.reserve(slots)
 
     def _row(self, parts: list[NDArray[np.int64]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts))[None].to(self.device)
 
-    def _masks(self, segments: list[Segment[S]]) -> Tensor | dict[str, Tensor]:
+    def _masks(self, segments: list[Segment], views: list[Seen]) -> Tensor | dict[str, Tensor]:
         """The slots that the nodes see: one mask, or one per kind of layer if there are several kinds."""
-        shape = sum(len(s.tokens) for s in segments), sum(s.length for s in segments)
+        shape = sum(len(s.tokens) for s in segments), sum(len(seen.slots) for seen in views)
         full, near = np.zeros(shape, dtype=bool), np.zeros(shape, dtype=bool)
         row = column = 0
-        for s in segments:
-            block = slice(row, row + len(s.tokens)), slice(column, column + s.length)
-            full[block] = True if s.visible is None else s.visible
-            if self._window is not None:
-                where = s.cache.note_positions(s)
-                near[block] = full[block] & (s.positions[:, None] - where < self._window)
+        for s, seen in zip(segments, views, strict=True):
+            block = slice(row, row + len(s.tokens)), slice(column, column + len(seen.slots))
+            for mask, window in ((full, None), (near, self._window)):
+                visible = seen.near(s.positions, window)
+                mask[block] = True if visible is None else visible
             row, column = block[0].stop, block[1].stop
         if self._mixed:
             return {FULL: self._mask(full), SLIDING: self._mask(near)}
@@ -150,20 +157,21 @@ class TransformersBackend(ABC, Generic[S]):
     def _measure_slot(self) -> int:
         """The elements per slot, measured by a pass over one token: configurations do not give them. Once per model."""
         if self.model not in _slot_elements:
-            cache, zero = self._cache_to_measure(), np.zeros(1, dtype=np.int64)
-            cache.reserve(1)
+            zero = np.zeros(1, dtype=np.int64)
+            self.reserve(1)
             try:
-                self.forward([Segment(cache, zero, zero, zero, 1, None, zero)])
+                nothing = np.empty((1, 0), dtype=np.int64)
+                self.forward([Segment(zero, zero, zero, zero, nothing, zero, source=self._source_to_measure())])
             except Exception as error:  # the values of a configuration are first used here
                 name, reason = type(self.model).__name__, " ".join(str(error).split())
                 raise SpecbeamError(f"{name} cannot run with its configuration: {reason[:200]}") from error
-            if not cache.elements:
+            if not self._store.elements:
                 raise SpecbeamError(f"{type(self.model).__name__} keeps no keys and values of the tokens it has seen")
-            _slot_elements[self.model] = cache.elements
+            _slot_elements[self.model] = self._store.elements
         return _slot_elements[self.model]
 
-    def _cache_to_measure(self) -> S:
-        return self.new_cache(1)
+    def _source_to_measure(self) -> Any:
+        return None
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
@@ -176,11 +184,8 @@ class TransformersBackend(ABC, Generic[S]):
         return peak_memory(self.device)
 
 
-class CausalBackend(TransformersBackend[SlotCache]):
+class CausalBackend(TransformersBackend):
     """A loaded ``AutoModelForCausalLM``."""
-
-    def new_cache(self, most: int) -> SlotCache:
-        return SlotCache(most)
 
     def _obstacle(self, config: Any, layer_types: set[str]) -> str | None:
         model = self.model
@@ -195,12 +200,12 @@ class CausalBackend(TransformersBackend[SlotCache]):
             return "its attention does not follow the mask and the positions it is given"
         return None
 
-    def _run(self, segments: list[Segment[SlotCache]], keep: Tensor) -> Tensor:
+    def _run(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
         inputs: dict[str, Any] = {
             "input_ids": self._row([s.tokens for s in segments]),
             "position_ids": self._row([s.positions for s in segments]),
-            "attention_mask": self._masks(segments),
-            "past_key_values": PassCache(segments),
+            "attention_mask": self._masks(segments, views),
+            "past_key_values": PassCache(self._store, segments, views),
             "use_cache": True,
         }
         if "cache_position" in self._parameters:
@@ -211,30 +216,29 @@ class CausalBackend(TransformersBackend[SlotCache]):
 
 
 class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped
-    """The caches of a pass's trees as one cache of transformers: their slots below length, tree after tree."""
+    """What the trees of a pass see of the store, tree after tree, as a cache of transformers."""
 
-    def __init__(self, segments: Sequence[Segment[SlotCache]]) -> None:
+    def __init__(self, store: KeyValues, segments: Sequence[Segment], views: Sequence[Seen]) -> None:
         super().__init__(layers=[])
-        self._segments = segments
-        self._slots = [torch.from_numpy(s.slots) for s in segments]
+        self._store = store
+        self._slots = torch.from_numpy(np.concatenate([s.slots for s in segments]))
+        slots = np.concatenate([seen.slots for seen in views])
+        self._seen = index(slots, torch.device("cpu"))
+        self._length = len(slots) - len(self._slots)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values [1, kv_heads, nodes, head_dim], and return the keys and values of all slots."""
-        parts, row = [], 0
-        for s, slots in zip(self._segments, self._slots, strict=True):
-            rows = slice(row, row := row + len(slots))
-            k, v = (states[0, :, rows].transpose(0, 1) for states in (key_states, value_states))
-            parts.append(s.cache.store(layer_idx, slots.to(k.device), k, v, s.length))
-        if len(parts) == 1:
-            return parts[0][0][None], parts[0][1][None]
-        keys, values = zip(*parts, strict=True)
-        return torch.cat(keys, dim=1)[None], torch.cat(values, dim=1)[None]
+        device = key_states.device
+        seen = self._seen if isinstance(self._seen, slice) else self._seen.to(device)
+        k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        keys, values = self._store.store(layer_idx, self._slots.to(device), k, v, seen)
+        return keys[None], values[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Slots in use before this pass."""
-        return sum(s.length - len(s.tokens) for s in self._segments)
+        return self._length
 
 
 def load_model(path: Path, device: str, dtype: str, own: str, adapter: Adapter | None = None) -> Any:

@@ -97,7 +97,7 @@ class Chat:
                 f"{lm.source} has an encoder: it reads one text and no conversation. Use specbeam generate"
             )
         self.lm = lm
-        self.engine = Engine(lm, max_requests=1, max_kept_prefixes=1)
+        self.engine = Engine(lm, max_requests=1)
         self.options = options
         self.draft = draft
         self.system = system

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from specbeam.backends.contract import Backend
@@ -129,9 +129,9 @@ class SharedCost:
         return together / self._requests + max(0.0, expected(others + nodes) - together)
 
 
-_pass_times: WeakKeyDictionary[Backend[Any], PassTimes] = WeakKeyDictionary()
+_pass_times: WeakKeyDictionary[Backend, PassTimes] = WeakKeyDictionary()
 
 
-def pass_times(backend: Backend[Any]) -> PassTimes:
+def pass_times(backend: Backend) -> PassTimes:
     """The times of a backend's passes. They outlive an engine."""
     return _pass_times.setdefault(backend, PassTimes())

@@ -41,11 +41,11 @@ class Engine:
             suffice, the youngest request pauses: it gives up its slots and is read again later, to the same result. By
             default all engines of the process share a quarter of its memory, or four fifths of the GPU's free memory.
         max_waiting: the most requests that wait beside ``max_requests`` others. ``submit`` refuses further requests.
-        max_kept_prefixes: keep the caches of this many ended requests, with prompt and best text: one for each
-            conversation that goes on. A request whose prompt begins with at least half of a kept text takes its cache
-            over, and reads only the rest of its prompt. For the oldest of this many texts one common token is enough.
-            A cache that holds more slots than prompt and ``max_new_tokens`` need is not taken over. Kept caches are
-            dropped when requests need the memory.
+
+    A request begins with the longest beginning of its prompt that an earlier or a live request of the engine has read:
+    a system prompt, a conversation so far, a document that is asked about twice. It shares the keys and values of these
+    tokens, and no result changes (``Stats.reused_tokens``, ``Options.share_prefix``). Memory that no live request needs
+    keeps them. What was not used for the longest time goes first.
 
     A round is one pass of each draft model in use, and one of the target. Every live request advances in each pass of
     the model that it waits for, unless more than ``max_batch_tokens`` requests take turns. The target waits for drafts
@@ -56,8 +56,7 @@ class Engine:
     requests, and nobody calls ``step`` or ``run``.
 
     Raises:
-        SpecbeamError: lm is no loaded model, a limit is not at least 1, or ``max_kept_prefixes`` or ``max_waiting`` not
-            at least 0.
+        SpecbeamError: lm is no loaded model, a limit is not at least 1, or ``max_waiting`` not at least 0.
     """
 
     def __init__(
@@ -68,14 +67,12 @@ class Engine:
         max_batch_tokens: int = 512,
         max_cache_tokens: int | None = None,
         max_waiting: int | None = None,
-        max_kept_prefixes: int = 0,
     ) -> None:
         limits = {
             "max_requests": (max_requests, 1),
             "max_batch_tokens": (max_batch_tokens, 1),
             "max_cache_tokens": (max_cache_tokens, 1),
             "max_waiting": (max_waiting, 0),
-            "max_kept_prefixes": (max_kept_prefixes, 0),
         }
         for name, (value, least) in limits.items():
             if value is None and name in ("max_cache_tokens", "max_waiting"):
@@ -87,7 +84,7 @@ class Engine:
                 f"{type(lm).__name__} is no loaded model: give what specbeam.load returned, or specbeam.hf.wrap(model)"
             )
         self.lm = lm
-        self._memory = Memory(lm.backend, max_cache_tokens, max_kept_prefixes)
+        self._memory = Memory(lm.backend, max_cache_tokens)
         self._wakeups = Wakeups()
         self._scheduler = Scheduler(max_requests, max_batch_tokens, max_waiting, self._memory)
         self._thread = EngineThread(self._scheduler, self._wakeups)
@@ -176,7 +173,7 @@ class Engine:
             priority=priority,
             timeout=timeout,
             cancellations=self._scheduler.cancelled,
-            prefixes=self._memory.prefixes,
+            memory=self._memory,
             wakeups=self._wakeups,
         )
         self._memory.check(state)

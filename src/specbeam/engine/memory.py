@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from specbeam.backends.contract import Backend
-from specbeam.engine.prefixes import Prefixes
-from specbeam.engine.request_state import RequestState
+from specbeam.engine.store import EngineCache, store_of
 from specbeam.errors import SpecbeamError
+
+if TYPE_CHECKING:
+    from specbeam.engine.request_state import RequestState
 
 LOGITS_COPIES = 6
 """A strategy works on its logits in this many times their memory, the logits included."""
@@ -23,17 +25,17 @@ class Memory:
     Without a limit of its own, an engine shares the backend's memory for caches with all such engines of the process.
 
     Args:
-        max_cache_tokens, max_kept_prefixes: as for :class:`specbeam.Engine`.
+        max_cache_tokens: as for :class:`specbeam.Engine`.
 
     Attributes:
-        cache_bytes: the most that the caches of this engine may hold.
-        held: bytes that the caches of this engine's requests hold. Other engines read it from their threads.
-        prefixes: kept caches. They take only memory that no request needs.
+        cache_bytes: the most that the keys and values of this engine's requests may take.
+        source_bytes: bytes that encoders' outputs take.
     """
 
-    def __init__(self, backend: Backend[Any], max_cache_tokens: int | None, max_kept_prefixes: int) -> None:
-        self.held = 0
-        self.prefixes = Prefixes(max_kept_prefixes)
+    def __init__(self, backend: Backend, max_cache_tokens: int | None) -> None:
+        self.source_bytes = 0
+        self._target = EngineCache(store_of(backend))
+        self._caches = {backend: self._target}
         self._slot_bytes = backend.slot_bytes
         self._row_bytes = 4 * backend.vocab_size
         for_caches = backend.memory_for_caches()
@@ -60,20 +62,39 @@ class Memory:
         with _sharing_lock:
             return self.cache_bytes - sum(one.held for one in self._sharing if one is not self)
 
+    def cache_of(self, backend: Backend) -> EngineCache:
+        """What this engine holds of a backend's store."""
+        if backend not in self._caches:
+            self._caches[backend] = EngineCache(store_of(backend))
+        return self._caches[backend]
+
+    @property
+    def used_slots(self) -> int:
+        """Slots of the target that this engine's requests hold."""
+        return self._target.used
+
+    @property
+    def held(self) -> int:
+        """Bytes that this engine's requests hold. Other engines read it from their threads."""
+        slots = sum(cache.used * backend.slot_bytes for backend, cache in list(self._caches.items()))
+        return slots + self.source_bytes
+
     def drop_kept(self, room: int = 0) -> bool:
-        """Drop kept prefixes, of this engine first, until the others fit into this many bytes.
+        """Forget texts that no request holds, of this engine first, until the others fit into this many bytes.
 
         Returns:
-            Whether any was dropped.
+            Whether any was forgotten.
         """
-        stores = [self.prefixes]
+        sharing = [self]
         if self._sharing is not None:
             with _sharing_lock:
-                stores += [one.prefixes for one in self._sharing if one is not self]
+                sharing += [one for one in self._sharing if one is not self]
+        caches = [pair for one in sharing for pair in list(one._caches.items())]
         dropped = False
-        for store in stores:
-            while sum(one.bytes for one in stores) > max(room, 0) and store.drop_oldest():
-                dropped = True
+        for backend, cache in caches:
+            too_much = sum(cache.kept * backend.slot_bytes for backend, cache in caches) - max(room, 0)
+            if too_much > 0:
+                dropped |= cache.drop_kept(-(-too_much // backend.slot_bytes)) > 0
         return dropped
 
     def holds_logits(self, rows: list[int]) -> bool:

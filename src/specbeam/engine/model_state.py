@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
-from specbeam.backends.contract import Backend, EncodingBackend
-from specbeam.engine.prefixes import Prefix
+import numpy as np
+
+from specbeam.backends.contract import Backend, Segment
 from specbeam.engine.slots import Slots
+from specbeam.engine.store import EngineCache
 from specbeam.tree import Nodes, Tree
 
 
 class ModelState:
-    """The slots of a request's tree in the model's cache, and counts of the passes the request took part in.
+    """The slots of a request's tree in the model's store, and counts of the passes the request took part in.
 
     Args:
-        prompt_ids: the prompt's token ids. A model with an encoder keeps its output for them in the cache.
+        prompt_ids: the prompt's token ids. A model with an encoder reads them before the first pass.
         new_tokens: the most tokens per text.
         texts: the number of texts that grow at once.
         guesses: the most guesses per round.
         prompt_length: the prompt's length in tokens of this model, if these are others.
+        cache: what the engine holds of the model's store.
+        shares: whether the request begins with what others have read, and leaves what it reads.
 
     Attributes:
         most_rows: the most nodes whose logits are needed at once.
@@ -26,77 +30,98 @@ class ModelState:
         answered: passes that completed the logits of a wish of the strategy. Other passes read parts of a prompt.
         seconds: the request's share of the time of its passes, by its share of their nodes.
         nodes: nodes evaluated for the request.
+        source: what the encoder made of the prompt. None until it has read it.
     """
 
     def __init__(
         self,
-        backend: Backend[Any],
+        backend: Backend,
         tree: Tree,
         prompt_ids: list[int],
         new_tokens: int,
         texts: int,
         guesses: int,
         prompt_length: int = 0,
+        *,
+        cache: EngineCache,
+        shares: bool,
     ) -> None:
         self.backend = backend
         self.tree = tree
         self.most_rows = texts + guesses
         # Texts may share only the prompt. Guesses may last for two rounds.
-        others = max(len(prompt_ids), tree.prompt_length, prompt_length) + 2 * guesses
-        self._most_slots = others + new_tokens * texts
-        self._least_slots = others + new_tokens
+        self._least_slots = max(len(prompt_ids), tree.prompt_length, prompt_length) + 2 * guesses + new_tokens
         self.passes = self.answered = self.nodes = 0
         self.seconds = 0.0
-        self._source = None if backend.start_token_ids is None else prompt_ids
+        self.source: Any = None
+        self._encoded = None if backend.start_token_ids is None else prompt_ids
+        self._cache = cache
+        self._shares = shares and self._encoded is None  # after an encoder, equal tokens have other keys and values
         self._slots: Slots | None = None
-        self._peak_slots = self._reused_tokens = 0  # until the last close
+        self._peak_slots = 0  # until the last close
+        self._reused_tokens: int | None = None  # when it began; read again after a pause, it may find its own tokens
 
-    def open(self, kept: Prefix | None = None) -> None:
-        """Take a cache: a new one, or a kept one that may be taken. A model with an encoder reads the prompt now."""
-        kept = kept if kept is not None and self.may_take(kept) else None
-        slots = Slots(self.tree, self.backend, self._most_slots, kept)
-        if self._source is not None:
-            cast(EncodingBackend[Any], self.backend).encode(slots.cache, self._source)
-        self._slots = slots
-
-    def may_take(self, kept: Prefix) -> bool:
-        """Whether a kept cache is of this model, and holds no more than a text of full length needs.
-
-        All slots of the cache count as the request's own, free slots included. So it holds no more than the engine has
-        checked when the request was submitted.
-        """
-        return kept.backend is self.backend and kept.bytes <= self.least_bytes
+    def open(self) -> None:
+        """Begin to hold slots."""
+        self._slots = Slots(self.tree, self.backend, self._cache, self._shares)
 
     def close(self) -> None:
-        """Give up the cache."""
-        self._peak_slots, self._reused_tokens = self.peak_slots, self.reused_tokens
-        self._slots = None
+        """Give up the slots."""
+        self._peak_slots = self.peak_slots
+        if self._reused_tokens is None and self._slots is not None:
+            self._reused_tokens = self._slots.reused
+        self.source = None
+        slots, self._slots = self._slots, None
+        if slots is not None:
+            slots.close()
 
-    def prefix(self, node: int | None, pending: Nodes) -> Prefix:
-        """The evaluated beginning of the text down to a node, with the cache.
+    @property
+    def unread_source(self) -> list[int] | None:
+        """Token ids that the encoder has to read before the next pass, if there are any."""
+        return self._encoded if self.source is None else None
+
+    def segment(self, nodes: Nodes, wanted: Nodes, vocab: int | None) -> Segment:
+        """The request's part of a pass over these nodes."""
+        return self.slots.segment(nodes, wanted, vocab, self.source)
+
+    def evaluated(self, nodes: Nodes, pending: Nodes) -> None:
+        """A pass over these nodes went well. ``pending`` are the nodes that the strategy still waits for."""
+        self.passes += 1
+        self.nodes += len(nodes)
+        self.slots.leave(pending)
+
+    def leave_text(self, node: int | None, pending: Nodes) -> None:
+        """Leave the evaluated beginning of the text down to a node to other requests.
 
         Args:
             node: None for the longest text.
-            pending: nodes of a pass that has not ended.
+            pending: nodes that may have a slot, but were not evaluated.
         """
-        if node is None:
-            node = int(self.tree.kept[self.tree.depths(self.tree.kept).argmax()])
-        return self.slots.prefix(self.tree.path(node), pending)
+        if self._shares:
+            if node is None:
+                node = int(self.tree.kept[self.tree.depths(self.tree.kept).argmax()])
+            path = self.tree.path(node)
+            self.slots.leave_text(path[~np.isin(path, pending)])
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no node of it was in a pass, and it may begin with what others read."""
+        return self._slots is not None and self._slots.is_fresh
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a cache."""
+        """Whether it may hold slots."""
         return self._slots is not None
 
     @property
     def slots(self) -> Slots:
-        """Where the nodes lie, while there is a cache."""
+        """Where the nodes lie, while it is open."""
         assert self._slots is not None
         return self._slots
 
     @property
     def used_slots(self) -> int:
-        """Slots in use."""
+        """Slots in use, shared ones included."""
         return 0 if self._slots is None else self._slots.used
 
     @property
@@ -106,32 +131,32 @@ class ModelState:
 
     @property
     def reused_tokens(self) -> int:
-        """Tokens that an earlier request had evaluated."""
-        return max(self._reused_tokens, 0 if self._slots is None else self._slots.reused)
+        """Tokens that another request had evaluated."""
+        if self._reused_tokens is None:
+            return 0 if self._slots is None else self._slots.reused
+        return self._reused_tokens
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes that the cache holds. Slots that were given back stay in it until they are used again."""
-        return 0 if self._slots is None else self._bytes(self._slots.held)
+    def round_bytes(self) -> int:
+        """Bytes that it needs for one more round, beside the bytes that it holds."""
+        return max(0, self.tree.live + self.most_rows - self.used_slots) * self.backend.slot_bytes
 
     @property
-    def surplus_bytes(self) -> int:
-        """Bytes that the cache would not hold, had it not been taken over."""
-        return 0 if self._slots is None else self._slots.surplus * self.backend.slot_bytes
-
-    @property
-    def needed_bytes(self) -> int:
-        """Bytes that the cache needs for one more round."""
-        return max(self.held_bytes, self._bytes(self.tree.live + self.most_rows))
+    def source_bytes(self) -> int:
+        """Bytes that the encoder's output takes. A token of it takes as much as a slot, roughly."""
+        return len(self._encoded or ()) * self.backend.slot_bytes
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that the cache needs for one text of full length."""
+        """Bytes that it needs for one text of full length."""
         return self._least_slots * self.backend.slot_bytes
 
-    def growth_bytes(self, nodes: Nodes) -> int:
-        """Bytes by which a pass over these nodes makes the cache grow."""
-        return self.slots.growth(nodes) * self.backend.slot_bytes
+    def found_bytes(self) -> int:
+        """Bytes of slots that other requests hold now, and that it would share."""
+        if self._slots is not None or not self._shares:
+            return 0
+        return self._cache.shared(self.tree.tokens(self.tree.trunk[:-1])) * self.backend.slot_bytes
 
-    def _bytes(self, slots: int) -> int:
-        return (slots + len(self._source or ())) * self.backend.slot_bytes
+    def growth_bytes(self, nodes: Nodes) -> int:
+        """Bytes of new slots that a pass over these nodes takes."""
+        return self.slots.growth(nodes) * self.backend.slot_bytes

@@ -6,14 +6,16 @@ import time
 from contextlib import nullcontext
 from functools import cache
 from itertools import accumulate, islice, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
+from specbeam.backends.contract import EncodingBackend
 from specbeam.engine.costs import pass_times
 from specbeam.engine.failures import forget_frames, is_out_of_memory
+from specbeam.engine.model_state import ModelState
 from specbeam.engine.scheduler import Batch, Scheduler
 from specbeam.selection import Answer
 
@@ -22,7 +24,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     """Evaluate a batch in one pass, and let each request go on with its logits.
 
     If the pass fails, its halves are tried. A request that fails alone is ended. If there is no memory for it while
-    others are live, the youngest is paused instead. Before that, kept prefixes are dropped.
+    others are live, the youngest is paused instead. Before that, kept texts are forgotten.
 
     Args:
         scheduler: learns which batches are too large.
@@ -60,9 +62,11 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
 
 def _forward(batch: Batch) -> tuple[Tensor, list[slice], list[list[Answer]]]:
     """The logits of a pass, and for each request its rows of them, and the answers to its wishes about them."""
-    segments = [request.segment(nodes) for request, nodes in batch]
     backend = batch[0][0].backend
     start = time.perf_counter()
+    if unread := [state for request, _ in batch for state in request.unread_sources]:
+        _encode(cast(EncodingBackend, backend), unread)
+    segments = [request.segment(nodes) for request, nodes in batch]
     logits = backend.forward(segments)
     parts = [slice(*ends) for ends in pairwise(accumulate((len(s.wanted) for s in segments), initial=0))]
     wishes = [request.wishes(nodes) for request, nodes in batch]
@@ -76,6 +80,13 @@ def _forward(batch: Batch) -> tuple[Tensor, list[slice], list[list[Answer]]]:
     for (request, nodes), own in zip(batch, ahead, strict=True):
         request.spend(seconds * len(nodes) / together, sum(ahead) - own, len(batch))
     return logits, parts, [[*islice(answers, len(some))] for some in wishes]
+
+
+def _encode(backend: EncodingBackend, states: list[ModelState]) -> None:
+    """Let the encoder read the prompts of several requests."""
+    sources = backend.encode([state.unread_source or [] for state in states])
+    for state, source in zip(states, sources, strict=True):
+        state.source = source
 
 
 def _one_thread() -> Any:

@@ -1,104 +1,163 @@
-"""Prefixes kept between requests: caches of ended requests, for requests whose prompts begin alike."""
+"""Texts that were read lately, and the slots where their keys and values lie: a radix tree over token ids."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import count
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.backends.contract import Backend, Cache
+Ints = NDArray[np.int64]
+NO_SLOTS: Ints = np.empty(0, dtype=np.int64)
+MIN_TOKENS_DROPPED = 64
+"""Drop at least this many tokens of a text at once."""
 
-MIN_COMMON_SHARE = 0.5
-"""A cache is taken over if at least this share of its text is common. Prompts of one chat template all begin alike."""
 
-
-@dataclass(frozen=True, eq=False)
-class Prefix:
-    """A text whose keys and values lie in a cache.
+@dataclass(eq=False, slots=True)
+class Stretch:
+    """Some tokens that follow one another, and what follows them.
 
     Attributes:
-        backend: the backend of the cache.
-        tokens: the text's token ids, int64 [n].
-        slots: where the tokens' keys and values lie, int64 [n].
-        held: the number of slots that the cache holds. The others hold nothing of use.
+        tokens, slots: int64 [n].
+        above: the stretch before. None for the root, which is empty.
+        below: what follows, by its first token.
+        last_used: the larger, the later.
     """
 
-    backend: Backend[Any]
-    cache: Cache
-    tokens: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    held: int
-
-    def common(self, tokens: NDArray[np.int64]) -> int:
-        """How many of the first tokens are the same. Texts are compared by token ids, int64 [n]."""
-        shorter = min(len(self.tokens), len(tokens))
-        different = np.flatnonzero(self.tokens[:shorter] != tokens[:shorter])
-        return int(different[0]) if len(different) else shorter
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that the cache holds."""
-        return self.held * self.backend.slot_bytes
+    tokens: Ints
+    slots: Ints
+    above: Stretch | None
+    below: dict[int, Stretch] = field(default_factory=dict)
+    last_used: int = 0
 
 
 class Prefixes:
-    """The caches of the engine's last requests. A request whose prompt goes on with one of their texts takes it over.
+    """The texts. They share their common beginnings (radix attention: Zheng et al. 2024, SGLang, section 3)."""
 
-    The rest of the cache's text is lost then. So a request that shares only the beginning of a text leaves it to
-    others: several conversations can take turns. The oldest of ``most`` texts goes in any case when a request ends.
-
-    The engine keeps and takes them in one thread. Engines that are short of memory may drop them from other threads:
-    each statement that changes ``_kept`` is one operation of a dictionary.
-
-    Args:
-        most: keep the caches of at most this many requests.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._kept: dict[int, list[Prefix]] = {}  # in the order of keeping. The target's prefix comes first.
+    def __init__(self) -> None:
+        self._root = Stretch(NO_SLOTS, NO_SLOTS, None)
+        self._clock = count(1)
+        self._oldest: list[tuple[int, int, Stretch]] = []  # a heap with each leaf. Some entries are out of date.
         self._numbers = count()
 
-    def keep(self, prefixes: list[Prefix]) -> None:
-        """Keep the prefixes of a request that has ended, of the target first. The oldest make room for them."""
-        if self.most and len(prefixes[0].tokens):
-            while len(self._kept) >= self.most and self.drop_oldest():
-                pass
-            self._kept[next(self._numbers)] = prefixes
-
-    def take(self, prompt: Sequence[int], fits: Callable[[Prefix], bool]) -> list[Prefix]:
-        """Hand out the prefixes whose text on the target shares most with the prompt.
+    def find(self, tokens: Ints, is_used: bool = True) -> Ints:
+        """The slots of the longest beginning of a text that is here, int64 [m].
 
         Args:
-            prompt: token ids. The last one is evaluated in any case, for its logits.
-            fits: whether a request may hold the cache of a prefix on the target.
-
-        Returns:
-            The prefixes of one request, of the target first. None without a common token, and none if too little is
-            common (:data:`MIN_COMMON_SHARE`), except of the oldest of ``most`` texts.
+            tokens: int64 [n].
+            is_used: whether it is used now. Then it is dropped later than others.
         """
-        tokens = np.asarray(prompt[:-1], dtype=np.int64)
-        kept = list(self._kept.items())
-        is_full = len(kept) >= self.most
-        common: dict[int, int] = {}
-        for place, (number, (prefix, *_)) in enumerate(kept):
-            shared = prefix.common(tokens)
-            goes_anyway = is_full and place == 0
-            if shared and fits(prefix) and (goes_anyway or shared >= MIN_COMMON_SHARE * len(prefix.tokens)):
-                common[number] = shared
-        longest = max(common, key=lambda number: common[number], default=None)
-        return [] if longest is None else self._kept.pop(longest, [])
+        path, (stretch, common) = self._walk(tokens)
+        if is_used:
+            self._use([*path, stretch])
+        parts = [one.slots for one in path] + [stretch.slots[:common]]
+        return np.concatenate(parts)
 
-    @property
-    def bytes(self) -> int:
-        """Bytes that the kept caches hold."""
-        return sum(prefix.bytes for prefixes in list(self._kept.values()) for prefix in prefixes)
+    def add(self, tokens: Ints, slots: Ints) -> Ints:
+        """Keep a text. Slots of a beginning that is here already are left out.
 
-    def drop_oldest(self) -> bool:
-        """Free the caches that were kept first. Returns whether there were any."""
-        oldest = next(iter(list(self._kept)), None)
-        return oldest is not None and bool(self._kept.pop(oldest, True))
+        Args:
+            tokens, slots: int64 [n]. A negative slot holds nothing: there the text ends, unless it is here already.
+
+        Returns: the slots that were added.
+        """
+        path, (stretch, common) = self._walk(tokens)
+        known = sum(len(one.tokens) for one in path) + common
+        rest = slots[known:]
+        if len(rest) and rest.min() < 0:
+            rest = rest[: int((rest < 0).argmax())]
+        if len(rest):
+            if common < len(stretch.tokens):
+                stretch = self._split(stretch, common)
+            leaf = Stretch(tokens[known : known + len(rest)].copy(), rest.copy(), stretch)
+            stretch.below[int(leaf.tokens[0])] = leaf
+            path = [*path, stretch]
+            stretch = leaf
+            self._push(leaf)
+        self._use([*path, stretch])
+        return rest
+
+    def drop(self, least: int, references: NDArray[np.int32]) -> Iterator[Ints]:
+        """Drop the texts that were not used for the longest time, from their ends on, until enough slots are free.
+
+        Args:
+            least: how many slots to free.
+            references: by slot, how many trees hold it. Stretches that a tree holds stay.
+
+        Yields: slots that no tree holds, int64 [n].
+        """
+        held: list[Stretch] = []
+        freed = 0
+        while freed < least and self._oldest:
+            last_used, _, leaf = heappop(self._oldest)
+            if leaf.above is None or leaf.below:  # dropped, or no leaf any more
+                continue
+            if leaf.last_used > last_used:
+                self._push(leaf)
+                continue
+            pinned = int(np.flatnonzero(references[leaf.slots]).max(initial=-1)) + 1
+            kept = max(pinned, len(leaf.slots) - max(least - freed, MIN_TOKENS_DROPPED))
+            if not kept:
+                above, leaf.above = leaf.above, None
+                del above.below[int(leaf.tokens[0])]
+                if not above.below:
+                    self._push(above)
+            gone, leaf.slots, leaf.tokens = leaf.slots[kept:], leaf.slots[:kept], leaf.tokens[:kept]
+            if kept:
+                held.append(leaf)
+            if len(gone):
+                freed += len(gone)
+                yield gone
+        for leaf in held:
+            self._push(leaf)
+
+    def slots(self) -> Ints:
+        """The slots of all texts, int64 [n]."""
+        found, waiting = [NO_SLOTS], [self._root]
+        while waiting:
+            stretch = waiting.pop()
+            found.append(stretch.slots)
+            waiting += stretch.below.values()
+        return np.concatenate(found)
+
+    def _walk(self, tokens: Ints) -> tuple[list[Stretch], tuple[Stretch, int]]:
+        """The stretches that a text goes through, the last one of them with the number of its tokens in common."""
+        path: list[Stretch] = []
+        stretch, common, at = self._root, 0, 0
+        while common == len(stretch.tokens) and at < len(tokens):
+            below = stretch.below.get(int(tokens[at]))
+            if below is None:
+                break
+            path.append(stretch)
+            stretch, common = below, common_length(below.tokens, tokens[at:])
+            at += common
+        return path, (stretch, common)
+
+    def _split(self, stretch: Stretch, length: int) -> Stretch:
+        """Cut a stretch in two, and return the first part."""
+        above = stretch.above
+        assert above is not None
+        first = Stretch(stretch.tokens[:length], stretch.slots[:length], above, last_used=stretch.last_used)
+        stretch.tokens, stretch.slots, stretch.above = stretch.tokens[length:], stretch.slots[length:], first
+        first.below[int(stretch.tokens[0])] = stretch
+        above.below[int(first.tokens[0])] = first
+        return first
+
+    def _use(self, path: list[Stretch]) -> None:
+        now = next(self._clock)
+        for stretch in path:
+            stretch.last_used = now
+
+    def _push(self, leaf: Stretch) -> None:
+        if leaf.above is not None:
+            heappush(self._oldest, (leaf.last_used, next(self._numbers), leaf))
+
+
+def common_length(some: Ints, others: Ints) -> int:
+    """How many of the first numbers are the same."""
+    shorter = min(len(some), len(others))
+    different = np.flatnonzero(some[:shorter] != others[:shorter])
+    return int(different[0]) if len(different) else shorter

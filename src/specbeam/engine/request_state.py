@@ -7,8 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,7 +22,6 @@ from specbeam.engine.drafters import Draft, make_drafter
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
-from specbeam.engine.prefixes import Prefixes
 from specbeam.engine.request import Request
 from specbeam.engine.setup import make_setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy
@@ -33,6 +31,9 @@ from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.selection import Answer, Wish, select
 from specbeam.tree import NO_NODES, Nodes
+
+if TYPE_CHECKING:
+    from specbeam.engine.memory import Memory
 
 
 class RequestState:
@@ -60,7 +61,7 @@ class RequestState:
         priority: int = 0,
         timeout: float | None = None,
         cancellations: deque[RequestState],
-        prefixes: Prefixes,
+        memory: Memory,
         wakeups: Wakeups,
     ) -> None:
         self.number = self.overtaken = self.last_turn = 0
@@ -78,11 +79,15 @@ class RequestState:
         self._drafter = None if draft is None else make_drafter(setup, lm, draft, len(prompt_ids), *costs)
         pace = None if self._drafter is None else self._drafter.pace
         size = prompt_ids, setup.stop.max_length - setup.tree.prompt_length, setup.options.num_texts
-        self._target = ModelState(lm.backend, setup.tree, *size, guesses=0 if pace is None else pace.most_guesses)
+        shares = setup.options.share_prefix
+        guesses = 0 if pace is None else pace.most_guesses
+        cache = memory.cache_of(lm.backend)
+        self._target = ModelState(lm.backend, setup.tree, *size, guesses, cache=cache, shares=shares)
         self._draft: ModelState | None = None
         if isinstance(draft, LanguageModel) and self._drafter is not None and pace is not None:
             length = self._drafter.prompt_length if isinstance(self._drafter, RetokenizingDrafter) else len(prompt_ids)
-            self._draft = ModelState(draft.backend, self._drafter.tree, *size, pace.most_drafted, length)
+            tree, cache = self._drafter.tree, memory.cache_of(draft.backend)
+            self._draft = ModelState(draft.backend, tree, *size, pace.most_drafted, length, cache=cache, shares=shares)
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
         self._make_strategy = strategy or make_strategy
         self._strategy: Strategy | None = None
@@ -90,7 +95,6 @@ class RequestState:
         self._asked = NO_NODES  # the same ones in ascending order, as their rows of logits come
         self._wish: Wish | None = None  # what it asked; None for the logits
         self._received: list[Tensor] = []
-        self._prefixes = prefixes  # the engine's kept caches
         self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
 
     @property
@@ -100,26 +104,25 @@ class RequestState:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that its caches need for one text of full length."""
-        return sum(state.least_bytes for state in self._states)
+        """Bytes that it needs for one text of full length."""
+        return sum(state.least_bytes + state.source_bytes for state in self._states)
 
     @property
-    def needed_bytes(self) -> int:
-        """Bytes that its caches need for one more round."""
-        return sum(state.needed_bytes for state in self._states)
+    def round_bytes(self) -> int:
+        """Bytes that it needs for one more round, beside the bytes that it holds."""
+        return sum(state.round_bytes for state in self._states)
 
     @property
-    def held_bytes(self) -> int:
-        """Bytes that its caches hold."""
-        return sum(state.held_bytes for state in self._states)
+    def source_bytes(self) -> int:
+        """Bytes that encoders' outputs take."""
+        return sum(state.source_bytes for state in self._states)
 
-    @property
-    def surplus_bytes(self) -> int:
-        """Bytes that its caches would not hold, had they not been taken over. Zero after a pause."""
-        return sum(state.surplus_bytes for state in self._states)
+    def found_bytes(self) -> int:
+        """Bytes of slots that live requests hold, and that it would share if it began now."""
+        return sum(state.found_bytes() for state in self._states)
 
     def growth_bytes(self, nodes: Nodes) -> int:
-        """Bytes by which a pass over some of its pending nodes makes a cache grow."""
+        """Bytes of new slots that a pass over some of its pending nodes takes."""
         return self._state.growth_bytes(nodes)
 
     @property
@@ -133,7 +136,7 @@ class RequestState:
         return self.request.done
 
     @property
-    def backend(self) -> Backend[Any]:
+    def backend(self) -> Backend:
         """The backend that is to evaluate the pending nodes."""
         return self._state.backend
 
@@ -145,15 +148,13 @@ class RequestState:
         return self._target
 
     def open(self) -> None:
-        """Take caches, and begin the strategy or, after a pause, evaluate again the nodes that it needs."""
+        """Begin the strategy or, after a pause, evaluate again the nodes that it needs."""
         if all(state.is_open for state in self._states):
             return
         with self._failing_alone():
-            begins = self._strategy is None
-            kept = self._prefixes.take(self.request.prompt_ids, self._target.may_take) if begins else []
-            for state, prefix in zip_longest(self._states, kept[: len(self._states)]):
-                state.open(prefix)
-            if begins:
+            for state in self._states:
+                state.open()
+            if self._strategy is None:
                 self._strategy = self._make_strategy(self._setup, self._drafter)
                 self._advance(None)
             else:
@@ -161,9 +162,37 @@ class RequestState:
                 self.pending = self._state.slots.missing(self._wanted)
 
     def pause(self) -> None:
-        """Give up the caches until :meth:`open`."""
+        """Give up all slots until :meth:`open`."""
         for state in self._states:
             state.close()
+
+    def waits_for(self, others: list[RequestState]) -> bool:
+        """Whether another live request is about to read the same tokens, so that this one should wait for them.
+
+        Args:
+            others: requests that began before this one.
+        """
+        with self._failing_alone():
+            trees = [state.slots for one in others for state in one.open_states if state.backend is self.backend]
+            if self._state.slots.waits(trees):
+                return True
+            self.pending = self._state.slots.missing(self._wanted)
+        return False
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the model that it needs next has not read any of its tokens, and another request might."""
+        return self._state.is_fresh
+
+    @property
+    def open_states(self) -> list[ModelState]:
+        """Its states on the models, as far as they may hold slots."""
+        return [state for state in self._states if state.is_open]
+
+    @property
+    def unread_sources(self) -> list[ModelState]:
+        """The state that takes part in the next pass, if its encoder has not read the prompt yet."""
+        return [] if self._state.unread_source is None else [self._state]
 
     def end_early(self, finish_reason: str) -> None:
         """Make the text so far the result, unless the request is done."""
@@ -183,12 +212,12 @@ class RequestState:
             self._release()
             self._is_torn = False
 
-    def segment(self, nodes: Nodes) -> Segment[Any]:
+    def segment(self, nodes: Nodes) -> Segment:
         """The request's part of a pass over some of its pending nodes."""
         first, end = self._asked.searchsorted((nodes[0], nodes[-1] + 1))
         wanted = nodes.searchsorted(self._asked[first:end])
         with self._tearing():
-            return self._state.slots.segment(nodes, wanted, None if self._wish is None else self._wish.vocab)
+            return self._state.segment(nodes, wanted, None if self._wish is None else self._wish.vocab)
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
         """Take in its latest pass.
@@ -221,9 +250,8 @@ class RequestState:
         """
         with self._failing_alone():
             state = self._state
-            state.passes += 1
-            state.nodes += len(nodes)
             self.pending = self.pending[len(nodes) :]
+            state.evaluated(nodes, self.pending)
             if len(self.pending):
                 if rows.start < rows.stop:  # a view would keep the logits of the whole pass
                     self._received.append(logits[rows].clone())
@@ -314,22 +342,14 @@ class RequestState:
 
     def _finish(self, hypotheses: list[Hypothesis]) -> None:
         self._output.finish(hypotheses, self._target, self._draft, drafted=self._drafter is not None)
-        self._keep_prefixes(hypotheses[0].node)
+        self._leave_text(hypotheses[0].node)
         self._release()
 
-    def _keep_prefixes(self, node: int) -> None:
-        """Leave the keys and values of the best text to requests that begin with it."""
-        is_open = all(state.is_open for state in self._states)
-        if self._prefixes.most and is_open and self._lm.backend.start_token_ids is None:
-            self._prefixes.keep(
-                [
-                    state.prefix(
-                        node if state.tree is self._setup.tree else None,
-                        self.pending if state is self._state else NO_NODES,
-                    )
-                    for state in self._states
-                ]
-            )
+    def _leave_text(self, node: int) -> None:
+        """Leave the best text to requests that begin with it."""
+        for state in self.open_states:
+            end = node if state.tree is self._setup.tree else None
+            state.leave_text(end, self.pending if state is self._state else NO_NODES)
 
     def _release(self) -> None:
         """Let go of all memory but the result."""

@@ -26,7 +26,7 @@ PASSES_BEFORE_LARGER = 64
 
 
 class Scheduler:
-    """Admits requests, divides passes among them, and keeps their caches within memory.
+    """Admits requests, divides passes among them, and keeps their slots within memory.
 
     Every live request advances: it gets nodes in each pass of the model that it waits for. Only if more requests wait
     for a model than ``max_batch_tokens``, they take turns: one node in ``ceil(waiting / max_batch_tokens)`` passes.
@@ -89,8 +89,8 @@ class Scheduler:
 
     @property
     def used_slots(self) -> int:
-        """Slots in use by live requests."""
-        return sum(request.used_slots for request in list(self._live))  # a copy: any thread may ask
+        """Slots of the target in use by live requests. Slots that they share count once."""
+        return self.memory.used_slots
 
     def take_new(self) -> None:
         """Give the requests that were submitted since the last round their places in the queue."""
@@ -134,14 +134,16 @@ class Scheduler:
         if done or not live:
             self._is_full = False
         self._live = live
-        self.memory.held = self._held_bytes
+        self._count_sources()
 
     def admit(self) -> None:
         """Start waiting requests while there is room. While the first does not fit, a few smaller ones may overtake."""
         self.drop_done()
         for live in self._live:  # an interrupt may have come before it was opened
             live.open()
-        needed = sum(one.needed_bytes for one in self._live)
+        if self._is_full or not self._queue:
+            return
+        needed = self.memory.held + sum(one.round_bytes for one in self._live)
         rows = [one.most_rows for one in self._live]
         place = 0
         while not self._is_full and len(self._live) < self.max_requests:
@@ -151,6 +153,7 @@ class Scheduler:
             if request.done or request in self._live:  # ended early; or an interrupt came after the next statement
                 self._queue.remove(request)
             elif self._fits(request, needed, rows):
+                needed += request.round_bytes + request.source_bytes
                 rows.append(request.most_rows)
                 self._turns += 1
                 request.last_turn = self._turns  # behind the requests that are live already
@@ -159,11 +162,11 @@ class Scheduler:
                 self._live[request] = None
                 self._queue.start(request)
                 request.open()
-                needed += request.needed_bytes  # a cache that it has taken over counts in full
             elif max(place, request.overtaken) < MAX_OVERTAKING_REQUESTS:
                 place += 1
             else:
                 break
+        self._count_sources()
 
     def _fits(self, request: RequestState, needed: int, rows: list[int]) -> bool:
         """Whether there is memory for a round of the live requests and this one. A request alone always tries.
@@ -171,9 +174,12 @@ class Scheduler:
         Args:
             needed, rows: bytes and rows of logits that the live requests need.
         """
-        return not rows or (
-            needed + request.needed_bytes <= self.memory.room and self.memory.holds_logits([*rows, request.most_rows])
-        )
+        if not rows:
+            return True
+        if not self.memory.holds_logits([*rows, request.most_rows]):
+            return False
+        lacking = needed + request.round_bytes + request.source_bytes - self.memory.room
+        return lacking <= 0 or lacking <= request.found_bytes()
 
     def gather(self) -> list[Batch]:
         """The passes of the next round: of each draft model, then of the target.
@@ -181,8 +187,10 @@ class Scheduler:
         The target waits for drafts, so that one pass serves all.
         """
         by_model: defaultdict[tuple[bool, int], list[RequestState]] = defaultdict(list)
-        for request in self._live:
-            if not request.done:
+        live = list(self._live)
+        for place, request in enumerate(live):
+            waits = not request.done and request.is_fresh and request.waits_for(live[:place])
+            if not (request.done or waits):
                 by_model[not request.drafting, id(request.backend)].append(request)
         batches: list[Batch] = []
         for (for_target, _), requests in sorted(by_model.items()):
@@ -220,19 +228,18 @@ class Scheduler:
             request.last_turn = self._turns
         return [(request, request.pending[:count]) for request, count in zip(requests, taken, strict=True) if count]
 
-    @property
-    def _held_bytes(self) -> int:
-        return sum(request.held_bytes for request in self._live)
+    def _count_sources(self) -> None:
+        self.memory.source_bytes = sum(request.source_bytes for request in self._live)
 
     def _make_room(self, batches: list[Batch]) -> list[Batch]:
-        """Drop kept prefixes, then pause the youngest requests, while the caches would outgrow the memory.
+        """Forget kept texts, then pause the youngest requests, while slots would outgrow the memory.
 
         Paused requests are left out of the passes.
         """
         while True:
             growth = sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
             room = self.memory.room if len(self._live) > 1 else self.memory.cache_bytes
-            room -= self._held_bytes + growth
+            room -= self.memory.held + growth
             self.memory.drop_kept(room)
             if room >= 0:
                 return [batch for batch in batches if batch]
@@ -243,26 +250,25 @@ class Scheduler:
             batches = [self.still_live(batch) for batch in batches]
 
     def find_memory(self) -> bool:
-        """A pass found no memory: drop kept prefixes, or pause the youngest request. Returns whether it could."""
+        """A pass found no memory: forget kept texts, or pause the youngest request. Returns whether it could."""
         return self.memory.drop_kept() or self.pause_youngest()
 
     def pause_youngest(self) -> bool:
         """Take the keys and values of the youngest request. It goes on once another has ended.
 
         Its nodes are evaluated again then, with the same results. It waits at its old place. So the oldest request is
-        never paused beside others, and ends. A request alone is paused only if it took over a cache that is too large.
-        Then it goes on at once, with a cache of its own.
+        never paused, and ends.
 
         Returns:
-            Whether a request was paused.
+            Whether a request was paused: there must be another.
         """
         self._is_full = len(self._live) > 1
-        youngest = max(self._live, key=lambda one: one.number)
-        if can_pause := self._is_full or youngest.surplus_bytes > 0:
+        if self._is_full:
+            youngest = max(self._live, key=lambda one: one.number)
             youngest.pause()
             self._queue.put_back(youngest)
             del self._live[youngest]
-        return can_pause
+        return self._is_full
 
     def still_live(self, batch: Batch) -> Batch:
         """A batch without the requests that were paused."""

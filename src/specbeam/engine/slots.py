@@ -1,153 +1,280 @@
-"""Where the nodes of one token tree lie in one backend's cache."""
+"""Where the nodes of one token tree lie in a backend's store."""
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.contract import Backend, Segment
-from specbeam.engine.prefixes import Prefix
+from specbeam.engine.prefixes import common_length
+from specbeam.engine.runs import BLOCK_SLOTS
+from specbeam.engine.store import EngineCache, store_of, whole_change
 from specbeam.tree import Nodes, Tree
 
 NOWHERE = -1
+MIN_TOKENS_WAITED_FOR = 64
+"""Wait for a tree that reads the same tokens, if they are at least this many. To wait takes a pass or more."""
+MAX_LENT_SLOTS = 2 * BLOCK_SLOTS
+"""A tree gives back slots of dropped nodes when it has more than this many to reuse."""
 
 
 class Slots:
-    """The slots of one tree's nodes. A node gets the lowest free slot when it is evaluated, and loses it when dropped.
+    """The slots of one tree's nodes. A node gets a slot when it is evaluated, and loses it when it is dropped.
+
+    Segments hold only while this object lives. After that its slots are free.
 
     Args:
-        most: the most slots that will ever be needed.
-        kept: a text in a cache to go on with. Nodes whose text it begins with lie in their slots from the start.
+        cache: what the engine holds. None for a tree without an engine.
+        shares: whether the tree begins with what the engine has read before, and leaves what it reads.
 
     Attributes:
-        length: all slots in use are below this number.
+        used: nodes that have a slot.
         peak: the most slots that were in use at once.
-        reused: how many nodes were in the cache from the start.
+        reused: how many nodes had a slot from the start.
+        lent: slots that only this tree may use, the next one last.
+        begin: the tokens down to the first node that was asked for, int64 [n]. None before that.
+        left: how many of its first tokens the tree has left to others.
+        is_closed: the tree has given back its slots.
     """
 
-    def __init__(self, tree: Tree, backend: Backend[Any], most: int, kept: Prefix | None = None) -> None:
+    def __init__(self, tree: Tree, backend: Backend, cache: EngineCache | None = None, shares: bool = False) -> None:
         self.tree = tree
         self.backend = backend
-        self.cache = backend.new_cache(most) if kept is None else kept.cache
-        self.cache.most = most
-        self.length = 0
-        self.peak = 0
-        self.reused = 0
-        self._kept = kept  # until the first nodes are asked for
-        self._held_before = 0 if kept is None else kept.held
+        self.cache = cache or EngineCache(store_of(backend))
+        self.store = self.cache.store
+        self.shares = shares
+        self.used = self.peak = self.reused = 0
+        self.lent: list[int] = []
+        self.begin: NDArray[np.int64] | None = None
+        self.left = 0
+        self.is_closed = False
+        self._first = NOWHERE
+        self._has_begun = False
+        self._ahead: tuple[Slots, int] | None = None
         self._slot = np.full(len(tree), NOWHERE, dtype=np.int64)  # by node
-        self._free: list[int] = []  # a heap of slots below length
+        self._trunk = np.empty(len(tree) + 64, dtype=np.int64)  # slots by position
+        self._placed = 0  # nodes of the trunk that have slots and are in _trunk
+        self.store.join(self)
+
+    @property
+    def held(self) -> NDArray[np.int64]:
+        """The slots of all nodes, int64 [n]."""
+        return self._slot[self._slot != NOWHERE]
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether no node was in a pass yet, and the tree may begin with what others read."""
+        return self.shares and not self._has_begun and self.begin is not None
 
     def missing(self, nodes: Any) -> Nodes:
         """These nodes, and their ancestors that were never evaluated, ancestors first."""
+        nodes = np.asarray(nodes, dtype=np.int64)
         self._follow_tree()
-        found = [climbing := np.unique(np.asarray(nodes, dtype=np.int64))]
-        if self._kept is not None:
-            self._take_over(self._kept, int(climbing[0]))
-        trunk = self.tree.trunk
+        if self._is_next(nodes):
+            return nodes
+        tree = self.tree
+        found = [climbing := np.unique(nodes)]
+        if self.begin is None:
+            self._begin(int(climbing[0]))
+        trunk = tree.trunk
         while True:
-            climbing = np.unique(self.tree.parents(climbing[self.tree.depths(climbing) >= len(trunk)]))
+            climbing = np.unique(tree.parents(climbing[tree.depths(climbing) >= len(trunk)]))
             climbing = climbing[self._slot[climbing] == NOWHERE]
             if not len(climbing):
                 break
             found.append(climbing)
-        deepest = self.tree.depths(np.concatenate(found)).max()
-        found.append(trunk[: deepest + 1][self._slot[trunk[: deepest + 1]] == NOWHERE])
+        deepest = tree.depths(np.concatenate(found)).max()
+        rest = trunk[self._placed : deepest + 1]
+        found.append(rest[self._slot[rest] == NOWHERE])
         return np.unique(np.concatenate(found))
 
-    def segment(self, nodes: Nodes, wanted: NDArray[np.int64], vocab: int | None = None) -> Segment[Any]:
-        """The part of a pass that evaluates these nodes. Their ancestors lie in the cache or are among them."""
-        self._place(nodes)
-        depths = self.tree.depths(nodes)
-        tokens = self.tree.tokens(nodes)
+    def segment(self, nodes: Nodes, wanted: NDArray[np.int64], vocab: int | None = None, source: Any = None) -> Segment:
+        """The part of a pass that evaluates these nodes. Their ancestors have slots or are among them."""
+        self._follow_tree()
+        tree = self.tree
+        is_next, before = self._is_next(nodes), self._placed
+        placed = self._place_next(nodes) if is_next else self._place(nodes)
+        try:
+            self.store.reserve(self.backend)
+        except Exception:  # at the next try, lower slots may be free
+            self._placed = before
+            self._release(placed)
+            raise
+        tokens, positions = tree.tokens(nodes), tree.depths(nodes)
         # A draft model may lack some of the target's tokens. Any other token will do, because its guesses are checked.
-        tokens = np.where(tokens < self.backend.vocab_size, tokens, 0)
-        # With itself, a node has depth + 1 ancestors. If no other slot is in use, all slots are visible to it.
-        alone = len(nodes) == 1 and depths[0] + 1 == self.length
-        return Segment(
-            cache=self.cache,
-            tokens=tokens,
-            positions=depths,
-            slots=self._slot[nodes],
-            length=self.length,
-            visible=None if alone else self._visible(nodes),
-            wanted=wanted,
-            vocab=vocab,
-        )
+        if (tokens[0] if is_next else tokens.max()) >= self.backend.vocab_size:
+            tokens = np.where(tokens < self.backend.vocab_size, tokens, 0)
+        if is_next or positions.max() < self._placed:
+            branches = np.empty((len(nodes), 0), dtype=np.int64)
+        else:
+            branches = self._slot[tree.paths_beyond_trunk(nodes)]
+        slots = self._slot[nodes]
+        return Segment(tokens, positions, slots, self._trunk[: self._placed], branches, wanted, vocab, source)
+
+    def _is_next(self, nodes: Nodes) -> bool | np.bool_:
+        """Whether this is one node, the next one of a text without branches. Its ancestors have slots."""
+        if len(nodes) != 1 or not 0 < self._placed == len(self.tree.trunk) - 1:
+            return False
+        node = nodes[0]
+        return node == self.tree.tip and self._slot[node] == NOWHERE
 
     def release(self, nodes: Nodes) -> None:
         """Take back the slots of nodes that the tree has dropped."""
-        self._follow_tree()
-        for slot in self._slot[nodes].tolist():
-            if slot != NOWHERE:
-                heapq.heappush(self._free, slot)
-        self._slot[nodes] = NOWHERE
+        if len(nodes):
+            self._follow_tree()
+            placed = nodes[self._slot[nodes] != NOWHERE]
+            if len(placed):
+                self._release(placed)
 
     def growth(self, nodes: Nodes) -> int:
-        """How many new slots these nodes need, beside slots that are free."""
+        """How many new slots these nodes need."""
         self._follow_tree()
-        free = len(self._free) + self.held - self.length
-        return max(0, int(np.count_nonzero(self._slot[nodes] == NOWHERE)) - free)
+        return int(np.count_nonzero(self._slot[nodes] == NOWHERE))
 
-    def prefix(self, path: Nodes, pending: Nodes) -> Prefix:
-        """The beginning of a path's text whose keys and values lie in the cache.
+    def leave(self, pending: Nodes) -> None:
+        """Leave what was read of the first text that was asked for to other trees.
 
         Args:
-            pending: nodes that may have a slot, but were not evaluated.
+            pending: nodes that may have a slot, but were not evaluated, ancestors first.
         """
-        if self._kept is not None:  # nothing was asked for: the kept text is still there
-            return self._kept
-        self._follow_tree()
-        slots = self._slot[path]
-        missing = np.flatnonzero((slots == NOWHERE) | np.isin(path, pending))
-        there = path[: missing[0]] if len(missing) else path
-        return Prefix(self.backend, self.cache, self.tree.tokens(there), slots[: len(there)], self.held)
+        if self.begin is None or not self.shares or self.left >= len(self.begin):
+            return
+        read = min(self._placed, len(self.begin))
+        if len(pending):
+            read = min(read, int(self.tree.depths(pending[0])))
+        if self.left < read:
+            self.leave_text(self.tree.trunk[:read])
 
-    @property
-    def held(self) -> int:
-        """Slots that the cache holds, free slots included."""
-        return max(self.length, self._held_before)
+    @whole_change
+    def leave_text(self, path: Nodes) -> None:
+        """Leave a text to other trees, as far as it has slots. ``path`` are its nodes from the root on."""
+        if self.shares:
+            self._follow_tree()
+            self.cache.keep(self.tree.tokens(path), self._slot[path])
+            self.left = max(self.left, len(path))
 
-    @property
-    def surplus(self) -> int:
-        """Slots that a cache of its own would not hold: the rest of a cache that was taken over."""
-        return self.held - self.peak
+    def waits(self, others: Iterable[Slots]) -> bool:
+        """Whether another tree is about to read the same tokens, so that this one should wait for them.
 
-    @property
-    def used(self) -> int:
-        """Slots in use."""
-        return self.length - len(self._free)
+        Args:
+            others: trees that began before this one.
+        """
+        while self.is_fresh:
+            if (ahead := self._ahead) is None:
+                ahead = self._ahead = self._farthest(others)
+                if ahead is None:
+                    return False
+            other, common = ahead
+            if not other.is_closed and other.left < common:
+                return True
+            self._ahead = None
+            self._begin(self._first)  # find what the other one has read
+        return False
 
-    def _take_over(self, kept: Prefix, node: int) -> None:
-        """Find the ancestors of the first node that is asked for in the kept text. All other slots are free."""
-        self._kept = None
-        above = self.tree.path(node)[:-1]
-        self.reused = kept.common(self.tree.tokens(above))
-        slots = self._slot[above[: self.reused]] = kept.slots[: self.reused]
-        self.length = int(slots.max(initial=-1)) + 1
-        self._free = np.setdiff1d(np.arange(self.length), slots).tolist()  # ascending numbers are a heap
-        self.peak = self.used
+    def _farthest(self, others: Iterable[Slots]) -> tuple[Slots, int] | None:
+        """The tree that reads most of what this one needs and lacks, and how many first tokens these are."""
+        assert self.begin is not None
+        found = None, self._placed + MIN_TOKENS_WAITED_FOR - 1
+        for other in others:
+            if other.shares and other.begin is not None and not other.is_closed and other.left < len(other.begin):
+                common = common_length(other.begin, self.begin[:-1])
+                if common > found[1] and common > other.left:
+                    found = other, common
+        return None if found[0] is None else (found[0], found[1])
 
-    def _place(self, nodes: Nodes) -> None:
+    @whole_change
+    def close(self) -> None:
+        """Give back all slots."""
+        held, self._slot = self.held, np.full(len(self.tree), NOWHERE, dtype=np.int64)
+        self._placed = self.used = 0
+        self.is_closed = True
+        free = np.concatenate([self.cache.let_go(held), np.array(self.lent, dtype=np.int64)])
+        self.lent = []
+        if len(free):
+            self.store.runs.give_back(free)
+
+    @whole_change
+    def _begin(self, node: int) -> None:
+        """Begin with the ancestors of the first node that is asked for, as far as they were read before."""
+        path = self.tree.path(node)
+        self._first, self.begin = node, self.tree.tokens(path)
+        if self.shares:
+            slots = self.cache.prefixes.find(self.begin[:-1])[self.used :]
+            self._slot[path[self.used : self.used + len(slots)]] = slots
+            self.cache.hold(slots)
+            self._count(len(slots))
+            self._follow_trunk()
+            self.reused = self.used
+
+    @whole_change
+    def _place_next(self, nodes: Nodes) -> Nodes:
+        """The same as :meth:`_place` for the next node of a text without branches, in a few operations."""
+        self._has_begun = True
+        at = self._placed
+        if not self.lent:
+            self.lent = self.store.lend(1, int(self._trunk[at - 1]))[::-1]
+        if at == len(self._trunk):
+            self._trunk = np.resize(self._trunk, 2 * at)
+        slot = self.lent[-1]
+        self._slot[nodes[0]] = self._trunk[at] = slot
+        self.store.references[slot] = 1
+        self.lent.pop()
+        self._placed = at + 1
+        self.cache.used += 1
+        self._count(1)
+        return nodes
+
+    @whole_change
+    def _place(self, nodes: Nodes) -> Nodes:
+        """Give slots to nodes without one, and return these."""
         homeless = nodes[self._slot[nodes] == NOWHERE]
-        reused = [heapq.heappop(self._free) for _ in range(min(len(self._free), len(homeless)))]
-        fresh = len(homeless) - len(reused)
-        self._slot[homeless] = [*reused, *range(self.length, self.length + fresh)]
-        self.length += fresh
-        self.peak = max(self.peak, self.used)
-        self.cache.reserve(self.length)
+        self._has_begun = True
+        if count := len(homeless):
+            if len(self.lent) < count:
+                last = self.lent[0] if self.lent else int(self._trunk[self._placed - 1]) if self._placed else NOWHERE
+                more = self.store.lend(count - len(self.lent), last)
+                self.lent = [*reversed(more), *self.lent]
+            slots = self.lent[-count:][::-1]
+            self._slot[homeless] = slots
+            del self.lent[-count:]
+            self.store.references[slots] = 1
+            self.cache.used += count
+            self._count(count)
+        self._follow_trunk()
+        return homeless
 
-    def _visible(self, nodes: Nodes) -> NDArray[np.bool_]:
-        visible = np.zeros((len(nodes), self.length), dtype=bool)
-        trunk = self.tree.trunk
-        on_trunk = self._slot[trunk]
-        placed = on_trunk != NOWHERE
-        visible[:, on_trunk[placed]] = self.tree.depths(trunk[placed]) <= self.tree.depths(nodes)[:, None]
-        visible[np.arange(len(nodes))[:, None], self._slot[self.tree.paths_beyond_trunk(nodes)]] = True
-        return visible
+    @whole_change
+    def _release(self, nodes: Nodes) -> None:
+        slots = self._slot[nodes]
+        self._slot[nodes] = NOWHERE
+        self.lent += self.cache.let_go(slots)[::-1].tolist()
+        self._count(-len(slots))
+        if len(self.lent) > MAX_LENT_SLOTS:
+            spare, self.lent = self.lent[:-BLOCK_SLOTS], self.lent[-BLOCK_SLOTS:]
+            self.store.runs.give_back(np.array(spare))
+
+    def _count(self, more: int) -> None:
+        self.used += more
+        self.peak = max(self.peak, self.used)
+
+    def _follow_trunk(self) -> None:
+        """Take in the slots of the nodes that the trunk has grown by."""
+        rest = self.tree.trunk[self._placed :]
+        if not len(rest):
+            return
+        slots = self._slot[rest]
+        if slots.min() == NOWHERE:
+            slots = slots[: int((slots == NOWHERE).argmax())]
+        end = self._placed + len(slots)
+        if end > len(self._trunk):
+            longer = np.empty(2 * end, dtype=np.int64)
+            longer[: self._placed] = self._trunk[: self._placed]
+            self._trunk = longer
+        self._trunk[self._placed : end] = slots
+        self._placed = end
 
     def _follow_tree(self) -> None:
         """Make room for the nodes added to the tree since the last call."""

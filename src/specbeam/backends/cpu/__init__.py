@@ -21,7 +21,7 @@ from torch import Tensor
 
 from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.cpu.choosing import choose
-from specbeam.backends.cpu.library import ModelConfigStruct, SegmentStruct, library
+from specbeam.backends.cpu.library import ModelConfigStruct, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.backends.devices import memory_for_caches, peak_memory
 from specbeam.checkpoints.checkpoint import Checkpoint
@@ -47,8 +47,6 @@ PRODUCTS_OF_MODEL = ("embedding", "positions", "head")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """In the order of ``Activation`` in native/model.h."""
 MAX_THREADS = 1024
-"""As in native/model.h."""
-SLOTS_PER_BLOCK = 256
 """As in native/model.h."""
 
 
@@ -98,41 +96,22 @@ class CpuBackend:
             logger.warning(problem, started, self.threads)
             self.threads = started
         self._one_pass = threading.Lock()
-        self._blocks = 0  # of slots, in the model's cache
-        self._free_blocks: list[int] = []
 
-    def new_cache(self, most: int) -> CpuCache:
-        return CpuCache(most, owner=self)
-
-    def take_blocks(self, count: int) -> list[int]:
-        """Numbers of blocks of slots that nobody else has.
-
-        Raises:
-            MemoryError: there is no memory for them.
-        """
+    def reserve(self, slots: int) -> None:
         with self._one_pass:
-            blocks = [self._free_blocks.pop() for _ in range(min(count, len(self._free_blocks)))]
-            fresh = count - len(blocks)
-            slots = (self._blocks + fresh) * SLOTS_PER_BLOCK
             if wrong := self._library.specbeam_cache_reserve(self._model, slots):
-                self._free_blocks += blocks
                 raise MemoryError(wrong.decode())
-            blocks += range(self._blocks, self._blocks + fresh)
-            self._blocks += fresh
-            return blocks
 
     @whole_step
-    def forward(self, segments: list[Segment[CpuCache]]) -> Tensor:
+    def forward(self, segments: list[Segment]) -> Tensor:
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)], dtype=np.int64)
         vocab = logits_wanted(segments, self.vocab_size)
         logits = np.empty((len(wanted), vocab), np.float32)
-        if any(s.cache.owner is not self for s in segments):
-            raise RuntimeError("a pass was refused: a cache belongs to another model")
         structs, kept = _structs(segments)
         with self._one_pass:
             wrong = self._library.specbeam_forward(
-                self._model, structs, len(segments), wanted.ctypes.data, len(wanted), vocab, logits.ctypes.data
+                self._model, _address(structs), len(segments), _address(wanted), len(wanted), vocab, _address(logits)
             )
         del kept  # until here this frame kept alive all that the pass reads: self, the segments and their arrays
         if wrong:
@@ -191,32 +170,6 @@ class CpuBackend:
             bias = self._weights.vector(f"{name}.bias")
             size = self._weights.parts[f"{name}.weight"][0].columns
             self._library.specbeam_model_norm(self._model, layer, which, weight, bias, size)
-
-
-class CpuCache:
-    """The KV cache of one tree: some blocks of slots of the model's cache."""
-
-    def __init__(self, most: int, owner: CpuBackend) -> None:
-        self.capacity = 0
-        self.most = most
-        self.slots = np.empty(0, np.int64)
-        """The slot in the model's cache, by this cache's slot."""
-        self.positions = np.empty(0, np.int64)
-        """The position in the text of the node in each slot; -1 for an empty one."""
-        self.owner = owner
-        self._blocks: list[int] = []
-        weakref.finalize(self, owner._free_blocks.extend, self._blocks).atexit = False
-
-    def reserve(self, slots: int) -> None:
-        if slots <= self.capacity:
-            return
-        missing = -(-slots // SLOTS_PER_BLOCK) - len(self._blocks)
-        blocks = self.owner.take_blocks(missing)
-        self._blocks += blocks
-        fresh = np.add.outer(np.array(blocks, np.int64) * SLOTS_PER_BLOCK, np.arange(SLOTS_PER_BLOCK)).ravel()
-        self.slots = np.concatenate([self.slots, fresh])
-        self.positions = np.concatenate([self.positions, np.full(len(fresh), -1)])
-        self.capacity = len(self.slots)
 
 
 def choose_threads(threads: int | None) -> int:
@@ -285,42 +238,26 @@ def _new_model(checkpoint: Checkpoint, threads: int, half: bool, isa: str) -> in
     return int(model.value or 0)
 
 
-def _structs(segments: Sequence[Segment[CpuCache]]) -> tuple[Any, list[Any]]:
-    """The segments as native structures, and the arrays that they point into."""
-    structs, kept = (SegmentStruct * len(segments))(), []
-    for struct, s in zip(structs, segments, strict=True):
-        if not 0 < s.length <= s.cache.capacity or s.slots.min() < 0 or s.slots.max() >= s.length:
-            raise RuntimeError("a pass was refused: a slot is not below the length, or the length is beyond the cache")
-        s.cache.positions[s.slots] = s.positions
-        trunk, branches = _paths(s)
-        arrays: list[NDArray[Any]] = [
-            np.ascontiguousarray(a, np.int64)
-            for a in (s.tokens, s.positions, s.cache.slots[s.slots], s.cache.slots[trunk], s.cache.slots[branches])
-        ]
-        kept += arrays
-        struct.nodes, struct.trunk_length, struct.branch_columns = len(s.tokens), len(trunk), branches.shape[1]
-        struct.tokens, struct.positions, struct.slots, struct.trunk, struct.branches = (a.ctypes.data for a in arrays)
-    return structs, kept
+def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArray[np.int64]]]:
+    """The segments as native structures, a row for each, and the arrays that they point into.
+
+    All fields of ``SegmentStruct`` are as long as an int64, so it takes no Python for each field.
+    """
+    nodes = [np.concatenate([getattr(s, name) for s in segments]) for name in ("tokens", "positions", "slots")]
+    kept = [np.ascontiguousarray(array, np.int64) for array in nodes]
+    tokens, positions, slots = map(_address, kept)
+    rows, start = [], 0
+    for s in segments:
+        if not len(s.tokens) == len(s.positions) == len(s.slots) == len(s.branches):
+            raise RuntimeError("a pass was refused: a segment has arrays of different lengths")
+        trunk, branches = np.ascontiguousarray(s.trunk, np.int64), np.ascontiguousarray(s.branches, np.int64)
+        kept += [trunk, branches]
+        places = tokens + start, positions + start, slots + start, _address(trunk), _address(branches)
+        rows.append((len(s.tokens), len(trunk), branches.shape[1], *places))
+        start += len(s.tokens) * np.int64().nbytes
+    return np.array(rows, dtype=np.int64), kept
 
 
-def _paths(segment: Segment[CpuCache]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The slots of the ancestors that all nodes share, by position, and of each node's further ancestors."""
-    positions, length = segment.positions, segment.length
-    in_slot = segment.cache.positions[:length]
-    visible = segment.visible
-    if visible is None:
-        visible = np.ones((len(positions), length), bool)
-    if (visible.sum(1) != positions + 1).any():
-        raise RuntimeError("a pass was refused: a node does not see one slot for each position up to its own")
-
-    def path(node: int) -> NDArray[np.int64]:
-        seen = np.flatnonzero(visible[node])
-        return seen[np.argsort(in_slot[seen])]
-
-    longest = path(int(positions.argmax()))
-    as_longest = (visible[:, longest] == (np.arange(len(longest)) <= positions[:, None])).all(0)
-    shared = len(longest) if as_longest.all() else int(as_longest.argmin())
-    branches = np.zeros((len(positions), len(longest) - shared), np.int64)
-    for node in np.flatnonzero(positions >= shared) if branches.size else ():
-        branches[node, : positions[node] + 1 - shared] = path(int(node))[shared:]
-    return longest[:shared], branches
+def _address(array: NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Lock
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.devices import choose_device, choose_dtype, memory_for_caches, peak_memory
-from specbeam.backends.torch.cache import TreeCache
+from specbeam.backends.torch.cache import KeyValues, index, seen_by
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
 from specbeam.backends.torch.weights import load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
@@ -44,49 +45,42 @@ class TorchBackend:
             self.model = Transformer(config)
         load_weights(self.model, checkpoint, self.device, self.dtype)
         self._windows = {layer.window for layer in config.layers}
-        self._cache_shape = (config.num_layers, config.num_kv_heads, config.head_dim)
+        self._store = self.new_store()
+        self._one_pass = Lock()  # the store may move when it grows
         self.slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
 
-    def new_cache(self, most: int) -> TreeCache:
-        return TreeCache(*self._cache_shape, most=most, dtype=self.dtype, device=self.device)
+    def new_store(self) -> KeyValues:
+        """An empty store for keys and values of this model."""
+        config = self.model.config
+        return KeyValues(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device)
+
+    def reserve(self, slots: int) -> None:
+        with self._one_pass:
+            self._store.reserve(slots)
 
     @torch.inference_mode()
-    def forward(self, segments: list[Segment[TreeCache]]) -> Tensor:
+    def forward(self, segments: list[Segment]) -> Tensor:
         tokens = np.concatenate([s.tokens for s in segments])
         positions = np.concatenate([s.positions for s in segments])
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
-        parts = [
-            TreeSegment(
-                cache=s.cache,
-                rows=slice(start, start + len(s.tokens)),
-                slots=self._index(s.slots),
-                length=s.length,
-                visible=self._visible(s),
-            )
-            for start, s in zip(starts.tolist(), segments, strict=False)
-        ]
         to_device = [torch.from_numpy(array).to(self.device) for array in (tokens, positions, wanted)]
         vocab = logits_wanted(segments, self.vocab_size)
-        return self.model(to_device[0], to_device[1], parts, to_device[2], vocab).float()
+        with self._one_pass:
+            parts = [self._part(s, start) for s, start in zip(segments, starts.tolist(), strict=False)]
+            return self.model(to_device[0], to_device[1], parts, to_device[2], vocab).float()
 
-    def _visible(self, segment: Segment[TreeCache]) -> dict[int | None, Tensor | None]:
-        """The slots that the nodes see, by the window of a layer."""
-        masks = dict.fromkeys(self._windows, segment.visible)
-        if any(self._windows):
-            positions = segment.cache.note_positions(segment)
-            distance = segment.positions[:, None] - positions
-            for window in filter(None, self._windows):
-                if (distance >= window).any():
-                    near = distance < window
-                    masks[window] = near if segment.visible is None else near & segment.visible
-        return {w: None if mask is None else torch.from_numpy(mask).to(self.device) for w, mask in masks.items()}
-
-    def _index(self, slots: np.ndarray) -> slice | Tensor:
-        first = int(slots[0])
-        if (np.diff(slots) == 1).all():
-            return slice(first, first + len(slots))
-        return torch.from_numpy(slots).to(self.device)
+    def _part(self, segment: Segment, start: int) -> TreeSegment:
+        """A segment whose nodes begin at a row of the batch."""
+        seen = seen_by(segment)
+        masks = {window: seen.near(segment.positions, window) for window in self._windows}
+        return TreeSegment(
+            self._store,
+            rows=slice(start, start + len(segment.tokens)),
+            slots=index(segment.slots, self.device),
+            seen=index(seen.slots, self.device),
+            visible={w: None if mask is None else torch.from_numpy(mask).to(self.device) for w, mask in masks.items()},
+        )
 
     @torch.inference_mode()
     def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:

@@ -1,6 +1,8 @@
-"""Keys and values of one token tree."""
+"""The store of keys and values of a model that runs in PyTorch, and what a segment sees of it."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -9,16 +11,15 @@ from torch import Tensor
 
 from specbeam.backends.contract import Segment
 
+MIN_CAPACITY = 64
+"""Slots."""
 
-class TreeCache:
-    """Keys and values for each layer, [kv_heads, capacity, head_dim]. Capacity grows by quarters, up to ``most``."""
 
-    def __init__(
-        self, layers: int, kv_heads: int, head_dim: int, most: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
+class KeyValues:
+    """Keys and values for each layer, [kv_heads, capacity, head_dim]. Capacity grows by quarters."""
+
+    def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self.capacity = 0
-        self._positions = np.zeros(0, dtype=np.int64)  # in the text, of the node of each slot
-        self.most = most
         self._keys = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
         self._values = [torch.empty(kv_heads, 0, head_dim, dtype=dtype, device=device) for _ in range(layers)]
 
@@ -26,7 +27,7 @@ class TreeCache:
         """Make room for at least this many slots, and keep the stored ones. After a failure it may be tried again."""
         if slots <= self.capacity:
             return
-        capacity = max(slots, min(max(self.capacity * 5 // 4, 64), self.most))
+        capacity = max(slots, self.capacity * 5 // 4, MIN_CAPACITY)
         for tensors in (self._keys, self._values):
             for layer, old in enumerate(tensors):  # one by one: memory never holds all old and all new tensors
                 kv_heads, held, head_dim = old.shape
@@ -35,7 +36,6 @@ class TreeCache:
                     new = old.new_zeros(kv_heads, capacity, head_dim)
                     new[:, :held] = old
                     tensors[layer] = new
-        self._positions.resize(capacity, refcheck=False)
         self.capacity = capacity
 
     def stay(self) -> None:
@@ -43,14 +43,63 @@ class TreeCache:
         for tensor in (*self._keys, *self._values):
             torch._dynamo.mark_static_address(tensor)
 
-    def note_positions(self, segment: Segment[TreeCache]) -> NDArray[np.int64]:
-        """Note the positions of a segment's nodes; return the positions of all slots below length, int64 [length]."""
-        self._positions[segment.slots] = segment.positions
-        return self._positions[: segment.length]
+    def store(
+        self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, seen: slice | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Store keys and values [n, kv_heads, head_dim]; return [kv_heads, c, head_dim] of the slots that are seen.
 
-    def store(self, layer: int, slots: slice | Tensor, k: Tensor, v: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values [n, kv_heads, head_dim]; return [kv_heads, length, head_dim] of all slots."""
+        Slots in one run are a view, others are gathered.
+        """
         keys, values = self._keys[layer], self._values[layer]
         keys[:, slots] = k.transpose(0, 1)
         values[:, slots] = v.transpose(0, 1)
-        return keys[:, :length], values[:, :length]
+        return keys[:, seen], values[:, seen]
+
+
+class Seen(NamedTuple):
+    """The slots that the nodes of a segment see.
+
+    Attributes:
+        slots: int64 [c], each of them once.
+        positions: of the nodes that lie there, int64 [c].
+        visible: bool [n, c], true where a node sees a slot. None if every node sees every slot.
+    """
+
+    slots: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    visible: NDArray[np.bool_] | None
+
+    def near(self, positions: NDArray[np.int64], window: int | None) -> NDArray[np.bool_] | None:
+        """``visible`` in a layer whose nodes, at these positions int64 [n], see only the last ``window`` tokens."""
+        if window is None or positions.max() - self.positions.min() < window:
+            return self.visible
+        near = positions[:, None] - self.positions < window
+        return near if self.visible is None else near & self.visible
+
+
+def seen_by(segment: Segment) -> Seen:
+    """What the nodes of a segment see."""
+    positions = segment.positions
+    trunk = segment.trunk[: positions.max() + 1]
+    above = np.arange(len(trunk))
+    on_trunk = above <= positions[:, None]
+    if not segment.branches.shape[1]:
+        return Seen(trunk, above, None if len(positions) == 1 else on_trunk)
+    beyond = np.arange(len(trunk), len(trunk) + segment.branches.shape[1])
+    row, column = np.nonzero(beyond <= positions[:, None])
+    slots, first, at = np.unique(segment.branches[row, column], return_index=True, return_inverse=True)
+    on_branches = np.zeros((len(positions), len(slots)), dtype=bool)
+    on_branches[row, at] = True
+    return Seen(
+        np.concatenate([trunk, slots]),
+        np.concatenate([above, beyond[column[first]]]),
+        None if len(positions) == 1 else np.concatenate([on_trunk, on_branches], axis=1),
+    )
+
+
+def index(slots: NDArray[np.int64], device: torch.device) -> slice | Tensor:
+    """Slots int64 [n] as an index of a tensor: a slice where they lie in one run."""
+    first, n = int(slots[0]), len(slots)
+    if slots[-1] - first == n - 1 and (np.diff(slots) == 1).all():
+        return slice(first, first + n)
+    return torch.from_numpy(slots).to(device)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specbeam.backends.torch.cache import TreeCache
+from specbeam.backends.torch.cache import KeyValues
 from specbeam.checkpoints.config import Config, Rope
 
 MAX_ROWS_TRANSPOSED = 64
@@ -88,23 +88,25 @@ class TreeSegment:
     """One segment as attention needs it, on the device.
 
     Attributes:
+        store: where the keys and values are.
         rows: where the segment's nodes lie in the batch.
         slots: where their keys and values go: a slice where they lie in a row, else an index.
-        visible: by the window of a layer, the slots that each node sees, bool [n, length]; None where nodes see all.
+        seen: the slots that any of the nodes sees, likewise.
+        visible: by the window of a layer, which of these slots each node sees, bool [n, c]; None where nodes see all.
     """
 
     def __init__(
         self,
-        cache: TreeCache,
+        store: KeyValues,
         rows: slice,
         slots: slice | Tensor,
-        length: int,
+        seen: slice | Tensor,
         visible: dict[int | None, Tensor | None],
     ) -> None:
-        self.cache = cache
+        self.store = store
         self.rows = rows
         self.slots = slots
-        self.length = length
+        self.seen = seen
         self.visible = visible
 
 
@@ -130,7 +132,7 @@ class Attention(nn.Module):
         q, k = qk[:, : self.heads], qk[:, self.heads :]
         outs = []
         for s in segments:
-            keys, values = s.cache.store(self.layer, s.slots, k[s.rows], v[s.rows], s.length)
+            keys, values = s.store.store(self.layer, s.slots, k[s.rows], v[s.rows], s.seen)
             outs.append(attend(q[s.rows], keys, values, s.visible[self.window], self.scale, self.softcap))
         return self.output(torch.cat(outs) if len(outs) > 1 else outs[0])
 
