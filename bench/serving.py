@@ -42,7 +42,7 @@ PROMPT_TOKENS = 38
 RUNS_OF_ONE_REQUEST = 4
 """In each repeat. One request takes half a second."""
 Options = Mapping[str, Any]
-Pass = list[Segment[Any]]
+Pass = list[Segment]
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ class FailingPasses:
         self.count = self.passes = 0
         self.share = 0.0
         self._draw = random.Random(seed)
-        forward, new_cache = backend.forward, backend.new_cache
+        forward, reserve = backend.forward, backend.reserve
 
         def failing_forward(segments: Any) -> Any:
             self.passes += 1
@@ -230,12 +230,12 @@ class FailingPasses:
                 self._fail()
             return logits
 
-        def failing_cache(most: int) -> Any:
+        def failing_reserve(slots: int) -> None:
             if self._draw.random() < self.share:
                 self._fail()
-            return new_cache(most)
+            reserve(slots)
 
-        backend.forward, backend.new_cache = failing_forward, failing_cache
+        backend.forward, backend.reserve = failing_forward, failing_reserve
 
     def _fail(self) -> None:
         self.count += 1
@@ -503,7 +503,6 @@ def _random_limits(draw: random.Random) -> dict[str, Any]:
         "max_requests": draw.choice((1, 2, 3, 8, 16)),
         "max_batch_tokens": draw.choice((1, 4, 8, 32, 512)),
         "max_cache_tokens": draw.choice((350, 700, 4000, None)),
-        "max_kept_prefixes": draw.choice((0, 1, 3, 20)),
     }
 
 

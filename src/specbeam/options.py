@@ -124,8 +124,8 @@ class Options:
         stop_strings: one string or several (kept as a tuple). The text ends before the first that appears.
         top_logprobs: also return the log-probabilities of this many of the likeliest tokens at the place of each new
             token (:class:`specbeam.Sequence`). None for none.
-        share_prefix: begin with the keys and values of the prompt's first tokens, if another request of the engine has
-            read them, and leave one's own to other requests. No result changes, only the time that the prompt takes.
+        share_prefix: share the keys and values of the prompt's first tokens with other requests of the engine. They are
+            read once. No result changes, only the time that a prompt takes.
         trace: record in the result the drafted, accepted and chosen tokens of each round.
         constraint: the texts that may be generated: a :class:`specbeam.TokenTrie` or another
             :class:`specbeam.constraints.Constraint`.

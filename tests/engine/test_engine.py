@@ -213,7 +213,7 @@ def test_logits_come_in_the_order_they_were_asked_for(lm, chunk):
 
 @pytest.mark.parametrize("beams", [1, 4])
 def test_slots_are_used_again(lm, monkeypatch, beams):
-    """The store grows to what is needed at once, not with every request."""
+    """The store grows to the most slots that are needed at once, not with every request."""
     reserve, most = lm.backend.reserve, []
     monkeypatch.setattr(lm.backend, "reserve", lambda slots: most.append(slots) or reserve(slots))
     engine = Engine(lm, max_cache_tokens=400)

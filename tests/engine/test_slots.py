@@ -77,7 +77,7 @@ class Grower:
         needed = {ancestor for node in wanted for ancestor in self.parents.path(node)}
         fresh = not self.placed
         pending = self.slots.missing(sorted(wanted))
-        if fresh:  # it begins with what was read before
+        if fresh:  # it begins with tokens that were read before
             self.placed = needed - set(pending.tolist())
             assert len(self.placed) == self.slots.reused == self.slots.used
             assert self.placed <= set(self.parents.path(min(wanted))[1:])

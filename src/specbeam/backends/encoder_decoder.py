@@ -20,7 +20,7 @@ from specbeam.compat import DecoderPositions
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """What the encoder has read.
+    """A prompt that the encoder has read.
 
     Attributes:
         states: the encoder's output, [1, tokens, features].

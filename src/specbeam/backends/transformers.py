@@ -105,7 +105,7 @@ class TransformersBackend(ABC):
         """Logits [w, vocab] at the nodes to keep, int64 [w].
 
         Args:
-            views: what the nodes of each segment see.
+            views: the slots that the nodes of each segment see.
         """
 
     def _check(self, config: Any, layer_types: set[str]) -> None:
@@ -216,7 +216,7 @@ class CausalBackend(TransformersBackend):
 
 
 class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped
-    """What the trees of a pass see of the store, tree after tree, as a cache of transformers."""
+    """The slots that the trees of a pass see, tree after tree, as a cache of transformers."""
 
     def __init__(self, store: KeyValues, segments: Sequence[Segment], views: Sequence[Seen]) -> None:
         super().__init__(layers=[])

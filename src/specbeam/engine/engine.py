@@ -42,10 +42,10 @@ class Engine:
             default all engines of the process share a quarter of its memory, or four fifths of the GPU's free memory.
         max_waiting: the most requests that wait beside ``max_requests`` others. ``submit`` refuses further requests.
 
-    A request begins with the longest beginning of its prompt that an earlier or a live request of the engine has read:
-    a system prompt, a conversation so far, a document that is asked about twice. It shares the keys and values of these
-    tokens, and no result changes (``Stats.reused_tokens``, ``Options.share_prefix``). Memory that no live request needs
-    keeps them. What was not used for the longest time goes first.
+    A request begins with the longest beginning of its prompt that an earlier or a live request of the engine has read.
+    This may be a system prompt, a conversation so far, or a document that is asked about twice. The request shares the
+    keys and values of these tokens, and no result changes (``Stats.reused_tokens``, ``Options.share_prefix``). Memory
+    that no live request needs keeps them. The least recently used text goes first.
 
     A round is one pass of each draft model in use, and one of the target. Every live request advances in each pass of
     the model that it waits for, unless more than ``max_batch_tokens`` requests take turns. The target waits for drafts

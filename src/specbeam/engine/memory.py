@@ -63,7 +63,7 @@ class Memory:
             return self.cache_bytes - sum(one.held for one in self._sharing if one is not self)
 
     def cache_of(self, backend: Backend) -> EngineCache:
-        """What this engine holds of a backend's store."""
+        """The part of a backend's store that this engine holds."""
         if backend not in self._caches:
             self._caches[backend] = EngineCache(store_of(backend))
         return self._caches[backend]

@@ -21,8 +21,8 @@ class ModelState:
         texts: the number of texts that grow at once.
         guesses: the most guesses per round.
         prompt_length: the prompt's length in tokens of this model, if these are others.
-        cache: what the engine holds of the model's store.
-        shares: whether the request begins with what others have read, and leaves what it reads.
+        cache: the part of the model's store that the engine holds.
+        shares: whether the request begins with tokens that others have read, and leaves its own to them.
 
     Attributes:
         most_rows: the most nodes whose logits are needed at once.
@@ -30,7 +30,7 @@ class ModelState:
         answered: passes that completed the logits of a wish of the strategy. Other passes read parts of a prompt.
         seconds: the request's share of the time of its passes, by its share of their nodes.
         nodes: nodes evaluated for the request.
-        source: what the encoder made of the prompt. None until it has read it.
+        source: the encoder's output for the prompt. None until it has read it.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class ModelState:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no node of it was in a pass, and it may begin with what others read."""
+        """Whether no node of it was in a pass, and it may begin with tokens that others read."""
         return self._slots is not None and self._slots.is_fresh
 
     @property

@@ -18,12 +18,12 @@ MIN_TOKENS_DROPPED = 64
 
 @dataclass(eq=False, slots=True)
 class Stretch:
-    """Some tokens that follow one another, and what follows them.
+    """Some tokens that follow one another.
 
     Attributes:
         tokens, slots: int64 [n].
         above: the stretch before. None for the root, which is empty.
-        below: what follows, by its first token.
+        below: the stretches that follow, by their first tokens.
         last_used: the larger, the later.
     """
 

@@ -186,7 +186,7 @@ class RequestState:
 
     @property
     def open_states(self) -> list[ModelState]:
-        """Its states on the models, as far as they may hold slots."""
+        """Its states on the models that may hold slots."""
         return [state for state in self._states if state.is_open]
 
     @property

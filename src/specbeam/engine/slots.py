@@ -27,8 +27,8 @@ class Slots:
     Segments hold only while this object lives. After that its slots are free.
 
     Args:
-        cache: what the engine holds. None for a tree without an engine.
-        shares: whether the tree begins with what the engine has read before, and leaves what it reads.
+        cache: the part of the store that the engine holds. None for a tree without an engine.
+        shares: whether the tree begins with tokens that the engine has read before, and leaves its own to others.
 
     Attributes:
         used: nodes that have a slot.
@@ -66,7 +66,7 @@ class Slots:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether no node was in a pass yet, and the tree may begin with what others read."""
+        """Whether no node was in a pass yet, and the tree may begin with tokens that others read."""
         return self.shares and not self._has_begun and self.begin is not None
 
     def missing(self, nodes: Any) -> Nodes:
@@ -150,7 +150,7 @@ class Slots:
 
     @whole_change
     def leave_text(self, path: Nodes) -> None:
-        """Leave a text to other trees, as far as it has slots. ``path`` are its nodes from the root on."""
+        """Leave the beginning of a text that has slots to other trees. ``path`` are its nodes from the root on."""
         if self.shares:
             self._follow_tree()
             self.cache.keep(self.tree.tokens(path), self._slot[path])
@@ -175,15 +175,15 @@ class Slots:
         return False
 
     def _farthest(self, others: Iterable[Slots]) -> tuple[Slots, int] | None:
-        """The tree that reads most of what this one needs and lacks, and how many first tokens these are."""
+        """The tree that reads most of the tokens that this one lacks, and how many first tokens they have in common."""
         assert self.begin is not None
-        found = None, self._placed + MIN_TOKENS_WAITED_FOR - 1
+        farthest, most = None, self._placed + MIN_TOKENS_WAITED_FOR - 1
         for other in others:
             if other.shares and other.begin is not None and not other.is_closed and other.left < len(other.begin):
                 common = common_length(other.begin, self.begin[:-1])
-                if common > found[1] and common > other.left:
-                    found = other, common
-        return None if found[0] is None else (found[0], found[1])
+                if common > most and common > other.left:
+                    farthest, most = other, common
+        return None if farthest is None else (farthest, most)
 
     @whole_change
     def close(self) -> None:
@@ -198,7 +198,7 @@ class Slots:
 
     @whole_change
     def _begin(self, node: int) -> None:
-        """Begin with the ancestors of the first node that is asked for, as far as they were read before."""
+        """Begin with the ancestors of the first node that is asked for, up to the last one that was read before."""
         path = self.tree.path(node)
         self._first, self.begin = node, self.tree.tokens(path)
         if self.shares:

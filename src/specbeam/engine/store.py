@@ -48,14 +48,14 @@ def whole_change(method: Callable[Concatenate[O, P], R]) -> Callable[Concatenate
             store.is_torn = False
             return result
 
-    return changed
+    return changed  # type: ignore[return-value]  # functools.wraps keeps the name of the first argument
 
 
 class Store:
     """The slots of one backend.
 
-    A slot is free, or lent to a tree that may use it, or held by trees, or it keeps a text that no tree holds. All
-    trees that hold a slot, and the text that it keeps, are of one engine.
+    A slot is free, or lent to one tree, or held by trees, or it keeps a text that no tree holds. All trees that hold
+    a slot, and the text that it keeps, are of one engine.
 
     Attributes:
         references: by slot, how many trees hold it.
@@ -142,7 +142,7 @@ class Store:
 
 
 class EngineCache:
-    """What one engine holds of a store: the slots of its trees, and texts that it remembers.
+    """The part of a store that one engine holds: the slots of its trees, and texts that it remembers.
 
     Attributes:
         used: slots that trees hold.
@@ -179,7 +179,7 @@ class EngineCache:
 
     @whole_change
     def shared(self, tokens: Ints) -> int:
-        """How many slots trees hold of what is remembered of a text, int64 [n]."""
+        """How many slots of the remembered beginning of a text, int64 [n], trees hold."""
         slots = self.prefixes.find(tokens, is_used=False)
         return int(np.count_nonzero(self.store.references[slots]))
 

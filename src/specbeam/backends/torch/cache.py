@@ -1,4 +1,4 @@
-"""The store of keys and values of a model that runs in PyTorch, and what a segment sees of it."""
+"""The store of keys and values of a model that runs in PyTorch, and the part of it that a segment sees."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Seen(NamedTuple):
 
 
 def seen_by(segment: Segment) -> Seen:
-    """What the nodes of a segment see."""
+    """The slots that the nodes of a segment see."""
     positions = segment.positions
     trunk = segment.trunk[: positions.max() + 1]
     above = np.arange(len(trunk))
