@@ -137,7 +137,8 @@ class RecordedPasses:
     """The passes of a backend, kept to be repeated without all that surrounds them.
 
     The segments are the engine's own, whatever their layout. Repeating a pass only stores the same keys and values
-    again. Where slots have been given to other texts since, values differ, but no size does.
+    again. If its texts have ended, their slots may hold other nodes. Then all passes since the prompts are repeated in
+    their order.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -169,12 +170,14 @@ class Run:
     Attributes:
         seconds: of the whole run, with the prompts.
         decoding_seconds: of the steps after the last prompt was read.
-        passes: of these steps.
+        reading: the passes up to there.
+        decoding: the passes of the other steps.
     """
 
     seconds: float = 0.0
     decoding_seconds: float = 0.0
-    passes: list[Pass] = field(default_factory=list)
+    reading: list[Pass] = field(default_factory=list)
+    decoding: list[Pass] = field(default_factory=list)
 
 
 class Bench:
@@ -221,9 +224,11 @@ class Bench:
             goes_on = engine.step()
             took = time.perf_counter() - begin
             passes = self.passes.take()
-            if all(len(segment.tokens) <= options.get("num_beams", 1) for one in passes for segment in one):
+            if any(len(segment.tokens) > options.get("num_beams", 1) for one in passes for segment in one):
+                run.reading += passes
+            else:
+                run.decoding += passes
                 run.decoding_seconds += took
-                run.passes += passes
         run.seconds = time.perf_counter() - start
         return run
 
@@ -333,7 +338,8 @@ def measure_shares(table: Table, bench: Bench, peer: Vllm, tokens: int, repeats:
 def speed_and_share(bench: Bench, case: Case, tokens: int) -> tuple[float, float]:
     """Tokens per second of a whole run, and the share of passes in its steps after the prompts."""
     run = bench.run(bench.prompts(case.live), case.options, tokens)
-    bare = bench.passes.repeat(run.passes)
+    bench.passes.repeat(run.reading)
+    bare = bench.passes.repeat(run.decoding)
     return case.live * tokens / run.seconds, bare / run.decoding_seconds
 
 
@@ -342,15 +348,17 @@ def measure_first_token_beside_others(table: Table, bench: Bench, repeats: int) 
     taken, shares, counts = [], [], []
     for _ in range(repeats):
         engine = specbeam.Engine(bench.lm, max_requests=33)
+        bench.passes.take()
         others = [engine.submit(ids, bench.options(SAMPLING, 512)) for ids in bench.prompts(32)]
         for _ in range(10):
             engine.step()
-        bench.passes.take()
+        before = bench.passes.take()
         seconds = bench.first_token(engine, bench.prompt(PROMPT_TOKENS))
         passes = bench.passes.take()
         for request in others:
             request.cancel()
         engine.run()
+        bench.passes.repeat(before)
         taken.append(1e3 * seconds)
         counts.append(float(len(passes)))
         shares.append(bench.passes.repeat(passes) / seconds)
@@ -403,15 +411,24 @@ def measure_long_contexts(table: Table, bench: Bench, repeats: int) -> None:
     speeds: dict[int, list[float]] = {256: [], 4000: []}
     more: list[float] = []
     for _ in range(repeats):
+        engines = {length: specbeam.Engine(bench.lm) for length in speeds}
+        requests = []
         recorded: dict[int, list[Pass]] = {}
-        for length in speeds:
-            engine = specbeam.Engine(bench.lm)
+        for length, engine in engines.items():
             speeds[length].append(length / bench.first_token(engine, bench.prompt(length)))
-            recorded[length] = bench.run([bench.prompt(length)], {}, steps).passes[-steps + 1 :]
+            requests.append(engine.submit(bench.prompt(length), bench.options({}, 2 * steps)))
+            passes: list[Pass] = []
+            while len(passes) < steps:
+                engine.step()
+                passes += [one for one in bench.passes.take() if len(one[0].tokens) == 1]
+            recorded[length] = passes[:steps]
         bare: dict[int, list[float]] = {length: [] for length in speeds}
-        for both in zip(*recorded.values(), strict=True):
+        for both in zip(*recorded.values(), strict=True):  # both texts are live
             for length, one in zip(bare, both, strict=True):
                 bare[length] += [bench.passes.repeat([one]) for _ in range(2)]
+        for engine, request in zip(engines.values(), requests, strict=True):
+            request.cancel()
+            engine.run()
         more.append(1e3 * (statistics.median(bare[4000]) - statistics.median(bare[256])))
     table.row("pass of 1 token at 4,000 tokens, less one at 256", unit="ms", samples=more, at_most=2.4)
     table.row("prefill of 4,000 tokens", unit="tokens/s", samples=speeds[4000], at_least=800)
