@@ -153,8 +153,27 @@ class Slots:
         """Leave the beginning of a text that has slots to other trees. ``path`` are its nodes from the root on."""
         if self.shares:
             self._follow_tree()
-            self.cache.keep(self.tree.tokens(path), self._slot[path])
+            tokens = self.tree.tokens(path)
+            self._share(path, self.cache.prefixes.find(tokens))
+            self.cache.keep(tokens, self._slot[path])
             self.left = max(self.left, len(path))
+
+    def _share(self, path: Nodes, slots: NDArray[np.int64]) -> None:
+        """Take these slots for the first nodes of a path from the root on, and give back others with the same tokens.
+
+        So whoever holds the end of a kept text holds all of it, and what nobody holds can be dropped from its end on.
+        """
+        path = path[: len(slots)]
+        own = self._slot[path]
+        is_other = own != slots
+        if is_other.any():
+            self.cache.hold(slots[is_other])
+            self._slot[path] = slots
+            self._trunk[: self._placed] = self._slot[self.tree.trunk[: self._placed]]
+            own = own[is_other & (own != NOWHERE)]
+            self._count(int(np.count_nonzero(is_other)) - len(own))
+            if len(free := self.cache.let_go(own)):
+                self.store.runs.give_back(free)
 
     def waits(self, others: Iterable[Slots]) -> bool:
         """Whether another tree is about to read the same tokens, so that this one should wait for them.

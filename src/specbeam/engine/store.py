@@ -174,7 +174,7 @@ class EngineCache:
         return gone[~stays]
 
     def keep(self, tokens: Ints, slots: Ints) -> None:
-        """Remember a text, int64 [n] each. A tree holds its slots; it may lack the slots of a known beginning."""
+        """Remember a text, int64 [n] each. A tree holds its slots."""
         self.store.kept[self.prefixes.add(tokens, slots)] = True
 
     @whole_change
