@@ -88,7 +88,7 @@ def test_the_statistics_say_why_a_draft_was_not_used(lm, options, note):
 
 
 def test_the_statistics_say_that_a_draft_rested_in_most_rounds(tiny):
-    """The drawn texts have nothing in common with those of the draft, which is larger: guesses soon stop to pay."""
+    """The drawn texts have nothing in common with the texts of the larger draft: guesses soon stop to pay."""
     lm, other = tiny("llama")[1], tiny("llama", seed=7, num_hidden_layers=8)[1]
     options = {"max_new_tokens": 60, "temperature": 2.0, "seed": 1, "eos_token_id": [], "trace": True}
     result = specbeam.generate(lm, [1, 2, 3], draft=other, **options)
