@@ -169,6 +169,7 @@ class Slots:
         if is_other.any():
             self.cache.hold(slots[is_other])
             self._slot[path] = slots
+            self._trunk = self._trunk.copy()  # a segment may be run again
             self._trunk[: self._placed] = self._slot[self.tree.trunk[: self._placed]]
             own = own[is_other & (own != NOWHERE)]
             self._count(int(np.count_nonzero(is_other)) - len(own))
