@@ -26,6 +26,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, SpecbeamError
+from specbeam.backends.contract import Segment
 from specbeam.backends.cpu import CpuBackend, weights
 from specbeam.backends.cpu.library import ModelConfigStruct, library
 from specbeam.checkpoints import open_checkpoint
@@ -293,8 +294,6 @@ def test_without_kernels_torch_serves_and_says_so(folder, monkeypatch, caplog):
 
 def test_a_pass_with_wrong_indices_is_refused(folder):
     """Native code checks all indices, so wrong ones do not make it read other memory."""
-    from specbeam.backends.contract import Segment
-
     backend = loaded(folder).backend
 
     def ids(*values):
@@ -333,6 +332,40 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
         backend.forward([once, once])
     with pytest.raises(RuntimeError, match="empty"):  # a refused pass leaves nothing behind that another could read
         backend.forward([dataclasses.replace(once, **one_node(2, 0, 1, 2))])
+
+
+@pytest.mark.parametrize("quantize", ["int8", "float32"])
+def test_a_trunk_may_lack_slots_that_no_layer_sees(save, quantize):
+    """Slots before all windows may go to other texts. No layer may see a position without a slot."""
+    window, length = 5, 300
+    folder = save(random_model("mistral", sliding_window=window, max_position_embeddings=512))
+    for isa in ISAS:
+        backend = loaded(folder, quantize, isa=isa).backend
+        backend.reserve(2 * length)
+        at = np.arange(length)
+
+        def last(trunk, first=length - 2, backend=backend, at=at):
+            """Logits of the nodes from ``first`` on: of two that share a trunk, and one on a branch."""
+            nodes = at[first:]
+            branches = np.array([[length - 1]] * len(nodes))
+            return backend.forward([Segment(nodes % 250, nodes, nodes, trunk[:-1], branches, nodes - first)])
+
+        backend.forward([Segment(at % 250, at, at, at, np.empty((length, 0), np.int64), at[-1:])])
+        expected = last(at)
+        unseen = length - 2 + 1 - window
+        other = at[:unseen]  # another text takes the slots
+        backend.forward([Segment(other % 7, other, other, other, np.empty((unseen, 0), np.int64), other[-1:])])
+        without = np.where(at < unseen, -1, at)
+        np.testing.assert_array_equal(last(without), expected)
+        for trunk, first in ((np.where(at <= unseen, -1, at), length - 2), (without, length - 3)):
+            with pytest.raises(RuntimeError, match="a node sees a slot that is empty"):
+                last(trunk, first)
+    full = loaded(save(random_model("gemma2", sliding_window=window)), quantize).backend
+    full.reserve(9)
+    at = np.arange(9)
+    full.forward([Segment(at, at, at, at, np.empty((9, 0), np.int64), at)])
+    with pytest.raises(RuntimeError, match="a node sees a slot that is empty"):  # one layer has no window
+        full.forward([Segment(at[8:], at[8:], at[8:], np.where(at < 1, -1, at), np.empty((1, 0), np.int64), at[:1])])
 
 
 @pytest.mark.parametrize(

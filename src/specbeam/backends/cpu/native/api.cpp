@@ -227,16 +227,19 @@ static const char *fill_slots(Cache &cache, const Segment *segments, int64_t cou
   return nullptr;
 }
 
-// The first error in the ancestors of the nodes, or null. The slot of an ancestor must hold a node of its position.
-static const char *wrong_ancestors(const Cache &cache, const Segment *segments, int64_t count) {
+// The first error in the ancestors of the nodes, or null. The slot of an ancestor must hold a node of its position. An
+// ancestor on the trunk may lack a slot if it lies before all windows of all nodes.
+static const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *segments, int64_t count) {
   for (const Segment *s = segments; s < segments + count; s++) {
-    const int64_t deepest = *std::max_element(s->positions, s->positions + s->nodes);
+    const auto [least, deepest] = std::minmax_element(s->positions, s->positions + s->nodes);
     const auto holds = [&](int64_t slot, int64_t position) {
       return slot >= 0 && slot < cache.capacity && cache.positions[slot] == position;
     };
     const char *const reason = "a node sees a slot that is empty or holds a node of another position";
-    for (int64_t p = 0; p < std::min(deepest + 1, s->trunk_length); p++)
-      if (!holds(s->trunk[p], p)) return reason;
+    int64_t seen = *least;  // the first position that a node sees in any layer
+    for (const Layer &layer : m.layers) seen = std::min(seen, first_seen(*least, layer.window));
+    for (int64_t p = 0; p < std::min(*deepest + 1, s->trunk_length); p++)
+      if (!holds(s->trunk[p], p) && (p >= seen || s->trunk[p] != Segment::NO_SLOT)) return reason;
     for (int64_t n = 0; n < s->nodes; n++) {
       for (int64_t p = s->trunk_length; p <= s->positions[n]; p++)
         if (!holds(*s->path(n, p), p)) return reason;
@@ -486,7 +489,7 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
   if (vocab < 1 || vocab > loaded.model.config.vocab) return "vocab is not between 1 and the size of the vocabulary";
   if (wanted_count && !logits) return "there is no room for the logits";
   const char *reason = fill_slots(cache, segments, count);
-  if (!reason) reason = wrong_ancestors(cache, segments, count);
+  if (!reason) reason = wrong_ancestors(loaded.model, cache, segments, count);
   try {
     if (!reason)
       loaded.table->forward(loaded.model, cache, *loaded.table->attention, loaded.pool(), loaded.workspace, segments,

@@ -236,7 +236,8 @@ template <class Item> class Work {
   }
 
  private:
-  // Finds the keys of a node's ancestors from position `from` up to `to`.
+  // Finds the keys of a node's ancestors from position `from` up to `to`. Where no node sees an ancestor, it may lack a
+  // slot. Then any slot will do.
   void find(int64_t node, int64_t from, int64_t to) {
     const int64_t block = a.cache.block, row = width * sizeof(Item), strip = a.cache.strip;
     while (from < to) {
@@ -251,7 +252,8 @@ template <class Item> class Work {
     }
   }
 
-  static int64_t offset(uint64_t slot, int64_t block, int64_t row) {
+  static int64_t offset(int64_t slot_or_none, int64_t block, int64_t row) {
+    const auto slot = uint64_t(std::max<int64_t>(slot_or_none, 0));
     return int64_t(slot / Cache::SLOTS_PER_BLOCK) * block + int64_t(slot % Cache::SLOTS_PER_BLOCK) * row;
   }
 

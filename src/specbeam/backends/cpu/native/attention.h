@@ -39,8 +39,7 @@ struct Attention {
   float *parts;                         // [kv head, split, row of the tile, width + 2] for each tile
 
   int64_t group() const { return config.heads / config.kv_heads; }
-  // The first position that a node at this position sees.
-  int64_t first_seen(int64_t position) const { return window && position >= window ? position + 1 - window : 0; }
+  int64_t first_seen(int64_t position) const { return specbeam::first_seen(position, window); }
 };
 
 struct AttentionKernels {

@@ -70,6 +70,11 @@ struct Layer {
   int64_t rope = -1, window = 0;  // rope: an index into Model::ropes, or -1; window: 0 if attention has no window
 };
 
+// The first position of a text that a node at this position sees.
+inline int64_t first_seen(int64_t position, int64_t window) {
+  return window && position >= window ? position + 1 - window : 0;
+}
+
 struct Model {
   ModelConfig config;
   std::vector<Layer> layers;
@@ -172,8 +177,10 @@ class Cache {
 struct Segment {
   int64_t nodes, trunk_length, branch_columns;
   const int64_t *tokens, *positions, *slots;  // [nodes]
-  const int64_t *trunk;                       // [trunk_length], the slots of the ancestors that all nodes share
-  const int64_t *branches;                    // [nodes, branch_columns], the slots of each node's further ancestors
+  const int64_t *trunk;     // [trunk_length], slots of the ancestors that all nodes share, or NO_SLOT where no node sees one
+  const int64_t *branches;  // [nodes, branch_columns], the slots of each node's further ancestors
+
+  static constexpr int64_t NO_SLOT = -1;
 
   // The slots of a node's ancestors from a position of the text on, up to the end of the trunk or of the branch.
   const int64_t *path(int64_t node, int64_t position) const {
