@@ -91,8 +91,10 @@ def main() -> None:
     print(f"{given.model.stem}, prompts of {PROMPT_TOKENS} tokens, {given.tokens} new tokens per text\n")
     print("| figure | measured (min to max) | must reach |\n| --- | --- | --- |", flush=True)
     if peer:
-        measure_shares(table, bench, peer, given.tokens, given.repeats)
-        peer.end()
+        try:
+            measure_shares(table, bench, peer, given.tokens, given.repeats)
+        finally:
+            peer.end()
     if "beside" in given.parts:
         measure_first_token_beside_others(table, bench, given.repeats)
     if "prefix" in given.parts:
