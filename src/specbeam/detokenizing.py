@@ -8,7 +8,7 @@ How many are decoded again is not assumed: fewer are taken only where they were 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 INCOMPLETE = "\ufffd"
 """Decoders put this character where some bytes of a character are still missing, and in place of invalid bytes."""
@@ -18,8 +18,7 @@ MIN_WINDOW_TOKENS = 8
 """Decode at least this many tokens again."""
 
 
-@dataclass(frozen=True)
-class TextEnd:
+class TextEnd(NamedTuple):
     """The end of a text, and the tokens that are decoded again with the next one.
 
     Attributes:
@@ -62,7 +61,7 @@ class Detokenizer:
         ids = (*end.ids, token)
         text = self._decode([*ids])
         if text == end.text and not self._decode([token, token]):
-            return replace(end, added="")  # a special token, which no text shows (once: a leading space may be dropped)
+            return end._replace(added="")  # a special token, which no text shows (once: a leading space may be dropped)
         texts = (*end.texts[-MAX_INCOMPLETE_TOKENS:], text)
         if not text.endswith(INCOMPLETE):
             settled = len(text)
@@ -101,7 +100,7 @@ class Detokenizer:
                 if settled - len(end.added) < self._reach:  # a stop string may end inside the text that was added
                     break
                 if all(whole.endswith(text) for whole, text in zip(end.texts, texts, strict=True)):
-                    return replace(end, ids=ids, texts=texts, settled=settled)
+                    return end._replace(ids=ids, texts=texts, settled=settled)
             length *= 2
         return end
 

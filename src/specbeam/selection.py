@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -94,9 +93,12 @@ class Wish:
     total: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, slots=True)
 class Answer:
     """The answer to a wish at n nodes. Arrays are on the CPU.
+
+    The rows of logits are there only until the strategy has taken its step. So a strategy that remembers answers keeps
+    no logits alive.
 
     Attributes:
         tokens: the highest ones, the highest first, int64 [n, most].
@@ -106,7 +108,7 @@ class Answer:
         noise: the noise of these tokens, float64 [n, most], if there was any.
         given: the log-probabilities of the tokens that were given, float32 [n, m].
         totals: the logsumexp of the scores after all changes, float32 [n].
-        sources: where the logits are: tensors, and the rows of each (None for all of them).
+        sources: where the rows of logits are: tensors, and rows of each, in this order. Empty after the step.
     """
 
     tokens: NDArray[np.int64]
@@ -116,17 +118,37 @@ class Answer:
     noise: NDArray[np.float64] | None
     given: NDArray[np.float32] | None
     totals: NDArray[np.float32] | None
-    sources: tuple[tuple[Tensor, list[int] | None], ...]
+    sources: tuple[tuple[Tensor, slice], ...]
 
-    @cached_property
+    @property
     def logits(self) -> Tensor:
-        """The logits, float32 [n, vocab], on the backend's device. They are gathered only if they are asked for."""
-        rows = [logits if which is None else logits[which] for logits, which in self.sources]
+        """The rows of logits, float32 [n, vocab], on the backend's device. They are gathered when they are asked for.
+
+        Raises:
+            RuntimeError: the step is over.
+        """
+        if not self.sources:
+            raise RuntimeError("an answer has its rows of logits only until the strategy has taken its step")
+        rows = [logits[which] for logits, which in self.sources]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def take(self, rows: NDArray[np.int64]) -> Answer:
         """The answer at some of the nodes, given by their places in it, int64 [k]."""
         return gather([(self, row) for row in rows.tolist()])
+
+    def copy(self, row: int) -> Answer:
+        """The answer at one of the nodes, given by its place, with a copy of its row of logits."""
+        own = gather([(self, row)])
+        own.sources = ((own.logits.clone(), slice(0, 1)),)
+        return own
+
+    def source(self, row: int) -> tuple[Tensor, slice]:
+        """Where one of the rows of logits is."""
+        for logits, which in self.sources:
+            if row < (count := which.stop - which.start):
+                return logits, slice(which.start + row, which.start + row + 1)
+            row -= count
+        raise IndexError("no such row")
 
 
 def gather(rows: Sequence[tuple[Answer, int]]) -> Answer:
@@ -137,12 +159,10 @@ def gather(rows: Sequence[tuple[Answer, int]]) -> Answer:
             return None
         return np.stack([getattr(answer, name)[row] for answer, row in rows])
 
-    sources = []
-    for answer, row in rows:
-        (logits, which), *_ = answer.sources
-        sources.append((logits, [row]) if which is None else (answer.sources[row][0], answer.sources[row][1]))
+    all_there = all(answer.sources for answer, _ in rows)
+    sources = tuple(answer.source(row) for answer, row in rows) if all_there else ()
     names = ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals")
-    return Answer(**{name: gathered(name) for name in names}, sources=tuple(sources))
+    return Answer(**{name: gathered(name) for name in names}, sources=sources)
 
 
 def select(logits: Tensor, wish: Wish, normalizers: NDArray[np.float32] | None = None) -> Answer:
@@ -436,7 +456,7 @@ def _split(values: Values, parts: Sequence[tuple[Tensor, Wish]]) -> list[Answer]
     for logits, wish in parts:
         end = start + len(logits)
         own: list[Any] = [None if array is None else array[start:end] for array in values]
-        own.append(((logits[:, : wish.vocab], None),))
+        own.append(((logits[:, : wish.vocab], slice(0, len(logits))),))
         answers.append(Answer(*own))
         start = end
     return answers

@@ -33,6 +33,12 @@ class Holders:
             counts[parent] += 1
         self.kept.update(nodes)
 
+    def append(self, node: int, parent: int) -> None:
+        """Hold one new node."""
+        self.counts.append(1)
+        self.counts[parent] += 1
+        self.kept.add(node)
+
     def keep(self, nodes: set[int], parents: Nodes) -> list[int]:
         """Keep these nodes and no others. Return the nodes that nothing holds any more. It costs time for these only.
 
@@ -66,6 +72,7 @@ class Tree:
     Attributes:
         prompt_length: number of prompt tokens; they are nodes 0 to prompt_length - 1.
         tip: the last node of the trunk.
+        trunk_length: number of nodes on the trunk.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -81,7 +88,7 @@ class Tree:
         self._live = n
         self._child_sum = [0] * n  # of the numbers of a node's live children; of an only child, its number
         self._trunk = np.arange(n, dtype=np.int64)  # the trunk's node at each depth
-        self._trunk_length = n
+        self.trunk_length = n
         self.tip = n - 1
         # Paths are climbed only up to the nodes that grew at the last keep: theirs beyond the trunk are remembered.
         self._paths: dict[int, Nodes] = {}
@@ -97,7 +104,7 @@ class Tree:
     @property
     def trunk(self) -> Nodes:
         """The trunk's nodes from the root on."""
-        return self._trunk[: self._trunk_length]
+        return self._trunk[: self.trunk_length]
 
     @property
     def live(self) -> int:
@@ -149,6 +156,26 @@ class Tree:
         self._scores[nodes] = self._scores[parents] + log_probs
         return nodes
 
+    def append(self, parent: int, token: int, log_prob: float) -> int:
+        """Add one child and return it: :meth:`add` for a text without branches, in a few operations."""
+        if self._guesses:
+            return int(self.add(parent, token, log_prob)[0])
+        node = self._size
+        if node == len(self._tokens):
+            self._grow(node + 1)
+        self._tokens[node] = token
+        self._parents[node] = parent
+        self._depths[node] = self._depths[parent] + 1
+        self._log_probs[node] = log_prob
+        self._scores[node] = self._scores[parent] + log_prob
+        self._living.append(node, parent)
+        self._growing.append(node, parent)
+        self._child_sum.append(0)
+        self._child_sum[parent] += node
+        self._size += 1
+        self._live += 1
+        return node
+
     def guess(self, parents: Any, tokens: Any) -> Nodes:
         """Add one guess per parent, int [n] each, and return them. A guess made before is not added again."""
         parents = np.array(parents, dtype=np.int64, ndmin=1)
@@ -185,6 +212,10 @@ class Tree:
         self._live += len(above)
         return np.arange(start, end, dtype=np.int64)
 
+    def is_live(self, node: int) -> bool:
+        """Whether a node is live."""
+        return self._living.counts[node] > 0
+
     def live_among(self, nodes: Any) -> NDArray[np.bool_]:
         """Which of the nodes, int [n], are live, bool [n]."""
         return np.array([self._living.counts[node] > 0 for node in nodes], dtype=bool)
@@ -198,8 +229,10 @@ class Tree:
         Raises:
             ValueError: a node is not live.
         """
-        still_growing = {*np.array(growing, dtype=np.int64, ndmin=1).tolist()}
-        kept = still_growing.union(np.array(finished, dtype=np.int64, ndmin=1).tolist())
+        still_growing = {growing} if type(growing) is int else {*np.array(growing, np.int64, ndmin=1).tolist()}
+        kept = still_growing
+        if finished is not NO_NODES:
+            kept = kept.union(np.array(finished, np.int64, ndmin=1).tolist())
         if dead := [node for node in kept - self._living.kept if not self._living.counts[node]]:
             raise ValueError(f"nodes {sorted(dead)} are not all live")
         idle = self._growing.keep(still_growing, self._parents)
@@ -215,6 +248,8 @@ class Tree:
 
     def take_dropped(self) -> Nodes:
         """The nodes dropped since the last call, int64 [n]. Nothing grows below them: their cache slots are free."""
+        if not self._dropped:
+            return NO_NODES
         dropped, self._dropped = self._dropped, []
         return np.array(dropped, dtype=np.int64)
 
@@ -227,10 +262,10 @@ class Tree:
     def _advance(self) -> None:
         """Extend the trunk by each node that all live nodes share: the only child of a tip that is not itself kept."""
         while self._living.counts[self.tip] == 1 and self.tip not in self._living.kept:
-            if self._trunk_length == len(self._trunk):
+            if self.trunk_length == len(self._trunk):
                 self._trunk = np.resize(self._trunk, 2 * len(self._trunk))
-            self.tip = self._trunk[self._trunk_length] = self._child_sum[self.tip]
-            self._trunk_length += 1
+            self.tip = self._trunk[self.trunk_length] = self._child_sum[self.tip]
+            self.trunk_length += 1
 
     def path(self, node: int) -> Nodes:
         """The nodes from the root down to a live node."""
@@ -241,7 +276,7 @@ class Tree:
         """The nodes from the root down to live nodes, int64 [n, longest path]; shorter paths repeat their last node."""
         nodes = np.asarray(nodes, dtype=np.int64)
         depths = self._depths[nodes]
-        columns = np.arange(min(self._trunk_length, depths.max() + 1))
+        columns = np.arange(min(self.trunk_length, depths.max() + 1))
         shared = self._trunk[np.minimum(columns, depths[:, None])]
         return np.concatenate([shared, self.paths_beyond_trunk(nodes)], axis=1)
 
@@ -250,12 +285,12 @@ class Tree:
         if self._unremembered:
             grown, self._unremembered = sorted(self._unremembered), set()
             paths = self._climb(np.array(grown, dtype=np.int64))
-            self._paths, self._paths_start = dict(zip(grown, paths, strict=True)), self._trunk_length
+            self._paths, self._paths_start = dict(zip(grown, paths, strict=True)), self.trunk_length
         return self._climb(nodes)
 
     def _climb(self, nodes: Nodes) -> Nodes:
         """Walk up from each node to the trunk, or to a node whose path is known."""
-        begin, skipped = self._trunk_length, self._trunk_length - self._paths_start
+        begin, skipped = self.trunk_length, self.trunk_length - self._paths_start
         lengths = self._depths[nodes] + 1 - begin
         paths = np.empty((len(nodes), max(0, lengths.max(initial=0))), dtype=np.int64)
         if not paths.size:

@@ -1,6 +1,9 @@
 """Admission follows what requests use. A pause puts a wrong guess right, and no text changes."""
 
+import weakref
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,3 +149,29 @@ def test_engines_of_one_process_share_the_memory_for_caches(lm, monkeypatch):
     for engine, pair in zip(engines, requests, strict=True):
         assert engine.cache_tokens == 0
         assert [one.result().token_ids for one in pair] == [one.result().token_ids for one in requests[0]]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 4}, {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}]
+)
+def test_no_request_keeps_the_logits_of_an_earlier_pass(lm, monkeypatch, options):
+    forward, passes = lm.backend.forward, []
+
+    def watched(segments):
+        array = forward(segments).numpy().copy()  # the tensor that shares its memory keeps it alive
+        passes.append(weakref.ref(array))
+        return torch.from_numpy(array)
+
+    monkeypatch.setattr(lm.backend, "forward", watched)
+    engine = Engine(lm, max_batch_tokens=12)
+    requests = [
+        engine.submit(
+            [5, 6, 7, 8, 5, 6, n],
+            {"max_new_tokens": 30, "eos_token_id": [], "num_draft_tokens": 3, **options},
+            draft="ngram",
+        )
+        for n in range(4)
+    ]
+    while engine.step():
+        assert sum(array() is not None for array in passes) <= 1
+    assert any(request.result().stats.drafted for request in requests)

@@ -40,6 +40,10 @@ class Search(Protocol):
     def done(self) -> bool:
         """No step can change the outcome any more."""
 
+    @property
+    def needs_rows(self) -> bool:
+        """Every step needs whole rows of logits. Otherwise only steps with equal scores need them."""
+
     def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
         """The wish of a step at beams, or at guesses that may become beams, int64 [n]."""
 
@@ -51,7 +55,8 @@ class Search(Protocol):
             known: which beams are known, bool [b]; None means all.
 
         Returns:
-            False if the outcome depends on a beam that is not known. The search is then as it was.
+            False if the outcome depends on a beam that is not known, or on rows of logits that are gone. The search is
+            then as it was.
         """
 
     @property
@@ -132,6 +137,7 @@ class BeamSearch:
         self.max_new_tokens = stop.max_length - tree.prompt_length
         self.finished = Finished(num_beams, length_penalty, early_stopping)
         self.num_reported = 0
+        self.needs_rows = False
         self.done = False
 
     def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
@@ -168,7 +174,7 @@ class BeamSearch:
     def _candidates(
         self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None
     ) -> Candidates | None:
-        """The best continuations of some of the beams; None if it needs all beams to tell."""
+        """The best continuations of some of the beams; None if it needs all beams to tell, or whole rows."""
         scores = answer.scores + self.scores[rows, None]
         if scores.size < self.num_beams:
             return None
@@ -178,6 +184,8 @@ class BeamSearch:
         tied = answer.noise is None and self._are_tied(ranks.ravel()[best], missing)
         if tied and missing:
             return None  # with the other beams, ``topk`` may order equal scores in another way
+        if tied and not answer.sources:
+            return None
         if tied or token_penalties is not None:
             beam, token, of_candidates, log_probs = self._of_whole_rows(answer, rows, token_penalties)
         else:
@@ -437,6 +445,7 @@ class DiverseBeamSearch:
         self.groups = groups
         self.diversity_penalty = diversity_penalty
         self.stepped = groups  # by the last step
+        self.needs_rows = True
         self.reported = False
 
     @property
@@ -464,7 +473,7 @@ class DiverseBeamSearch:
             return False
         chosen: Nodes = NO_NODES
         self.stepped = self.live
-        vocab = answer.sources[0][0].shape[-1]
+        vocab = answer.logits.shape[-1]
         for group, rows in zip(self.stepped, np.split(np.arange(len(answer.tokens)), len(self.stepped)), strict=True):
             times_chosen = np.bincount(chosen, minlength=vocab).astype(np.float32)
             group.step(answer.take(rows), token_penalties=np.float32(self.diversity_penalty) * times_chosen)

@@ -19,9 +19,9 @@ def greedy(tree: Tree, wish: Wishes, stop: Stopping, record: Record) -> Strategy
     tip = tree.tip
     while True:
         answer = yield Evaluate([tip], wish(tree, [tip]))
-        (tip,) = tree.add(tip, *chosen(answer)).tolist()
+        tip = tree.append(tip, *chosen(answer))
         record.round()
-        record.step([tip], tree.scores([tip]))
+        record.step([tip])
         tree.keep(tip)
         if reason := stop(tree, tip):
             return [Hypothesis(tip, float(tree.scores(tip)), reason)]

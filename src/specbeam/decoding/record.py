@@ -33,20 +33,28 @@ class Record:
         """
         self.rounds += 1
         self.rested += rests
-        self.drafted += len(guesses)
-        self._guesses.update(guesses.tolist())
+        if self._guesses:
+            self._guesses = {node for node in self._guesses if self._tree.is_live(node)}
+        if len(guesses):
+            self.drafted += len(guesses)
+            self._guesses.update(guesses.tolist())
         if self._rounds is not None:
             self._rounds.append((guesses, []))
 
-    def step(self, nodes: Any, scores: Any) -> None:
-        """Record one step: the texts now end at these nodes, with these scores. A single text is one beam."""
+    def step(self, nodes: Any, scores: Any = None) -> None:
+        """Record one step: the texts now end at these nodes. A single text is one beam.
+
+        Args:
+            scores: of the texts. None for the sums of their log-probabilities.
+        """
         self.steps += 1
-        ends = [int(node) for node in nodes]
-        accepted = self._guesses.intersection(ends)
-        self.accepted += len(accepted)
-        self._guesses -= accepted
+        if self._guesses:
+            accepted = self._guesses.intersection(map(int, nodes))
+            self.accepted += len(accepted)
+            self._guesses -= accepted
         if self._rounds is not None:
-            self._rounds[-1][1].append([*zip(ends, map(float, scores), strict=True)])
+            scores = self._tree.scores(nodes) if scores is None else scores
+            self._rounds[-1][1].append([*zip(map(int, nodes), map(float, scores), strict=True)])
 
     def draft_note(self) -> str | None:
         """Why a drafter was not used, or hardly used; None if it was used, and before the first round."""

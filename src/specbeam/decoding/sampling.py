@@ -27,7 +27,7 @@ def sample_several(tree: Tree, wish: Wishes, stop: Stopping, record: Record, cou
         tips[growing] = [children[tip, token] for tip, token, _ in drawn]
         growing.sort()
         record.round()
-        record.step(tips[growing], tree.scores(tips[growing]))
+        record.step(tips[growing])
         for i in growing.tolist():
             if reason := stop(tree, int(tips[i])):
                 hypotheses[i] = Hypothesis(int(tips[i]), float(tree.scores(tips[i])), reason)

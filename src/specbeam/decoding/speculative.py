@@ -29,8 +29,8 @@ def speculative(tree: Tree, wish: Wishes, stop: Stopping, record: Record, drafte
         record.round(guesses.nodes, rests=guesses.declined)
         steps = []
         while (row := rows.get(tip)) is not None:
-            (tip,) = tree.add(tip, *chosen(answer, row)).tolist()
-            record.step([tip], tree.scores([tip]))
+            tip = tree.append(tip, *chosen(answer, row))
+            record.step([tip])
             steps.append(np.array([tip]))
             if reason := stop(tree, tip):
                 return [Hypothesis(tip, float(tree.scores(tip)), reason)]

@@ -18,7 +18,8 @@ def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter:
 
     All beams are evaluated, so every round takes at least one step. No step is approximated: each is a step of the
     plain search. A step does without a beam only where the beam cannot matter (the bound rule of ``BeamSearch``).
-    Guesses that may still become beams keep their answers for the next round.
+    Guesses that may still become beams keep their answers for the next round, but not their rows of logits. Where
+    scores are equal, a step needs these rows, too. Then its beams are evaluated again.
     """
     known = Known()
     while not search.done:
@@ -32,8 +33,10 @@ def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter:
             record.step(search.beams, search.scores)
             steps.append(search.beams)
         promising = known.nodes[tree.below(known.nodes, search.beams)]
+        if not search.done and not len(known.missing(search.beams)):  # the step needed whole rows
+            promising = np.setdiff1d(promising, search.beams)
         drafter.pace.learn(guesses, tree, steps)
-        known.keep(promising)
+        known.keep(promising, search.needs_rows)
         tree.keep(np.concatenate([search.beams, promising]), search.finished_nodes)
         yield from search.certain()
     return search.hypotheses()
@@ -57,9 +60,15 @@ class Known:
         """Add the answer at nodes."""
         self._rows.update((node, (answer, row)) for row, node in enumerate(nodes.tolist()))
 
-    def keep(self, nodes: Nodes) -> None:
-        """Forget all nodes but these. They must be known."""
+    def keep(self, nodes: Nodes, whole_rows: bool) -> None:
+        """Forget all nodes but these. They must be known.
+
+        Args:
+            whole_rows: keep copies of their rows of logits, too.
+        """
         self._rows = {node: self._rows[node] for node in nodes.tolist()}
+        if whole_rows:
+            self._rows = {node: (answer.copy(row), 0) for node, (answer, row) in self._rows.items()}
 
     def at(self, nodes: Nodes) -> tuple[Answer | None, NDArray[np.bool_]]:
         """The answer at the known ones among nodes, and which these are, bool [n]. None if no node is known."""

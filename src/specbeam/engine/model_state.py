@@ -31,6 +31,7 @@ class ModelState:
         seconds: the request's share of the time of its passes, by its share of their nodes.
         nodes: nodes evaluated for the request.
         source: the encoder's output for the prompt. None until it has read it.
+        source_bytes: bytes that this output takes. A token of it takes as much as a slot, roughly.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ModelState:
         self.seconds = 0.0
         self.source: Any = None
         self._encoded = None if backend.start_token_ids is None else prompt_ids
+        self.source_bytes = len(self._encoded or ()) * backend.slot_bytes
         self._cache = cache
         self._shares = shares and self._encoded is None  # after an encoder, equal tokens have other keys and values
         self._slots: Slots | None = None
@@ -140,11 +142,6 @@ class ModelState:
     def round_bytes(self) -> int:
         """Bytes that it needs for one more round, beside the bytes that it holds."""
         return max(0, self.tree.live + self.most_rows - self.used_slots) * self.backend.slot_bytes
-
-    @property
-    def source_bytes(self) -> int:
-        """Bytes that the encoder's output takes. A token of it takes as much as a slot, roughly."""
-        return len(self._encoded or ()) * self.backend.slot_bytes
 
     @property
     def least_bytes(self) -> int:

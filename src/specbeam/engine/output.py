@@ -39,10 +39,10 @@ class Output:
 
     def stream(self) -> None:
         """Hand out the nodes that have become certain."""
-        nodes = self._setup.tree.trunk[self._streamed :]
-        if len(nodes):
-            text = self._take(nodes)
-            self._request.give(Piece(text, *self._tokens(nodes)))
+        tree = self._setup.tree
+        if tree.trunk_length > self._streamed:
+            tokens, log_probs, top_logprobs = self._tokens(tree.trunk[self._streamed :])
+            self._request.give(Piece(self._take(tokens), tokens, log_probs, top_logprobs))
 
     def find(self, hypothesis: Hypothesis) -> None:
         """Hand out a sequence that is certain to be the next best."""
@@ -66,19 +66,20 @@ class Output:
             )
         best, *others = hypotheses
         rest = self._setup.tree.path(best.node)[self._streamed :]
-        text = self._take(rest) + self._text.finish(cancelled=best.finish_reason in ("cancelled", "timeout"))
+        tokens, log_probs, top_logprobs = self._tokens(rest)
+        text = self._take(tokens) + self._text.finish(cancelled=best.finish_reason in ("cancelled", "timeout"))
         sequences = [self._sequence(best, self._text.text), *map(self._sequence, others)]
         trace = self._setup.record.trace(self._lm.decode_token)
         stats = self._stats(len(sequences[0].token_ids), target, draft, drafted)
         result = self._request.outcome = Result(sequences, stats, trace)
-        self._request.give(Piece(text, *self._tokens(rest), result))
+        self._request.give(Piece(text, tokens, log_probs, top_logprobs, result))
 
-    def _take(self, nodes: Nodes) -> str:
-        """Note that nodes are certain. Return the text that is certain now."""
-        if len(nodes) and self._first_token is None:
+    def _take(self, tokens: list[int]) -> str:
+        """Note that tokens are certain. Return the text that is certain now."""
+        if tokens and self._first_token is None:
             self._first_token = time.perf_counter() - self._submitted
-        self._streamed += len(nodes)
-        return self._text.push(self._setup.tree.tokens(nodes).tolist())
+        self._streamed += len(tokens)
+        return self._text.push(tokens)
 
     def _sequence(self, hypothesis: Hypothesis, text: str | None = None) -> Sequence:
         tree = self._setup.tree

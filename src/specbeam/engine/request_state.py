@@ -48,6 +48,7 @@ class RequestState:
         deadline: when it is to end with the text so far, in seconds of ``time.monotonic``.
         drafting: whether the pending nodes are for the draft model.
         pending: nodes still to be evaluated, ancestors first, int64 [n].
+        source_bytes: bytes that encoders' outputs take.
     """
 
     def __init__(
@@ -89,6 +90,9 @@ class RequestState:
             tree, cache = self._drafter.tree, memory.cache_of(draft.backend)
             self._draft = ModelState(draft.backend, tree, *size, pace.most_drafted, length, cache=cache, shares=shares)
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
+        self._trees = [*{state.tree for state in self._states}]
+        self._state = self._target  # on the model that is to evaluate the pending nodes
+        self.source_bytes = sum(state.source_bytes for state in self._states)
         self._make_strategy = strategy or make_strategy
         self._strategy: Strategy | None = None
         self._wanted = NO_NODES  # nodes that the strategy asked about
@@ -112,11 +116,6 @@ class RequestState:
         """Bytes that it needs for one more round, beside the bytes that it holds."""
         return sum(state.round_bytes for state in self._states)
 
-    @property
-    def source_bytes(self) -> int:
-        """Bytes that encoders' outputs take."""
-        return sum(state.source_bytes for state in self._states)
-
     def found_bytes(self) -> int:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
         return sum(state.found_bytes() for state in self._states)
@@ -139,13 +138,6 @@ class RequestState:
     def backend(self) -> Backend:
         """The backend that is to evaluate the pending nodes."""
         return self._state.backend
-
-    @property
-    def _state(self) -> ModelState:
-        if self.drafting:
-            assert self._draft is not None
-            return self._draft
-        return self._target
 
     def open(self) -> None:
         """Begin the strategy or, after a pause, evaluate again the nodes that it needs."""
@@ -214,10 +206,19 @@ class RequestState:
 
     def segment(self, nodes: Nodes) -> Segment:
         """The request's part of a pass over some of its pending nodes."""
-        first, end = self._asked.searchsorted((nodes[0], nodes[-1] + 1))
-        wanted = nodes.searchsorted(self._asked[first:end])
-        with self._tearing():
-            return self._state.segment(nodes, wanted, None if self._wish is None else self._wish.vocab)
+        if len(nodes) == len(self._asked) == len(self.pending):  # all that were asked for, and no ancestors of them
+            wanted = np.arange(len(nodes))
+        else:
+            first, end = self._asked.searchsorted((nodes[0], nodes[-1] + 1))
+            wanted = nodes.searchsorted(self._asked[first:end])
+        self._is_torn = True
+        try:
+            segment = self._state.segment(nodes, wanted, None if self._wish is None else self._wish.vocab)
+        except Exception:
+            self._is_torn = False
+            raise
+        self._is_torn = False
+        return segment
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
         """Take in its latest pass.
@@ -248,24 +249,31 @@ class RequestState:
             rows: of these nodes.
             answers: to the :meth:`wishes` about these logits.
         """
-        with self._failing_alone():
-            state = self._state
-            self.pending = self.pending[len(nodes) :]
-            state.evaluated(nodes, self.pending)
-            if len(self.pending):
-                if rows.start < rows.stop:  # a view would keep the logits of the whole pass
-                    self._received.append(logits[rows].clone())
-                return
-            state.answered += 1
-            if not answers:
-                logits = torch.cat([*self._received, logits[rows]]) if self._received else logits[rows]
-                self._received = []
-                if self._asked is not self._wanted:
-                    logits = logits[self._asked.searchsorted(self._wanted)]
-                answers = self.backend.choose(logits, [(slice(0, len(logits)), wish) for wish in self._wishes()])
-            if (alternatives := self._alternatives) is not None:
-                alternatives.add(self._wanted, answers.pop())
-            self._advance(self._answer(answers[0]) if answers else logits)
+        self._is_torn = True
+        try:
+            self._take(nodes, logits, rows, answers)
+        except Exception as error:
+            self.fail(error)
+        self._is_torn = False
+
+    def _take(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> None:
+        state = self._state
+        self.pending = self.pending[len(nodes) :]
+        state.evaluated(nodes, self.pending)
+        if len(self.pending):
+            if rows.start < rows.stop:  # a view would keep the logits of the whole pass
+                self._received.append(logits[rows].clone())
+            return
+        state.answered += 1
+        if not answers:
+            logits = torch.cat([*self._received, logits[rows]]) if self._received else logits[rows]
+            self._received = []
+            if self._asked is not self._wanted:
+                logits = logits[self._asked.searchsorted(self._wanted)]
+            answers = self.backend.choose(logits, [(slice(0, len(logits)), wish) for wish in self._wishes()])
+        if (alternatives := self._alternatives) is not None:
+            alternatives.add(self._wanted, answers.pop())
+        self._advance(self._answer(answers[0]) if answers else logits)
 
     @property
     def _alternatives(self) -> Alternatives | None:
@@ -294,19 +302,9 @@ class RequestState:
                 f"out of memory with {len(self._setup.tree)} nodes in the request's tree: ask for fewer new tokens, a "
                 "shorter prompt, or a smaller dtype"
             )
-        with self._tearing():
-            self.request.outcome = forget_frames(error)
-            self._release()
-
-    @contextmanager
-    def _tearing(self) -> Iterator[None]:
-        """An interrupt in here leaves work half done. Other errors do not."""
         self._is_torn = True
-        try:
-            yield
-        except Exception:
-            self._is_torn = False
-            raise
+        self.request.outcome = forget_frames(error)
+        self._release()
         self._is_torn = False
 
     @contextmanager
@@ -330,15 +328,25 @@ class RequestState:
         except StopIteration as finished:
             self._finish(finished.value)
             return
-        dropped = {tree: tree.take_dropped() for tree in {state.tree for state in self._states}}
-        for state in self._states:
-            state.slots.release(dropped[state.tree])
+        finally:
+            if isinstance(answer, Answer):
+                answer.sources = ()  # strategies may remember answers, but no logits
+        self._release_dropped()
         self.drafting = step.drafting
+        self._state = self._states[1] if step.drafting else self._target
         self._wanted, self._wish = np.asarray(step.nodes, dtype=np.int64), step.wish
         in_order = len(self._wanted) == 1 or (self._wanted[1:] > self._wanted[:-1]).all()
         self._asked = self._wanted if in_order else np.unique(self._wanted)
         self.pending = self._state.slots.missing(self._wanted)
         self._output.stream()
+
+    def _release_dropped(self) -> None:
+        """Take back the slots of nodes that no text needs any more."""
+        for tree in self._trees:
+            if len(dropped := tree.take_dropped()):
+                for state in self._states:
+                    if state.tree is tree:
+                        state.slots.release(dropped)
 
     def _finish(self, hypotheses: list[Hypothesis]) -> None:
         self._output.finish(hypotheses, self._target, self._draft, drafted=self._drafter is not None)

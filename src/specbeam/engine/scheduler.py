@@ -237,9 +237,12 @@ class Scheduler:
         Paused requests are left out of the passes.
         """
         while True:
-            growth = sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
             room = self.memory.room if len(self._live) > 1 else self.memory.cache_bytes
-            room -= self.memory.held + growth
+            room -= self.memory.held
+            growth = sum(len(nodes) * request.backend.slot_bytes for batch in batches for request, nodes in batch)
+            if growth > room:  # some nodes may have slots, since a pass over them failed
+                growth = sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
+            room -= growth
             self.memory.drop_kept(room)
             if room >= 0:
                 return [batch for batch in batches if batch]

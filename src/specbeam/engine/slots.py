@@ -116,10 +116,10 @@ class Slots:
 
     def _is_next(self, nodes: Nodes) -> bool | np.bool_:
         """Whether this is one node, the next one of a text without branches. Its ancestors have slots."""
-        if len(nodes) != 1 or not 0 < self._placed == len(self.tree.trunk) - 1:
+        if len(nodes) != 1 or not 0 < self._placed == self.tree.trunk_length - 1:
             return False
-        node = nodes[0]
-        return node == self.tree.tip and self._slot[node] == NOWHERE
+        tip = self.tree.tip
+        return nodes[0] == tip and self._slot[tip] == NOWHERE
 
     def release(self, nodes: Nodes) -> None:
         """Take back the slots of nodes that the tree has dropped."""

@@ -109,6 +109,7 @@ class Steps:
 
         search = make_search(setup, partial(WatchedSearch, before_step))
         assert isinstance(search, BeamSearch)
+        search.needs_rows = self._details.scores
         search.num_candidates = self._details.num_candidates * search.num_beams
         if drafter is None:
             yield from beam_search(setup.tree, search, setup.record)
@@ -177,7 +178,7 @@ class WatchedRecord:
         self._watch = watch
         self.round = record.round
 
-    def step(self, nodes: Any, scores: Any) -> None:
+    def step(self, nodes: Any, scores: Any = None) -> None:
         (node,) = nodes
         self._record.step(nodes, scores)
         self._watch(int(node))

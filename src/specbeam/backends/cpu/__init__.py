@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.cpu.choosing import choose
-from specbeam.backends.cpu.library import ModelConfigStruct, library
+from specbeam.backends.cpu.library import ModelConfigStruct, address, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.backends.devices import memory_for_caches, peak_memory
 from specbeam.checkpoints.checkpoint import Checkpoint
@@ -46,6 +47,9 @@ PRODUCTS_OF_MODEL = ("embedding", "positions", "head")
 """In the order of ``product_named`` and ``norm_named`` in native/api.cpp: a place here is a number there."""
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """In the order of ``Activation`` in native/model.h."""
+INT64_BYTES = 8
+NODE_ARRAYS = ("tokens", "positions", "slots")
+"""The arrays of a segment with a number for each node."""
 MAX_THREADS = 1024
 """As in native/model.h."""
 
@@ -104,14 +108,14 @@ class CpuBackend:
 
     @whole_step
     def forward(self, segments: list[Segment]) -> Tensor:
-        starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
+        starts = accumulate((len(s.tokens) for s in segments), initial=0)
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)], dtype=np.int64)
         vocab = logits_wanted(segments, self.vocab_size)
         logits = np.empty((len(wanted), vocab), np.float32)
         structs, kept = _structs(segments)
         with self._one_pass:
             wrong = self._library.specbeam_forward(
-                self._model, _address(structs), len(segments), _address(wanted), len(wanted), vocab, _address(logits)
+                self._model, address(structs), len(segments), address(wanted), len(wanted), vocab, address(logits)
             )
         del kept  # until here this frame kept alive all that the pass reads: self, the segments and their arrays
         if wrong:
@@ -243,21 +247,17 @@ def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArr
 
     All fields of ``SegmentStruct`` are as long as an int64, so it takes no Python for each field.
     """
-    nodes = [np.concatenate([getattr(s, name) for s in segments]) for name in ("tokens", "positions", "slots")]
-    kept = [np.ascontiguousarray(array, np.int64) for array in nodes]
-    tokens, positions, slots = map(_address, kept)
+    kept = [np.concatenate([getattr(s, name) for s in segments], dtype=np.int64) for name in NODE_ARRAYS]
+    tokens, positions, slots = map(address, kept)
     rows, start = [], 0
     for s in segments:
-        if not len(s.tokens) == len(s.positions) == len(s.slots) == len(s.branches):
+        n, columns = s.branches.shape
+        if not len(s.tokens) == len(s.positions) == len(s.slots) == n:
             raise RuntimeError("a pass was refused: a segment has arrays of different lengths")
-        trunk, branches = np.ascontiguousarray(s.trunk, np.int64), np.ascontiguousarray(s.branches, np.int64)
+        trunk = np.ascontiguousarray(s.trunk, np.int64)
+        branches = np.ascontiguousarray(s.branches, np.int64)
         kept += [trunk, branches]
-        places = tokens + start, positions + start, slots + start, _address(trunk), _address(branches)
-        rows.append((len(s.tokens), len(trunk), branches.shape[1], *places))
-        start += len(s.tokens) * np.int64().nbytes
+        places = tokens + start, positions + start, slots + start, address(trunk), address(branches)
+        rows.append((n, len(trunk), columns, *places))
+        start += n * INT64_BYTES
     return np.array(rows, dtype=np.int64), kept
-
-
-def _address(array: NDArray[Any]) -> int:
-    address: int = array.__array_interface__["data"][0]
-    return address

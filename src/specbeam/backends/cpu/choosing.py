@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +9,14 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, WishStruct, library
+from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, WishStruct, address, library
 from specbeam.selection import Answer, Wish, select
 
 EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2}
 """As ``EditKind`` in native/select.h."""
 WISH_DTYPE, EDIT_DTYPE = np.dtype(WishStruct), np.dtype(EditStruct)
+CHOICE_FIELDS = [field[0] for field in ChoiceStruct._fields_]
+"""All of them are as long as an int64."""
 NORMALIZERS_ALONE = Wish(most=0)
 
 
@@ -30,57 +31,60 @@ def choose(model: int, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> 
         RuntimeError: a wish does not fit to the logits.
     """
     logits = logits.contiguous()
-    parts = Parts(logits.shape[1])
+    columns = logits.shape[1]
+    parts = Parts(columns)
     fields = [parts.add(rows, NORMALIZERS_ALONE if needs_torch(wish) else wish, wish.vocab) for rows, wish in wishes]
-    tokens = np.empty(parts.most_count, np.int64)
-    noise = np.empty(parts.most_count if parts.streams.size else 0)
-    counts = (parts.most_count, parts.most_count, parts.given.size, parts.row_count, parts.row_count)
-    log_probs, scores, given, normalizers, totals = (np.empty(count, np.float32) for count in counts)
-    wish_structs, edit_structs = np.array(fields, WISH_DTYPE), np.array(parts.edits, EDIT_DTYPE)
-    one_of = np.array(parts.one_of, np.int64)
-    joined = (parts.edit_rows, parts.edit_tokens, parts.edit_values, parts.given, parts.allowed)
-    edit_rows, edit_tokens, edit_values, given_tokens, allowed = (part.array() for part in joined)
-    streams, positions = parts.streams.array(), parts.positions.array()
-    choice = ChoiceStruct(
-        logit_rows=logits.shape[0],
-        logit_columns=logits.shape[1],
-        wish_count=len(wish_structs),
-        edit_count=len(edit_structs),
-        entry_count=len(edit_rows),
-        value_count=len(edit_values),
-        one_of_count=len(one_of),
-        given_count=len(given_tokens),
-        allowed_bytes=len(allowed),
-        noise_count=len(streams),
-        most_count=parts.most_count,
-        row_count=parts.row_count,
-        logits=logits.data_ptr(),
-        wishes=address(wish_structs),
-        edits=address(edit_structs),
-        edit_rows=address(edit_rows),
-        edit_tokens=address(edit_tokens),
-        edit_values=address(edit_values),
-        one_of=address(one_of),
-        given=address(given_tokens),
-        allowed=address(allowed),
-        streams=address(streams),
-        positions=address(positions),
-        tokens=address(tokens),
-        log_probs=address(log_probs),
-        scores=address(scores),
-        noise=address(noise),
-        given_log_probs=address(given),
-        normalizers=address(normalizers),
-        totals=address(totals),
-    )
-    if wrong := library().specbeam_choose(model, ctypes.byref(choice)):
+    most, rows_of_all, given = parts.most_count, parts.row_count, parts.given.size
+    noises = most if parts.streams.size else 0
+    inputs = {
+        "wishes": np.array(fields, WISH_DTYPE),
+        "edits": np.array(parts.edits, EDIT_DTYPE),
+        "edit_rows": parts.edit_rows.array(),
+        "edit_tokens": parts.edit_tokens.array(),
+        "edit_values": parts.edit_values.array(),
+        "one_of": np.array(parts.one_of, np.int64),
+        "given": parts.given.array(),
+        "allowed": parts.allowed.array(),
+        "streams": parts.streams.array(),
+        "positions": parts.positions.array(),
+    }
+    space = Space(8 * (most + noises) + 4 * (2 * most + given + 2 * rows_of_all))
+    outputs = {
+        "tokens": space.take(most, np.int64),
+        "noise": space.take(noises, np.float64),
+        "log_probs": space.take(most, np.float32),
+        "scores": space.take(most, np.float32),
+        "given_log_probs": space.take(given, np.float32),
+        "normalizers": space.take(rows_of_all, np.float32),
+        "totals": space.take(rows_of_all, np.float32),
+    }
+    values = {
+        "logit_rows": logits.shape[0],
+        "logit_columns": columns,
+        "wish_count": len(inputs["wishes"]),
+        "edit_count": len(inputs["edits"]),
+        "entry_count": len(inputs["edit_rows"]),
+        "value_count": len(inputs["edit_values"]),
+        "one_of_count": len(inputs["one_of"]),
+        "given_count": given,
+        "allowed_bytes": len(inputs["allowed"]),
+        "noise_count": len(inputs["streams"]),
+        "most_count": most,
+        "row_count": rows_of_all,
+        "logits": logits.data_ptr(),
+        **{name: address(array) for name, array in inputs.items()},
+        **{name: at for name, (_, at) in outputs.items()},
+    }
+    choice = np.array([values[name] for name in CHOICE_FIELDS], np.int64)
+    if wrong := library().specbeam_choose(model, address(choice)):
         raise RuntimeError(f"a wish was refused: {wrong.decode()}")
+    tokens, noise, log_probs, scores, given_log_probs, normalizers, totals = (array for array, _ in outputs.values())
     answers = []
     for (rows, wish), (_, n, vocab, most, at, width, given_at, row, *_) in zip(wishes, fields, strict=True):
-        here = logits[rows] if vocab == logits.shape[1] else logits[rows, :vocab]
+        here = logits if vocab == columns else logits[:, :vocab]
         of_rows = normalizers[row : row + n]
         if needs_torch(wish):
-            answers.append(select(here, wish, of_rows))
+            answers.append(select(here[rows], wish, of_rows))
             continue
         end, shape = at + n * most, (n, most)
         answers.append(
@@ -90,17 +94,28 @@ def choose(model: int, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> 
                 scores[at:end].reshape(shape),
                 of_rows,
                 None if wish.noise is None else noise[at:end].reshape(shape),
-                None if wish.given is None else given[given_at : given_at + n * width].reshape(n, width),
+                None if wish.given is None else given_log_probs[given_at : given_at + n * width].reshape(n, width),
                 totals[row : row + n] if wish.total else None,
-                ((here, None),),
+                ((here, rows),),
             )
         )
     return answers
 
 
-def address(array: NDArray[Any]) -> int | None:
-    """Of an array's first number, None if the array is empty. Asking NumPy takes a microsecond."""
-    return array.ctypes.data if array.size else None
+class Space:
+    """Memory for arrays, those of larger numbers first. Its address is asked for once, which takes a microsecond."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes = np.empty(size, np.uint8)
+        self._address = address(self._bytes)
+        self._taken = 0
+
+    def take(self, count: int, dtype: Any) -> tuple[NDArray[Any], int]:
+        """An array of this many numbers, and its address."""
+        array = np.frombuffer(self._bytes, dtype, count, self._taken) if count else np.empty(0, dtype)
+        at = self._address + self._taken
+        self._taken += array.nbytes
+        return array, at
 
 
 def needs_torch(wish: Wish) -> bool:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
+from ctypes import POINTER, c_char, c_char_p, c_double, c_float, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from numpy.typing import NDArray
 
 from specbeam.errors import SpecbeamError
 
@@ -98,11 +100,16 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cache_reserve": (c_char_p, [c_void_p, c_int64]),
     "cache_release": (c_int32, [c_void_p, c_int64, c_int64]),
     "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
-    "choose": (c_char_p, [c_void_p, POINTER(ChoiceStruct)]),
+    "choose": (c_char_p, [c_void_p, c_void_p]),
     "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
     "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),
 }
 """The result and the arguments of each function ``specbeam_...`` in native/api.cpp."""
+
+
+def address(array: NDArray[Any]) -> int:
+    """Of an array's first number, for native code; 0 if the array is empty."""
+    return ctypes.addressof(c_char.from_buffer(array.data)) if array.size else 0
 
 
 def find() -> Path | None:
