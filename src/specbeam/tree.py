@@ -312,6 +312,15 @@ class Tree:
             rows[node] = path
         return paths
 
+    def last_tokens(self, nodes: Nodes, count: int) -> Nodes:
+        """The last tokens of the texts down to nodes, int64 [n, count]; -1 where a text has fewer."""
+        tokens = np.full((len(nodes), count), -1)
+        for column in range(count - 1, -1, -1):
+            there = nodes >= 0
+            tokens[there, column] = self._tokens[nodes[there]]
+            nodes = np.where(there, self._parents[nodes], -1)
+        return tokens
+
     def new_tokens(self, node: int) -> list[int]:
         """The generated token ids from the end of the prompt down to a live node."""
         tokens: list[int] = self._tokens[self.path(node)[self.prompt_length :]].tolist()

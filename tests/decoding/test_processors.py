@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from specbeam.decoding.processors import Processors, processors_of_checkpoint
-from specbeam.decoding.wishes import warpers_of
+from specbeam.decoding.wishes import Wishes, warpers_of
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
 from specbeam.selection import Noise, Wish, select
@@ -158,3 +158,38 @@ def test_rounding_differences_hardly_ever_change_a_draw():
 def test_a_value_of_a_checkpoint_that_transformers_refuses_is_one_line():
     with pytest.raises(SpecbeamError, match="generation_config"):  # the fuzzer found PyTorch's RuntimeError
         processors_of_checkpoint({"suppress_tokens": [{"a": 5}]}, frozenset([2]), 3, 9, 20, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.2, "presence_penalty": 0.2},
+        {"no_repeat_ngram_size": 3},
+        {"bad_words_ids": [[1], [2, 3, 4]]},
+        {"temperature": 1.0},
+    ],
+)
+def test_few_tokens_of_a_text_are_looked_at_again(options):
+    """Counts the tokens that the tree is asked for, at 50 and at 500 tokens."""
+
+    class Watched(Tree):
+        asked = 0
+
+        def tokens(self, nodes):
+            self.asked += np.size(nodes)
+            return super().tokens(nodes)
+
+        def last_tokens(self, nodes, count):
+            self.asked += len(nodes) * count
+            return super().last_tokens(nodes, count)
+
+    options = Options(**options)
+    wishes = Wishes(Processors(options, frozenset(), 300), warpers_of(options), seed=1)
+    tree, work = Watched([5, 6, 7]), []
+    for step in range(500):
+        before = tree.asked
+        nodes = np.array([tree.tip])
+        wishes(tree, nodes, streams=wishes.streams(tree, nodes))
+        work.append(tree.asked - before)
+        tree.keep(tree.append(tree.tip, step % 300, 0.0))
+    assert max(work[450:]) == max(work[40:60]) < 10

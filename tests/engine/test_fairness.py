@@ -211,14 +211,25 @@ def test_a_step_costs_no_more_when_many_wait(lm):
     assert calls(300) < calls(3) + 100
 
 
-def test_a_step_of_one_text_costs_the_same_however_long_the_text_is(lm):
-    engine = Engine(lm)
-    for options in ({}, {"temperature": 1.0, "seed": 1}):
-        engine.submit([1], {"max_new_tokens": 200, "eos_token_id": [], **options})
+def test_a_step_costs_the_same_however_long_the_texts_are(tiny):
+    engine = Engine(tiny("llama", max_position_embeddings=320)[1], max_requests=10)
+    for options in (
+        {},
+        {"temperature": 1.0, "seed": 1},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.2, "presence_penalty": 0.2},
+        {"no_repeat_ngram_size": 3},
+        {"bad_words_ids": [[1], [2, 3, 4]]},
+        {"stop_strings": "never said"},
+        {"top_logprobs": 2},
+        {"trace": True},
+        {"num_beams": 2},
+        {"num_beams": 2, "temperature": 1.0, "seed": 1, "no_repeat_ngram_size": 3, "repetition_penalty": 1.2},
+    ):
+        engine.submit([1], {"max_new_tokens": 300, "eos_token_id": [], **options})
     work = [
-        lines_run(engine.step) if step in (*range(40, 48), *range(180, 188)) else engine.step() for step in range(188)
+        lines_run(engine.step) if step in (*range(40, 56), *range(276, 292)) else engine.step() for step in range(292)
     ]
-    assert sum(work[180:]) <= 1.1 * sum(work[40:48])
+    assert sum(work[276:]) <= 1.1 * sum(work[40:56])
 
 
 def test_a_list_of_prompts_makes_its_requests_when_it_is_their_turn(lm, monkeypatch):

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes, streams_of
+from specbeam.decoding.wishes import Wishes
 from specbeam.selection import MASKED, changed
 from specbeam.tree import NO_NODES, Nodes, Tree
 
@@ -141,7 +141,7 @@ class BeamSearch:
         self.done = False
 
     def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
-        streams = 0 if self.wishes.seed is None else streams_of(self.tree, nodes)
+        streams = self.wishes.streams(self.tree, nodes)
         most = self.num_candidates + 1  # one more shows whether candidates are tied
         return self.wishes(self.tree, nodes, guesses, streams, most=most, normalize=True)
 

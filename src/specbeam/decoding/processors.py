@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specbeam.decoding import Answer
 from specbeam.decoding.constraint_mask import ConstraintMask
+from specbeam.decoding.node_states import NodeStates
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
 from specbeam.selection import MASKED, Edit
@@ -33,8 +34,8 @@ FORCES_AND_FORBIDS = (
 """Options that a checkpoint's generation_config.json may set, in the order in which transformers applies them."""
 
 
-Bans = Callable[[NDArray[np.int64]], tuple[NDArray[np.int64], NDArray[np.int64]]]
-"""Of texts, int64 [n, length]: the rows and the token ids that may not follow there, int64 [m] each."""
+Bans = Callable[[Tree, Nodes], tuple[NDArray[np.int64], NDArray[np.int64]]]
+"""At nodes, int64 [n]: the rows and the token ids that may not follow there, int64 [m] each."""
 
 
 class Processors:
@@ -63,12 +64,13 @@ class Processors:
         self.vocab_size = vocab_size
         self.repetition_penalty = options.repetition_penalty or 1.0
         self.frequency_penalty, self.presence_penalty = options.frequency_penalty, options.presence_penalty
+        self._counts = NodeStates(Counts.of, Counts.push)
         self.logit_bias = options.logit_bias or {}
         self.min_new_tokens = options.min_new_tokens
         self.eos_token_ids = sorted(eos_token_ids)
         self.bans: list[Bans] = []
         if options.no_repeat_ngram_size:
-            self.bans.append(partial(repeated_ngrams, size=options.no_repeat_ngram_size))
+            self.bans.append(RepeatedNgrams(options.no_repeat_ngram_size))
         if options.bad_words_ids:
             self.bans.append(BadWords(options.bad_words_ids, eos_token_ids))
         self.constraint = None if options.constraint is None else ConstraintMask(options.constraint, eos_token_ids)
@@ -112,7 +114,8 @@ class Processors:
         allowed = self._allowed(tree, nodes, nodes)
         if allowed is not None:
             forbidden |= ~allowed[np.arange(len(nodes)), tokens]
-        for rows, banned in self._banned(tree, nodes):
+        for bans in self.bans:
+            rows, banned = bans(tree, nodes)
             forbidden[rows[banned == tokens[rows]]] = True
         return forbidden
 
@@ -136,34 +139,29 @@ class Processors:
         n = len(nodes)
         if self.logit_bias:
             yield _edit("add", np.arange(n), [*self.logit_bias], [*self.logit_bias.values()])
-        if self.repetition_penalty != 1.0:
-            yield _edit("repeat", np.arange(n), tree.tokens(tree.paths(nodes)), self.repetition_penalty)
-        if self.frequency_penalty or self.presence_penalty:
-            yield from self._count_penalties(tree, nodes)
+        if self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty:
+            yield from self._penalties(tree, nodes)
         if self.eos_token_ids and self.min_new_tokens:
             early = np.flatnonzero(tree.depths(nodes) + 1 - tree.prompt_length < self.min_new_tokens)
             if len(early):
                 yield _edit("ban", early, self.eos_token_ids)
-        for rows, tokens in self._banned(tree, nodes):
+        for bans in self.bans:
+            rows, tokens = bans(tree, nodes)
             yield Edit("ban", rows.astype(np.int32), tokens.astype(np.int32))
 
-    def _count_penalties(self, tree: Tree, nodes: Nodes) -> Iterator[Edit]:
-        """Frequency and presence penalty, for the tokens of the text without the prompt (OpenAI's API reference)."""
-        for rows, ids in _by_length(tree, nodes):
-            pairs, counts = np.unique(
-                rows[:, None] * self.vocab_size + ids[:, tree.prompt_length :], return_counts=True
-            )
-            row, token = np.divmod(pairs, self.vocab_size)
-            penalties = -(self.frequency_penalty * counts + self.presence_penalty)
-            yield Edit("add", row.astype(np.int32), token.astype(np.int32), penalties.astype(np.float32))
-
-    def _banned(self, tree: Tree, nodes: Nodes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Rows of nodes, and tokens that the bans forbid there."""
-        if self.bans:
-            for rows, ids in _by_length(tree, nodes):
-                for bans in self.bans:
-                    row, token = bans(ids)
-                    yield rows[row], token
+    def _penalties(self, tree: Tree, nodes: Nodes) -> Iterator[Edit]:
+        """Repetition penalty for the tokens of the whole text, then frequency and presence penalty for the tokens of
+        the text without the prompt (OpenAI's API reference)."""
+        states = [self._counts.at(tree, node) for node in nodes.tolist()]
+        rows = np.repeat(np.arange(len(nodes), dtype=np.int32), [len(state.tokens) for state in states])
+        tokens = np.concatenate([state.tokens for state in states])
+        if self.repetition_penalty != 1.0:
+            yield Edit("repeat", rows, tokens, np.full(len(rows), self.repetition_penalty, np.float32))
+        if self.frequency_penalty or self.presence_penalty:
+            counts = np.concatenate([state.counts for state in states])
+            there = np.flatnonzero(counts)
+            penalties = -(self.frequency_penalty * counts[there] + self.presence_penalty)
+            yield Edit("add", rows[there], tokens[there], penalties.astype(np.float32))
 
     def _allowed(self, tree: Tree, nodes: Nodes, guesses: Any) -> NDArray[np.bool_] | None:
         """Which tokens the masks allow, bool [n, vocab]; None if there are no masks."""
@@ -299,8 +297,78 @@ def _in_vocabulary(name: str, value: Any, vocab_size: int) -> list[Any]:
     return tokens
 
 
+class Counts(NamedTuple):
+    """The distinct tokens of a text, and how often each came after the prompt. Arrays are never changed.
+
+    Attributes:
+        tokens: ascending, int32 [n].
+        counts: int64 [n].
+    """
+
+    tokens: NDArray[np.int32]
+    counts: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, prompt: NDArray[np.int64]) -> Counts:
+        tokens = np.unique(prompt).astype(np.int32)
+        return cls(tokens, np.zeros(len(tokens), dtype=np.int64))
+
+    def push(self, token: int) -> Counts:
+        """The counts after one more token."""
+        at = int(self.tokens.searchsorted(token))
+        if at < len(self.tokens) and self.tokens[at] == token:
+            counts = self.counts.copy()
+            counts[at] += 1
+            return Counts(self.tokens, counts)
+        tokens, counts = np.empty(len(self.tokens) + 1, np.int32), np.empty(len(self.tokens) + 1, np.int64)
+        tokens[:at], tokens[at], tokens[at + 1 :] = self.tokens[:at], token, self.tokens[at:]
+        counts[:at], counts[at], counts[at + 1 :] = self.counts[:at], 1, self.counts[at:]
+        return Counts(tokens, counts)
+
+
+class RepeatedNgrams:
+    """Bans the tokens that would end an n-gram that the text has already (Paulus et al. 2018, 2.5).
+
+    The trunk's n-grams are remembered as it grows. The others are compared: they begin in its last tokens, or beyond.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._ends: dict[tuple[int, ...], dict[int, int]] = {}  # by begun n-gram: where each token first ends one
+        self._read = 0  # tokens of the trunk
+
+    def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        self._read_trunk(tree)
+        begun, depths = tree.last_tokens(nodes, self.size - 1), tree.depths(nodes)
+        pairs = [
+            (row, token)
+            for row, (ngram, depth) in enumerate(zip(begun.tolist(), depths.tolist(), strict=True))
+            for token, end in self._ends.get(tuple(ngram), {}).items()
+            if end <= depth
+        ]
+        found = [np.array(pairs, dtype=np.int64).reshape(-1, 2).T]
+        last = tree.tokens(tree.trunk[max(0, tree.trunk_length - self.size + 1) :])
+        for depth in {*depths.tolist()}:
+            if depth >= tree.trunk_length:
+                at = np.flatnonzero(depths == depth)
+                beyond = tree.tokens(tree.paths_beyond_trunk(nodes[at]))
+                ids = np.concatenate([np.broadcast_to(last, (len(at), len(last))), beyond], axis=1)
+                rows, tokens = repeated_ngrams(ids, self.size)
+                found.append(np.stack([at[rows], tokens]))
+        rows, tokens = np.concatenate(found, axis=1)
+        return rows, tokens
+
+    def _read_trunk(self, tree: Tree) -> None:
+        begin = max(0, self._read - self.size + 1)
+        tokens = tree.tokens(tree.trunk[begin:]).tolist()
+        for end in range(max(self._read - begin, self.size - 1), len(tokens)):
+            ngram = tuple(tokens[end - self.size + 1 : end])
+            self._ends.setdefault(ngram, {}).setdefault(tokens[end], begin + end)
+        self._read = tree.trunk_length
+
+
 def repeated_ngrams(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The tokens that would end an n-gram that the text has already: a ban (Paulus et al. 2018, 2.5)."""
+    """The tokens that would end an n-gram that a text has already, and their rows. ``ids`` are int64 [n, length]."""
     n, length = ids.shape
     if length < size:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
@@ -326,14 +394,13 @@ class BadWords:
             table = np.array([word for word in kept if len(word) == length], dtype=np.int64)
             self.groups.append((table[:, :-1], table[:, -1]))
 
-    def __call__(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         rows, tokens = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
         for begins, last in self.groups:
-            if begins.shape[1] <= ids.shape[1]:
-                ends = ids[:, ids.shape[1] - begins.shape[1] :]
-                row, word = np.nonzero((ends[:, None] == begins).all(-1))
-                rows.append(row)
-                tokens.append(last[word])
+            ends = tree.last_tokens(nodes, begins.shape[1])
+            row, word = np.nonzero((ends[:, None] == begins).all(-1))
+            rows.append(row)
+            tokens.append(last[word])
         return np.concatenate(rows), np.concatenate(tokens)
 
 

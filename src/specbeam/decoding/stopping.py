@@ -7,17 +7,15 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.decoding.node_states import NodeStates
 from specbeam.detokenizing import Detokenizer, TextEnd
 from specbeam.tree import Nodes, Tree
-
-MIN_TEXTS_TO_FORGET = 256
-"""Remember at least this many ends of texts before the first is forgotten."""
 
 
 class Stopping:
     """Ends a sequence at an end-of-sequence token, after a stop string, or at the maximum length.
 
-    The texts of one tree are remembered by their last nodes, so that a stop string costs the same after any text.
+    The ends of one tree's texts are remembered, so that a stop string costs the same after any text.
 
     Args:
         eos_token_ids: tokens that end the sequence.
@@ -38,9 +36,8 @@ class Stopping:
         self.max_length = max_length
         self.stop_strings = stop_strings
         self._decode = decode
-        self._detokenizer = Detokenizer(decode or (lambda _: ""), reach=max(map(len, stop_strings), default=0))
-        self._text_ends: dict[int, TextEnd] = {}  # by node
-        self._most_text_ends = MIN_TEXTS_TO_FORGET
+        detokenizer = Detokenizer(decode or (lambda _: ""), reach=max(map(len, stop_strings), default=0))
+        self._text_ends = NodeStates(lambda _: TextEnd(), detokenizer.push)  # of the generated text
 
     def ended(self, tree: Tree, nodes: Nodes) -> NDArray[np.bool_]:
         """Which of the sequences that end at these nodes are finished, bool [n]."""
@@ -56,7 +53,7 @@ class Stopping:
             return "stop"
         if self.stop_strings:
             # A stop string that began before the window would have ended the sequence at an earlier node.
-            text = self._text_end(tree, node).text
+            text = self._text_ends.at(tree, node).text
             if any(s in text for s in self.stop_strings):
                 return "stop"
         return "length" if tree.depths(node) + 1 >= self.max_length else None
@@ -75,27 +72,3 @@ class Stopping:
         if tokens[-1] in self.eos_token_ids:
             tokens = tokens[:-1]
         return tuple(tokens) if self._decode is None else self._decode(tokens, skip_special_tokens=False)
-
-    def _text_end(self, tree: Tree, node: int) -> TextEnd:
-        """The end of the generated text down to a node."""
-        unread = []
-        while (end := self._text_ends.get(node)) is None and node >= tree.prompt_length:
-            unread.append(node)
-            node = int(tree.parents(node))
-        end = end or TextEnd()
-        for node in reversed(unread):
-            end = self._text_ends[node] = self._detokenizer.push(end, int(tree.tokens(node)))
-        if len(self._text_ends) > self._most_text_ends:
-            self._forget(tree)
-        return end
-
-    def _forget(self, tree: Tree) -> None:
-        """Remember only the texts that all further ones begin with, or that may be returned."""
-        needed = {}
-        for node in tree.kept.tolist():
-            while node not in self._text_ends and node >= tree.prompt_length:
-                node = int(tree.parents(node))
-            if node in self._text_ends:
-                needed[node] = self._text_ends[node]
-        self._text_ends = needed
-        self._most_text_ends = max(MIN_TEXTS_TO_FORGET, 2 * len(needed))

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specbeam.decoding.node_states import NodeStates
 from specbeam.decoding.processors import Processors
 from specbeam.options import NEUTRAL_VALUES, Options
 from specbeam.selection import Noise, Wish
@@ -33,6 +34,7 @@ class Wishes:
         self.seed = seed
         self._is_plain = process.is_plain and not self.warpers and seed is None
         self._plain: dict[tuple[Any, ...], Wish] = {}  # the same at all nodes, by their wants
+        self._checksums = NodeStates(lambda _: 0, lambda sum, token: zlib.crc32(token.to_bytes(8, "little"), sum))
 
     def __call__(self, tree: Tree, nodes: Any, guesses: Any = (), streams: Any = 0, **wants: Any) -> Wish:
         """The wish at nodes, int [n].
@@ -57,6 +59,15 @@ class Wishes:
             noise = Noise(self.seed, np.full(positions.shape, streams, np.uint32), positions)
         return Wish(**self.process(tree, nodes, guesses), **self.warpers, noise=noise, **wants)
 
+    def streams(self, tree: Tree, nodes: Nodes) -> NDArray[np.uint32] | int:
+        """Numbers for texts, uint32 [n]: a checksum of their new tokens. So a beam's noise does not depend on its rank.
+
+        0 if nothing is drawn.
+        """
+        if self.seed is None:
+            return 0
+        return np.array([self._checksums.at(tree, node) for node in nodes.tolist()], dtype=np.uint32)
+
 
 def warpers_of(options: Options) -> dict[str, Any]:
     """The warpers that options ask for, by the names of a wish's attributes."""
@@ -67,9 +78,3 @@ def warpers_of(options: Options) -> dict[str, Any]:
 def some_seed(seed: int | None) -> int:
     """The seed of a request's draws: the one that was given, or any."""
     return secrets.randbits(64) if seed is None else seed
-
-
-def streams_of(tree: Tree, nodes: Nodes) -> NDArray[np.uint32]:
-    """Numbers for texts, uint32 [n]: a checksum of their new tokens. So a beam's noise does not depend on its rank."""
-    texts = (tree.tokens(tree.path(node)[tree.prompt_length :]) for node in nodes.tolist())
-    return np.array([zlib.crc32(text.tobytes()) for text in texts], dtype=np.uint32)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from specbeam.decoding import Answer, Evaluate
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes, streams_of
+from specbeam.decoding.wishes import Wishes
 from specbeam.drafting import DECLINED, Guesses, Proposal
 from specbeam.drafting.pace import Pace
 from specbeam.tree import NO_NODES, Nodes, Tree
@@ -112,7 +112,7 @@ class ModelDrafter:
             self.tree,
             level,
             guesses=level,
-            streams=streams_of(self.tree, level) if draws and not normalized else 0,
+            streams=0 if normalized else self.wish.streams(self.tree, level),
             most=min(max(width, MIN_COMPARED_TOKENS) + len(self._eos), vocab),  # EOS is no guess: nothing can follow it
             vocab=vocab,
             normalize=not (draws and normalized),

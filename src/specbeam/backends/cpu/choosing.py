@@ -103,7 +103,7 @@ def choose(model: int, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> 
 
 
 class Space:
-    """Memory for arrays, those of larger numbers first. Its address is asked for once, which takes a microsecond."""
+    """Memory for arrays. Its address is asked for once. Arrays of 8-byte numbers are taken first."""
 
     def __init__(self, size: int) -> None:
         self._bytes = np.empty(size, np.uint8)
