@@ -51,6 +51,11 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model")
     add_source_to(model)
     model.add_argument("--adapter", metavar="SOURCE", help="a LoRA adapter to merge into it: a folder or a hub id")
+    add_placement_to(model)
+
+
+def add_placement_to(model: Any) -> None:
+    """The options for where and in which numbers a model runs."""
     add = partial(model.add_argument, default="auto")
     add("--backend", choices=BACKENDS, metavar="NAME", help=f"{', '.join(BACKENDS)} (default %(default)s)")
     add("--device", help="auto, cpu, cuda, ... (default %(default)s)")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -12,13 +11,7 @@ from specbeam.cli.arguments import add_source_to, check_source
 from specbeam.cli.printing import json_line
 from specbeam.cli.prompts import read_prompts
 from specbeam.errors import SpecbeamError
-
-SHOWN_BYTES = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-BYTES = {chr(b): b for b in SHOWN_BYTES}
-BYTES |= {chr(256 + n): b for n, b in enumerate(b for b in range(256) if b not in SHOWN_BYTES)}
-"""The visible characters that stand for bytes in byte-level vocabularies (Radford et al., 2019)."""
-SENTENCEPIECE_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-"""How SentencePiece writes one byte of a character without a token."""
+from specbeam.token_texts import text_of
 
 
 def add_to(commands: Any) -> None:
@@ -107,21 +100,6 @@ def tokens_of(tokenizer: Any, text: str, add_special_tokens: bool) -> Iterator[d
             "special": i in added_tokens and added_tokens[i].special,
             "unknown": i == tokenizer.unk_token_id and not added and not spelt,
         }
-
-
-def text_of(tokenizer: Any, i: int, piece: str) -> str | bytes:
-    """The text of a single token, with its leading space, which decoders remove from a first token."""
-    if "▁" in piece:
-        return piece.replace("▁", " ")
-    text: str = tokenizer.decode([i], clean_up_tokenization_spaces=False)
-    if "\ufffd" not in text:
-        return text
-    if byte := SENTENCEPIECE_BYTE.fullmatch(piece):
-        return bytes.fromhex(byte[1])
-    if not BYTES.keys() >= {*piece}:
-        return text
-    written = bytes(BYTES[c] for c in piece)
-    return text if written == text.encode() else written  # the text itself may contain U+FFFD
 
 
 def escaped(written: bytes) -> str:

@@ -270,6 +270,16 @@ class Engine:
         return not scheduler.is_empty
 
     @property
+    def live(self) -> int:
+        """Requests that share passes."""
+        return self._scheduler.live
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return self._scheduler.waiting
+
+    @property
     def cache_tokens(self) -> int:
         """Cache slots of the target in use by live requests."""
         return self._scheduler.used_slots

@@ -88,6 +88,16 @@ class Scheduler:
         return not (self._live or self._queue)
 
     @property
+    def live(self) -> int:
+        """Requests that share passes."""
+        return len(self._live)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their turn."""
+        return len(self._unfinished) - len(self._live)
+
+    @property
     def used_slots(self) -> int:
         """Slots of the target in use by live requests. Slots that they share count once."""
         return self.memory.used_slots

@@ -1,0 +1,159 @@
+"""``specbeam serve``: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from specbeam.cli.arguments import DEFAULT_MODEL, LOOKUPS, add_placement_to, check_source, completer
+from specbeam.errors import SpecbeamError
+
+if TYPE_CHECKING:  # it imports PyTorch, which takes a second
+    from specbeam.model import LanguageModel
+
+KEY_VARIABLE = "SPECBEAM_API_KEY"
+GRACE_SECONDS = 30.0
+
+
+def add_to(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve",
+        help="answer OpenAI's clients over HTTP",
+        description="An OpenAI-compatible server: chat, completions, responses. It listens on this machine only unless "
+        "--host says otherwise. Ctrl-C or SIGTERM lets it finish the requests that it has.",
+    )
+    model = parser.add_argument_group("models")
+    source = model.add_argument(
+        "--model",
+        action="append",
+        metavar="[NAME=]SOURCE",
+        help="an alias, a folder, a .gguf file or a hub id, and the name that clients give (repeatable; "
+        f"default {DEFAULT_MODEL})",
+    )
+    source.completer = completer()
+    draft = model.add_argument(
+        "--draft",
+        action="append",
+        metavar="[NAME=]SOURCE",
+        help="a draft model, or ngram or suffix (repeatable). The first one drafts for requests that name none",
+    )
+    draft.completer = completer(*LOOKUPS)
+    add_placement_to(model)
+
+    access = parser.add_argument_group("access")
+    add = access.add_argument
+    add("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
+    add("--port", type=int, default=8000, metavar="N", help="0 takes any free one (default %(default)s)")
+    add("--api-key", metavar="KEY", help=f"clients must send it as a bearer token (default: ${KEY_VARIABLE}, or none)")
+    add("--cors-origin", action="append", metavar="URL", help="let pages of this site use the server (repeatable)")
+
+    limits = parser.add_argument_group("limits (larger requests are refused)")
+    add = partial(limits.add_argument, type=int, metavar="N")
+    add("--max-requests", help="requests that share a pass (default 32)")
+    add("--max-waiting", help="requests that wait beside them (default 256)")
+    add("--max-tokens", help="new tokens of a text (default 4096)")
+    add("--max-prompt-tokens", help="tokens of a prompt (default: the model's context)")
+    add("--max-prompts", help="prompts in one request (default 128)")
+    add("--max-beams", help="beams or texts for one prompt (default 32)")
+    add("--max-body-bytes", help="bytes of a request (default 4000000)")
+    limits.add_argument(
+        "--timeout", type=float, metavar="S", help="seconds after which a request ends with the text so far"
+    )
+    limits.add_argument(
+        "--grace",
+        type=float,
+        default=GRACE_SECONDS,
+        metavar="S",
+        help="seconds that requests have to finish after SIGTERM (default %(default)s)",
+    )
+    parser.add_argument("--log-prompts", action="store_true", help="write prompts into the log, too")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    sources = [_named(source) for source in given.model or [DEFAULT_MODEL]]
+    drafts = [_named(source) for source in given.draft or []]
+    for name, source in [*sources, *drafts]:
+        if source not in LOOKUPS or (name, source) in sources:
+            check_source(source)
+    _check_names("--model", sources)
+    _check_names("--draft", drafts)
+    if given.grace < 0:
+        raise SpecbeamError(f"--grace {given.grace} is not allowed: give 0 or more seconds")
+    try:
+        return _serve(given, sources, drafts)
+    except ModuleNotFoundError as error:
+        if error.name not in ("fastapi", "starlette", "uvicorn", "prometheus_client"):
+            raise
+        raise SpecbeamError(f"the server needs {error.name}: pip install specbeam[server]") from error
+
+
+def _serve(given: argparse.Namespace, sources: Sequence[tuple[str, str]], drafts: Sequence[tuple[str, str]]) -> int:
+    from specbeam.server.app import make_app
+    from specbeam.server.limits import Access, Limits
+    from specbeam.server.models import NO_DRAFT, Models
+    from specbeam.server.serving import Server, listen
+
+    chosen = {field.name: value for field in fields(Limits) if (value := getattr(given, field.name)) is not None}
+    limits = Limits(**chosen)
+    key = os.environ.get(KEY_VARIABLE) if given.api_key is None else given.api_key
+    access = Access(api_key=key or None, is_local=_is_loopback(given.host), cors_origins=tuple(given.cors_origin or ()))
+    bound = listen(given.host, given.port)  # before the models, which take long to load
+
+    lms = {name: _load(given, source) for name, source in sources}
+    loaded = {name: _load(given, source) for name, source in drafts if source not in LOOKUPS}
+    models = Models(lms, loaded, drafts[0][0] if drafts else NO_DRAFT, limits)
+    app = make_app(models, limits, access, logs_prompts=given.log_prompts)
+
+    logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level=logging.WARNING)
+    logging.getLogger("specbeam.server").setLevel(logging.INFO)
+    host, port = bound.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    print(f"specbeam: {', '.join(lms)} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
+    Server(app, given.grace).run(sockets=[bound])
+    return 0
+
+
+def _named(given: str) -> tuple[str, str]:
+    """The name and the source of "NAME=SOURCE", or of a source. A file or a folder is named without its path."""
+    name, equals, source = given.partition("=")
+    if equals and name and "/" not in name:
+        return name, source
+    is_path = given.startswith((".", "/", "~")) or Path(given).exists()
+    return (Path(given).resolve().name if is_path else given), given
+
+
+def _check_names(option: str, named: Sequence[tuple[str, str]]) -> None:
+    names = [name for name, _ in named]
+    for name in names:
+        if names.count(name) > 1:
+            raise SpecbeamError(
+                f"{option} {name} is given twice: give each its own name, as in {option} {name}-2=SOURCE"
+            )
+    if option == "--draft":
+        for name, source in named:
+            if name in (*LOOKUPS, "none") and name != source:
+                raise SpecbeamError(f"--draft {name}={source}: {name} has a meaning of its own. Give another name")
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _load(given: argparse.Namespace, source: str) -> LanguageModel:
+    from specbeam.model import load
+
+    names = ("backend", "device", "dtype", "quantize", "threads")
+    return load(source, **{name: getattr(given, name) for name in names})

@@ -1,0 +1,173 @@
+"""Answers and streams of choices, which chat and text completions have in common."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import specbeam
+from specbeam.results import Piece, Result, TopLogProbs
+from specbeam.results import Sequence as Text
+from specbeam.server.call import Call
+from specbeam.server.fields import Decoding
+from specbeam.server.statistics import statistics, usage
+
+FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
+"""OpenAI's names. Clients know no other ones. A text that was ended early is not complete, as after "length"."""
+LAST_FRAME = b"data: [DONE]\n\n"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the text of a choice, or all of it.
+
+    Attributes:
+        log_probs: of the tokens. None for the first token of a prompt.
+        end: the finished text, if this is its last part.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: Sequence[float | None] = ()
+    top_logprobs: TopLogProbs | None = None
+    end: Text | None = None
+
+    @classmethod
+    def whole(cls, text: Text) -> Part:
+        return cls(text.text, text.token_ids, text.log_probs, text.top_logprobs, text)
+
+    def __add__(self, other: Part) -> Part:
+        """This part and the next one."""
+        top = None if other.top_logprobs is None else [*(self.top_logprobs or []), *other.top_logprobs]
+        return Part(
+            self.text + other.text,
+            self.token_ids + other.token_ids,
+            [*self.log_probs, *other.log_probs],
+            top,
+            other.end,
+        )
+
+
+class Answer(ABC):
+    """The answer to one call, whole or in frames.
+
+    Attributes:
+        kind, chunk_kind: OpenAI's names of the objects.
+    """
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, call: Call, fields: Decoding) -> None:
+        self.call = call
+        self.fields = fields
+        self._head: dict[str, Any] = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": call.model.name,
+            "system_fingerprint": f"specbeam-{specbeam.__version__}",
+        }
+
+    @abstractmethod
+    def choice(self, index: int, part: Part, is_frame: bool) -> dict[str, Any]:
+        """A choice, or what a frame adds to it."""
+
+    def beginning(self, request: int) -> list[dict[str, Any]]:
+        """The choices of the frame that begins the texts of a request to the engine."""
+        return []
+
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The answer as one object."""
+        choices = [
+            self.choice(index, Part.whole(text), is_frame=False) for index, text in enumerate(self._best(results))
+        ]
+        return {
+            **self._head,
+            "object": self.kind,
+            **self.details(),
+            "choices": choices,
+            "usage": usage(self.call, results),
+            "specbeam": statistics(results),
+        }
+
+    def details(self) -> dict[str, Any]:
+        """Further values of the answer, or of the first frame."""
+        return {}
+
+    def _best(self, results: Sequence[Result]) -> Iterator[Text]:
+        """The texts to return for each prompt, best first where they are compared."""
+        plan = self.call.plan
+        for start in range(0, len(results), plan.draws):
+            texts = [text for result in results[start : start + plan.draws] for text in result.sequences]
+            if not plan.searches and plan.draws > plan.n:
+                texts.sort(key=lambda text: text.log_prob / max(len(text.token_ids), 1), reverse=True)
+            yield from texts[: plan.n]
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """The frames of the stream: those of one round of the engine together."""
+        head = json.dumps({**self._head, "object": self.chunk_kind}, ensure_ascii=False)[:-1]
+        tail = ',"usage":null}\n\n' if self.fields.includes_usage else "}\n\n"
+
+        def frame(choices: list[dict[str, Any]], **more: Any) -> str:
+            extra = "".join(f',"{name}":{_json(value)}' for name, value in more.items())
+            end = "}\n\n" if "usage" in more else tail
+            return f'data: {head},"choices":{_json(choices)}{extra}{end}'
+
+        plan, requests = self.call.plan, self.call.requests
+        results: dict[int, Result] = {}
+        has_begun: set[int] = set()
+        is_first = True
+        async for news in self.call.news():
+            written: list[str] = []
+            for number, piece in news:
+                if piece is None:
+                    continue
+                if number not in has_begun:
+                    has_begun.add(number)
+                    for choice in self.beginning(number):
+                        written.append(frame([choice], **(self.details() if is_first else {})))
+                        is_first = False
+                if piece.result is not None:
+                    results[number] = piece.result
+                more: dict[str, Any] = {}
+                if len(results) == len(requests) and not self.fields.includes_usage:
+                    more = {"specbeam": statistics([results[i] for i in range(len(requests))])}
+                index = number * plan.n if plan.searches else number
+                choices = [*self._parts(index, piece)]
+                for place, choice in enumerate(choices):
+                    written.append(frame([choice], **(more if place == len(choices) - 1 else {})))
+            if written:
+                yield "".join(written).encode(errors="replace")
+        if self.fields.includes_usage:
+            in_order = [results[i] for i in range(len(requests))]
+            end = {"usage": usage(self.call, in_order), "specbeam": statistics(in_order)}
+            yield frame([], **end).encode(errors="replace")
+        yield LAST_FRAME
+
+    def _parts(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """What a piece adds to choices. Other beams than the best one come whole at the end."""
+        result = piece.result
+        end = None if result is None else result.sequences[0]
+        shows_tokens = piece.token_ids and (piece.top_logprobs is not None or self.fields.return_token_ids)
+        if piece.text or shows_tokens or end is not None:
+            part = Part(piece.text, piece.token_ids, piece.log_probs, piece.top_logprobs, end)
+            yield self.choice(index, part, is_frame=True)
+        for place, text in enumerate([] if result is None else result.sequences[1:], 1):
+            yield self.choice(index + place, Part.whole(text), is_frame=True)
+
+    def ending(self, part: Part) -> dict[str, Any]:
+        """The values of a choice that say how it ended."""
+        made: dict[str, Any] = {"finish_reason": None if part.end is None else FINISH_REASONS[part.end.finish_reason]}
+        if part.end is not None and self.call.plan.searches:
+            made["score"] = part.end.score
+        return made
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,191 @@
+"""The application: its routes, and its life from the first request to the last."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+import specbeam
+from specbeam.server.call import Call
+from specbeam.server.chat import ChatRequest
+from specbeam.server.completions import CompletionRequest
+from specbeam.server.errors import Refusal, failed, json_response, refusal_of_body, stopping
+from specbeam.server.guard import Guard, Life
+from specbeam.server.limits import Access, Limits
+from specbeam.server.metrics import Metrics
+from specbeam.server.models import Models, ServedModel
+from specbeam.server.responses import ResponseRequest
+from specbeam.server.streams import ClientGone, EventStream, while_connected
+from specbeam.server.tokenizing import DetokenizeRequest, TokenizeRequest
+
+logger = logging.getLogger("specbeam.server")
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status in the log for a client that went away. Nobody receives it."""
+
+
+class ErrorBody(BaseModel):
+    """What was wrong with a request."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """OpenAI's shape of errors."""
+
+    error: ErrorBody
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": Error} for status in (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
+}
+
+
+def make_app(
+    models: Models, limits: Limits | None = None, access: Access | None = None, *, logs_prompts: bool = False
+) -> FastAPI:
+    """The application of a server.
+
+    Args:
+        models: their engines start with the application, and stop with it.
+        logs_prompts: the log has the prompts, too.
+    """
+    limits, access, life = limits or Limits(), access or Access(), Life()
+    metrics = Metrics(models)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        models.start()
+        yield
+        await models.stop(0)
+
+    app = FastAPI(
+        title="specbeam",
+        version=specbeam.__version__,
+        docs_url=None,  # the pages would load scripts from other hosts
+        redoc_url=None,
+        lifespan=lifespan,
+        redirect_slashes=False,
+        responses=ERRORS,
+    )
+    app.state.life = life
+    app.state.models = models
+    app.add_middleware(Guard, limits=limits, access=access, metrics=metrics, life=life)
+    if access.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=access.cors_origins, allow_methods=["*"], allow_headers=["*"])
+
+    async def generate(fields: Generation, request: Request) -> Response:
+        """Answer a request for texts, whole or as a stream."""
+        notes = request.scope["specbeam"]
+        try:
+            call = fields.call(models.get(fields.model), limits)
+            notes["call"] = call
+            if logs_prompts:
+                notes["prompts"] = call.prompts
+            await while_connected(request.receive, call.submit(), call)
+            answer = fields.answer(call)
+            if fields.stream:
+                return EventStream(answer.frames(), call)
+            return json_response(answer.whole(await while_connected(request.receive, call.results(), call)))
+        except ClientGone:
+            notes["outcome"] = "cancelled"
+            return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+    @app.post("/v1/chat/completions")
+    async def chat(fields: ChatRequest, request: Request) -> Response:
+        return await generate(fields, request)
+
+    @app.post("/v1/completions")
+    async def completions(fields: CompletionRequest, request: Request) -> Response:
+        return await generate(fields, request)
+
+    @app.post("/v1/responses")
+    async def responses(fields: ResponseRequest, request: Request) -> Response:
+        return await generate(fields, request)
+
+    @app.post("/tokenize")
+    async def tokenize(fields: TokenizeRequest) -> Response:
+        return json_response(await asyncio.to_thread(fields.answer, models.get(fields.model)))
+
+    @app.post("/detokenize")
+    async def detokenize(fields: DetokenizeRequest) -> Response:
+        return json_response(await asyncio.to_thread(fields.answer, models.get(fields.model)))
+
+    @app.get("/v1/models")
+    async def list_models() -> Response:
+        return json_response({"object": "list", "data": [_about(model) for model in models]})
+
+    @app.get("/v1/models/{name:path}")
+    async def retrieve_model(name: str) -> Response:
+        return json_response(_about(models.get(name)))
+
+    @app.get("/health")
+    async def health() -> Response:
+        if life.is_stopping:
+            raise stopping()
+        return json_response({"status": "ok"})
+
+    @app.get("/metrics")
+    async def read_metrics() -> Response:
+        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    @app.exception_handler(Refusal)
+    async def refuse(_: Request, refusal: Refusal) -> Response:
+        if life.is_stopping and refusal.status < 500:
+            refusal = stopping()
+        elif refusal.status == 500:
+            logger.error("a request failed", exc_info=refusal)
+        return refusal.response
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_body(request: Request, error: RequestValidationError) -> Response:
+        field = request.scope["route"].body_field
+        names = [] if field is None else [*field.field_info.annotation.model_fields]
+        return refusal_of_body([*error.errors()], names).response
+
+    @app.exception_handler(HTTPException)
+    async def refuse_http(_: Request, error: HTTPException) -> Response:
+        response = Refusal(str(error.detail), None, None, error.status_code).response
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def fail(_: Request, __: Exception) -> Response:
+        return failed().response
+
+    return app
+
+
+class Generation(Protocol):
+    """A request for texts."""
+
+    model: str | None
+    stream: bool | None
+
+    def call(self, model: ServedModel, limits: Limits) -> Call:
+        """The requests to the engine."""
+
+    def answer(self, call: Call) -> Any:
+        """The answer to the call."""
+
+
+def _about(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "specbeam",
+        "max_model_len": model.lm.backend.context_length,
+    }

@@ -1,0 +1,193 @@
+"""One call of a client: the requests to the engine that it stands for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from specbeam.decoding import Hypothesis, Strategy
+from specbeam.decoding.drafter import Drafter
+from specbeam.decoding.prompt_scores import PromptScores, score_prompt
+from specbeam.engine import Request
+from specbeam.engine.setup import Setup
+from specbeam.engine.strategies import make_strategy
+from specbeam.errors import SpecbeamError
+from specbeam.prompts import encode
+from specbeam.results import Piece, Result
+from specbeam.server.errors import Refusal, refusal_of
+from specbeam.server.fields import SEEDS, Plan
+from specbeam.server.limits import Limits
+from specbeam.server.models import ServedModel
+
+News = list[tuple[int, Piece | None]]
+"""Pieces with the number of their request. None at the end of a request."""
+
+
+class Call:
+    """The prompts of a call and how to decode them. There are ``plan.draws`` requests for each prompt.
+
+    Args:
+        field: the field of the client's request that has the prompts.
+        raw: do not apply the chat template.
+        prompt_top: also score the prompts, with this many likeliest tokens at each place.
+        writes: whether there are new tokens.
+
+    Attributes:
+        requests: of all prompts, in their order.
+        prompt_scores: for each request, if they were asked for.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        prompts: Sequence[Any],
+        plan: Plan,
+        limits: Limits,
+        *,
+        field: str,
+        raw: bool = False,
+        prompt_top: int | None = None,
+        writes: bool = True,
+    ) -> None:
+        if len(prompts) > limits.max_prompts:
+            raise Refusal(f"{len(prompts)} prompts are more than this server's limit of {limits.max_prompts}", field)
+        if len(prompts) * plan.draws > limits.max_requests + limits.max_waiting:
+            raise Refusal(f"{len(prompts) * plan.draws} texts are more than this server takes at once", field)
+        self.model = model
+        self.prompts = prompts
+        self.plan = plan
+        self.requests: list[Request] = []
+        self.prompt_scores: list[PromptScores] = []
+        self._limits = limits
+        self._field = field
+        self._raw = raw
+        self._prompt_top = prompt_top
+        self._writes = writes
+        self._is_cancelled = False
+
+    async def submit(self) -> None:
+        """Submit the requests, in a thread, because tokenizers and chat templates take long for long prompts.
+
+        Raises:
+            Refusal: a prompt is too long or of a wrong kind, or the queue is full.
+        """
+        try:
+            await asyncio.to_thread(self._submit)
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _submit(self) -> None:
+        for prompt in self.prompts:
+            ids = self._encode(prompt)
+            for number in range(self.plan.draws):
+                if self._is_cancelled:
+                    return
+                self._submit_one(ids, number)
+        if self._is_cancelled:  # meanwhile
+            self.cancel()
+
+    def _encode(self, prompt: Any) -> list[int]:
+        lm, most = self.model.lm, self._limits.max_prompt_tokens
+        try:
+            ids = encode(lm, prompt, raw=self._raw)
+        except SpecbeamError as error:
+            raise Refusal(str(error), self._field) from error
+        if len(ids) + self._writes > (context := lm.backend.context_length):
+            raise Refusal(
+                f"the prompt has {len(ids)} tokens, but the model's context holds {context}: shorten it",
+                self._field,
+                "context_length_exceeded",
+            )
+        if most is not None and len(ids) > most:
+            raise Refusal(f"the prompt has {len(ids)} tokens, and this server's limit is {most}", self._field)
+        return ids
+
+    def _submit_one(self, ids: list[int], number: int) -> None:
+        plan, options, strategy = self.plan, self.plan.options, None
+        if options.seed is not None:
+            options = replace(options, seed=(options.seed + number) % SEEDS)
+        if self._prompt_top is not None or not self._writes:
+            scores = PromptScores()
+            self.prompt_scores.append(scores)
+            options = replace(options, share_prefix=self._prompt_top is None)
+
+            def strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
+                return self._strategy(setup, drafter, scores)
+
+        try:
+            request = self.model.engine.submit(
+                ids,
+                options,
+                draft=plan.draft if self._writes else None,
+                strategy=strategy,
+                priority=plan.priority,
+                timeout=self._limits.timeout,
+            )
+        except (SpecbeamError, RuntimeError) as error:
+            raise refusal_of(error, plan.names, self._field) from error
+        self.requests.append(request)
+
+    def _strategy(self, setup: Setup, drafter: Drafter | None, scores: PromptScores) -> Strategy:
+        """Score the prompt, and then go on as the options say."""
+        if self._prompt_top is not None:
+            yield from score_prompt(setup.tree, self._prompt_top, scores)
+        if not self._writes:
+            return [Hypothesis(setup.tree.tip, 0.0, "length")]
+        return (yield from make_strategy(setup, drafter))
+
+    def cancel(self) -> None:
+        """End the requests before the next pass."""
+        self._is_cancelled = True
+        for request in self.requests:
+            request.cancel()
+
+    async def results(self) -> list[Result]:
+        """The results of all requests.
+
+        Raises:
+            Refusal: a request failed.
+        """
+        try:
+            return [await request for request in self.requests]
+        except Exception as error:
+            raise self._refusal(error) from error
+
+    async def news(self) -> AsyncIterator[News]:
+        """The pieces of all requests as they come: the pieces of a round of the engine come together.
+
+        Raises:
+            Refusal: a request failed.
+        """
+        loop = asyncio.get_running_loop()
+        news: News = []
+        has_news = asyncio.Event()
+
+        def take(number: int, piece: Piece | None) -> None:
+            news.append((number, piece))
+            has_news.set()
+
+        def end(number: int, _: Request) -> None:
+            take(number, None)
+
+        for number, request in enumerate(self.requests):
+            request.add_piece_callback(partial(take, number), loop.call_soon_threadsafe)
+            request.add_done_callback(partial(end, number), loop.call_soon_threadsafe)
+        unfinished = len(self.requests)
+        while unfinished:
+            await has_news.wait()
+            has_news.clear()
+            taken, news[:] = [*news], []
+            for number, piece in taken:
+                if piece is None:
+                    unfinished -= 1
+                    outcome = self.requests[number].outcome
+                    if isinstance(outcome, Exception):
+                        raise self._refusal(outcome) from outcome
+            yield taken
+
+    def _refusal(self, error: Exception) -> Refusal:
+        return refusal_of(error, self.plan.names, self._field)

@@ -1,0 +1,130 @@
+"""``/v1/chat/completions``: the next message of a conversation."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from specbeam.server.answers import Answer, Part
+from specbeam.server.call import Call
+from specbeam.server.errors import Refusal
+from specbeam.server.fields import Decoding, Fields, Unsupported, Whole
+from specbeam.server.limits import Limits
+from specbeam.server.models import ServedModel
+from specbeam.server.tokens import chat_log_probs
+
+MAX_TOP_LOGPROBS = 20
+ROLES = {"developer": "system"}
+"""OpenAI's newer name of a role, and the name that chat templates know."""
+
+
+class TextPart(Fields):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Fields):
+    """A message of a conversation. The chat template of the model says which roles there are."""
+
+    role: str
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: Unsupported = None
+    refusal: Unsupported = None
+    audio: Unsupported = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: Unsupported = None
+
+    @property
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates read it."""
+        content = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
+        return {"role": ROLES.get(self.role, self.role), "content": content}
+
+
+class TextFormat(Fields):
+    """The only form of answers: text."""
+
+    type: Literal["text"]
+
+
+class ChatRequest(Decoding):
+    """A request for the next message of a conversation."""
+
+    messages: Annotated[list[Message], Field(min_length=1)] = Field(
+        description="A message of the assistant at the end is continued."
+    )
+    max_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
+    max_completion_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = Field(None, description="max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    response_format: TextFormat | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Accepted: there are no tools.")
+    reasoning_effort: Literal["none"] | None = None
+    verbosity: Literal["medium"] | None = None
+    audio: Unsupported = None
+    functions: Unsupported = None
+    function_call: Unsupported = None
+    moderation: Unsupported = None
+    prediction: Unsupported = None
+    prompt_cache_options: Unsupported = None
+    prompt_cache_retention: Unsupported = None
+    web_search_options: Unsupported = None
+
+    def call(self, model: ServedModel, limits: Limits) -> Call:
+        """The requests to the engine."""
+        if not model.lm.tokenizer.chat_template:
+            raise Refusal(f"{model.name} has no chat template: use /v1/completions", "model", "no_chat_template")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise Refusal("max_tokens and max_completion_tokens are the same limit: leave one out", "max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refusal("top_logprobs goes with logprobs: true", "top_logprobs")
+        name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        most = getattr(self, name)
+        plan = self.plan(
+            model,
+            limits,
+            limits.max_tokens if most is None else most,
+            {"max_new_tokens": name},
+            (self.top_logprobs or 0) if self.logprobs else None,
+        )
+        return Call(model, [[message.for_template for message in self.messages]], plan, limits, field="messages")
+
+    def answer(self, call: Call) -> ChatCompletion:
+        return ChatCompletion(call, self)
+
+
+class ChatCompletion(Answer):
+    """An answer of the assistant."""
+
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    prefix = "chatcmpl"
+    fields: ChatRequest
+
+    def choice(self, index: int, part: Part, is_frame: bool) -> dict[str, Any]:
+        if is_frame:
+            said: dict[str, Any] = {"delta": {"content": part.text}}
+        else:
+            said = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
+        made = {"index": index, **said, "logprobs": None, **self.ending(part)}
+        if self.fields.logprobs and (part.token_ids or not is_frame):
+            entries = chat_log_probs(self.call.model.texts, part.token_ids, part.log_probs, part.top_logprobs)
+            made["logprobs"] = {"content": entries, "refusal": None}
+        if self.fields.return_token_ids:
+            made["token_ids"] = part.token_ids
+        return made
+
+    def beginning(self, request: int) -> list[dict[str, Any]]:
+        plan = self.call.plan
+        indices = range(plan.n) if plan.searches else [request]
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in indices]
+
+    def details(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.call.requests[0].prompt_ids} if self.fields.return_token_ids else {}

@@ -1,0 +1,103 @@
+"""``/v1/completions``: OpenAI's older endpoint, for texts without a chat template."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from specbeam.engine import Request
+from specbeam.server.answers import Answer, Part
+from specbeam.server.call import Call
+from specbeam.server.fields import Decoding, TokenId, Whole
+from specbeam.server.limits import Limits
+from specbeam.server.models import ServedModel
+from specbeam.server.tokens import CompletionLogProbs
+
+MAX_TOKENS = 16
+"""Without ``max_tokens``, as OpenAI documents."""
+Tokens = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class CompletionRequest(Decoding):
+    """A request for texts that go on from prompts."""
+
+    prompt: str | Tokens | Annotated[list[str], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)] = (
+        Field(description="A text, token ids, or a list of either.")
+    )
+    max_tokens: Annotated[Whole, Field(ge=0, lt=2**31)] | None = Field(None, description="16 if it is left out.")
+    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = Field(None, description="Likeliest tokens at each place.")
+    echo: bool | None = Field(None, description="Begin with the prompt, also in logprobs.")
+    suffix: Literal[""] | None = None
+
+    def call(self, model: ServedModel, limits: Limits) -> Call:
+        """The requests to the engine."""
+        most = MAX_TOKENS if self.max_tokens is None else self.max_tokens
+        plan = self.plan(
+            model, limits, most, {"max_new_tokens": "max_tokens", "top_logprobs": "logprobs"}, self.logprobs
+        )
+        prompts: Any = self.prompt if _is_batch(self.prompt) else [self.prompt]
+        scored = self.logprobs if self.echo else None
+        return Call(model, prompts, plan, limits, field="prompt", raw=True, prompt_top=scored, writes=most > 0)
+
+    def answer(self, call: Call) -> Completion:
+        return Completion(call, self)
+
+
+def _is_batch(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and not isinstance(prompt[0], int)
+
+
+class Completion(Answer):
+    """A text completion."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+    fields: CompletionRequest
+
+    def __init__(self, call: Call, fields: CompletionRequest) -> None:
+        super().__init__(call, fields)
+        self._log_probs: dict[int, CompletionLogProbs] = {}  # by choice
+
+    def choice(self, index: int, part: Part, is_frame: bool) -> dict[str, Any]:
+        if self.fields.echo and not is_frame:
+            part = self._prompt(index) + part
+        made = {"index": index, "text": part.text, "logprobs": None, **self.ending(part)}
+        if self.fields.logprobs is not None:
+            log_probs = self._log_probs.setdefault(index, CompletionLogProbs(self.call.model.texts))
+            made["logprobs"] = log_probs(part.token_ids, part.log_probs, part.top_logprobs)
+        if self.fields.return_token_ids:
+            made["token_ids"] = part.token_ids if is_frame or part.end is None else part.end.token_ids
+            if not is_frame:
+                made["prompt_token_ids"] = self._request(index).prompt_ids
+        return made
+
+    def beginning(self, request: int) -> list[dict[str, Any]]:
+        plan = self.call.plan
+        indices = range(request * plan.n, (request + 1) * plan.n) if plan.searches else [request]
+        made = []
+        for index in indices:
+            choice = self.choice(index, self._prompt(index) if self.fields.echo else Part(), is_frame=True)
+            if self.fields.return_token_ids:
+                choice |= {"token_ids": [], "prompt_token_ids": self._request(index).prompt_ids}
+            made.append(choice)
+        return made if self.fields.echo or self.fields.return_token_ids else []
+
+    def _request(self, index: int) -> Request:
+        """A request for the prompt of a choice."""
+        plan = self.call.plan
+        return self.call.requests[index // plan.n * plan.draws]
+
+    def _prompt(self, index: int) -> Part:
+        """The prompt of a choice, as if it were a part of the text."""
+        plan = self.call.plan
+        request = index // plan.n * plan.draws
+        if self.fields.stream and not plan.searches:
+            request = index  # the prompt of each text is scored before the text begins
+        prompt = self.call.prompts[index // plan.n]
+        ids = self.call.requests[request].prompt_ids
+        text = prompt if isinstance(prompt, str) else self.call.model.lm.decode(ids)
+        if self.fields.logprobs is None:
+            return Part(text, ids)
+        scores = self.call.prompt_scores[request]
+        return Part(text, ids, [None, *scores.log_probs], [{}, *scores.top_logprobs])

@@ -1,0 +1,110 @@
+"""Errors in OpenAI's shape: ``{"error": {"message", "type", "param", "code"}}``."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fastapi.responses import Response
+
+from specbeam.errors import QueueFull, SpecbeamError
+from specbeam.option_names import nearest_name
+from specbeam.options import Options
+
+RETRY_AFTER_SECONDS = 1
+"""A client that was refused for lack of room may try again after this time."""
+TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+"""OpenAI's names, by status. Other errors of the client are an "invalid_request_error"."""
+OPTION = re.compile(rf"\b({'|'.join(one.name for one in fields(Options))})\b")
+
+
+@dataclass(eq=False)
+class Refusal(Exception):
+    """A request that is not answered.
+
+    Attributes:
+        message: what was wrong, and what to do.
+        param: the field of the request that was wrong.
+        code: a name for programs.
+    """
+
+    message: str
+    param: str | None = None
+    code: str | None = None
+    status: int = 400
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The error as JSON data."""
+        kind = "server_error" if self.status >= 500 else TYPES.get(self.status, "invalid_request_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    @property
+    def response(self) -> Response:
+        headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if self.status in (429, 503) else {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return json_response(self.body, self.status, headers)
+
+
+def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A value as JSON in UTF-8. Half a surrogate pair, which no encoding can write, becomes a question mark."""
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    return Response(text.encode(errors="replace"), status, headers, "application/json")
+
+
+def stopping() -> Refusal:
+    return Refusal("the server is stopping: send the request to another one, or again later", None, "stopping", 503)
+
+
+def failed() -> Refusal:
+    """The answer to an error that no client caused. The server's log has the details."""
+    return Refusal("the server failed to answer this request, and its log says why", None, "internal_error", 500)
+
+
+def refusal_of(error: Exception, names: Mapping[str, str], param: str | None = None) -> Refusal:
+    """The refusal for an error of the engine.
+
+    Args:
+        names: fields of the request by the options that they set. Messages name the fields.
+        param: the field, if the message names no option.
+    """
+    if isinstance(error, QueueFull):
+        return Refusal("the server has as many requests as it takes: try again later", None, "queue_full", 429)
+    if not isinstance(error, SpecbeamError):
+        return failed()
+    message = str(error)
+    if found := OPTION.search(message):
+        param = names.get(found[0], found[0])
+    return Refusal(OPTION.sub(lambda name: names.get(name[0], name[0]), message), param)
+
+
+def refusal_of_body(errors: list[Any], names: list[str]) -> Refusal:
+    """The refusal of a body that does not have the form of a request.
+
+    Args:
+        errors: pydantic's.
+        names: the fields of the request.
+    """
+    first = errors[0]
+    _, *place = first["loc"]
+    if not place or first["type"] == "json_invalid":
+        return Refusal("the body must be a JSON object, sent with the header Content-Type: application/json")
+    param = str(place[0])
+    # Where a field has several forms, pydantic reports what is wrong with each, and names the form in the place.
+    of_field = [error for error in errors if error["loc"][1:2] == (place[0],)]
+    if first["type"] == "extra_forbidden" and len(place) == 1:
+        near = nearest_name(param, names)
+        hint = f"did you mean {near}?" if near and near != param else "remove it"
+        return Refusal(f"{param} is not supported: {hint}", param, "unsupported_parameter")
+    if first["type"] == "none_required":
+        return Refusal(f"{param} is not supported: remove it", param, "unsupported_parameter")
+    where = param + "".join(f"[{part}]" if isinstance(part, int) else "" for part in place[1:])
+    says = " or ".join(dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in of_field[:4]))
+    return Refusal(f"{where}: {says}", param, "invalid_value" if first["type"] != "missing" else "missing_parameter")

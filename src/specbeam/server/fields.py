@@ -1,0 +1,219 @@
+"""The fields of requests that say how to decode, and the options that they stand for.
+
+A field that cannot be honoured is refused by its name. Fields that OpenAI documents and that are not for a text model
+are declared with their neutral values, because many clients send these along.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from specbeam.errors import SpecbeamError
+from specbeam.options import Options
+from specbeam.server.errors import Refusal, refusal_of
+from specbeam.server.limits import Limits
+from specbeam.server.models import ServedModel
+
+SEEDS = 2**63
+"""OpenAI's seeds may be negative. Ours are these numbers modulo this one."""
+MAX_STOP_STRINGS = 64
+SAME_NAMES = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "frequency_penalty",
+    "presence_penalty",
+    "logit_bias",
+    "length_penalty",
+    "early_stopping",
+    "num_beam_groups",
+    "diversity_penalty",
+    "distinct",
+    "num_draft_tokens",
+    "draft_width",
+    "draft_budget",
+    "draft_temperature",
+    "draft_top_k",
+    "trace",
+)
+"""Fields that are options of the same name."""
+
+
+def whole(value: Any) -> Any:
+    """A number without a fraction as an int: JSON has one kind of number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
+TokenId = Annotated[Whole, Field(ge=0, lt=2**31)]
+Count = Annotated[Whole, Field(ge=1, lt=2**31)]
+Size = Count | Literal["auto"]
+Unsupported: TypeAlias = None
+"""The type of fields that OpenAI documents and that this server does not support: only null is allowed."""
+
+
+class Fields(BaseModel):
+    """An object of a request. Unknown fields are refused, and so are values of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Fields):
+    """How a stream ends."""
+
+    include_usage: bool | None = Field(None, description="Send a last frame with the usage.")
+    include_obfuscation: Literal[False] | None = None
+
+
+class Decoding(Fields):
+    """The fields that chat and text completions share. OpenAI's come first, then vLLM's and specbeam's."""
+
+    model: str | None = Field(None, description="A name from /v1/models. The first model if it is left out.")
+    n: Count | None = Field(None, description="Texts for each prompt. With beams they are the best ones.")
+    temperature: float | None = Field(None, ge=0, description="1 if it is left out and there are no beams. 0: greedy.")
+    top_p: float | None = Field(None, gt=0, le=1)
+    stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
+    logit_bias: dict[str, float] | None = Field(None, description="Added to scores, by token id.")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="Accepted, and has no effect.")
+    metadata: dict[str, str] | None = Field(None, description="Accepted, and has no effect.")
+    safety_identifier: str | None = Field(None, description="Accepted, and has no effect.")
+    prompt_cache_key: str | None = Field(None, description="Accepted: prompts share what was read in any case.")
+    store: Literal[False] | None = Field(None, description="Nothing is stored.")
+    service_tier: Literal["auto", "default"] | None = None
+
+    top_k: Annotated[Whole, Field(ge=-1, lt=2**31)] | None = Field(None, description="-1 and 0: all tokens.")
+    min_p: float | None = Field(None, ge=0, le=1)
+    typical_p: float | None = Field(None, gt=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0)
+    no_repeat_ngram_size: Annotated[Whole, Field(ge=0, lt=2**31)] | None = None
+    min_tokens: Annotated[Whole, Field(ge=0, lt=2**31)] | None = Field(None, description="No end before these.")
+    ignore_eos: bool | None = Field(None, description="Do not end at an end-of-sequence token.")
+    stop_token_ids: list[TokenId] | None = Field(None, description="Further tokens that end the text.")
+    num_beams: Count | None = Field(None, description="Beam search with this many beams. n is at most this.")
+    use_beam_search: bool | None = Field(None, description="Beam search with best_of or n beams, as in vLLM.")
+    best_of: Count | None = Field(None, description="Beams, or samples of which the n likeliest per token return.")
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    num_beam_groups: Count | None = None
+    diversity_penalty: float | None = Field(None, ge=0)
+    distinct: bool | None = None
+    draft: str | None = Field(None, description='The name of a draft, "ngram", "suffix" or "none".')
+    num_draft_tokens: Size | None = None
+    draft_width: Size | None = None
+    draft_budget: Size | None = None
+    draft_temperature: float | None = None
+    draft_top_k: Annotated[Whole, Field(ge=0, lt=2**31)] | None = None
+    priority: Annotated[Whole, Field(ge=-(2**31), lt=2**31)] | None = Field(None, description="Lower ones start first.")
+    return_token_ids: bool | None = Field(None, description="Add token_ids and prompt_token_ids.")
+    trace: bool | None = Field(None, description="Add each round: drafted, accepted and chosen tokens.")
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def check(self) -> None:
+        """Refuse fields that contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise Refusal("stream_options goes with stream: true", "stream_options")
+        if self.num_beams is not None and (self.use_beam_search or self.best_of is not None):
+            name = "use_beam_search" if self.use_beam_search else "best_of"
+            raise Refusal(f"num_beams and {name} both give the number of beams: leave one out", name)
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise Refusal(f"best_of={self.best_of} is less than n={self.n}: give at least n", "best_of")
+        if self.stream and self.best_of is not None and not self.use_beam_search and self.best_of > (self.n or 1):
+            raise Refusal("best_of cannot be streamed: all its texts must end before the best one is known", "best_of")
+
+    def plan(self, model: ServedModel, limits: Limits, max_tokens: int, names: dict[str, str], top: int | None) -> Plan:
+        """How to decode for this request.
+
+        Args:
+            max_tokens: new tokens.
+            names: fields by option, where the names differ and it depends on the endpoint.
+            top: how many likeliest tokens to return for each place; None for no log-probabilities.
+
+        Raises:
+            Refusal: fields out of range, or that contradict each other.
+        """
+        self.check()
+        n = self.n or 1
+        beams = self.num_beams or ((self.best_of or n) if self.use_beam_search else 1)
+        searches = bool(self.use_beam_search) or beams > 1
+        width = beams if searches else self.best_of or n
+        width_name = next((name for name in ("num_beams", "best_of") if getattr(self, name)), "n")
+        if width > limits.max_beams:
+            raise Refusal(f"{width_name}={width} is more than this server's limit of {limits.max_beams}", width_name)
+        if max_tokens > limits.max_tokens:
+            name = names["max_new_tokens"]
+            raise Refusal(f"{name}={max_tokens} is more than this server's limit of {limits.max_tokens}", name)
+        values = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
+        if self.temperature is None and not searches:
+            values["temperature"] = 1.0
+        if self.top_k is not None:
+            values["top_k"] = max(self.top_k, 0)
+        if self.stop is not None:
+            values["stop_strings"] = self.stop
+        if self.ignore_eos or self.stop_token_ids:
+            ends = () if self.ignore_eos else model.lm.eos_token_ids
+            values["eos_token_id"] = sorted({*ends, *(self.stop_token_ids or ())})
+        if self.min_tokens:
+            values["min_new_tokens"] = self.min_tokens
+        if searches:
+            values |= {"num_beams": beams, "num_return_sequences": n}
+        values |= {"max_new_tokens": max(max_tokens, 1), "top_logprobs": top}
+        names = {
+            "num_return_sequences": "n",
+            "stop_strings": "stop",
+            "eos_token_id": "stop_token_ids",
+            "min_new_tokens": "min_tokens",
+            **names,
+        }
+        try:
+            options = Options.of(values)
+            if self.seed is not None and options.samples:  # a text that is not drawn is the same for each seed
+                options = replace(options, seed=self.seed % SEEDS)
+        except SpecbeamError as error:
+            raise refusal_of(error, names) from error
+        return Plan(
+            options=options,
+            n=n,
+            draws=1 if searches else self.best_of or n,
+            searches=searches,
+            draft=model.draft(self.draft),
+            priority=self.priority or 0,
+            names=names,
+            returns_token_ids=bool(self.return_token_ids),
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the texts of a request are decoded.
+
+    Attributes:
+        n: texts to return for each prompt.
+        draws: requests to the engine for each prompt. The likeliest n of their texts are returned.
+        searches: by beams, so that each text has a score.
+        draft, priority: as for :meth:`specbeam.Engine.submit`.
+        names: fields of the request by the options that they set.
+    """
+
+    options: Options
+    n: int
+    draws: int
+    searches: bool
+    draft: Any
+    priority: int
+    names: dict[str, str]
+    returns_token_ids: bool

@@ -1,0 +1,154 @@
+"""What comes before and after each request: who may ask, how large a body may be, the log, and the counts."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from typing import Any
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from specbeam.results import Result
+from specbeam.server.call import Call
+from specbeam.server.errors import Refusal, stopping
+from specbeam.server.limits import Access, Limits
+from specbeam.server.metrics import Metrics
+
+logger = logging.getLogger("specbeam.server")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+OPEN_PATHS = ("/health",)
+"""Paths that need no API key."""
+MAX_BODY_SECONDS = 60.0
+"""A client has this time to send its body."""
+OUTCOMES = {401: "denied", 403: "denied", 429: "queue_full", 503: "stopping"}
+
+
+class Guard:
+    """Checks each request, and logs and counts it when it has ended.
+
+    Attributes:
+        is_stopping: no new requests are taken.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits, access: Access, metrics: Metrics, life: Life) -> None:
+        self._app = app
+        self._limits = limits
+        self._access = access
+        self._metrics = metrics
+        self._life = life
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begin = time.monotonic()
+        notes: dict[str, Any] = {"status": 500}
+        scope["specbeam"] = notes
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                notes["status"] = message["status"]
+            await send(message)
+
+        try:
+            try:
+                self._check(scope)
+            except Refusal as refusal:
+                await refusal.response(scope, receive, noting)
+            else:
+                await self._app(scope, self._limited(scope, receive), noting)
+        finally:
+            self._note(scope, notes, time.monotonic() - begin)
+
+    def _check(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._access.is_local:
+            if _hostname(f"//{headers.get('host', '')}") not in LOOPBACK:
+                raise Refusal("this server answers requests to localhost only", None, "host_not_allowed", 403)
+            origin = headers.get("origin")
+            if origin is not None and not self._allows(origin):
+                raise Refusal("this server answers no pages of other sites", None, "origin_not_allowed", 403)
+        if scope["path"] in OPEN_PATHS:
+            return
+        if (key := self._access.api_key) is not None:
+            given = headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), key.encode()):
+                raise Refusal(
+                    "the API key is wrong or missing: send Authorization: Bearer KEY", None, "invalid_api_key", 401
+                )
+        if self._life.is_stopping and scope["method"] == "POST":
+            raise stopping()
+        length = headers.get("content-length", "0")
+        if length.isdecimal() and int(length[:20]) > self._limits.max_body_bytes:
+            raise Refusal(self._too_large, None, "body_too_large", 413)
+
+    def _allows(self, origin: str) -> bool:
+        return origin in self._access.cors_origins or "*" in self._access.cors_origins or _hostname(origin) in LOOPBACK
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is larger than this server's limit of {self._limits.max_body_bytes} bytes"
+
+    def _limited(self, scope: Scope, receive: Receive) -> Receive:
+        """Receives the body, unless it is too large or too slow."""
+        size, is_whole = 0, False
+        deadline = time.monotonic() + MAX_BODY_SECONDS
+
+        async def limited() -> Message:
+            nonlocal size, is_whole
+            if is_whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), deadline - time.monotonic())
+            except TimeoutError:
+                raise HTTPException(408, f"the body did not come within {MAX_BODY_SECONDS:.0f} seconds") from None
+            size += len(message.get("body", b""))
+            is_whole = not message.get("more_body", False)
+            if size > self._limits.max_body_bytes:
+                raise HTTPException(413, self._too_large)
+            return message
+
+        return limited
+
+    def _note(self, scope: Scope, notes: dict[str, Any], seconds: float) -> None:
+        status = notes["status"]
+        outcome = notes.get("outcome") or OUTCOMES.get(status)
+        if outcome is None:
+            outcome = "finished" if status < 400 else "refused" if status < 500 else "failed"
+        route = scope.get("route")
+        endpoint = getattr(route, "path", "other")
+        call: Call | None = notes.get("call")
+        self._metrics.count(endpoint, outcome, call)
+        line = f"{scope['method']} {endpoint} {status} {outcome} {seconds:.3f} s"
+        if call is not None:
+            done = [request.outcome for request in call.requests if isinstance(request.outcome, Result)]
+            prompt = sum(len(request.prompt_ids) for request in call.requests[:: call.plan.draws])
+            new = sum(len(text.token_ids) for result in done for text in result.sequences)
+            line += f" model={call.model.name} prompt_tokens={prompt} new_tokens={new}"
+        if notes.get("prompts") is not None:
+            line += f" prompts={notes['prompts']!r}"
+        logger.info(line)
+
+
+class Life:
+    """Whether the server takes new requests.
+
+    Attributes:
+        is_stopping: no new requests are taken.
+    """
+
+    def __init__(self) -> None:
+        self.is_stopping = False
+
+
+def _hostname(url: str) -> str | None:
+    """The host that a URL names; None if it is damaged."""
+    try:
+        return urlsplit(url).hostname
+    except ValueError:
+        return None

@@ -1,0 +1,47 @@
+"""What a server takes from its clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The largest request that is taken. Larger ones are refused.
+
+    Attributes:
+        max_body_bytes: bytes of a request's body.
+        max_prompts: prompts in one request.
+        max_prompt_tokens: tokens of a prompt; None for as many as the model's context holds.
+        max_tokens: new tokens of a text. A chat answer has at most this many if the request gives no limit.
+        max_beams: beams, choices or samples of one prompt.
+        max_requests: requests that share a pass. A request for several texts counts once for each text, and a beam
+            search once.
+        max_waiting: requests that wait beside them.
+        timeout: seconds after which a request ends with the text so far; None for never.
+    """
+
+    max_body_bytes: int = 4_000_000
+    max_prompts: int = 128
+    max_prompt_tokens: int | None = None
+    max_tokens: int = 4096
+    max_beams: int = 32
+    max_requests: int = 32
+    max_waiting: int = 256
+    timeout: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """Who may use a server.
+
+    Attributes:
+        api_key: clients must give it as a bearer token; None for no key.
+        is_local: it listens on this machine only. Then requests for other hosts and from other sites are refused, so
+            that no web page can reach it through the user's browser (DNS rebinding).
+        cors_origins: sites whose pages may use it, such as "https://chat.example.org". "*" stands for all.
+    """
+
+    api_key: str | None = None
+    is_local: bool = True
+    cors_origins: tuple[str, ...] = ()

@@ -1,0 +1,108 @@
+"""The models that a server offers, with one engine each, and the draft models that they share."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from specbeam.engine import Engine
+from specbeam.engine.drafters import LOOKUPS
+from specbeam.errors import SpecbeamError
+from specbeam.model import LanguageModel
+from specbeam.server.errors import Refusal
+from specbeam.server.limits import Limits
+from specbeam.server.tokens import TokenTexts
+
+NO_DRAFT = "none"
+
+
+class ServedModel:
+    """A model under the name that clients give.
+
+    Attributes:
+        lm: the model. Its source is the name, so that no message shows where its files are.
+        texts: the texts of its tokens.
+        created: when it was loaded, in seconds since 1970.
+    """
+
+    def __init__(
+        self, name: str, lm: LanguageModel, drafts: Mapping[str, LanguageModel], default_draft: str, limits: Limits
+    ) -> None:
+        if lm.tokenizer is None:
+            raise SpecbeamError(f"{name} has no tokenizer, and a server needs one: give a model with its tokenizer")
+        self.lm = replace(lm, source=name)
+        self.engine = Engine(self.lm, max_requests=limits.max_requests, max_waiting=limits.max_waiting)
+        self.texts = TokenTexts(lm)
+        self.created = int(time.time())
+        self._drafts = drafts
+        self._default_draft = default_draft
+
+    @property
+    def name(self) -> str:
+        return self.lm.source
+
+    def draft(self, name: str | None) -> LanguageModel | str | None:
+        """The draft that a request names.
+
+        Raises:
+            Refusal: there is no such draft.
+        """
+        name = self._default_draft if name is None else name
+        if name == NO_DRAFT:
+            return None
+        if name in LOOKUPS:
+            return name
+        if name not in self._drafts:
+            known = ", ".join([*self._drafts, *LOOKUPS, NO_DRAFT])
+            raise Refusal(f"there is no draft {name!r}: give one of {known}", "draft", "draft_not_found")
+        return self._drafts[name]
+
+
+class Models:
+    """The models by name. The first one answers requests that name none.
+
+    Args:
+        lms: loaded models by name.
+        drafts: draft models by name.
+        default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none".
+
+    Raises:
+        SpecbeamError: a model has no tokenizer.
+    """
+
+    def __init__(
+        self,
+        lms: Mapping[str, LanguageModel],
+        drafts: Mapping[str, LanguageModel] | None = None,
+        default_draft: str = NO_DRAFT,
+        limits: Limits | None = None,
+    ) -> None:
+        limits = limits or Limits()
+        named = {name: replace(draft, source=name) for name, draft in (drafts or {}).items()}
+        self._models = {name: ServedModel(name, lm, named, default_draft, limits) for name, lm in lms.items()}
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models.values())
+
+    def get(self, name: str | None) -> ServedModel:
+        """The model that a request names.
+
+        Raises:
+            Refusal: there is no such model.
+        """
+        if name is None:
+            return next(iter(self))
+        if name not in self._models:
+            known = ", ".join(self._models)
+            raise Refusal(f"there is no model {name!r}: this server has {known}", "model", "model_not_found", 404)
+        return self._models[name]
+
+    def start(self) -> None:
+        for model in self:
+            model.engine.start()
+
+    async def stop(self, grace: float | None) -> None:
+        """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
+        await asyncio.gather(*(asyncio.to_thread(model.engine.stop, grace) for model in self))

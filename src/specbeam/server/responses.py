@@ -1,0 +1,219 @@
+"""``/v1/responses``: OpenAI's newer endpoint. Nothing is stored, so each request has its whole conversation."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from specbeam.results import Result
+from specbeam.server.call import Call
+from specbeam.server.chat import MAX_TOP_LOGPROBS, ROLES, TextFormat
+from specbeam.server.errors import Refusal
+from specbeam.server.fields import Decoding, Fields, Unsupported, Whole
+from specbeam.server.limits import Limits
+from specbeam.server.models import ServedModel
+from specbeam.server.statistics import statistics, token_counts
+from specbeam.server.tokens import chat_log_probs
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+class InputPart(Fields):
+    """A part of a message. Answers of the assistant are given back as "output_text"."""
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    logprobs: list[Any] | None = Field(None, description="Accepted in answers that are given back.")
+
+
+class InputMessage(Fields):
+    """A message of the conversation so far."""
+
+    role: str
+    content: str | Annotated[list[InputPart], Field(min_length=1)]
+    type: Literal["message"] | None = None
+    id: str | None = Field(None, description="Accepted in answers that are given back.")
+    status: str | None = Field(None, description="Accepted in answers that are given back.")
+    phase: Unsupported = None
+
+
+class TextConfig(Fields):
+    """The form of the answer."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponseRequest(Decoding):
+    """A request for the next message of a conversation."""
+
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputMessage], Field(min_length=1)]
+    instructions: str | None = Field(None, description="A system message to put first.")
+    max_output_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
+    include: list[Literal["message.output_text.logprobs"]] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=1)] | None = Field(None, description="This endpoint gives one text.")
+    text: TextConfig | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: bool | None = Field(None, description="Accepted: there are no tools.")
+    access_programs: Unsupported = None
+    background_options: Unsupported = None
+    context_management: Unsupported = None
+    conversation: Unsupported = None
+    image: Unsupported = None
+    max_tool_calls: Unsupported = None
+    moderation: Unsupported = None
+    previous_response_id: Unsupported = None
+    prompt: Unsupported = None
+    prompt_cache_options: Unsupported = None
+    prompt_cache_retention: Unsupported = None
+    reasoning: Unsupported = None
+
+    def call(self, model: ServedModel, limits: Limits) -> Call:
+        """The request to the engine."""
+        if not model.lm.tokenizer.chat_template:
+            raise Refusal(f"{model.name} has no chat template: use /v1/completions", "model", "no_chat_template")
+        if self.top_logprobs is not None and not self.include:
+            raise Refusal(f'top_logprobs goes with include: ["{LOGPROBS}"]', "top_logprobs")
+        most = limits.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+        top = (self.top_logprobs or 0) if self.include else None
+        plan = self.plan(model, limits, most, {"max_new_tokens": "max_output_tokens"}, top)
+        if plan.draws > 1:
+            raise Refusal("best_of needs several texts, and this endpoint gives one: leave it out", "best_of")
+        return Call(model, [self._messages()], plan, limits, field="input")
+
+    def _messages(self) -> list[dict[str, str]]:
+        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for message in self.input:
+            content = message.content
+            text = content if isinstance(content, str) else "\n".join(part.text for part in content)
+            messages.append({"role": ROLES.get(message.role, message.role), "content": text})
+        return messages
+
+    def answer(self, call: Call) -> Answer:
+        return Answer(call, self)
+
+
+class Answer:
+    """The answer to one call, whole or as a stream of events."""
+
+    def __init__(self, call: Call, fields: ResponseRequest) -> None:
+        self._call = call
+        self._fields = fields
+        self._id, self._message_id = f"resp_{uuid.uuid4().hex}", f"msg_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._events = 0
+
+    def whole(self, results: Sequence[Result]) -> dict[str, Any]:
+        """The answer as one object."""
+        text = results[0].sequences[0]
+        is_whole = text.finish_reason == "stop"
+        message = self._message(text.text, self._log_probs(text), "completed" if is_whole else "incomplete")
+        prompt, new, reused = token_counts(self._call, results)
+        return self._response(
+            "completed" if is_whole else "incomplete",
+            [message],
+            incomplete_details=None if is_whole else {"reason": "max_output_tokens"},
+            usage={
+                "input_tokens": prompt,
+                "input_tokens_details": {"cached_tokens": reused, "cache_write_tokens": 0},
+                "output_tokens": new,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": prompt + new,
+            },
+            specbeam=statistics(results),
+        )
+
+    def _response(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
+        fields, options = self._fields, self._call.plan.options
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": fields.instructions,
+            "max_output_tokens": fields.max_output_tokens,
+            "metadata": fields.metadata or {},
+            "model": self._call.model.name,
+            "output": output,
+            "parallel_tool_calls": False,
+            "previous_response_id": None,
+            "store": False,
+            "temperature": options.temperature or 0.0,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": "none",
+            "tools": [],
+            "top_logprobs": fields.top_logprobs or 0,
+            "top_p": 1.0 if options.top_p is None else options.top_p,
+            "truncation": "disabled",
+            "usage": None,
+            "user": fields.user,
+            **more,
+        }
+
+    def _message(self, text: str, log_probs: list[Any], status: str) -> dict[str, Any]:
+        content = [] if status == "in_progress" else [_output_text(text, log_probs)]
+        return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
+
+    def _log_probs(self, part: Any) -> list[dict[str, Any]]:
+        if not self._fields.include:
+            return []
+        return chat_log_probs(self._call.model.texts, part.token_ids, part.log_probs, part.top_logprobs)
+
+    async def frames(self) -> AsyncIterator[bytes]:
+        """The events of the stream: those of one round of the engine together."""
+        place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
+        begun = self._response("in_progress", [])
+        yield (
+            self._event("response.created", response=begun)
+            + self._event("response.in_progress", response=begun)
+            + self._event("response.output_item.added", output_index=0, item=self._message("", [], "in_progress"))
+            + self._event("response.content_part.added", **place, part=_output_text("", []))
+        )
+        result = None
+        async for news in self._call.news():
+            events = b""
+            for _, piece in news:
+                if piece is None:
+                    continue
+                log_probs = self._log_probs(piece)
+                if piece.text or log_probs:
+                    events += self._event("response.output_text.delta", **place, delta=piece.text, logprobs=log_probs)
+                result = piece.result or result
+            if events:
+                yield events
+        assert result is not None
+        text = result.sequences[0]
+        response = self.whole([result])
+        (message,) = response["output"]
+        log_probs = self._log_probs(text)
+        yield (
+            self._event("response.output_text.done", **place, text=text.text, logprobs=log_probs)
+            + self._event("response.content_part.done", **place, part=_output_text(text.text, log_probs))
+            + self._event("response.output_item.done", output_index=0, item=message)
+            + self._event(f"response.{response['status']}", response=response)
+        )
+
+    def _event(self, kind: str, **values: Any) -> bytes:
+        event = {"type": kind, "sequence_number": self._events, **values}
+        self._events += 1
+        data = json.dumps(event, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+        return f"event: {kind}\ndata: {data}\n\n".encode(errors="replace")
+
+
+def _output_text(text: str, log_probs: list[Any]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": log_probs}

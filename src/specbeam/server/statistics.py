@@ -1,0 +1,67 @@
+"""The cost of a call: OpenAI's usage, and specbeam's statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specbeam.results import Result
+from specbeam.server.call import Call
+
+SUMS = (
+    "forward_passes",
+    "target_passes",
+    "draft_passes",
+    "target_seconds",
+    "draft_seconds",
+    "nodes_evaluated",
+    "drafted",
+    "accepted",
+    "reused_tokens",
+)
+"""Statistics that add up over the requests of a call."""
+
+
+def token_counts(call: Call, results: Sequence[Result]) -> tuple[int, int, int]:
+    """The tokens of the prompts, of all texts that were generated, and of the prompts that were not read again.
+
+    The prompt of several texts counts once.
+    """
+    first = results[:: call.plan.draws]
+    return (
+        sum(result.stats.prompt_tokens for result in first),
+        sum(len(sequence.token_ids) for result in results for sequence in result.sequences),
+        sum(result.stats.reused_tokens for result in first),
+    )
+
+
+def usage(call: Call, results: Sequence[Result]) -> dict[str, Any]:
+    """OpenAI's ``usage``."""
+    prompt, new, reused = token_counts(call, results)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": reused},
+    }
+
+
+def statistics(results: Sequence[Result]) -> dict[str, Any]:
+    """The object ``specbeam`` of an answer, with the names of :class:`specbeam.Stats`.
+
+    Counts and the seconds of passes are sums over the texts that were drawn apart. ``seconds`` is the longest time.
+    """
+    stats = [result.stats for result in results]
+    sums = {name: sum(getattr(one, name) for one in stats) for name in SUMS}
+    first_tokens = [one.time_to_first_token for one in stats if one.time_to_first_token is not None]
+    made = {
+        **sums,
+        "acceptance_rate": sums["accepted"] / sums["drafted"] if sums["drafted"] else None,
+        "seconds": max(one.seconds for one in stats),
+        "time_to_first_token": min(first_tokens, default=None),
+        "precision": stats[0].precision,
+        "draft_note": stats[0].draft_note,
+        "finish_reasons": [sequence.finish_reason for result in results for sequence in result.sequences],
+    }
+    traces = [result.trace for result in results if result.trace is not None]
+    return made | ({"trace": traces} if traces else {})

@@ -1,0 +1,85 @@
+"""Streams of frames (server-sent events), and clients that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable
+from typing import TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from specbeam.server.call import Call
+from specbeam.server.errors import Refusal, failed
+
+logger = logging.getLogger("specbeam.server")
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client closed the connection before it had its answer."""
+
+
+async def gone(receive: Receive) -> None:
+    """Wait until the client closes the connection. The body of its request was read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def while_connected(receive: Receive, work: Awaitable[T], call: Call) -> T:
+    """The outcome of work. If the client goes away meanwhile, the call is cancelled.
+
+    Raises:
+        ClientGone: it went away.
+    """
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(gone(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    except BaseException:
+        call.cancel()
+        raise
+    finally:
+        leaving.cancel()
+        working.cancel()
+
+
+class EventStream(Response):
+    """Sends frames as they are made. When it ends, for whatever reason, the call is over."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: AsyncIterator[bytes], call: Call) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._frames = frames
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send(send), self._call)
+        except ClientGone:
+            scope["specbeam"]["outcome"] = "cancelled"
+        finally:
+            self._call.cancel()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async for frame in self._frames:
+                await send({"type": "http.response.body", "body": frame, "more_body": True})
+        except Exception as error:
+            if not isinstance(error, Refusal) or error.status >= 500:
+                logger.exception("a stream failed")
+            await send({"type": "http.response.body", "body": error_frame(error), "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def error_frame(error: Exception) -> bytes:
+    """An error as the last frame of a stream, as OpenAI's clients read it."""
+    body = (error if isinstance(error, Refusal) else failed()).body
+    return f"data: {json.dumps(body)}\n\n".encode()

@@ -1,0 +1,57 @@
+"""``/tokenize`` and ``/detokenize``, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from specbeam.errors import SpecbeamError
+from specbeam.prompts import encode, tokenize
+from specbeam.server.chat import Message
+from specbeam.server.errors import Refusal, refusal_of
+from specbeam.server.fields import Fields, TokenId
+from specbeam.server.models import ServedModel
+
+
+class TokenizeRequest(Fields):
+    """A request for the tokens of a text, or of messages in the model's chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = Field(None, description="For a prompt: true if it is left out.")
+    return_token_strs: bool | None = Field(None, description="Add the texts of the tokens.")
+
+    def answer(self, model: ServedModel) -> dict[str, Any]:
+        """The tokens. It runs in a thread."""
+        if (self.prompt is None) == (self.messages is None):
+            raise Refusal("give either prompt or messages", "prompt")
+        if self.messages is not None and self.add_special_tokens is not None:
+            raise Refusal("add_special_tokens goes with prompt: a chat template has its own", "add_special_tokens")
+        field = "prompt" if self.messages is None else "messages"
+        try:
+            if self.messages is not None:
+                ids = encode(model.lm, [message.for_template for message in self.messages])
+            else:
+                special = self.add_special_tokens is not False
+                ids = tokenize(model.lm.tokenizer, self.prompt or "", add_special_tokens=special).input_ids
+        except SpecbeamError as error:
+            raise refusal_of(error, {}, field) from error
+        made = {"count": len(ids), "max_model_len": model.lm.backend.context_length, "tokens": ids}
+        return made | ({"token_strs": [model.texts(i)[0] for i in ids]} if self.return_token_strs else {})
+
+
+class DetokenizeRequest(Fields):
+    """A request for the text of tokens. Special tokens are written out."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+    def answer(self, model: ServedModel) -> dict[str, Any]:
+        """The text. It runs in a thread."""
+        size = model.lm.backend.vocab_size
+        for token in self.tokens:
+            if token >= size:
+                raise Refusal(f"token id {token} is not in the model's vocabulary of {size}", "tokens")
+        return {"prompt": model.lm.decode_token(self.tokens)}

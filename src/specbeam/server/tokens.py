@@ -1,0 +1,103 @@
+"""Tokens and their log-probabilities in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Any
+
+from specbeam.model import LanguageModel
+from specbeam.results import TopLogProbs
+from specbeam.token_texts import text_of
+
+MIN_LOG_PROB = -9999.0
+"""JSON has no infinity. OpenAI writes this number for very unlikely tokens."""
+
+
+class TokenTexts:
+    """The texts of a model's single tokens. Each is decoded once."""
+
+    def __init__(self, lm: LanguageModel) -> None:
+        self._tokenizer = lm.tokenizer
+        self._special = {i for i, token in lm.tokenizer.added_tokens_decoder.items() if token.special}
+        self._texts: dict[int, tuple[str, bytes]] = {}
+
+    def __call__(self, token: int) -> tuple[str, bytes]:
+        """The text of a token, and its bytes. Bytes that are no whole characters are written as "bytes:\\xe2\\x80"."""
+        if (known := self._texts.get(token)) is None:
+            piece = self._tokenizer.convert_ids_to_tokens(token)
+            if piece is None:  # a model may have more rows than its tokenizer has tokens
+                text: str | bytes = ""
+            else:
+                text = (
+                    piece if token in self._tokenizer.added_tokens_decoder else text_of(self._tokenizer, token, piece)
+                )
+            if isinstance(text, bytes):
+                known = "bytes:" + "".join(f"\\x{byte:02x}" for byte in text), text
+            else:
+                known = text, text.encode()
+            self._texts[token] = known
+        return known
+
+    def is_shown(self, token: int) -> bool:
+        """Whether texts show the token. Special ones are left out."""
+        return token not in self._special
+
+
+def shown(log_prob: float | None) -> float | None:
+    """A log-probability as JSON can write it. None where a token follows nothing."""
+    return None if log_prob is None else max(log_prob, MIN_LOG_PROB)
+
+
+def chat_log_probs(
+    texts: TokenTexts, tokens: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs | None
+) -> list[dict[str, Any]]:
+    """The entries of ``logprobs.content``, one for each token."""
+
+    def entry(token: int, log_prob: float | None) -> dict[str, Any]:
+        text, written = texts(token)
+        return {"token": text, "logprob": shown(log_prob), "bytes": [*written]}
+
+    return [
+        entry(token, log_prob) | {"top_logprobs": [entry(*pair) for pair in likeliest.items()]}
+        for token, log_prob, likeliest in zip(tokens, log_probs, top or [{}] * len(tokens), strict=True)
+    ]
+
+
+class CompletionLogProbs:
+    """Makes the ``logprobs`` of one text of ``/v1/completions``, all at once or in parts.
+
+    Attributes:
+        offset: where the next token begins in the text, in characters.
+    """
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self.offset = 0
+        self._texts = texts
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
+
+    def __call__(
+        self, tokens: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs | None
+    ) -> dict[str, Any]:
+        """The ``logprobs`` of further tokens. The token itself is always among the likeliest tokens at its place.
+
+        Args:
+            log_probs: None for the first token of a prompt.
+        """
+        rows: list[dict[str, float | None] | None] = []
+        offsets, names = [], []
+        for token, log_prob, likeliest in zip(tokens, log_probs, top or [{}] * len(tokens), strict=True):
+            name, written = self._texts(token)
+            names.append(name)
+            offsets.append(self.offset)
+            if self._texts.is_shown(token):
+                self.offset += len(self._decoder.decode(written))
+            if log_prob is None:
+                rows.append(None)
+                continue
+            row: dict[str, float | None] = {}
+            for other, other_log_prob in {**likeliest, token: log_prob}.items():
+                row.setdefault(self._texts(other)[0], shown(other_log_prob))  # of equal texts the likeliest
+            rows.append(row)
+        shown_log_probs = [*map(shown, log_probs)]
+        return {"tokens": names, "token_logprobs": shown_log_probs, "top_logprobs": rows, "text_offset": offsets}

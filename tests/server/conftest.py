@@ -1,0 +1,94 @@
+"""A server in a thread of the test's process, on tiny models, and clients that nobody here wrote."""
+
+import contextlib
+import threading
+
+import httpx
+import openai
+import pytest
+
+import specbeam
+from specbeam.server.app import make_app
+from specbeam.server.limits import Access, Limits
+from specbeam.server.models import Models
+from specbeam.server.serving import Server, listen
+
+
+class Running:
+    """A server that runs."""
+
+    def __init__(self, server, port, models):
+        self.server, self.port, self.models = server, port, models
+        self.url = f"http://127.0.0.1:{port}"
+        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def client(self, key="none", **how):
+        """OpenAI's client."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **how)
+
+    def post(self, path, **fields):
+        return self.http.post(path, json=fields)
+
+    def refused(self, path, status=400, **fields):
+        """The error of a request that must be refused."""
+        response = self.post(path, **fields)
+        assert response.status_code == status, response.text
+        return response.json()["error"]
+
+
+@contextlib.contextmanager
+def serving(lms, drafts=None, default_draft="none", limits=None, access=None, grace=None):
+    limits = limits or Limits()
+    models = Models(lms, drafts, default_draft, limits)
+    bound = listen("127.0.0.1", 0)
+    server = Server(make_app(models, limits, access or Access()), grace)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    running = Running(server, bound.getsockname()[1], models)
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as patient:  # until it listens
+            assert patient.get(f"{running.url}/health").json() == {"status": "ok"}
+        yield running
+    finally:
+        running.http.close()
+        server.stop()
+        thread.join()
+
+
+@pytest.fixture(scope="session")
+def start():
+    return serving
+
+
+def on_cpu(lm):
+    """The model on the cpu backend, whose numbers do not depend on the requests beside it."""
+    return specbeam.load(lm.source, backend="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def chat_lm(tiny):
+    return on_cpu(tiny("llama", chat=True)[1])
+
+
+@pytest.fixture(scope="session")
+def draft_lm(tiny):
+    return on_cpu(tiny("llama", chat=True, seed=1, num_hidden_layers=1)[1])
+
+
+@pytest.fixture(scope="session")
+def plain_lm(tiny):
+    """A model without a chat template."""
+    return on_cpu(tiny("gpt2")[1])
+
+
+@pytest.fixture(scope="session")
+def reference(tiny):
+    """The served model, as transformers runs it."""
+    return tiny("llama", chat=True)[0]
+
+
+@pytest.fixture(scope="session")
+def served(chat_lm, plain_lm, draft_lm):
+    """A server with a chat model, a model without a chat template, and a draft."""
+    with serving({"tiny": chat_lm, "plain": plain_lm}, {"small": draft_lm}) as running:
+        yield running

@@ -1,0 +1,162 @@
+"""``/v1/chat/completions`` and ``/v1/responses``: OpenAI's client reads every answer, and texts are the engine's."""
+
+import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.responses import Response
+
+import specbeam
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": "there"}]},
+]
+
+
+def test_the_chat_template_makes_the_prompt(served, chat_lm):
+    given = served.client().chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=12, temperature=0)
+    ChatCompletion.model_validate(given.model_dump(), strict=True)
+    expected = specbeam.generate(chat_lm, MESSAGES, max_new_tokens=12)
+    (choice,) = given.choices
+    assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
+    assert choice.finish_reason == expected.finish_reason
+    assert given.usage.prompt_tokens == expected.stats.prompt_tokens
+
+
+def test_roles_of_openai(served, chat_lm):
+    def answer(role):
+        messages = [{"role": role, "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+        return served.post("/v1/chat/completions", messages=messages, max_tokens=8, temperature=0).json()["choices"]
+
+    assert answer("developer") == answer("system") != answer("user")
+
+
+@pytest.mark.parametrize("more", [{}, {"n": 2, "seed": 4}, {"n": 2, "extra_body": {"num_beams": 3, "draft": "small"}}])
+def test_streams(served, more):
+    request = {"model": "tiny", "messages": MESSAGES, "max_completion_tokens": 10, "logprobs": True, "top_logprobs": 2}
+    if not more:
+        request["temperature"] = 0
+    client = served.client()
+    plain = client.chat.completions.create(**request, **more)
+    chunks = [*client.chat.completions.create(**request, **more, stream=True, stream_options={"include_usage": True})]
+    for choice in plain.choices:
+        said = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
+        assert said[0].delta.role == "assistant"
+        assert "".join(one.delta.content for one in said) == choice.message.content
+        assert [*filter(None, (one.finish_reason for one in said))] == [choice.finish_reason]
+        log_probs = [entry for one in said if one.logprobs for entry in one.logprobs.content]
+        assert log_probs == choice.logprobs.content
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.total_tokens == plain.usage.total_tokens
+
+
+def test_the_last_frame_has_the_statistics(served):
+    request = {"messages": MESSAGES, "max_tokens": 4, "stream": True}
+    lines = served.post("/v1/chat/completions", **request).text.split("\n\n")
+    assert '"specbeam":{' in lines[-3]
+    assert lines[-2:] == ["data: [DONE]", ""]
+
+
+def test_log_probs_have_the_bytes_of_the_text(served, chat_lm):
+    (choice,) = (
+        served.client()
+        .chat.completions.create(
+            model="tiny", messages=MESSAGES, max_tokens=16, temperature=0, logprobs=True, top_logprobs=3
+        )
+        .choices
+    )
+    expected = specbeam.generate(chat_lm, MESSAGES, max_new_tokens=16, top_logprobs=3).sequences[0]
+    entries = choice.logprobs.content
+    assert [entry.logprob for entry in entries] == expected.log_probs
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode(errors="replace") == choice.message.content
+    for entry, likeliest in zip(entries, expected.top_logprobs, strict=True):
+        assert [one.logprob for one in entry.top_logprobs] == [*likeliest.values()]
+
+
+def test_the_next_turn_reuses_what_was_read(served):
+    client = served.client()
+    messages = [{"role": "user", "content": "A conversation of some length, which nobody else has"}]
+    first = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0)
+    messages += [first.choices[0].message.model_dump(include={"role", "content"}), {"role": "user", "content": "And?"}]
+    second = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0)
+    shared = first.usage.prompt_tokens - len("assistant: ")  # the template writes <bos> before an answer that is given
+    assert second.usage.prompt_tokens_details.cached_tokens == shared
+
+
+def test_an_answer_that_was_begun_is_continued(served, chat_lm):
+    messages = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "One, two,"}]
+    given = served.post("/v1/chat/completions", messages=messages, max_tokens=8, temperature=0).json()
+    assert given["choices"][0]["message"]["content"] == specbeam.generate(chat_lm, messages, max_new_tokens=8).text
+
+
+def test_neutral_values_of_fields_for_other_models(served):
+    neutral = {
+        "response_format": {"type": "text"},
+        "tools": [],
+        "tool_choice": "none",
+        "modalities": ["text"],
+        "store": False,
+        "service_tier": "auto",
+        "user": "me",
+        "metadata": {"a": "b"},
+        "audio": None,
+        "n": 1,
+        "stop": None,
+        "seed": 4,
+        "frequency_penalty": 0,
+        "presence_penalty": 0,
+        "logit_bias": {},
+        "parallel_tool_calls": True,
+        "stream": False,
+    }
+    request = {"messages": MESSAGES, "max_tokens": 6, "seed": 4}
+    given, plain = (served.post("/v1/chat/completions", **fields).json() for fields in (request | neutral, request))
+    assert given["choices"] == plain["choices"]
+
+
+def test_responses(served, chat_lm):
+    client = served.client()
+    request = {
+        "model": "tiny",
+        "instructions": "Be brief.",
+        "input": "Hi",
+        "max_output_tokens": 10,
+        "temperature": 0,
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 2,
+    }
+    given = client.responses.create(**request)
+    Response.model_validate(given.model_dump(), strict=True)
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    expected = specbeam.generate(chat_lm, messages, max_new_tokens=10, top_logprobs=2)
+    assert given.output_text == expected.text
+    assert given.status == "incomplete"
+    assert given.incomplete_details.reason == "max_output_tokens"
+    assert given.usage.output_tokens == 10
+    (part,) = given.output[0].content
+    assert [entry.logprob for entry in part.logprobs] == expected.sequences[0].log_probs
+
+    events = [*client.responses.create(**request, stream=True)]
+    assert [event.sequence_number for event in events] == [*range(len(events))]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert "".join(event.delta for event in deltas) == expected.text
+    assert [entry.logprob for event in deltas for entry in event.logprobs] == expected.sequences[0].log_probs
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.incomplete"
+    assert events[-1].response.output == [given.output[0].model_copy(update={"id": events[-1].response.output[0].id})]
+
+    whole = {"model": "tiny", "input": "Hi", "temperature": 0, "extra_body": {"stop": expected.text[3]}}
+    with client.responses.stream(**whole) as stream:
+        final = stream.get_final_response()
+    assert (final.status, final.output_text) == ("completed", client.responses.create(**whole).output_text)
+
+
+def test_responses_take_back_their_own_output(served, chat_lm):
+    client = served.client()
+    first = client.responses.create(model="tiny", input="Hi", max_output_tokens=6, temperature=0)
+    turns = [{"role": "user", "content": "Hi"}, first.output[0].model_dump(), {"role": "user", "content": "And?"}]
+    second = client.responses.create(model="tiny", input=turns, max_output_tokens=6, temperature=0)
+    messages = [turns[0], {"role": "assistant", "content": first.output_text}, turns[2]]
+    assert second.output_text == specbeam.generate(chat_lm, messages, max_new_tokens=6).text

@@ -1,0 +1,220 @@
+"""What cannot be honoured is refused, in OpenAI's shape and with the name of the field. Nothing is ignored."""
+
+import json
+
+import pytest
+from openai import BadRequestError, NotFoundError
+
+from specbeam.server.limits import Limits
+
+CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
+PROMPT = {"prompt": "Hi"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (fields, param)
+        for param, fields in [
+            ("temperature", {"temperature": -1}),
+            ("temperature", {"temperature": "hot"}),
+            ("top_p", {"top_p": 0}),
+            ("min_p", {"min_p": 1.5}),
+            ("n", {"n": 0}),
+            ("n", {"n": True}),
+            ("n", {"n": 4, "num_beams": 2}),
+            ("seed", {"seed": 1.5}),
+            ("logit_bias", {"logit_bias": {"99999": 1}}),
+            ("logit_bias", {"logit_bias": {"a": 1}}),
+            ("logit_bias", {"logit_bias": {"1": 1e9}}),
+            ("stop", {"stop": ""}),
+            ("stop", {"stop": 5}),
+            ("max_tokens", {"max_tokens": -1}),
+            ("min_tokens", {"min_tokens": 9, "max_tokens": 3}),
+            ("stop_token_ids", {"stop_token_ids": [999]}),
+            ("frequency_penalty", {"frequency_penalty": 3}),
+            ("repetition_penalty", {"repetition_penalty": 0}),
+            ("length_penalty", {"length_penalty": 1}),
+            ("early_stopping", {"early_stopping": "sometimes", "num_beams": 2}),
+            ("use_beam_search", {"use_beam_search": True, "num_beams": 2}),
+            ("best_of", {"best_of": 2, "n": 3}),
+            ("best_of", {"best_of": 3, "n": 2, "stream": True}),
+            ("draft", {"draft": "unknown"}),
+            ("num_draft_tokens", {"num_draft_tokens": 3}),
+            ("draft_temperature", {"draft_temperature": 3, "draft": "ngram"}),
+            ("stream_options", {"stream_options": {"include_usage": True}}),
+            ("stream_options", {"stream": True, "stream_options": {"unknown": True}}),
+            ("store", {"store": True}),
+            ("guided_json", {"guided_json": {}}),
+            ("temprature", {"temprature": 1}),
+        ]
+    ],
+)
+def test_fields_of_every_endpoint(served, fields, param):
+    for path, more in {
+        "/v1/completions": PROMPT,
+        "/v1/chat/completions": CHAT,
+        "/v1/responses": {"input": "Hi"},
+    }.items():
+        own = {**fields}
+        if path == "/v1/responses":
+            if "max_tokens" in own:
+                own["max_output_tokens"] = own.pop("max_tokens")
+            if param == "stream_options" and "stream" not in own:
+                continue
+        error = served.refused(path, **more, **own)
+        expected = "max_output_tokens" if path == "/v1/responses" and param == "max_tokens" else param
+        if param == "best_of" and path == "/v1/responses":
+            continue  # n is refused before
+        if param == "n" and path == "/v1/responses":
+            expected = "n"
+        assert error["param"] == expected, error
+        assert expected in error["message"]
+        assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "tools",
+        "functions",
+        "response_format",
+        "audio",
+        "prediction",
+        "web_search_options",
+        "reasoning_effort",
+        "modalities",
+    ],
+)
+def test_fields_for_other_models(served, field):
+    value = {"type": "json_object"} if field == "response_format" else [{"type": "function"}]
+    assert served.refused("/v1/chat/completions", **CHAT, **{field: value})["param"] == field
+
+
+@pytest.mark.parametrize(
+    "field", ["previous_response_id", "conversation", "background", "reasoning", "tools", "truncation"]
+)
+def test_fields_of_responses(served, field):
+    value = True if field == "background" else [{"type": "function"}] if field == "tools" else "auto"
+    assert served.refused("/v1/responses", input="Hi", **{field: value})["param"] == field
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [],
+        [{"role": "user"}],
+        [{"content": "Hi"}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+        [{"role": "robot", "content": "Hi"}],
+        [{"role": "user", "content": "Hi", "name": "me"}],
+        [{"role": "user", "content": "\ud800"}],
+        "Hi",
+    ],
+)
+def test_messages(served, messages):
+    body = json.dumps({"messages": messages})  # with half a surrogate pair escaped
+    response = served.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "messages"
+
+
+@pytest.mark.parametrize("prompt", ["", [], [""], [[]], [1, -1], [1, "a"], [300], [[300]], None, {"a": 1}, 5])
+def test_prompts(served, prompt):
+    assert served.refused("/v1/completions", prompt=prompt)["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    "body", ["", "{", "[]", "null", '"a"', '{"prompt": NaN}', "[" * 100_000, '{"prompt": 1' + "0" * 9999 + "}"]
+)
+def test_bodies_that_are_no_request(served, body):
+    response = served.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_without_its_type(served):
+    response = served.http.post("/v1/completions", content=json.dumps(PROMPT), headers={"content-type": "text/plain"})
+    assert response.status_code == 400
+    assert "application/json" in response.json()["error"]["message"]
+
+
+def test_the_nearest_name_is_suggested(served):
+    assert "temperature" in served.refused("/v1/completions", **PROMPT, temprature=1)["message"]
+
+
+def test_clients_raise_their_own_errors(served):
+    client = served.client()
+    with pytest.raises(BadRequestError) as caught:
+        client.completions.create(model="tiny", prompt="Hi", top_p=0.0)
+    assert caught.value.param == "top_p"
+    with pytest.raises(NotFoundError, match="no model 'other'") as missing:
+        client.completions.create(model="other", prompt="Hi")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(NotFoundError):
+        client.models.retrieve("other")
+
+
+def test_a_model_without_a_chat_template(served):
+    assert served.refused("/v1/chat/completions", model="plain", **CHAT)["code"] == "no_chat_template"
+    assert served.refused("/v1/responses", model="plain", input="Hi")["code"] == "no_chat_template"
+    assert served.post("/v1/completions", model="plain", prompt="Hi").status_code == 200
+
+
+def test_a_prompt_that_is_longer_than_the_context(served):
+    error = served.refused("/v1/completions", prompt="a" * 300)
+    assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+    assert "256" in error["message"]
+
+
+def test_no_message_shows_where_files_are(served, chat_lm):
+    folder = str(chat_lm.source)
+    for fields in ({"prompt": "a" * 256}, {"prompt": [999]}, {"model": "x"}, {"prompt": "a", "stop_token_ids": [999]}):
+        assert folder not in served.post("/v1/completions", **{"prompt": "a", **fields}).text
+    assert folder not in served.http.get("/v1/models").text
+
+
+def test_limits(start, chat_lm):
+    limits = Limits(max_body_bytes=2000, max_prompts=2, max_prompt_tokens=20, max_tokens=30, max_beams=4)
+    with start({"tiny": chat_lm}, limits=limits) as server:
+        for fields, param in [
+            ({"prompt": ["a"] * 3}, "prompt"),
+            ({"prompt": "a" * 21}, "prompt"),
+            ({"max_tokens": 31}, "max_tokens"),
+            ({"num_beams": 5}, "num_beams"),
+            ({"n": 5}, "n"),
+            ({"best_of": 5}, "best_of"),
+        ]:
+            assert server.refused("/v1/completions", **{"prompt": "a", **fields})["param"] == param
+        assert server.refused("/v1/completions", 413, prompt="a" * 3000)["code"] == "body_too_large"
+        chunks = (b" " * 1000 for _ in range(100))  # no Content-Length
+        assert server.http.post("/v1/completions", content=chunks).status_code == 413
+        answer = server.post(
+            "/v1/chat/completions", messages=[{"role": "user", "content": ""}], temperature=0, ignore_eos=True
+        )
+        assert answer.json()["usage"]["completion_tokens"] == 30  # the limit is the default
+        assert server.post("/v1/completions", prompt=["a"] * 2, n=4, max_tokens=1).status_code == 200
+
+
+def test_unknown_paths_and_methods(served):
+    for response, status in [(served.http.get("/v1/none"), 404), (served.http.get("/v1/completions"), 405)]:
+        assert response.status_code == status
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+def test_tokens_of_texts(served, chat_lm):
+    given = served.post("/tokenize", prompt="aé", return_token_strs=True).json()
+    assert given["tokens"] == chat_lm.tokenizer("aé").input_ids
+    assert given["count"] == len(given["token_strs"]) == len(given["tokens"])
+    assert given["max_model_len"] == 256
+    assert served.post("/detokenize", tokens=given["tokens"]).json() == {"prompt": "aé"}
+    chat = served.post("/tokenize", **CHAT).json()["tokens"]
+    assert chat == chat_lm.tokenizer.apply_chat_template(CHAT["messages"], add_generation_prompt=True)["input_ids"]
+    assert served.refused("/tokenize")["param"] == "prompt"
+    assert served.refused("/detokenize", tokens=[300])["param"] == "tokens"
+
+
+def test_the_list_of_models(served):
+    models = served.client().models.list().data
+    assert [model.id for model in models] == ["tiny", "plain"]
+    assert served.client().models.retrieve("plain") == models[1]
