@@ -1,6 +1,7 @@
 """The documentation is true: its code and its commands run, and the names in it exist."""
 
 import builtins
+import contextlib
 import dis
 import io
 import json
@@ -24,9 +25,12 @@ from transformers import AutoModelForCausalLM, MarianConfig, MarianMTModel
 import specbeam
 from docs.hooks import help_of
 from specbeam import cli
+from specbeam.errors import BAD_INPUT
 from specbeam.option_names import OTHER_NAMES
+from specbeam.server.chat import ChatRequest
 from tests.conftest import CHAT_TEMPLATE, EOS, byte_tokenizer, in_thorough_mode, random_model
 from tests.pages import COOKBOOK, PAGES, ROOT, blocks, files, inline_code, named, program, shell, text_of
+from tests.server.conftest import serving
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 MAKEFILE = (ROOT / "Makefile").read_text()
@@ -126,8 +130,14 @@ def test_python_runs(page, workplace, monkeypatch):
     if page.name == "evaluate.md" and page not in COOKBOOK:
         no_downloads(monkeypatch)
     variables = {"__name__": "page"}
-    code = compile(program(page), page, "exec")
-    exec(code, variables)
+    text = program(page)
+    with contextlib.ExitStack() as stack:
+        if page.name == "server.md":
+            name = "smollm2-135m-instruct"
+            server = stack.enter_context(serving({name: specbeam.load(name)}))
+            text = text.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+        code = compile(text, page, "exec")
+        exec(code, variables)
     assert names_read(code) <= variables.keys() | vars(builtins).keys()
 
 
@@ -192,6 +202,9 @@ def check_command(words, request):
             for extra in re.findall(r"\[(.*?)\]", " ".join(what)):
                 assert set(extra.split(",")) <= set(EXTRAS)
             assert all((ROOT / word).is_file() for word in what if word.endswith(".txt"))
+        case ["curl", url, "-H", "Content-Type: application/json", "-d", body]:
+            assert url == "http://127.0.0.1:8000/v1/chat/completions"
+            ChatRequest.model_validate_json(body)
         case ["python", "-m", "specbeam.lm_eval", *options]:
             check_evaluation(options)
         case ["python", script, *options]:
@@ -219,6 +232,9 @@ def check_specbeam(command, words, request):
     if command == "study":
         runs = not {"show", "diff", "--show-config"} & {*words}
         shorter = [f"{name}={size}" for name, size in sizes] if runs else []
+    if command == "serve":  # it would not end. The last argument is checked after all others were parsed
+        assert run([*words, "--grace", "-1"]) == BAD_INPUT
+        return
     if "ray" in words and not in_thorough_mode():  # starting a cluster takes long
         words, shorter = [command], ["--help"]
     assert run([*words, *shorter]) == 0, words

@@ -1,4 +1,4 @@
-"""The texts of single tokens: whole characters, or bytes that are none."""
+"""The texts of single tokens: whole characters, or bytes of a character."""
 
 from __future__ import annotations
 

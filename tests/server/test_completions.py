@@ -11,7 +11,7 @@ GREEDY = {"model": "tiny", "temperature": 0, "max_tokens": 12}
 
 
 def whole(choice):
-    """What a choice says, for comparisons."""
+    """The content of a choice, for comparisons."""
     log_probs = choice.logprobs
     lists = [] if log_probs is None else [log_probs.tokens, log_probs.token_logprobs, log_probs.top_logprobs]
     offsets = [] if log_probs is None else log_probs.text_offset

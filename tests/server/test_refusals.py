@@ -1,4 +1,4 @@
-"""What cannot be honoured is refused, in OpenAI's shape and with the name of the field. Nothing is ignored."""
+"""Fields that cannot be honoured are refused, in OpenAI's shape and with the name of the field. Nothing is ignored."""
 
 import json
 

@@ -86,6 +86,8 @@ def run(given: argparse.Namespace) -> int:
             check_source(source)
     _check_names("--model", sources)
     _check_names("--draft", drafts)
+    if not 0 <= given.port < 2**16:
+        raise SpecbeamError(f"--port {given.port} is not allowed: give 0 to 65535")
     if given.grace < 0:
         raise SpecbeamError(f"--grace {given.grace} is not allowed: give 0 or more seconds")
     try:

@@ -14,7 +14,7 @@ NODES_PER_QUESTION = 64
 
 @dataclass
 class PromptScores:
-    """What the model makes of a prompt. The first token follows nothing, so it has no entry in the lists.
+    """How likely the tokens of a prompt are. The first token follows nothing, so it has no entry in the lists.
 
     Attributes:
         log_probs: the log-probability of each token given the tokens before it, as in :class:`specbeam.Sequence`.

@@ -110,7 +110,7 @@ class Answer(ABC):
             yield from texts[: plan.n]
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """The frames of the stream: those of one round of the engine together."""
+        """The frames of the stream. Frames of one round of the engine come together."""
         head = json.dumps({**self._head, "object": self.chunk_kind}, ensure_ascii=False)[:-1]
         tail = ',"usage":null}\n\n' if self.fields.includes_usage else "}\n\n"
 
@@ -151,7 +151,7 @@ class Answer(ABC):
         yield LAST_FRAME
 
     def _parts(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        """What a piece adds to choices. Other beams than the best one come whole at the end."""
+        """The parts of choices that a piece has. Other beams than the best one come whole at the end."""
         result = piece.result
         end = None if result is None else result.sequences[0]
         shows_tokens = piece.token_ids and (piece.top_logprobs is not None or self.fields.return_token_ids)

@@ -34,7 +34,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class ErrorBody(BaseModel):
-    """What was wrong with a request."""
+    """Why a request was refused."""
 
     message: str
     type: str
@@ -74,6 +74,7 @@ def make_app(
     app = FastAPI(
         title="specbeam",
         version=specbeam.__version__,
+        openapi_url="/openapi.json",
         docs_url=None,  # the pages would load scripts from other hosts
         redoc_url=None,
         lifespan=lifespan,

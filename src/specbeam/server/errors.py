@@ -26,7 +26,7 @@ class Refusal(Exception):
     """A request that is not answered.
 
     Attributes:
-        message: what was wrong, and what to do.
+        message: the mistake, and what to do.
         param: the field of the request that was wrong.
         code: a name for programs.
     """

@@ -102,7 +102,7 @@ class Decoding(Fields):
     stop_token_ids: list[TokenId] | None = Field(None, description="Further tokens that end the text.")
     num_beams: Count | None = Field(None, description="Beam search with this many beams. n is at most this.")
     use_beam_search: bool | None = Field(None, description="Beam search with best_of or n beams, as in vLLM.")
-    best_of: Count | None = Field(None, description="Beams, or samples of which the n likeliest per token return.")
+    best_of: Count | None = Field(None, description="Beams; or samples, and the n likeliest per token are returned.")
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     num_beam_groups: Count | None = None

@@ -1,4 +1,4 @@
-"""What comes before and after each request: who may ask, how large a body may be, the log, and the counts."""
+"""The work before and after each request: keys, hosts, the size of the body, the log, and the counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server takes from its clients."""
+"""The largest requests that a server takes, and the clients that may send them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads from ``/metrics``."""
+"""The numbers that Prometheus reads from ``/metrics``."""
 
 from __future__ import annotations
 

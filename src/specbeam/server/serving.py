@@ -22,7 +22,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket for a server. Clients can connect only once the server serves.
 
     Raises:
-        SpecbeamError: the address is in use, or is none of this machine.
+        SpecbeamError: the address is in use, or belongs to another machine.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -1,0 +1,81 @@
+"""``specbeam serve`` as people start it: one line for each mistake, and an end by signal that loses nothing."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import httpx
+import openai
+import pytest
+
+import specbeam
+from specbeam import cli
+
+
+def test_a_server_from_start_to_signal(chat_lm, draft_lm):
+    """Clients of a process of its own, by name of model and draft."""
+    command = [sys.executable, "-m", "specbeam", "serve", "--model", f"big={chat_lm.source}", "--port", "0"]
+    command += ["--draft", f"small={draft_lm.source}", "--backend", "cpu", "--dtype", "float32", "--max-waiting", "4"]
+    environment = os.environ | {"SPECBEAM_API_KEY": "secret"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            line = server.stderr.readline()
+            assert line.startswith("specbeam: big at http://127.0.0.1:"), line + server.stderr.read()
+            url = line.split()[-1]
+            with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as patient:  # until it listens
+                assert patient.get(url.replace("/v1", "/health")).status_code == 200
+            client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
+            stream = client.chat.completions.create(
+                model="big",
+                messages=[{"role": "user", "content": "Hi"}],
+                max_tokens=200,
+                temperature=0,
+                stream=True,
+                extra_body={"draft": "small", "ignore_eos": True},
+            )
+            pieces = [next(stream).choices[0].delta.content]
+            server.send_signal(signal.SIGTERM)
+            pieces += [chunk.choices[0].delta.content for chunk in stream]
+            messages = [{"role": "user", "content": "Hi"}]
+            assert "".join(pieces) == specbeam.generate(chat_lm, messages, max_new_tokens=200, eos_token_id=()).text
+            assert server.wait(60) == 0
+            (logged,) = [line for line in server.stderr if "/v1/chat" in line]
+            assert "200 finished" in logged
+            assert "Hi" not in logged
+        finally:
+            server.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "/no/such/model"], "no file or folder"),
+        (["--draft", "ngram", "--draft", "ngram"], "twice"),
+        (["--draft", "none=."], "meaning of its own"),
+        (["--grace", "-1"], "--grace"),
+        (["--port", "99999999"], "--port"),
+        (["--host", "no.such.host.invalid"], "--host"),
+        (["--max-requests", "0"], "max_requests"),
+    ],
+)
+def test_mistakes_are_one_line(chat_lm, capsys, arguments, says):
+    assert cli.main(["serve", "--port", "0", "--model", str(chat_lm.source), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert says in line
+    assert line.startswith("specbeam: ")
+
+
+def test_a_port_that_is_taken(chat_lm, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.main(["serve", "--model", str(chat_lm.source), "--port", port]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert port in line
+    assert "in use" in line
+
+
+def test_importing_specbeam_does_not_import_the_server():
+    program = "import sys, specbeam, specbeam.cli; specbeam.Engine; assert not {'fastapi', 'uvicorn'} & {*sys.modules}"
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -1,0 +1,276 @@
+"""Clients that go away, full queues, errors, and the end of a server."""
+
+import http.client
+import json
+import logging
+import queue
+import threading
+
+import httpx
+import openai
+import pytest
+
+import specbeam
+from specbeam.server.limits import Access, Limits
+
+LONG = {"prompt": "abc", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+
+class Lines(logging.Handler):
+    """The lines of the log as they come."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = queue.Queue()
+
+    def emit(self, record):
+        self.lines.put(record.getMessage())
+
+    def next(self, part):
+        """The next line that has this part."""
+        while part not in (line := self.lines.get(timeout=60)):
+            pass
+        return line
+
+
+@pytest.fixture
+def log():
+    lines, logger = Lines(), logging.getLogger("specbeam.server")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(lines)
+
+
+class Gate:
+    """Holds an engine in the middle of a pass, until it is opened."""
+
+    def __init__(self, engine):
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self.request = engine.submit([65], {"max_new_tokens": 2, "logits_processor": self.wait})
+        assert self.reached.wait(60)
+
+    def wait(self, ids, scores):
+        self.reached.set()
+        assert self.opened.wait(60)
+        return scores
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.opened.set()
+
+
+def connect(server, path="/v1/completions", **fields):
+    """A request by a client that can go away."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("POST", path, json.dumps(fields), {"content-type": "application/json"})
+    return connection
+
+
+def wait_for(server, condition):
+    """Until it holds. Between two looks the server answers, whatever its engine does."""
+    while not condition():
+        assert server.http.get("/health").status_code in (200, 503)
+
+
+@pytest.mark.parametrize("how", [{}, {"stream": True}, {"n": 3}, {"num_beams": 4, "n": 2, "stream": True}])
+def test_a_client_that_goes_away_frees_its_place_before_the_next_pass(start, chat_lm, log, how):
+    with start({"tiny": chat_lm}) as server:
+        engine = server.models.get(None).engine
+        texts = 1 if "num_beams" in how else how.get("n", 1)
+        fields = LONG | ({"temperature": 1} if "n" in how and "num_beams" not in how else {}) | how
+        if "num_beams" in how:
+            del fields["temperature"]
+        with Gate(engine):
+            connection = connect(server, **fields)
+            if how.get("stream"):
+                assert connection.getresponse().status == 200  # the stream has begun
+            wait_for(server, lambda: engine.live + engine.waiting == 1 + texts)
+            connection.close()
+            assert "new_tokens=0" in log.next("cancelled")
+        assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+        assert engine.live == engine.waiting == 0
+        metrics = server.http.get("/metrics").text
+        assert 'specbeam_requests_total{endpoint="/v1/completions",outcome="cancelled"} 1.0' in metrics
+        assert engine.cache_tokens == 0
+
+
+def test_a_full_queue_is_429_and_the_others_are_answered(start, chat_lm):
+    with start({"tiny": chat_lm}, limits=Limits(max_requests=1, max_waiting=2)) as server:
+        engine = server.models.get(None).engine
+        with Gate(engine):
+            waiting = [connect(server, **LONG) for _ in range(2)]
+            wait_for(server, lambda: engine.waiting == 2)
+            response = server.post("/v1/completions", prompt="a")
+            assert (response.status_code, response.headers["retry-after"]) == (429, "1")
+            assert response.json()["error"]["code"] == "queue_full"
+            with pytest.raises(openai.RateLimitError):
+                server.client().completions.create(model="tiny", prompt="a")
+            assert server.http.get("/health").status_code == 200
+        answers = [json.load(connection.getresponse()) for connection in waiting]
+        expected = specbeam.generate(chat_lm, "abc", raw=True, max_new_tokens=200, eos_token_id=()).text
+        assert [answer["choices"][0]["text"] for answer in answers] == [expected] * 2
+        assert 'outcome="queue_full"} 2.0' in server.http.get("/metrics").text
+        assert server.refused("/v1/completions", prompt=["a"] * 4)["param"] == "prompt"  # it could never fit
+
+
+def test_texts_are_the_same_under_load(served, chat_lm):
+    """Requests of many kinds at once, and each alone."""
+    kinds = [
+        {"temperature": 0},
+        {"seed": 3},
+        {"num_beams": 3, "n": 3},
+        {"seed": 9, "draft": "small", "num_draft_tokens": 4},
+        {"num_beams": 4, "draft": "ngram"},
+        {"temperature": 0, "echo": True},
+    ]
+    requests = [
+        {"prompt": "The same " + "text " * number, "max_tokens": 24, "logprobs": 2, "return_token_ids": True, **kind}
+        for number, kind in enumerate(kinds)
+    ]
+    alone = [served.post("/v1/completions", **request).json()["choices"] for request in requests]
+    together = {}
+
+    def ask(number):
+        with httpx.Client(base_url=served.url, timeout=60) as client:
+            answer = client.post("/v1/completions", json=requests[number % len(requests)])
+        together[number] = answer.json()["choices"]
+
+    threads = [threading.Thread(target=ask, args=[number]) for number in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[number] for number in range(24)] == alone * 4
+
+
+def test_a_request_that_fails_fails_alone(start, chat_lm):
+    with start({"tiny": chat_lm}) as server:
+        everything = {str(token): -100.0 for token in range(chat_lm.backend.vocab_size)}
+        assert server.post("/v1/completions", prompt="a", logit_bias=everything, max_tokens=2).status_code == 200
+        backend = server.models.get(None).lm.backend
+
+        class Broken(RuntimeError):
+            pass
+
+        choose = backend.choose
+
+        def fail(logits, wishes):
+            if any(wish.temperature == 0.123 for _, wish in wishes):
+                raise Broken("in /home/secret")
+            return choose(logits, wishes)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(backend), "choose", lambda self, logits, wishes: fail(logits, wishes))
+            for stream in (False, True):
+                response = server.post("/v1/completions", prompt="a", temperature=0.123, stream=stream)
+                assert "secret" not in response.text
+                assert '"internal_error"' in response.text
+                assert response.status_code == (200 if stream else 500)
+            assert server.post("/v1/completions", prompt="a").status_code == 200
+
+
+@pytest.mark.parametrize("grace", [None, 0])
+def test_a_server_that_stops_finishes_its_requests(start, chat_lm, grace):
+    expected = specbeam.generate(chat_lm, "abc", raw=True, max_new_tokens=200, eos_token_id=())
+    with start({"tiny": chat_lm}, grace=grace) as server:
+        engine = server.models.get(None).engine
+        with Gate(engine):
+            whole, stream = (connect(server, **LONG, stream=stream) for stream in (False, True))
+            wait_for(server, lambda: engine.live + engine.waiting == 3)
+            server.server.stop()
+            wait_for(server, lambda: server.http.get("/health").status_code == 503)
+            response = server.post("/v1/completions", prompt="a")
+            assert (response.status_code, response.json()["error"]["code"]) == (503, "stopping")
+            assert response.headers["retry-after"] == "1"
+        answer = json.load(whole.getresponse())
+        frames = [line for line in stream.getresponse().read().decode().split("\n\n") if line]
+        choice = answer["choices"][0]
+        text = "".join(json.loads(frame[6:])["choices"][0]["text"] for frame in frames[:-1])
+        assert frames[-1] == "data: [DONE]"
+        if grace is None:
+            assert choice["text"] == text == expected.text
+        else:
+            assert choice["finish_reason"] == "length"
+            assert answer["specbeam"]["finish_reasons"] == ["cancelled"]
+            assert expected.text.startswith(choice["text"])
+            assert expected.text.startswith(text)
+    assert not server.server.started or server.server.should_exit
+
+
+def test_a_request_has_a_time_limit(start, chat_lm):
+    with start({"tiny": chat_lm}, limits=Limits(timeout=0.0)) as server:
+        answer = server.post("/v1/completions", **LONG).json()
+        assert answer["specbeam"]["finish_reasons"] == ["timeout"]
+
+
+def test_api_keys(start, chat_lm):
+    with start({"tiny": chat_lm}, access=Access(api_key="secret")) as server:
+        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secrét".encode("latin-1")}):
+            response = server.http.get("/v1/models", headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        assert server.http.get("/metrics").status_code == 401
+        assert server.http.get("/health").status_code == 200
+        with pytest.raises(openai.AuthenticationError):
+            server.client("wrong").models.list()
+        assert server.client("secret").models.list().data[0].id == "tiny"
+
+
+def test_a_local_server_answers_no_other_hosts_and_no_pages_of_other_sites(served):
+    port = served.port
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1.evil.example", ""):
+        assert served.http.get("/v1/models", headers={"host": host}).status_code == 403
+    for host in ("localhost", f"localhost:{port}", f"[::1]:{port}", "127.0.0.1"):
+        assert served.http.get("/v1/models", headers={"host": host}).status_code == 200
+    for origin in ("https://evil.example", "null"):
+        assert served.http.get("/v1/models", headers={"origin": origin}).status_code == 403
+    response = served.http.get("/v1/models", headers={"origin": "http://localhost:3000"})
+    assert response.status_code == 200
+    assert "access-control-allow-origin" not in response.headers
+
+
+def test_cors_where_it_is_given(start, chat_lm):
+    origin = "https://chat.example"
+    with start({"tiny": chat_lm}, access=Access(cors_origins=(origin,))) as server:
+        asked = {"origin": origin, "access-control-request-method": "POST"}
+        assert server.http.options("/v1/completions", headers=asked).headers["access-control-allow-origin"] == origin
+        response = server.http.get("/v1/models", headers={"origin": origin})
+        assert response.headers["access-control-allow-origin"] == origin
+        assert server.http.get("/v1/models", headers={"origin": "https://evil.example"}).status_code == 403
+
+
+def test_the_log_has_one_line_per_request_and_no_prompts(served, log):
+    served.post("/v1/completions", model="tiny", prompt="my secret", max_tokens=3, temperature=0)
+    line = log.next("/v1/completions 200 finished")
+    assert "model=tiny prompt_tokens=9 new_tokens=3" in line
+    served.post("/v1/completions", prompt="my secret", foo=1)
+    assert log.lines.get(timeout=60).startswith("POST /v1/completions 400 refused")
+    served.http.get("/etc/passwd")
+    assert log.lines.get(timeout=60).startswith("GET other 404 refused")
+    assert log.lines.empty()
+    assert "secret" not in line
+
+
+def test_metrics(start, chat_lm):
+    with start({"tiny": chat_lm}) as server:
+        for _ in range(2):
+            server.post(
+                "/v1/completions", prompt="abcdefgh", max_tokens=5, temperature=0, draft="ngram", ignore_eos=True
+            )
+        server.post("/v1/completions", prompt="a", top_p=5)
+        lines = server.http.get("/metrics").text.splitlines()
+        numbers = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        requests = 'specbeam_requests_total{endpoint="/v1/completions",outcome="%s"}'
+        assert float(numbers[requests % "finished"]) == 2
+        assert float(numbers[requests % "refused"]) == 1
+        model = '{model="tiny"}'
+        assert float(numbers["specbeam_prompt_tokens_total" + model]) == 16
+        assert float(numbers["specbeam_reused_tokens_total" + model]) == 7
+        assert float(numbers["specbeam_generation_tokens_total" + model]) == 10
+        assert float(numbers["specbeam_time_to_first_token_seconds_count" + model]) == 2
+        assert float(numbers["specbeam_live_requests" + model]) == 0
+        for name in ("target_passes", "drafted", "accepted"):
+            assert f"specbeam_{name}_total{model}" in numbers
