@@ -14,8 +14,9 @@ import specbeam
 from specbeam.checkpoints.folder import FolderCheckpoint
 from specbeam.checkpoints.gguf_tokenizer import tokenizer_from_gguf
 from specbeam.cli import main
-from specbeam.cli.tokens import BYTES, tokens_of
+from specbeam.cli.tokens import tokens_of
 from specbeam.prompts import encode
+from specbeam.token_texts import BYTES
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import byte_tokenizer, random_model
 
