@@ -150,8 +150,10 @@ class Processors:
             yield Edit("ban", rows.astype(np.int32), tokens.astype(np.int32))
 
     def _penalties(self, tree: Tree, nodes: Nodes) -> Iterator[Edit]:
-        """Repetition penalty for the tokens of the whole text, then frequency and presence penalty for the tokens of
-        the text without the prompt (OpenAI's API reference)."""
+        """Repetition penalty for all tokens of the text, then frequency and presence penalty for the new ones.
+
+        The latter two are OpenAI's (its API reference).
+        """
         states = [self._counts.at(tree, node) for node in nodes.tolist()]
         rows = np.repeat(np.arange(len(nodes), dtype=np.int32), [len(state.tokens) for state in states])
         tokens = np.concatenate([state.tokens for state in states])
