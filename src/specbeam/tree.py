@@ -286,6 +286,8 @@ class Tree:
             grown, self._unremembered = sorted(self._unremembered), set()
             paths = self._climb(np.array(grown, dtype=np.int64))
             self._paths, self._paths_start = dict(zip(grown, paths, strict=True)), self.trunk_length
+        if len(nodes) and self._paths_start == self.trunk_length and self._paths.keys() == {*nodes.tolist()}:
+            return np.array([self._paths[node] for node in nodes.tolist()])
         return self._climb(nodes)
 
     def _climb(self, nodes: Nodes) -> Nodes:

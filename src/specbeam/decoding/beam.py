@@ -168,7 +168,7 @@ class BeamSearch:
         self.length += 1
         self.beams, self.scores = candidates.nodes[survivors], scores
         self.finished.compete(candidates, self.length)
-        self.done = bool(candidates.ended.all()) or self._settled()
+        self.done = (candidates.any_ended and bool(candidates.ended.all())) or self._settled()
         return True
 
     def _candidates(
@@ -194,12 +194,14 @@ class BeamSearch:
             token, log_probs = answer.tokens.ravel()[best], answer.log_probs.ravel()[best]
         nodes = self.tree.add(self.beams[rows[beam]], token, log_probs)
         ended = self.stop.ended(self.tree, nodes)
-        competing = ended & possible(of_candidates) if self.only_possible else ended
+        any_ended = bool(ended.any())
+        competing = ended & possible(of_candidates) if self.only_possible and any_ended else ended
         texts = None
         if self.distinct:
             both = zip(nodes.tolist(), competing.tolist(), strict=True)
             texts = [self.text(node) if competes else object() for node, competes in both]
-        return Candidates(nodes, of_candidates, ended, competing, texts)
+        falling = answer.noise is None and not tied and not self.only_possible
+        return Candidates(nodes, of_candidates, ended, competing, texts, any_ended, falling)
 
     def _are_tied(self, best: NDArray[Any], missing: bool) -> bool:
         """Whether equal scores among the best, in order, leave it open which the candidates are, and their order.
@@ -240,6 +242,8 @@ class BeamSearch:
 
         At the greatest length all candidates have ended. Groups and traces then show the best texts as beams.
         """
+        if candidates.falling and not candidates.any_ended and possible(candidates.scores[self.num_beams - 1]):
+            return self._every, candidates.scores[: self.num_beams]
         out = ~candidates.first if candidates.ended.all() else candidates.ended
         going = np.flatnonzero(~out)[: self.num_beams]
         scores = candidates.scores[going]
@@ -309,6 +313,8 @@ class Candidates:
         ended: bool [k].
         competing: which candidates may take a place of finished texts, bool [k].
         texts: equal for candidates that may not both have a place, [k]; None if each is a text of its own.
+        any_ended: whether any of them has ended.
+        falling: whether each score is known to be below the one before.
     """
 
     nodes: Nodes
@@ -316,6 +322,8 @@ class Candidates:
     ended: Mask
     competing: Mask
     texts: list[Hashable] | None
+    any_ended: bool
+    falling: bool
 
     @cached_property
     def first(self) -> Mask:
@@ -378,6 +386,7 @@ class Finished:
             than places.
         scores: log-probability / length ** length_penalty, float32 [places].
         texts: as of candidates, [places].
+        full: whether every place has an ended text.
     """
 
     def __init__(self, places: int, length_penalty: float, early_stopping: bool | str) -> None:
@@ -388,17 +397,14 @@ class Finished:
         self.texts: list[Hashable] = [object() for _ in range(places)]
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
-
-    @property
-    def full(self) -> bool:
-        return bool(self.ended.all())
+        self.full = False
 
     def compete(self, candidates: Candidates, length: int) -> None:
         """Let candidates compete for the places. Of equal texts, the best keeps its place or gets one.
 
         Only the first texts among the candidates take part, as many as there are places. The others fill up the beams.
         """
-        if (self.early_stopping is True and self.full) or not candidates.competing.any():
+        if not candidates.any_ended or (self.early_stopping is True and self.full) or not candidates.competing.any():
             return
         places = len(self.nodes)
         competing = candidates.competing & candidates.first & (candidates.first.cumsum() <= places)
@@ -414,6 +420,7 @@ class Finished:
         self.scores, best = topk(np.concatenate([self.scores, forbid(scores, ~competing)]), places)
         self.nodes = np.concatenate([self.nodes, candidates.nodes])[best]
         self.ended = np.concatenate([self.ended, competing])[best]
+        self.full = bool(self.ended.all())
         self.possible = np.concatenate([self.possible, competing & candidates.possible])[best]
         texts = [*self.texts, *texts]
         self.texts = [texts[i] for i in best.tolist()]

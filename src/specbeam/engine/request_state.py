@@ -151,7 +151,7 @@ class RequestState:
                 self._advance(None)
             else:
                 self._received = []
-                self.pending = self._state.slots.missing(self._wanted)
+                self.pending = self._state.slots.missing(self._asked)
 
     def pause(self) -> None:
         """Give up all slots until :meth:`open`."""
@@ -168,7 +168,7 @@ class RequestState:
             trees = [state.slots for one in others for state in one.open_states if state.backend is self.backend]
             if self._state.slots.waits(trees):
                 return True
-            self.pending = self._state.slots.missing(self._wanted)
+            self.pending = self._state.slots.missing(self._asked)
         return False
 
     @property
@@ -335,9 +335,10 @@ class RequestState:
         self.drafting = step.drafting
         self._state = self._states[1] if step.drafting else self._target
         self._wanted, self._wish = np.asarray(step.nodes, dtype=np.int64), step.wish
-        in_order = len(self._wanted) == 1 or (self._wanted[1:] > self._wanted[:-1]).all()
-        self._asked = self._wanted if in_order else np.unique(self._wanted)
-        self.pending = self._state.slots.missing(self._wanted)
+        wanted = self._wanted.tolist()
+        ascending = sorted({*wanted})
+        self._asked = self._wanted if wanted == ascending else np.array(ascending, dtype=np.int64)
+        self.pending = self._state.slots.missing(self._asked)
         self._output.stream()
 
     def _release_dropped(self) -> None:

@@ -70,15 +70,19 @@ class Slots:
         return self.shares and not self._has_begun and self.begin is not None
 
     def missing(self, nodes: Any) -> Nodes:
-        """These nodes, and their ancestors that were never evaluated, ancestors first."""
-        nodes = np.asarray(nodes, dtype=np.int64)
+        """These nodes and their ancestors that were never evaluated, ancestors first.
+
+        Args:
+            nodes: int [n], ascending, each of them once.
+        """
+        climbing = np.asarray(nodes, dtype=np.int64)
         self._follow_tree()
-        if self._is_next(nodes):
-            return nodes
         tree = self.tree
-        found = [climbing := np.unique(nodes)]
         if self.begin is None:
             self._begin(int(climbing[0]))
+        elif climbing[0] and NOWHERE not in self._slot[tree.parents(climbing)].tolist():
+            return climbing  # a parent was evaluated after its ancestors
+        found = [climbing]
         trunk = tree.trunk
         while True:
             climbing = np.unique(tree.parents(climbing[tree.depths(climbing) >= len(trunk)]))
