@@ -139,6 +139,40 @@ def test_drafts_and_batches_change_nothing(pair, kind):
             assert all(r.stats.steps_per_target_pass > 1.5 for r in results)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_encoder_reads_prompts_together(pair, kind):
+    """Each gets what transformers' encoder gives for it alone, and calls have little padding."""
+    model, lm = pair(kind)
+    prompts = [[2 + (n * k) % 250 for k in range(1, n)] for n in (9, 3, 12, 60, 10, 2, 12, 64, 11)]
+    calls = []
+    hook = model.get_encoder().register_forward_hook(lambda _, given, out: calls.append(out[0].shape))
+    try:
+        together = lm.backend.encode(prompts)
+        assert sorted(tuple(shape[:2]) for shape in calls) == [(2, 2), (2, 63), (5, 11)]
+        for prompt, source in zip(prompts, together, strict=True):
+            (alone,) = lm.backend.encode([prompt])
+            with torch.no_grad():
+                expected = model.get_encoder()(torch.tensor([prompt])).last_hidden_state
+            torch.testing.assert_close(source.states, expected, atol=1e-4, rtol=1e-5)
+            for ours, theirs in zip(source.keys + source.values, alone.keys + alone.values, strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-5)
+    finally:
+        hook.remove()
+
+
+def test_the_encoder_reads_at_most_some_thousand_tokens_at_once(pair):
+    _, lm = pair("t5")
+    sizes = []
+    encoder = lm.backend.model.get_encoder()
+    hook = encoder.register_forward_hook(lambda _, given, out: sizes.append(out[0].shape[0] * out[0].shape[1]))
+    try:
+        sources = lm.backend.encode([[5] * 1000] * 20 + [[5]])
+    finally:
+        hook.remove()
+    assert sorted(sizes) == [1, 4000, 8000, 8000]
+    assert [source.states.shape[1] for source in sources] == [1000] * 20 + [1]
+
+
 @settings(max_examples=examples(0.5))
 @given(st.data())
 @pytest.mark.parametrize("kind", ["t5", "umt5", "bart", "m2m100"])

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
@@ -16,6 +17,9 @@ from specbeam.backends.contract import Segment
 from specbeam.backends.torch.cache import Seen
 from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
 from specbeam.compat import DecoderPositions
+
+MAX_ENCODED_TOKENS = 8192
+"""Tokens that the encoder reads together, padding included. A longer prompt is read alone."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,27 +68,48 @@ class EncoderDecoderBackend(TransformersBackend):
 
     @torch.no_grad()
     def encode(self, sources: list[list[int]]) -> list[Source]:
+        found: dict[int, Source] = {}
         with self._one_pass:
-            return [self._attended(self._states_of(source)) for source in sources]
+            for numbers in _of_like_length(sources):
+                together = [sources[number] for number in numbers]
+                found.update(zip(numbers, self._attended(self._states_of(together), together), strict=True))
+        return [found[number] for number in range(len(sources))]
 
-    def _states_of(self, source: list[int]) -> Tensor:
-        """The encoder's output for a text, [1, tokens, features]."""
-        ids = torch.tensor([source], device=self.device)
-        states: Tensor = self.model.get_encoder()(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
+    def _states_of(self, sources: list[list[int]]) -> Tensor:
+        """The encoder's output for some texts, [texts, tokens of the longest, features]."""
+        ids = pad_sequence([torch.tensor(source) for source in sources], batch_first=True)
+        lengths = torch.tensor([len(source) for source in sources])
+        is_read = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+        encoder = self.model.get_encoder()
+        states: Tensor = encoder(
+            input_ids=ids.to(self.device), attention_mask=is_read.to(self.device)
+        ).last_hidden_state
         return states
 
-    def _attended(self, states: Tensor) -> Source:
-        """The encoder's output, [1, tokens, features], with its keys and values for cross-attention."""
+    def _attended(self, states: Tensor, sources: list[list[int]]) -> list[Source]:
+        """The encoder's output for some texts as :meth:`_states_of` gives it, and its cross-attention."""
         # Run one dummy token to fill transformers' cross-attention cache.
         filled = EncoderDecoderCache(DynamicCache(), DynamicCache())
         self.model(
-            decoder_input_ids=torch.zeros((1, 1), dtype=torch.long, device=self.device),
+            decoder_input_ids=torch.zeros((len(sources), 1), dtype=torch.long, device=self.device),
             encoder_outputs=BaseModelOutput(states),
             past_key_values=filled,
             use_cache=True,
         )
         layers = filled.cross_attention_cache.layers
-        return Source(states, [layer.keys for layer in layers], [layer.values for layer in layers])
+
+        def own(padded: Tensor, row: int, dim: int) -> Tensor:
+            """A text's part of all texts' output, [1, ...]. A view would keep the whole output in memory."""
+            return padded[row : row + 1].narrow(dim, 0, len(sources[row])).clone()
+
+        return [
+            Source(
+                own(states, row, 1),
+                [own(layer.keys, row, 2) for layer in layers],
+                [own(layer.values, row, 2) for layer in layers],
+            )
+            for row in range(len(sources))
+        ]
 
     def _run(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
         sources: list[Source] = [s.source for s in segments]
@@ -128,9 +153,25 @@ class EncodedBackend(EncoderDecoderBackend):
         super().__init__(model)
         self.start_token_ids = start_token_ids
 
-    def _states_of(self, source: list[int]) -> Tensor:
-        states = self._states.get(tuple(source))
-        return super()._states_of(source) if states is None else states[None]  # None: to measure a slot
+    def _states_of(self, sources: list[list[int]]) -> Tensor:
+        known = [self._states[tuple(source)] for source in sources if tuple(source) in self._states]
+        return (
+            pad_sequence(known, batch_first=True) if known else super()._states_of(sources)
+        )  # none: to measure a slot
+
+
+def _of_like_length(sources: list[list[int]]) -> list[list[int]]:
+    """The numbers of texts, in groups that the encoder reads together. Padding at most doubles a group's tokens."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(sources)), key=lambda number: -len(sources[number])):
+        length = len(sources[number])
+        if groups:
+            longest = len(sources[groups[-1][0]])
+            if 2 * length >= longest and (len(groups[-1]) + 1) * longest <= MAX_ENCODED_TOKENS:
+                groups[-1].append(number)
+                continue
+        groups.append([number])
+    return groups
 
 
 def backend_of(model: Any) -> CausalBackend | EncoderDecoderBackend:
