@@ -442,22 +442,6 @@ def test_kept_texts_go_when_a_pass_finds_no_memory(lm, monkeypatch):
     assert request.result().token_ids == result(lm, [2] * 10, LONG).token_ids
 
 
-@given(order=st.permutations(range(8)), tokens=st.sampled_from([None, 200, 400]), chunk=st.sampled_from([7, 64, 512]))
-def test_prefixes_pauses_batch_and_order_change_no_bit_of_any_kind_of_request(conversing, order, tokens, chunk):
-    lm, drafts = conversing("cpu")
-    engine = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=chunk)
-    kinds = [kind for kind in KINDS if tokens is None or kind[0].get("num_return_sequences", 1) < 3][:8]
-    wishes = [(PROMPT[: 30 + 3 * n], kinds[n % len(kinds)]) for n in order]
-    requests = []
-    for prompt, (options, draft) in wishes:
-        requests.append(engine.submit(prompt, options, draft=drafts.get(draft, draft)))
-        engine.step()
-    engine.run()
-    assert engine.cache_tokens == 0
-    for request, (prompt, (options, draft)) in zip(requests, wishes, strict=True):
-        assert request.result().sequences == result(lm, prompt, options, drafts.get(draft, draft)).sequences
-
-
 def test_engines_in_threads_share_one_store(conversing):
     lm, _ = conversing("cpu")
     wishes = [
