@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from specbeam.backends.contract import Segment
 from specbeam.engine.slots import Slots
+from specbeam.engine.store import EngineCache, store_of
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.prompts import encode
@@ -45,10 +46,11 @@ def score(
     # Taken from the end, the longest first: a lack of memory shows at once.
     waiting = sorted(_shared(texts, max_batch_tokens), key=lambda some: sum(map(len, texts[some[0]])))
     live: list[Continuations] = []
+    cache = EngineCache(store_of(lm.backend))
     while waiting or live:
         while waiting and len(live) < max_contexts:
             numbers = waiting.pop()
-            live.append(Continuations(lm, numbers, [texts[number] for number in numbers]))
+            live.append(Continuations(lm, numbers, [texts[number] for number in numbers], cache))
         batch: list[tuple[Continuations, Nodes]] = []
         room = max_batch_tokens
         for tree in live:
@@ -66,6 +68,7 @@ def score(
                 tree.receive(nodes, answer)
         for tree in live:
             if not len(tree.pending):
+                tree.close()
                 yield from zip(tree.numbers, tree.log_probs.tolist(), tree.greedy.tolist(), strict=True)
         live = [tree for tree in live if len(tree.pending)]
 
@@ -98,7 +101,7 @@ class Continuations:
         greedy: whether all these tokens were the likeliest, bool [texts].
     """
 
-    def __init__(self, lm: LanguageModel, numbers: list[int], texts: list[Text]) -> None:
+    def __init__(self, lm: LanguageModel, numbers: list[int], texts: list[Text], cache: EngineCache) -> None:
         self.numbers = numbers
         self.log_probs = np.zeros(len(texts))
         self.greedy = np.ones(len(texts), dtype=bool)
@@ -118,7 +121,7 @@ class Continuations:
                 elif depth + 1 < len(whole):
                     (node,) = tree.guess(node, whole[depth]).tolist()
         self._after, self._tokens, self._texts = np.array(sorted(scored), dtype=np.int64).reshape(-1, 3).T
-        self._slots = Slots(tree, lm.backend)
+        self._slots = Slots(tree, lm.backend, cache)
         self.pending = self._slots.missing(np.unique(self._after)) if scored else self._after
 
     def segment(self, nodes: Nodes) -> Segment:
@@ -136,10 +139,15 @@ class Continuations:
         """Take the answer about some pending nodes."""
         tokens, texts, rows, columns = self._scored(nodes)
         self.pending = self.pending[len(nodes) :]
+        self._slots.free_unseen(self.pending)
         if len(tokens):
             assert answer.given is not None
             np.add.at(self.log_probs, texts, answer.given[rows, columns].astype(np.float64))
             np.logical_and.at(self.greedy, texts, answer.tokens[rows, 0] == tokens)
+
+    def close(self) -> None:
+        """Give back all slots."""
+        self._slots.close()
 
     def _scored(self, nodes: Nodes) -> tuple[NDArray[np.int64], ...]:
         """The tokens to be scored after some pending nodes, their texts, and their rows and columns in the wish."""

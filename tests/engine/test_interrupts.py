@@ -1,8 +1,6 @@
 """Ctrl-C at any moment: the engine goes on afterwards, and no text changes."""
 
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +9,8 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, SpecbeamError
+from tests.conftest import interrupt
 
-SOURCE = str(Path(specbeam.__file__).parent)
 KINDS = [
     {"max_new_tokens": 9},
     {"max_new_tokens": 7, "num_beams": 3, "num_return_sequences": 2},
@@ -39,27 +37,7 @@ def expected(lm):
 
 def run_until(engine, interrupted_line):
     """Run the engine, with a KeyboardInterrupt before a line of specbeam; return the number of lines run."""
-    lines = 0
-
-    def trace(frame, event, _):
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(SOURCE):
-            return None
-        if event == "line":
-            lines += 1
-            if lines == interrupted_line:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        engine.run()
-    except KeyboardInterrupt:
-        assert interrupted_line is not None
-    finally:
-        sys.settrace(before)
-    return lines
+    return interrupt(engine.run, interrupted_line)
 
 
 def run_to_the_end(engine, requests):

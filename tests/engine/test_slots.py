@@ -12,20 +12,30 @@ from specbeam.engine.runs import FreeRuns
 from specbeam.engine.slots import Slots
 from specbeam.engine.store import EngineCache, store_of
 from specbeam.tree import NO_NODES, Tree
-from tests.conftest import examples, lines_run
+from tests.conftest import examples, interrupt, lines_run
 
 
 class FakeBackend:
-    """Holds the text down to a node in each slot. A real store holds the keys and values of this node there."""
+    """Names the text down to a node in each slot. A real store holds the keys and values of this node there."""
 
     vocab_size = 200
 
-    def __init__(self):
+    def __init__(self, window=None):
+        self.window = window
         self.capacity = 0
         self.texts = {}
+        self.names = {}
 
     def reserve(self, slots):
         self.capacity = max(self.capacity, slots)
+
+    def named(self, tokens):
+        """A number for each beginning of a text."""
+        name, found = -1, []
+        for token in tokens:
+            name = self.names.setdefault((name, token), len(self.names))
+            found.append(name)
+        return found
 
     def forward(self, slots, nodes, parents):
         """Evaluate nodes as a backend does, and check all that a segment promises."""
@@ -33,15 +43,17 @@ class FakeBackend:
         assert max(segment.slots) < self.capacity
         assert segment.tokens.tolist() == [token if token < 200 else 0 for token in slots.tree.tokens(nodes)]
         assert len(set(segment.slots.tolist())) == len(nodes)
-        for node, slot in zip(nodes.tolist(), segment.slots.tolist(), strict=True):
-            self.texts[slot] = parents.text(slots.tree, node)
-        for row, node in enumerate(nodes.tolist()):
+        texts = [self.named(slots.tree.tokens(parents.path(node)[::-1]).tolist()) for node in nodes.tolist()]
+        for text, slot in zip(texts, segment.slots.tolist(), strict=True):
+            self.texts[slot] = text[-1]
+        for row, text in enumerate(texts):
             position = int(segment.positions[row])
             seen = [*segment.trunk.tolist(), *segment.branches[row].tolist()][: position + 1]
             assert seen[position] == segment.slots[row]
             # A slot that holds nothing, or another node than the ancestor of its position, would show here.
-            text = parents.text(slots.tree, node)
-            assert [self.texts.get(slot) for slot in seen] == [text[: n + 1] for n in range(len(text))]
+            first = 0 if self.window is None else max(0, position + 1 - self.window)
+            assert [self.texts.get(slot) for slot in seen[first:]] == text[first:]
+            assert all(slot == -1 or self.texts[slot] == name for slot, name in zip(seen, text, strict=True))
 
 
 class Parents(dict):
@@ -49,17 +61,20 @@ class Parents(dict):
 
     def path(self, node):
         """The node and its ancestors."""
-        return [node, *self.path(self[node])] if node in self else []
-
-    def text(self, tree, node):
-        return tuple(tree.tokens(self.path(node)[::-1]).tolist())
+        found = []
+        while node in self:
+            found.append(node)
+            node = self[node]
+        return found
 
 
 class Grower:
     """One tree that grows, is pruned and is closed as hypothesis says, with a set of the nodes that have slots."""
 
     def __init__(self, data, backend, cache, shares):
+        longest = 9 if backend.window is None else 200
         prompt = data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=9))
+        prompt = [0] * data.draw(st.sampled_from([0, longest - 9])) + prompt
         self.data, self.backend = data, backend
         self.tree, self.parents = Tree(prompt), Parents({n: n - 1 for n in range(len(prompt))})
         self.slots = Slots(self.tree, backend, cache, shares)
@@ -87,6 +102,7 @@ class Grower:
                 self.backend.forward(self.slots, part, self.parents)
                 self.placed |= set(part.tolist())
                 self.slots.leave(pending[pending > part[-1]])
+                self.slots.free_unseen(pending[pending > part[-1]])
         self.below = below
 
     def prune(self):
@@ -95,14 +111,33 @@ class Grower:
         self.tree.keep(self.growing, sorted(draw(st.sets(st.sampled_from(self.below)))))
         self.slots.release(self.tree.take_dropped())
         self.placed &= {ancestor for node in self.growing for ancestor in self.parents.path(node)}
-        assert self.slots.used == len(self.placed) <= self.slots.peak
+        assert self.slots.used == len(self.slots.held) <= self.slots.peak
+        if self.backend.window is None:
+            assert self.slots.used == len(self.placed)
+        else:
+            trunk = set(self.tree.trunk.tolist())
+            assert len(self.placed - trunk) <= self.slots.used <= len(self.placed)
+
+    def end(self):
+        self.slots.leave_text(self.tree.path(self.growing[0]))
+        self.slots.close()
+
+
+def check(store, cache, trees):
+    """Who holds which slots, counted anew."""
+    holders = Counter(slot for tree in trees for slot in tree.slots.held.tolist())
+    assert {slot: int(number) for slot, number in enumerate(store.references) if number} == holders
+    assert cache.used == len(holders)
+    kept = set(np.flatnonzero(store.kept).tolist())
+    assert kept == set(cache.prefixes.slots().tolist())
+    assert cache.kept == len(kept - set(holders))
 
 
 @settings(max_examples=examples(10))
-@given(st.data())
-def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data):
+@given(st.data(), st.sampled_from([None, None, None, 1, 5, 50]))
+def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data, window):
     """Some trees of one store. Two of three share what they read."""
-    backend = FakeBackend()
+    backend = FakeBackend(window)
     store, cache = store_of(backend), EngineCache(store_of(backend))
     trees = []
     for _ in range(data.draw(st.integers(1, 6))):
@@ -111,17 +146,9 @@ def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data):
         for tree in trees:
             tree.grow()
             tree.prune()
-        holders = Counter(slot for tree in trees for slot in tree.slots.held.tolist())
-        held = {slot: int(number) for slot, number in enumerate(store.references) if number}
-        assert held == holders
-        assert cache.used == len(holders)
-        kept = set(np.flatnonzero(store.kept).tolist())
-        assert kept == set(cache.prefixes.slots().tolist())
-        assert cache.kept == len(kept - set(holders))
+        check(store, cache, trees)
         if trees and data.draw(st.booleans()):
-            tree = trees.pop(data.draw(st.integers(0, len(trees) - 1)))
-            tree.slots.leave_text(tree.tree.path(tree.growing[0]))
-            tree.slots.close()
+            trees.pop(data.draw(st.integers(0, len(trees) - 1))).end()
         if data.draw(st.integers(0, 3)) == 0:
             least = data.draw(st.integers(0, 20))
             before = cache.kept
@@ -134,6 +161,59 @@ def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data):
     assert cache.used == 0
     assert cache.drop_kept(cache.kept) >= 0
     assert (store.in_use, store.runs.end, store.runs.count) == (0, 0, 0)
+
+
+@settings(max_examples=examples(10))
+@given(st.data())
+def test_after_an_interrupt_at_any_line_the_store_is_right(data):
+    """The interrupted tree ends, as an interrupted request does. The others go on."""
+    backend = FakeBackend(data.draw(st.sampled_from([None, 5])))
+    store, cache = store_of(backend), EngineCache(store_of(backend))
+    trees = [Grower(data, backend, cache, shares=True) for _ in range(3)]
+    while trees:
+        for tree in [*trees]:
+            work = data.draw(st.sampled_from([tree.grow, tree.grow, tree.end]))
+            line = data.draw(st.integers(1, 150))
+            is_interrupted = interrupt(work, line) >= line
+            if is_interrupted:
+                tree.slots.close()
+            if is_interrupted or work == tree.end:
+                trees.remove(tree)
+            else:
+                tree.prune()
+            check(store, cache, trees)
+    cache.drop_kept(cache.kept)
+    assert (store.in_use, store.runs.end, store.runs.count) == (0, 0, 0)
+
+
+def test_to_look_again_at_what_windows_have_passed_reads_it_again():
+    backend, parents = FakeBackend(window=5), Parents({n: n - 1 for n in range(300)})
+    tree = Tree([7] * 300)
+    slots = Slots(tree, backend)
+    for part in np.array_split(slots.missing([299]), 30):
+        backend.forward(slots, part, parents)
+        slots.free_unseen(np.arange(part[-1] + 1, 300))
+        assert slots.used <= 5 + 64 + 10
+    assert slots.missing([296]).tolist() == [296]
+    again = slots.missing([100])
+    assert again.tolist() == list(range(101))
+    backend.forward(slots, again, parents)
+
+
+def test_a_tree_that_is_closed_is_not_looked_for():
+    """To count anew takes time for all texts that the engine remembers."""
+    backend = FakeBackend()
+    cache = EngineCache(store_of(backend))
+
+    def read(text):
+        tree = Tree(text)
+        slots = Slots(tree, backend, cache, shares=True)
+        slots.segment(slots.missing([tree.tip]), np.array([0]))
+        slots.leave(NO_NODES)
+        slots.close()
+
+    first, *_, last = [lines_run(lambda n=n: read([n] * 9)) for n in range(40)]
+    assert last <= first + 5
 
 
 def test_what_is_forgotten_elsewhere_is_free():

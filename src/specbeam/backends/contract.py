@@ -25,7 +25,8 @@ class Segment:
         tokens: token ids, int64 [n].
         positions: positions in the text, int64 [n].
         slots: where the nodes' keys and values go, int64 [n].
-        trunk: slots by position, int64 [t]. A node at a position p below t sees the first p + 1 of them.
+        trunk: slots by position, int64 [t]. A node at a position p below t sees the first p + 1 of them. An entry is
+            -1 where all layers have windows, and none of the nodes sees this position.
         branches: slots of a node's ancestors, and its own, at positions t, t + 1, ..., int64 [n, m]. Entries beyond
             its own position mean nothing. m is 0 if all nodes are on the trunk.
         wanted: the nodes whose logits are returned, as indices into the n nodes, int64 [w].
@@ -57,6 +58,8 @@ class Backend(Protocol):
     """The number type of its weights, such as "float32", "int8", or "Q4_K_M" for the blocks of a file."""
     vocab_size: int
     context_length: int
+    window: int | None
+    """The most last tokens that a node sees in any layer, its own included. None if a layer sees all tokens."""
     slot_bytes: int
     """Bytes of keys and values per slot."""
     has_threads: bool

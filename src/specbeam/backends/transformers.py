@@ -83,6 +83,7 @@ class TransformersBackend(ABC):
         self._check(config, layer_types)
         self._window: int | None = None if layer_types == {FULL} else getattr(config, "sliding_window", None)
         self._mixed = len(layer_types) > 1
+        self.window = None if self._mixed else self._window
         self.device: torch.device = model.get_input_embeddings().weight.device
         self.dtype: torch.dtype = model.dtype
         self.precision = str(self.dtype).removeprefix("torch.")

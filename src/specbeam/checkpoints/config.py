@@ -168,6 +168,12 @@ class Config:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    @property
+    def window(self) -> int | None:
+        """The largest window, if every layer has one. None if a layer attends to all positions."""
+        windows = [layer.window for layer in self.layers if layer.window is not None]
+        return max(windows) if len(windows) == len(self.layers) else None
+
 
 def make_layers(number: Any, tensors: Sized, layer: Callable[[int], Layer]) -> tuple[Layer, ...]:
     """The layers of a model. Refuses a number above the number of tensors, before any layer is made."""

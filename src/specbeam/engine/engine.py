@@ -84,7 +84,7 @@ class Engine:
                 f"{type(lm).__name__} is no loaded model: give what specbeam.load returned, or specbeam.hf.wrap(model)"
             )
         self.lm = lm
-        self._memory = Memory(lm.backend, max_cache_tokens)
+        self._memory = Memory(lm.backend, max_batch_tokens, max_cache_tokens)
         self._wakeups = Wakeups()
         self._scheduler = Scheduler(max_requests, max_batch_tokens, max_waiting, self._memory)
         self._thread = EngineThread(self._scheduler, self._wakeups)

@@ -25,14 +25,15 @@ class Memory:
     Without a limit of its own, an engine shares the backend's memory for caches with all such engines of the process.
 
     Args:
-        max_cache_tokens: as for :class:`specbeam.Engine`.
+        max_batch_tokens, max_cache_tokens: as for :class:`specbeam.Engine`.
 
     Attributes:
         cache_bytes: the most that the keys and values of this engine's requests may take.
         source_bytes: bytes that encoders' outputs take.
     """
 
-    def __init__(self, backend: Backend, max_cache_tokens: int | None) -> None:
+    def __init__(self, backend: Backend, max_batch_tokens: int, max_cache_tokens: int | None) -> None:
+        self.max_batch_tokens = max_batch_tokens
         self.source_bytes = 0
         self._target = EngineCache(store_of(backend))
         self._caches = {backend: self._target}

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from specbeam.backends.contract import Backend, Segment
+from specbeam.engine.runs import BLOCK_SLOTS
 from specbeam.engine.slots import Slots
 from specbeam.engine.store import EngineCache
 from specbeam.tree import Nodes, Tree
@@ -21,6 +22,7 @@ class ModelState:
         texts: the number of texts that grow at once.
         guesses: the most guesses per round.
         prompt_length: the prompt's length in tokens of this model, if these are others.
+        most_nodes: the most nodes per pass.
         cache: the part of the model's store that the engine holds.
         shares: whether the request begins with tokens that others have read, and leaves its own to them.
 
@@ -44,6 +46,7 @@ class ModelState:
         guesses: int,
         prompt_length: int = 0,
         *,
+        most_nodes: int,
         cache: EngineCache,
         shares: bool,
     ) -> None:
@@ -51,7 +54,9 @@ class ModelState:
         self.tree = tree
         self.most_rows = texts + guesses
         # Texts may share only the prompt. Guesses may last for two rounds.
-        self._least_slots = max(len(prompt_ids), tree.prompt_length, prompt_length) + 2 * guesses + new_tokens
+        shared = max(len(prompt_ids), tree.prompt_length, prompt_length) + (new_tokens if texts == 1 else 0)
+        own = 0 if texts == 1 else new_tokens
+        self._least_slots = min(shared, self._lasting(shared) + most_nodes) + own + 2 * guesses
         self.passes = self.answered = self.nodes = 0
         self.seconds = 0.0
         self.source: Any = None
@@ -91,6 +96,7 @@ class ModelState:
         self.passes += 1
         self.nodes += len(nodes)
         self.slots.leave(pending)
+        self.slots.free_unseen(pending)
 
     def leave_text(self, node: int | None, pending: Nodes) -> None:
         """Leave the evaluated beginning of the text down to a node to other requests.
@@ -141,7 +147,13 @@ class ModelState:
     @property
     def round_bytes(self) -> int:
         """Bytes that it needs for one more round, beside the bytes that it holds."""
-        return max(0, self.tree.live + self.most_rows - self.used_slots) * self.backend.slot_bytes
+        trunk = len(self.tree.trunk)
+        lasting = self.tree.live - trunk + self._lasting(trunk)
+        return max(0, lasting + self.most_rows - self.used_slots) * self.backend.slot_bytes
+
+    def _lasting(self, trunk: int) -> int:
+        """The most slots that a trunk of this length keeps beyond a pass."""
+        return trunk if self.backend.window is None else min(trunk, self.backend.window + BLOCK_SLOTS)
 
     @property
     def least_bytes(self) -> int:

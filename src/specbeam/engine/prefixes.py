@@ -40,7 +40,7 @@ class Prefixes:
     def __init__(self) -> None:
         self._root = Stretch(NO_SLOTS, NO_SLOTS, None)
         self._clock = count(1)
-        self._oldest: list[tuple[int, int, Stretch]] = []  # a heap with each leaf. Some entries are out of date.
+        self._oldest: list[tuple[int, int, Stretch]] = []  # a heap with each leaf. Some entries are out of date
         self._numbers = count()
 
     def find(self, tokens: Ints, is_used: bool = True) -> Ints:
@@ -69,50 +69,68 @@ class Prefixes:
         rest = slots[known:]
         if len(rest) and rest.min() < 0:
             rest = rest[: int((rest < 0).argmax())]
+        used = [*path, stretch]
         if len(rest):
+            more = tokens[known : known + len(rest)]
             if common < len(stretch.tokens):
-                stretch = self._split(stretch, common)
-            leaf = Stretch(tokens[known : known + len(rest)].copy(), rest.copy(), stretch)
-            stretch.below[int(leaf.tokens[0])] = leaf
-            path = [*path, stretch]
-            stretch = leaf
-            self._push(leaf)
-        self._use([*path, stretch])
+                used[-1] = stretch = self._split(stretch, common)
+            if stretch.above is not None and not stretch.below:  # the text goes on where another one ends
+                stretch.tokens = np.concatenate([stretch.tokens, more])
+                stretch.slots = np.concatenate([stretch.slots, rest])
+            else:
+                stretch.below[int(more[0])] = leaf = Stretch(more.copy(), rest.copy(), stretch)
+                used.append(leaf)
+                self._push(leaf)
+        self._use(used)
         return rest
 
     def drop(self, least: int, references: NDArray[np.int32]) -> Iterator[Ints]:
         """Drop the texts that were not used for the longest time, from their ends on, until enough slots are free.
 
         Args:
-            least: how many slots to free.
-            references: by slot, how many trees hold it. Stretches that a tree holds stay.
+            least: how many slots to free. Texts hold at least as many that no tree holds.
+            references: by slot, how many trees hold it. A text whose end a tree holds stays as it is. It is dropped
+                only if the tree has let go of its beginning, and nothing else is left to free.
 
-        Yields: slots that no tree holds, int64 [n].
+        Yields: slots that no text holds any more, int64 [n]. A tree may still hold them.
         """
         held: list[Stretch] = []
         freed = 0
-        while freed < least and self._oldest:
+        while freed < least and (self._oldest or held):
+            if not self._oldest:
+                leaf = held.pop(0)
+                yield self._cut(leaf, int(np.flatnonzero(references[leaf.slots] == 0).max(initial=-1)) + 1)
+                continue
             last_used, _, leaf = heappop(self._oldest)
             if leaf.above is None or leaf.below:  # dropped, or no leaf any more
                 continue
             if leaf.last_used > last_used:
                 self._push(leaf)
                 continue
-            pinned = int(np.flatnonzero(references[leaf.slots]).max(initial=-1)) + 1
-            kept = max(pinned, len(leaf.slots) - max(least - freed, MIN_TOKENS_DROPPED))
-            if not kept:
-                above, leaf.above = leaf.above, None
-                del above.below[int(leaf.tokens[0])]
-                if not above.below:
-                    self._push(above)
-            gone, leaf.slots, leaf.tokens = leaf.slots[kept:], leaf.slots[:kept], leaf.tokens[:kept]
-            if kept:
+            end = leaf.slots[-max(least - freed, MIN_TOKENS_DROPPED) :]
+            free = len(end) - 1 - int(np.flatnonzero(references[end]).max(initial=-1))
+            if free:
+                freed += free
+                yield self._cut(leaf, len(leaf.slots) - free)
+            else:
+                self._use([leaf])  # else each call would come to it first
                 held.append(leaf)
-            if len(gone):
-                freed += len(gone)
-                yield gone
         for leaf in held:
             self._push(leaf)
+
+    def _cut(self, leaf: Stretch, length: int) -> Ints:
+        """Shorten a leaf to its first tokens. Return the slots of the others."""
+        gone = leaf.slots[length:]
+        if length:
+            leaf.slots, leaf.tokens = leaf.slots[:length], leaf.tokens[:length]
+            self._push(leaf)
+        else:
+            above, leaf.above = leaf.above, None
+            assert above is not None
+            del above.below[int(leaf.tokens[0])]
+            if not above.below:
+                self._push(above)
+        return gone
 
     def slots(self) -> Ints:
         """The slots of all texts, int64 [n]."""

@@ -82,13 +82,24 @@ class RequestState:
         size = prompt_ids, setup.stop.max_length - setup.tree.prompt_length, setup.options.num_texts
         shares = setup.options.share_prefix
         guesses = 0 if pace is None else pace.most_guesses
-        cache = memory.cache_of(lm.backend)
-        self._target = ModelState(lm.backend, setup.tree, *size, guesses, cache=cache, shares=shares)
+        most_nodes, cache = memory.max_batch_tokens, memory.cache_of(lm.backend)
+        self._target = ModelState(
+            lm.backend, setup.tree, *size, guesses, most_nodes=most_nodes, cache=cache, shares=shares
+        )
         self._draft: ModelState | None = None
         if isinstance(draft, LanguageModel) and self._drafter is not None and pace is not None:
             length = self._drafter.prompt_length if isinstance(self._drafter, RetokenizingDrafter) else len(prompt_ids)
             tree, cache = self._drafter.tree, memory.cache_of(draft.backend)
-            self._draft = ModelState(draft.backend, tree, *size, pace.most_drafted, length, cache=cache, shares=shares)
+            self._draft = ModelState(
+                draft.backend,
+                tree,
+                *size,
+                pace.most_drafted,
+                length,
+                most_nodes=most_nodes,
+                cache=cache,
+                shares=shares,
+            )
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
         self._trees = [*{state.tree for state in self._states}]
         self._state = self._target  # on the model that is to evaluate the pending nodes

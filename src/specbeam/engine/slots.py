@@ -35,7 +35,7 @@ class Slots:
         peak: the most slots that were in use at once.
         reused: how many nodes had a slot from the start.
         lent: slots that only this tree may use, the next one last.
-        begin: the tokens down to the first node that was asked for, int64 [n]. None before that.
+        begin: the trunk's tokens down to the first node that was asked for, int64 [n]. None before that.
         left: how many of its first tokens the tree has left to others.
         is_closed: the tree has given back its slots.
     """
@@ -56,8 +56,9 @@ class Slots:
         self._ahead: tuple[Slots, int] | None = None
         self._slot = np.full(len(tree), NOWHERE, dtype=np.int64)  # by node
         self._trunk = np.empty(len(tree) + 64, dtype=np.int64)  # slots by position
-        self._placed = 0  # nodes of the trunk that have slots and are in _trunk
-        self.store.join(self)
+        self._placed = 0  # nodes of the trunk that have got slots, which are in _trunk
+        self._unseen = 0  # the first ones of these, which lost their slots because no later node sees them
+        self._lost = self.store.join(self)
 
     @property
     def held(self) -> NDArray[np.int64]:
@@ -80,6 +81,8 @@ class Slots:
         tree = self.tree
         if self.begin is None:
             self._begin(int(climbing[0]))
+        elif self._unseen and self._first_seen(int(tree.depths(climbing).min())) < self._unseen:
+            self._lose_all()
         elif climbing[0] and NOWHERE not in self._slot[tree.parents(climbing)].tolist():
             return climbing  # a parent was evaluated after its ancestors
         found = [climbing]
@@ -133,6 +136,31 @@ class Slots:
             if len(placed):
                 self._release(placed)
 
+    def free_unseen(self, pending: Nodes) -> None:
+        """Free the slots of the trunk's first nodes, if all layers have windows and no later node sees these nodes.
+
+        Args:
+            pending: nodes that may have a slot, but were not evaluated, ancestors first.
+        """
+        if self.backend.window is None:
+            return
+        tree = self.tree
+        later = min(self._placed, len(tree.trunk) - 1, *tree.depths(pending[:1]).tolist())  # the tip may be repeated
+        if (end := self._first_seen(later)) >= self._unseen + BLOCK_SLOTS:
+            self.leave_text(tree.trunk[:later])
+            self._release(tree.trunk[self._unseen : end])
+            self._trunk[self._unseen : end] = NOWHERE
+            self._unseen = end
+
+    def _first_seen(self, position: int) -> int:
+        """The first position that a node at this position sees in some layer."""
+        return 0 if self.backend.window is None else max(0, position + 1 - self.backend.window)
+
+    def _lose_all(self) -> None:
+        """Lose the slots of all nodes, because some of their ancestors are needed again. All are to be read again."""
+        self._release(np.flatnonzero(self._slot != NOWHERE))
+        self._placed = self._unseen = 0
+
     def growth(self, nodes: Nodes) -> int:
         """How many new slots these nodes need."""
         self._follow_tree()
@@ -167,7 +195,7 @@ class Slots:
 
         So whoever holds the end of a kept text holds all of it, and what nobody holds can be dropped from its end on.
         """
-        path = path[: len(slots)]
+        path, slots = path[self._unseen : len(slots)], slots[self._unseen :]
         own = self._slot[path]
         is_other = own != slots
         if is_other.any():
@@ -219,19 +247,21 @@ class Slots:
         self.lent = []
         if len(free):
             self.store.runs.give_back(free)
+        self._lost.detach()
 
-    @whole_change
     def _begin(self, node: int) -> None:
         """Begin with the ancestors of the first node that is asked for, up to the last one that was read before."""
         path = self.tree.path(node)
-        self._first, self.begin = node, self.tree.tokens(path)
+        self._first, self.begin = node, self.tree.tokens(path[: len(self.tree.trunk)])
         if self.shares:
-            slots = self.cache.prefixes.find(self.begin[:-1])[self.used :]
-            self._slot[path[self.used : self.used + len(slots)]] = slots
-            self.cache.hold(slots)
-            self._count(len(slots))
-            self._follow_trunk()
-            self.reused = self.used
+            self._find(path[:-1])
+
+    @whole_change
+    def _find(self, path: Nodes) -> None:
+        """Take the slots of tokens that were read before. ``path`` are nodes from the root on."""
+        self._share(path, self.cache.prefixes.find(self.tree.tokens(path)))
+        self._follow_trunk()
+        self.reused = self.used
 
     @whole_change
     def _place_next(self, nodes: Nodes) -> Nodes:

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 from functools import wraps
 from threading import Lock
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
@@ -75,10 +75,16 @@ class Store:
         self._trees: WeakSet[Slots] = WeakSet()
         self._reserved = 0
 
-    def join(self, who: Slots | EngineCache) -> None:
-        """Know of a tree or an engine. If it is forgotten elsewhere, its slots become free."""
-        (self._caches if isinstance(who, EngineCache) else self._trees).add(who)  # type: ignore[arg-type]
-        weakref.finalize(who, self._lose).atexit = False
+    def join(self, who: Slots | EngineCache) -> weakref.finalize[[], Any]:
+        """Know of a tree or an engine. If it is forgotten elsewhere, its slots become free.
+
+        Returns: the call that makes them free. Whoever gives its slots back itself detaches it.
+        """
+        with self.lock:  # another thread may be counting
+            (self._caches if isinstance(who, EngineCache) else self._trees).add(who)  # type: ignore[arg-type]
+        lost = weakref.finalize(who, self._lose)
+        lost.atexit = False
+        return lost
 
     def _lose(self) -> None:
         self.has_lost = True
@@ -117,8 +123,8 @@ class Store:
         """Find out again who holds what. After an interrupt, the engines' texts are forgotten."""
         was_torn, self.has_lost = self.is_torn, False
         self.is_torn = True
-        self.references[:] = 0
-        self.kept[:] = False
+        size = max(len(self.references), len(self.kept))  # an interrupt may come before the second of them grows
+        self.references, self.kept = np.zeros(size, dtype=np.int32), np.zeros(size, dtype=bool)
         is_lent = np.zeros(len(self.references), dtype=bool)
         trees = list(self._trees)
         for cache in list(self._caches):
@@ -131,6 +137,7 @@ class Store:
             cache.used = len(np.unique(np.concatenate(held))) if held else 0
             cache.kept = int(np.count_nonzero(self.references[cache.prefixes.slots()] == 0))
         for tree in trees:
+            tree.lent = [slot for slot in tree.lent if not self.references[slot]]  # it may have got a node just now
             is_lent[tree.lent] = True
         taken = np.flatnonzero(is_lent | self.kept | (self.references > 0))
         self.runs = FreeRuns()
@@ -187,10 +194,12 @@ class EngineCache:
     def drop_kept(self, least: int) -> int:
         """Forget what was not used for the longest time, until this many slots are free. Return how many there are."""
         before = self.kept
-        for gone in self.prefixes.drop(least, self.store.references):
+        for gone in self.prefixes.drop(min(least, before), self.store.references):
             self.store.kept[gone] = False
-            self.kept -= len(gone)
-            self.store.runs.give_back(gone)
+            free = gone[self.store.references[gone] == 0]
+            if len(free):
+                self.kept -= len(free)
+                self.store.runs.give_back(free)
         return before - self.kept
 
 

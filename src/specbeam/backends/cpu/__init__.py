@@ -87,6 +87,7 @@ class CpuBackend:
             )
         self._weights = load_weights(checkpoint, self.quantize)
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
+        self.window = config.window
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so float16 is enough.
         half = self.quantize != "float32"
         width = -(-config.head_dim // 16) * 16

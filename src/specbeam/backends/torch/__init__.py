@@ -41,6 +41,7 @@ class TorchBackend:
         config = checkpoint.config
         self.vocab_size = config.vocab_size
         self.context_length = config.context_length
+        self.window = config.window
         with torch.device("meta"):
             self.model = Transformer(config)
         load_weights(self.model, checkpoint, self.device, self.dtype)

@@ -81,11 +81,13 @@ def seen_by(segment: Segment) -> Seen:
     """The slots that the nodes of a segment see."""
     positions = segment.positions
     trunk = segment.trunk[: positions.max() + 1]
-    above = np.arange(len(trunk))
+    end = len(trunk)
+    above = np.flatnonzero(trunk >= 0)  # others lie before the windows of all nodes
+    trunk = trunk[above]
     on_trunk = above <= positions[:, None]
     if not segment.branches.shape[1]:
         return Seen(trunk, above, None if len(positions) == 1 else on_trunk)
-    beyond = np.arange(len(trunk), len(trunk) + segment.branches.shape[1])
+    beyond = np.arange(end, end + segment.branches.shape[1])
     row, column = np.nonzero(beyond <= positions[:, None])
     slots, first, at = np.unique(segment.branches[row, column], return_index=True, return_inverse=True)
     on_branches = np.zeros((len(positions), len(slots)), dtype=bool)

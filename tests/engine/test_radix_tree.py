@@ -1,0 +1,92 @@
+"""Texts that an engine remembers, against a dictionary of all their beginnings."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specbeam.engine.prefixes import Prefixes
+from tests.conftest import lines_run
+
+# Long beginnings, because texts lose at least 64 tokens at a time.
+TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(lambda text: text[:1] * 60 + text)
+
+
+def slots_of(known, text):
+    """The slots of the longest beginning of a text that a dictionary knows."""
+    found = []
+    while len(found) < len(text) and (slot := known.get(tuple(text[: len(found) + 1]))) is not None:
+        found.append(slot)
+    return found
+
+
+@given(st.data())
+def test_texts_are_found_as_far_as_they_were_kept(data):
+    """Trees hold whole paths, as requests do. With windows they let go of the beginnings."""
+    draw, prefixes, known, held = data.draw, Prefixes(), {}, []
+    references, free = np.zeros(10_000, dtype=np.int32), iter(range(10_000))
+    for _ in range(draw(st.integers(1, 40))):
+        match draw(st.sampled_from(["add", "add", "find", "let go", "pass", "drop"])):
+            case "add":
+                text = draw(TEXT)
+                slots = [*slots_of(known, text)]
+                slots += [next(free) for _ in text[len(slots) :]]
+                ends = draw(st.integers(1, len(text)))  # where it has no slots any more
+                placed = [slot if at < ends else -1 for at, slot in enumerate(slots)]
+                added = prefixes.add(np.array(text), np.array(placed)).tolist()
+                expected = {tuple(text[: n + 1]): slot for n, slot in enumerate(placed) if slot >= 0}
+                assert added == [slot for start, slot in expected.items() if start not in known]
+                known |= expected
+                held.append(np.array(slots[:ends]))
+                references[held[-1]] += 1
+            case "find":
+                text = draw(TEXT)
+                assert prefixes.find(np.array(text), draw(st.booleans())).tolist() == slots_of(known, text)
+            case "let go" if held:
+                references[held.pop(draw(st.integers(0, len(held) - 1)))] -= 1
+            case "pass" if held:  # a window passes the beginning of a text
+                at, first = draw(st.integers(0, len(held) - 1)), draw(st.integers(1, 70))
+                references[held[at][:first]] -= 1
+                held[at] = held[at][first:]
+            case "drop":
+                least = draw(st.integers(1, 200))
+                unheld = sum(not references[slot] for slot in known.values())
+                gone = {slot for part in prefixes.drop(min(least, unheld), references) for slot in part.tolist()}
+                assert sum(not references[slot] for slot in gone) >= min(least, unheld)
+                known = {start: slot for start, slot in known.items() if slot not in gone}
+                # Texts lose their ends, and nothing goes while it is of no use.
+                assert all(start[:-1] in known for start in known if len(start) > 1)
+                assert not gone or unheld
+        assert sorted(prefixes.slots().tolist()) == sorted(known.values())
+
+
+def test_what_is_held_costs_nothing_to_keep():
+    """Texts in use are looked at once, and no text is looked at again because it was found often."""
+    prefixes, references = Prefixes(), np.zeros(300_000, dtype=np.int32)
+
+    def add(number, is_held=False):
+        slots = np.arange(100) + 100 * number
+        prefixes.add(np.array([number, *range(99)]), slots)
+        references[slots] = is_held
+
+    for number in range(1000):
+        add(number, is_held=number < 500)
+    for _ in range(3):
+        for number in range(1000):
+            prefixes.find(np.array([number, 0, 1]))
+    work = lines_run(lambda: [[*prefixes.drop(1, references)] for _ in range(500)])
+    assert work < 500 * 200  # an average drop looks at few texts
+
+
+def test_a_text_that_grows_by_pieces_is_one_piece():
+    prefixes, text = Prefixes(), np.arange(3000)
+
+    def leave(end):
+        prefixes.find(text[:end])
+        prefixes.add(text[:end], text[:end])
+
+    leave(10)
+    first = lines_run(lambda: leave(13))
+    for end in range(16, 3000, 3):
+        leave(end)
+    assert lines_run(lambda: leave(3000)) <= first
+    assert prefixes.find(text).tolist() == text.tolist()

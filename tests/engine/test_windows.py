@@ -1,0 +1,131 @@
+"""Models whose layers all have windows keep only the slots that a later node may see."""
+
+import pytest
+import torch
+
+import specbeam
+from specbeam import Engine
+from specbeam.decoding import Evaluate, Hypothesis
+from specbeam.engine.store import store_of
+from specbeam.scoring import score
+from tests.conftest import random_model
+
+WINDOW, BLOCK = 8, 64
+LONG = {"max_new_tokens": 100, "min_new_tokens": 100}
+KINDS = [
+    (LONG, None),
+    (LONG | {"do_sample": True, "seed": 3}, None),
+    (LONG | {"num_draft_tokens": 3}, "ngram"),
+    (LONG | {"num_draft_tokens": 2}, "model"),
+    (LONG | {"num_beams": 3, "num_return_sequences": 3}, None),
+    (LONG | {"num_beams": 2, "num_draft_tokens": 2}, "model"),
+]
+PROMPT = [3 + n % 11 for n in range(150)]
+
+
+@pytest.fixture(scope="module")
+def target(save):
+    return save(random_model("mistral", sliding_window=WINDOW, max_position_embeddings=1024))
+
+
+@pytest.fixture(scope="module")
+def loaded(target, save):
+    """By backend: a target and a draft with windows, and the same target without the engine's knowing of them."""
+    draft, made = save(random_model("mistral", seed=1, sliding_window=5, max_position_embeddings=1024)), {}
+
+    def loaded(backend):
+        if backend not in made:
+            made[backend] = [specbeam.load(folder, backend=backend) for folder in (target, draft, target)]
+            made[backend][2].backend.window = None
+        return made[backend]
+
+    return loaded
+
+
+def result(lm, prompt, options, draft=None, **limits):
+    engine = Engine(lm, **limits)
+    request = engine.submit(prompt, options, draft=draft)
+    engine.run()
+    return request.result()
+
+
+@pytest.mark.parametrize("kind", range(len(KINDS)))
+def test_slots_are_bounded_and_no_bit_changes(loaded, kind):
+    options, draft = KINDS[kind]
+    windowed, small, whole = loaded("cpu")
+    draft = small if draft == "model" else draft
+    got = result(windowed, PROMPT, options, draft, max_batch_tokens=32)
+    expected = result(whole, PROMPT, options, draft)
+    assert got.sequences == expected.sequences
+    assert expected.stats.peak_slots > 240
+    branches = 0 if options.get("num_beams", 1) == 1 else 3 * 100  # beams may have nothing in common but the prompt
+    assert got.stats.peak_slots < WINDOW + BLOCK + 32 + branches
+
+
+@pytest.mark.parametrize("backend", ["torch", "transformers"])
+@pytest.mark.parametrize("kind", [0, pytest.param(3, marks=pytest.mark.thorough), 4])
+def test_texts_stay_on_other_backends(loaded, backend, kind):
+    options, draft = KINDS[kind]
+    windowed, small, whole = loaded(backend)
+    draft = small if draft == "model" else draft
+    got = result(windowed, PROMPT, options, draft, max_batch_tokens=32)
+    expected = result(whole, PROMPT, options, draft)
+    assert [one.token_ids for one in got.sequences] == [one.token_ids for one in expected.sequences]
+    assert got.stats.peak_slots < expected.stats.peak_slots - 50
+
+
+def test_long_texts_fit_where_they_would_not_without_windows(loaded):
+    windowed, _, whole = loaded("cpu")
+    engine = Engine(windowed, max_cache_tokens=130, max_batch_tokens=32)
+    prompts = [PROMPT, *([n] * 10 for n in range(3))]
+    requests = [engine.submit(prompt, LONG) for prompt in prompts]
+    store = store_of(windowed.backend)
+    before = store.in_use
+    most = paused = 0
+    while engine.step():
+        most = max(most, store.in_use - before)
+        paused += any(one.pieces and not one.used_slots and not one.done for one in requests)
+    assert most <= 130
+    assert paused
+    for request, prompt in zip(requests, prompts, strict=True):
+        assert request.result().sequences == result(whole, prompt, LONG).sequences
+    with pytest.raises(specbeam.SpecbeamError, match="need 250 cache slots, the engine has 200"):
+        Engine(whole, max_cache_tokens=200).submit(PROMPT, LONG)
+    with pytest.raises(specbeam.SpecbeamError, match="need 104 cache slots, the engine has 103"):
+        Engine(windowed, max_cache_tokens=103, max_batch_tokens=32).submit(PROMPT, LONG)
+    assert len(result(windowed, PROMPT, LONG, max_cache_tokens=104, max_batch_tokens=32).token_ids) == 100
+
+
+def test_the_text_stays_for_others_while_there_is_room(loaded):
+    windowed, _, whole = loaded("cpu")
+    engine = Engine(windowed)
+    first = engine.submit(PROMPT, LONG)
+    engine.run()
+    text = PROMPT + first.result().token_ids
+    again = engine.submit([*text, 5], LONG)
+    engine.run()
+    assert again.result().stats.reused_tokens == len(text) - 1
+    assert again.result().sequences == result(whole, [*text, 5], LONG).sequences
+
+
+def test_a_strategy_may_look_back_behind_the_window(loaded):
+    windowed, _, whole = loaded("cpu")
+    seen = []
+
+    def look_back(setup, drafter):
+        for nodes in ([149], [148], [20], [149, 90]):
+            seen.append((yield Evaluate(nodes)))
+        return [Hypothesis(setup.tree.tip, 0.0, "length")]
+
+    for lm in (windowed, whole):
+        request = (engine := Engine(lm)).submit(PROMPT, strategy=look_back)
+        engine.run()
+        request.result()
+    for got, expected in zip(seen[:4], seen[4:], strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_scores_of_long_texts_are_the_same(loaded):
+    windowed, _, whole = loaded("cpu")
+    texts = [(PROMPT, [5] * 60), (PROMPT, [6] * 70), (PROMPT[:9], PROMPT)]
+    assert sorted(score(windowed, texts, max_batch_tokens=16)) == sorted(score(whole, texts))
