@@ -12,7 +12,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.keywords import OptionKeywords, show_option_keywords
 from specbeam.model import LanguageModel
 from specbeam.options import Options, given_options
-from specbeam.prompts import Prompt, check, is_batch
+from specbeam.prompts import Prompt, encode, is_batch
 from specbeam.results import Piece, Result
 from specbeam.results import Sequence as FoundSequence
 
@@ -68,9 +68,8 @@ def generate(
         A :class:`specbeam.Result`; for a list of prompts, a list of them in the same order.
 
     Raises:
-        SpecbeamError: a prompt or an option is not allowed. In a list of prompts, each becomes tokens at its turn. So a
-            text that is longer than the context may be refused late. Empty prompts and prompts of another kind are
-            refused at once.
+        SpecbeamError: a prompt or an option is not allowed. All prompts of a list are checked before the first pass.
+            The message has the prompt's number, from 0. The check makes tokens of each text, and keeps none of them.
     """
     engine = Engine(lm)
     chosen = Options.of(options, **keywords)
@@ -78,9 +77,13 @@ def generate(
         request = engine.submit(prompt, chosen, system=system, raw=raw, draft=draft)
         engine.run()
         return request.result()
+    longest, length = 0, 0
     for number, one in enumerate(prompt):
         with _numbered(number):
-            check(lm, one, system=system)
+            tokens = len(encode(lm, one, system=system, raw=raw))
+        longest, length = (number, tokens) if tokens > length else (longest, length)
+    with _numbered(longest):  # the others need less room
+        engine.check(prompt[longest], chosen, system=system, raw=raw, draft=draft)
     submissions = _submissions(engine, prompt, chosen, system=system, raw=raw, draft=draft)
     results = {number: request.result() for number, request in engine.as_completed(submissions)}
     return [results[number] for number in range(len(prompt))]

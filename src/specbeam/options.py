@@ -385,6 +385,8 @@ class Options:
         fill = {name: defaults[name] for name in names if getattr(self, name) is None and name in defaults}
         if fill.get("temperature") == 0:  # the checkpoint asks for greedy, but the caller asked to sample
             del fill["temperature"]
+        if not fill:
+            return self
         try:
             return replace(self, **fill)
         except SpecbeamError as error:
@@ -414,6 +416,9 @@ class Options:
         """Check the kind of an option and make it a Python number. It may be a NumPy number."""
         value = getattr(self, name)
         if value is None and _DEFAULTS[name] is None:
+            return
+        # Asking abstract classes takes microseconds.
+        if isinstance(value, int | float) and type(value) is make and abs(value) < 2**63:
             return
         kind, number = (Integral, "a whole number") if make is int else (Real, "a number")
         self._check(name, isinstance(value, kind) and not isinstance(value, bool), number)

@@ -80,7 +80,7 @@ def check(lm: LanguageModel, prompt: Any, *, system: str | None = None) -> list[
         messages = [{"role": "user", "content": prompt}]
     elif all(isinstance(part, dict) for part in prompt):
         messages = _messages(prompt)
-    elif all(isinstance(part, Integral) and not isinstance(part, bool) for part in prompt):
+    elif all(type(part) is int or (isinstance(part, Integral) and not isinstance(part, bool)) for part in prompt):
         if system is not None:
             raise SpecbeamError("system= goes with text or messages: a prompt of token ids is taken as it is")
         return _in_vocabulary(lm, prompt)

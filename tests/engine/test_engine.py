@@ -287,6 +287,15 @@ def test_a_list_of_prompts_gives_a_list_of_results(lm):
     assert [r.token_ids for r in results] == [specbeam.generate(lm, p, max_new_tokens=6).token_ids for p in prompts]
 
 
+def test_all_prompts_of_a_list_are_checked_before_the_first_pass(lm, monkeypatch):
+    passes = []
+    monkeypatch.setattr(lm.backend, "forward", passes.append)
+    for bad, says in {"b" * 256: "prompt 12: the prompt has 256 tokens", "\ud800": "prompt 12: .*surrogate"}.items():
+        with pytest.raises(SpecbeamError, match=says):
+            specbeam.generate(lm, [*"a" * 12, bad, "c"], max_new_tokens=2)
+    assert not passes
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "says"),
     [

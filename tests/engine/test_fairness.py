@@ -264,7 +264,7 @@ class CountingTokenizer:
         return getattr(self.tokenizer, name)
 
 
-def test_a_list_of_prompts_becomes_tokens_when_it_is_their_turn(lm):
+def test_a_list_of_prompts_is_checked_first_and_holds_tokens_only_when_it_is_their_turn(lm):
     tokenizer, read = CountingTokenizer(lm.tokenizer), []
     lm = replace(lm, tokenizer=tokenizer)
 
@@ -274,9 +274,11 @@ def test_a_list_of_prompts_becomes_tokens_when_it_is_their_turn(lm):
 
     options = {"max_new_tokens": 1, "logits_processor": look}
     assert len(specbeam.generate(lm, ["a"] * 40, options)) == 40
-    assert read == [8 * (1 + n // 8) for n in range(40)]
+    assert read == [40 + 1 + 8 * (1 + n // 8) for n in range(40)]  # all, the longest once more, then each at its turn
+    read.clear()
     with pytest.raises(SpecbeamError, match="prompt 39: the prompt has 300 tokens"):
         specbeam.generate(lm, [*["a"] * 39, "a" * 300], options)
+    assert not read
 
 
 def test_new_requests_do_not_go_before_live_ones(lm):

@@ -12,7 +12,7 @@ import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.engine.store import store_of
 from tests.backends.test_encoder_decoder import make
-from tests.conftest import examples, random_model
+from tests.conftest import examples, lines_run, random_model
 from tests.decoding.test_speculative import other_tokenizer
 from tests.engine.test_interrupts import run_until
 
@@ -463,3 +463,14 @@ def test_engines_in_threads_share_one_store(conversing):
     for thread in threads:
         thread.join()
     assert found == {(who, at): expected[at] for who in range(3) for at in range(len(wishes))}
+
+
+def test_a_request_costs_the_same_however_many_ended_before(lm):
+    def lines(earlier):
+        engine = Engine(lm)
+        for n in range(earlier):
+            engine.submit([n, 1, 2], {"max_new_tokens": 2})
+        engine.run()
+        return lines_run(lambda: (engine.submit([250, 1, 2], {"max_new_tokens": 2}), engine.run()))
+
+    assert lines(100) < 1.1 * lines(5)

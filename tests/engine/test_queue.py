@@ -155,3 +155,20 @@ def test_a_wrong_max_waiting_is_refused(lm):
     for value in (-1, True, 1.0):
         with pytest.raises(SpecbeamError, match=f"max_waiting={value!r} is not allowed: give at least 0"):
             Engine(lm, max_waiting=value)
+
+
+def test_an_engine_counts_its_requests(lm):
+    engine = Engine(lm, max_requests=2)
+    seen = []
+
+    def look(ids, scores):
+        seen.append((engine.live, engine.waiting))
+        return scores
+
+    requests = [engine.submit([1, 2, 3], ONE | {"logits_processor": [look]}) for _ in range(5)]
+    assert (engine.live, engine.waiting, engine.cache_tokens) == (0, 5, 0)
+    requests[4].cancel()
+    engine.run()
+    assert (engine.live, engine.waiting, engine.cache_tokens) == (0, 0, 0)
+    assert seen[0] == (2, 2)
+    assert all(live <= 2 and 0 <= waiting <= 2 for live, waiting in seen)

@@ -190,7 +190,8 @@ class Engine:
         Args:
             submissions: keys, and requests submitted to this engine. An item is taken only when fewer than
                 ``max_requests`` are unfinished. So a generator that calls ``submit`` holds no memory for later
-                requests, and their seconds do not count the time before their turn.
+                requests, and their seconds do not count the time before their turn. If it raises an error, that error
+                comes from here. The requests that are live then stay: :meth:`run` finishes them.
         """
         submissions = iter(submissions)
         unfinished: list[tuple[Key, Request]] = []

@@ -176,7 +176,7 @@ class RequestState:
             others: requests that began before this one.
         """
         with self._failing_alone():
-            trees = [state.slots for one in others for state in one.open_states if state.backend is self.backend]
+            trees = (state.slots for one in others for state in one.open_states if state.backend is self.backend)
             if self._state.slots.waits(trees):
                 return True
             self.pending = self._state.slots.missing(self._asked)

@@ -95,7 +95,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests that wait for their turn."""
-        return len(self._unfinished) - len(self._live)
+        return max(0, len(self._unfinished) - len(self._live))  # in a round, live requests may have ended
 
     @property
     def used_slots(self) -> int:

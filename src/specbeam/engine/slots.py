@@ -230,9 +230,12 @@ class Slots:
         """The tree that reads most of the tokens that this one lacks, and how many first tokens they have in common."""
         assert self.begin is not None
         farthest, most = None, self._placed + MIN_TOKENS_WAITED_FOR - 1
+        if most >= len(self.begin) - 1:
+            return None
         for other in others:
-            if other.shares and other.begin is not None and not other.is_closed and other.left < len(other.begin):
-                common = common_length(other.begin, self.begin[:-1])
+            begin = other.begin if other.shares and not other.is_closed else None
+            if begin is not None and max(most, other.left) < len(begin) and begin[most] == self.begin[most]:
+                common = common_length(begin, self.begin[:-1])
                 if common > most and common > other.left:
                     farthest, most = other, common
         return None if farthest is None else (farthest, most)
