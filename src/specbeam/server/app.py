@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
@@ -104,15 +104,17 @@ def make_app(
             notes["outcome"] = "cancelled"
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    @app.post("/v1/chat/completions")
+    stream: Any = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+
+    @app.post("/v1/chat/completions", responses=stream)
     async def chat(fields: ChatRequest, request: Request) -> Response:
         return await generate(fields, request)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses=stream)
     async def completions(fields: CompletionRequest, request: Request) -> Response:
         return await generate(fields, request)
 
-    @app.post("/v1/responses")
+    @app.post("/v1/responses", responses=stream)
     async def responses(fields: ResponseRequest, request: Request) -> Response:
         return await generate(fields, request)
 
@@ -138,9 +140,13 @@ def make_app(
             raise stopping()
         return json_response({"status": "ok"})
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
         return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+
+    for path in app.openapi()["paths"].values():
+        for operation in path.values():
+            operation["responses"].pop("422", None)  # FastAPI's own status for a body of the wrong form; here it is 400
 
     @app.exception_handler(Refusal)
     async def refuse(_: Request, refusal: Refusal) -> Response:
