@@ -1,5 +1,8 @@
 """Log-probabilities of given texts, against transformers evaluating each text alone."""
 
+import os
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbeam import SpecbeamError, hf
+from specbeam.engine.store import Store, store_of
 from specbeam.scoring import score
 from tests.conftest import random_model
 
@@ -92,3 +96,25 @@ def test_many_continuations_of_one_context_do_not_share_one_tree(model, monkeypa
 def test_texts_that_cannot_be_scored_are_refused(model, text, says):
     with pytest.raises(SpecbeamError, match=says):
         list(score(hf.wrap(model), [text]))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_waits_for_a_thread_that_scores(lm, monkeypatch):
+    """Otherwise the child's store would stay locked."""
+    inside, go_on, lend = threading.Event(), threading.Event(), Store.lend
+
+    def slow(*args):  # called while the store is locked
+        inside.set()
+        go_on.wait()
+        return lend(*args)
+
+    monkeypatch.setattr(Store, "lend", slow)
+    thread = threading.Thread(target=lambda: list(score(lm, [([1, 2], [3, 4])])))
+    thread.start()
+    inside.wait()
+    threading.Timer(0.2, go_on.set).start()
+    if (child := os.fork()) == 0:
+        os._exit(not store_of(lm.backend).lock.acquire(timeout=5))
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0

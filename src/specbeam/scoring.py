@@ -18,6 +18,7 @@ from specbeam.model import LanguageModel
 from specbeam.prompts import encode
 from specbeam.selection import Answer, Wish
 from specbeam.tree import Nodes, Tree
+from specbeam.whole_steps import whole_step
 
 Text = tuple[list[int], list[int]]
 """The token ids of a context and of a continuation."""
@@ -48,29 +49,44 @@ def score(
     live: list[Continuations] = []
     cache = EngineCache(store_of(lm.backend))
     while waiting or live:
-        while waiting and len(live) < max_contexts:
-            numbers = waiting.pop()
-            live.append(Continuations(lm, numbers, [texts[number] for number in numbers], cache))
-        batch: list[tuple[Continuations, Nodes]] = []
-        room = max_batch_tokens
-        for tree in live:
-            if len(nodes := tree.pending[:room]):
-                batch.append((tree, nodes))
-                room -= len(nodes)
-        if batch:
-            segments = [tree.segment(nodes) for tree, nodes in batch]
-            logits = lm.backend.forward(segments)
-            ends = np.cumsum([len(segment.wanted) for segment in segments]).tolist()
-            rows = [slice(end - len(segment.wanted), end) for end, segment in zip(ends, segments, strict=True)]
-            wishes = [(part, tree.wish(nodes)) for part, (tree, nodes) in zip(rows, batch, strict=True)]
-            answers = lm.backend.choose(logits, wishes)
-            for (tree, nodes), answer in zip(batch, answers, strict=True):
-                tree.receive(nodes, answer)
-        for tree in live:
-            if not len(tree.pending):
-                tree.close()
-                yield from zip(tree.numbers, tree.log_probs.tolist(), tree.greedy.tolist(), strict=True)
-        live = [tree for tree in live if len(tree.pending)]
+        for tree in _round(lm, texts, waiting, live, cache, max_contexts, max_batch_tokens):
+            yield from zip(tree.numbers, tree.log_probs.tolist(), tree.greedy.tolist(), strict=True)
+
+
+@whole_step
+def _round(
+    lm: LanguageModel,
+    texts: Sequence[Text],
+    waiting: list[list[int]],
+    live: list[Continuations],
+    cache: EngineCache,
+    max_contexts: int,
+    max_batch_tokens: int,
+) -> list[Continuations]:
+    """Begin waiting trees, run one pass, and return the trees that are finished."""
+    while waiting and len(live) < max_contexts:
+        numbers = waiting.pop()
+        live.append(Continuations(lm, numbers, [texts[number] for number in numbers], cache))
+    batch: list[tuple[Continuations, Nodes]] = []
+    room = max_batch_tokens
+    for tree in live:
+        if len(nodes := tree.pending[:room]):
+            batch.append((tree, nodes))
+            room -= len(nodes)
+    if batch:
+        segments = [tree.segment(nodes) for tree, nodes in batch]
+        logits = lm.backend.forward(segments)
+        ends = np.cumsum([len(segment.wanted) for segment in segments]).tolist()
+        rows = [slice(end - len(segment.wanted), end) for end, segment in zip(ends, segments, strict=True)]
+        wishes = [(part, tree.wish(nodes)) for part, (tree, nodes) in zip(rows, batch, strict=True)]
+        answers = lm.backend.choose(logits, wishes)
+        for (tree, nodes), answer in zip(batch, answers, strict=True):
+            tree.receive(nodes, answer)
+    finished = [tree for tree in live if not len(tree.pending)]
+    live[:] = [tree for tree in live if len(tree.pending)]
+    for tree in finished:
+        tree.close()
+    return finished
 
 
 def _shared(texts: Sequence[Text], most: int) -> list[list[int]]:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from specbeam.backends.contract import Backend
 from specbeam.engine.prefixes import Prefixes
 from specbeam.engine.runs import FreeRuns
+from specbeam.whole_steps import whole_step
 
 if TYPE_CHECKING:
     from specbeam.engine.slots import Slots
@@ -75,6 +76,7 @@ class Store:
         self._trees: WeakSet[Slots] = WeakSet()
         self._reserved = 0
 
+    @whole_step
     def join(self, who: Slots | EngineCache) -> weakref.finalize[[], Any]:
         """Know of a tree or an engine. If it is forgotten elsewhere, its slots become free.
 
