@@ -15,7 +15,8 @@ from tests.conftest import EOS, examples, random_model
 from tests.decoding.test_speculative import other_tokenizer
 
 OUTPUTS = TokenTrie([[a, b, *range(97, 97 + c), EOS] for a in (99, 120) for b in (97, 101, 110) for c in range(4)])
-DRAFT = {"num_draft_tokens": 2, "draft_width": 2}
+CHAIN = {"num_draft_tokens": 2, "draft_budget": 4}
+DRAFT = CHAIN | {"draft_width": 2}
 KINDS = [
     ({}, None),
     ({"temperature": 0.8, "seed": 1}, None),
@@ -25,15 +26,15 @@ KINDS = [
     ({"num_beams": 2, "do_sample": True, "seed": 4}, None),
     ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, None),
     ({"num_beams": 3, "num_return_sequences": 3, "constraint": OUTPUTS}, None),
-    ({}, "ngram"),
-    ({"do_sample": True, "seed": 5}, "suffix"),
+    (CHAIN, "ngram"),
+    ({"do_sample": True, "seed": 5} | CHAIN, "suffix"),
     ({"num_beams": 3} | DRAFT, "ngram"),
-    ({"constraint": OUTPUTS}, "suffix"),
-    ({} | DRAFT, "model"),
+    ({"constraint": OUTPUTS} | CHAIN, "suffix"),
+    (DRAFT, "model"),
     ({"do_sample": True, "seed": 6} | DRAFT, "model"),
     ({"num_beams": 3, "num_return_sequences": 3} | DRAFT, "model"),
-    ({"num_draft_tokens": 2}, "other vocabulary"),
-    ({"num_beams": 2, "num_draft_tokens": 2}, "other vocabulary"),
+    (CHAIN, "other vocabulary"),
+    ({"num_beams": 2} | CHAIN, "other vocabulary"),
 ]
 CHANGES = [
     {},
@@ -59,7 +60,7 @@ LIMITS = st.fixed_dictionaries(
     {
         "max_requests": st.sampled_from([2, 8]),
         "max_batch_tokens": st.sampled_from([5, 16, 512]),
-        "max_cache_tokens": st.sampled_from([None, 200]),  # with 200, requests pause
+        "max_cache_tokens": st.sampled_from([None, 300]),  # with 300, requests pause
     }
 )
 

