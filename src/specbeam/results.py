@@ -84,6 +84,8 @@ class Stats:
         draft_note: why a draft that was given was not used, or rested in most rounds; else None.
         reused_tokens: tokens of the prompt that another request of the engine had read: the target did not read them
             again (``share_prefix`` of :class:`specbeam.Options`).
+        acceptance_histogram: how many of the passes that checked guesses accepted 0 of them, 1, 2, and so on; None
+            without such passes.
     """
 
     prompt_tokens: int
@@ -106,6 +108,7 @@ class Stats:
     precision: str
     draft_note: str | None = None
     reused_tokens: int = 0
+    acceptance_histogram: list[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -132,6 +132,16 @@ def test_a_default_draft_and_its_guesses(start, chat_lm):
     assert drafted["choices"] == plain["choices"]
     assert drafted["specbeam"]["accepted"] > 0  # the model guesses its own tokens
     assert drafted["specbeam"]["target_passes"] < plain["specbeam"]["target_passes"] == 16
+    assert plain["metrics"] is None
+    made = drafted["metrics"]["speculative_decoding"]
+    steps, accepted = made["num_spec_steps"], made["num_accepted_draft_tokens"]
+    assert sum(made["acceptance_histogram"]) == steps
+    assert sum(number * count for number, count in enumerate(made["acceptance_histogram"])) == accepted
+    assert made["num_draft_tokens"] == drafted["specbeam"]["drafted"]
+    assert made["mean_acceptance_length"] == 1 + accepted / steps
+    assert made["num_spec_tokens"] == 4
+    # A pass checks guesses and adds one token of its own. The first one reads the prompt.
+    assert accepted + drafted["specbeam"]["target_passes"] == 16
 
 
 def test_prompts_are_texts_or_token_ids_or_lists_of_either(served, chat_lm):

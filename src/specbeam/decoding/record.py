@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 
@@ -17,10 +19,12 @@ class Record:
         accepted: guesses that became part of the text, or a beam.
         rounds: passes of the target that the strategy waited for.
         rested: rounds without guesses because none would have paid.
+        checks: for each round with guesses, how many were accepted in it.
     """
 
     def __init__(self, tree: Tree, trace: bool = False) -> None:
         self.steps = self.drafted = self.accepted = self.rounds = self.rested = 0
+        self.checks: list[int] = []
         self._tree = tree
         self._guesses: set[int] = set()  # guesses that may still be accepted
         self._rounds: list[tuple[Nodes, list[list[tuple[int, float]]]]] | None = [] if trace else None
@@ -37,6 +41,7 @@ class Record:
             self._guesses = {node for node in self._guesses if self._tree.is_live(node)}
         if len(guesses):
             self.drafted += len(guesses)
+            self.checks.append(0)
             self._guesses.update(guesses.tolist())
         if self._rounds is not None:
             self._rounds.append((guesses, []))
@@ -51,10 +56,15 @@ class Record:
         if self._guesses:
             accepted = self._guesses.intersection(map(int, nodes))
             self.accepted += len(accepted)
+            self.checks[-1] += len(accepted)
             self._guesses -= accepted
         if self._rounds is not None:
             scores = self._tree.scores(nodes) if scores is None else scores
             self._rounds[-1][1].append([*zip(map(int, nodes), map(float, scores), strict=True)])
+
+    def acceptance_histogram(self) -> list[int] | None:
+        """How many rounds with guesses accepted 0 of them, 1, 2, and so on; None without such rounds."""
+        return np.bincount(self.checks).tolist() if self.checks else None
 
     def draft_note(self) -> str | None:
         """Why a drafter was not used, or hardly used; None if it was used, and before the first round."""

@@ -130,4 +130,5 @@ class Output:
             precision=self._lm.precision,
             draft_note=record.draft_note() if drafted else None,
             reused_tokens=target.reused_tokens,
+            acceptance_histogram=record.acceptance_histogram(),
         )

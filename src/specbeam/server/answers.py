@@ -15,7 +15,7 @@ from specbeam.results import Piece, Result, TopLogProbs
 from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
 from specbeam.server.fields import Decoding
-from specbeam.server.statistics import statistics, usage
+from specbeam.server.statistics import statistics, usage, vllm_metrics
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
 """OpenAI's names. Clients know no other ones. A text that was ended early is not complete, as after "length"."""
@@ -93,8 +93,11 @@ class Answer(ABC):
             **self.details(),
             "choices": choices,
             "usage": usage(self.call, results),
-            "specbeam": statistics(results),
+            **self._costs(results),
         }
+
+    def _costs(self, results: Sequence[Result]) -> dict[str, Any]:
+        return {"metrics": vllm_metrics(self.call, results), "specbeam": statistics(results)}
 
     def details(self) -> dict[str, Any]:
         """Further values of the answer, or of the first frame."""
@@ -137,7 +140,7 @@ class Answer(ABC):
                     results[number] = piece.result
                 more: dict[str, Any] = {}
                 if len(results) == len(requests) and not self.fields.includes_usage:
-                    more = {"specbeam": statistics([results[i] for i in range(len(requests))])}
+                    more = self._costs([results[i] for i in range(len(requests))])
                 index = number * plan.n if plan.searches else number
                 choices = [*self._parts(index, piece)]
                 for place, choice in enumerate(choices):
@@ -146,7 +149,7 @@ class Answer(ABC):
                 yield "".join(written).encode(errors="replace")
         if self.fields.includes_usage:
             in_order = [results[i] for i in range(len(requests))]
-            end = {"usage": usage(self.call, in_order), "specbeam": statistics(in_order)}
+            end = {"usage": usage(self.call, in_order), **self._costs(in_order)}
             yield frame([], **end).encode(errors="replace")
         yield LAST_FRAME
 

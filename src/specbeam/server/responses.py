@@ -17,7 +17,7 @@ from specbeam.server.errors import Refusal
 from specbeam.server.fields import Decoding, Fields, Unsupported, Whole
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.statistics import statistics, token_counts
+from specbeam.server.statistics import statistics, token_counts, vllm_metrics
 from specbeam.server.tokens import chat_log_probs
 
 LOGPROBS = "message.output_text.logprobs"
@@ -132,6 +132,7 @@ class Answer:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + new,
             },
+            metrics=vllm_metrics(self._call, results),
             specbeam=statistics(results),
         )
 

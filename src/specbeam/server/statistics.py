@@ -46,6 +46,28 @@ def usage(call: Call, results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
+def vllm_metrics(call: Call, results: Sequence[Result]) -> dict[str, Any] | None:
+    """The object ``metrics``, in which vLLM has the speculation of a request that gives one text; else None.
+
+    ``num_spec_tokens`` is None where the length of drafts adapts.
+    """
+    stats = results[0].stats
+    histogram = stats.acceptance_histogram
+    if len(results) > 1 or len(results[0].sequences) > 1 or histogram is None:
+        return None
+    return {
+        "speculative_decoding": {
+            "mean_acceptance_length": 1 + stats.accepted / sum(histogram),
+            "draft_acceptance_rate": stats.acceptance_rate,
+            "acceptance_histogram": histogram,
+            "num_spec_steps": sum(histogram),
+            "num_accepted_draft_tokens": stats.accepted,
+            "num_draft_tokens": stats.drafted,
+            "num_spec_tokens": call.plan.options.draft_size("num_draft_tokens"),
+        }
+    }
+
+
 def statistics(results: Sequence[Result]) -> dict[str, Any]:
     """The object ``specbeam`` of an answer, with the names of :class:`specbeam.Stats`.
 
