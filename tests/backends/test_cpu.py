@@ -335,6 +335,33 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
 
 
 @pytest.mark.parametrize("quantize", ["int8", "float32"])
+def test_slots_change_no_bit(folder, quantize):
+    """Keys lie in panels of 16 slots, and a text may take any slots: in runs anywhere, apart, or in any order."""
+    length, rng = 90, np.random.default_rng(0)
+    at = np.arange(length)
+    places = {
+        "one run": at,
+        "not from the start of a panel": at + 5,
+        "every third slot": 3 * at,
+        "any order": rng.permutation(length),
+        "runs in any order": 28 * rng.permutation(10)[at // 9] + at % 9 + at // 9,
+        "short runs": at + at // 3,
+    }
+    for isa in ISAS:
+        backend = loaded(folder, quantize, isa=isa).backend
+        backend.reserve(3 * length)
+        logits = {}
+        for name, slots in places.items():
+            trunk, last = slots[:-3], at[-3:]
+            no_branches = np.empty((length - 3, 0), np.int64)
+            backend.forward([Segment(at[:-3], at[:-3], trunk, trunk, no_branches, at[:1])])
+            branches = np.tile(slots[-3:], (3, 1))
+            logits[name] = backend.forward([Segment(at[-3:], last, slots[-3:], trunk, branches, np.arange(3))])
+        for name in places:
+            np.testing.assert_array_equal(logits[name], logits["one run"], err_msg=name)
+
+
+@pytest.mark.parametrize("quantize", ["int8", "float32"])
 def test_a_trunk_may_lack_slots_that_no_layer_sees(save, quantize):
     """Slots before all windows may go to other texts. No layer may see a position without a slot."""
     window, length = 5, 300

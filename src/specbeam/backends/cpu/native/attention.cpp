@@ -22,7 +22,10 @@ constexpr int ROWS = 3, VECTORS = 2;
 #else
 constexpr int ROWS = 1, VECTORS = 2;
 #endif
-constexpr int64_t KEYS_AT_ONCE = 64, VALUES_AT_ONCE = 128;  // unpacked at a time, to stay in the first-level cache
+constexpr int64_t RUNS_AT_ONCE = 4, VALUES_AT_ONCE = 128;  // read at a time, to stay in the first-level cache
+// Where at least this many keys lie side by side, their whole panel is multiplied in place. Other keys are gathered.
+constexpr int64_t MIN_RUN_LENGTH = 4;
+constexpr int64_t STEPS_PER_FETCH = 8, VALUES_PER_FETCH = 16;  // a width has a multiple of 8 steps
 
 // A lane of 32 bits holds one float32, or two numbers of a cache of two bytes. Keys of such a cache are always in
 // pairs. Values are in pairs where the processor multiplies pairs of bfloat16. Elsewhere values are float16, and become
@@ -64,44 +67,6 @@ inline float store_whole(int16_t *to, const float *x, int64_t size, int64_t widt
   for (int64_t i = 0; i < width; i += LANES)
     store_shorts(to + i, rounded(load_some(x + i, size - i) * inverse, largest));
   return most / largest;
-}
-
-// Four lanes of 32 bits of each of sixteen keys: quads[i] has the lanes of the
-// keys i, i + 4, i + 8 and i + 12.
-inline U32 load_quad(const uint8_t *base, const int64_t *offsets) {
-#if defined(__AVX512F__)
-  const auto four = [&](int key) { return _mm_loadu_si128((const __m128i *)(base + offsets[key])); };
-  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(four(0)), four(4), 1),
-                high = _mm256_inserti128_si256(_mm256_castsi128_si256(four(8)), four(12), 1);
-  return (U32)_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
-#else
-  U32 quad;
-  for (int i = 0; i < 4; i++) std::memcpy((char *)&quad + 16 * i, base + offsets[4 * i], 16);
-  return quad;
-#endif
-}
-
-// Turns quads around: out[c] has lane c of the sixteen keys.
-inline void turn(const uint32_t *quads, U32 *out) {
-#if defined(__AVX512F__)
-  const auto quad = [quads](int i) { return load<U32>(quads + i * LANES); };
-  const __m512i a = _mm512_unpacklo_epi32((__m512i)quad(0), (__m512i)quad(1)),
-                b = _mm512_unpackhi_epi32((__m512i)quad(0), (__m512i)quad(1)),
-                c = _mm512_unpacklo_epi32((__m512i)quad(2), (__m512i)quad(3)),
-                d = _mm512_unpackhi_epi32((__m512i)quad(2), (__m512i)quad(3));
-  out[0] = (U32)_mm512_unpacklo_epi64(a, c), out[1] = (U32)_mm512_unpackhi_epi64(a, c);
-  out[2] = (U32)_mm512_unpacklo_epi64(b, d), out[3] = (U32)_mm512_unpackhi_epi64(b, d);
-#else
-  typedef uint32_t Four __attribute__((vector_size(16)));
-  for (int i = 0; i < 4; i++) {
-    const auto four = [&](int quad) { return load<Four>(quads + quad * LANES + 4 * i); };
-    const Four a = four(0), b = four(1), c = four(2), d = four(3);
-    for (int j = 0; j < 4; j++) {
-      const Four column = {a[j], b[j], c[j], d[j]};
-      std::memcpy((char *)&out[j] + 16 * i, &column, 16);
-    }
-  }
-#endif
 }
 
 #if defined(__AVX512BF16__)
@@ -165,6 +130,7 @@ struct Sums {
 // One item. Rows are the query heads of the tile's nodes: [node, head of the group]. Positions count from the start of
 // the split.
 template <class Item> class Work {
+  static_assert(LANES == Cache::PANEL_SLOTS);
   static constexpr bool WHOLE = PER_KEY_LANE<Item> == 2;  // queries and keys are whole numbers
   static constexpr int N = PER_VALUE_LANE<Item>;
   using Share = std::conditional_t<N == 2, uint16_t, float>;
@@ -175,15 +141,17 @@ template <class Item> class Work {
   const Segment &segment;
   const int64_t group, rows, width, steps;  // steps: lanes of 32 bits for a query or a key
   int64_t start = 0;                        // the first position of the split
-  uint32_t *queries, *keys, *values;        // [rows, steps], [steps, KEYS_AT_ONCE], [VALUES_AT_ONCE / N, width]
+  const int64_t lanes;                      // of 32 bits for a key and its scale
+  uint32_t *queries, *values;               // [steps, rows], [VALUES_AT_ONCE / N, width]
+  uint32_t *gathered;                       // [RUNS_AT_ONCE, lanes, LANES]
   float *scores, *sums, *split_sums;        // [rows, SPLIT], [rows, width + 2] twice
-  float *query_scales, *key_scales;         // [rows], [SPLIT]
+  float *query_scales;                      // [rows]
   Share *shares;                            // [rows, SPLIT]
   int64_t *begin, *end;                     // of the positions that each node sees in the split
-  int64_t *offsets;                         // [SPLIT], of the keys from `base`
-  uint32_t *quads;                          // [steps, LANES]
-  const uint8_t *base;                      // the keys of the first slot
-  const uint8_t *next_base = nullptr;       // of the keys to prefetch
+  int64_t *slots;                           // [SPLIT]
+  const uint8_t *base;                      // the first block
+  int64_t found = 0, fetched = 0;           // the ends of the positions whose keys are read, and of the fetched values
+  const uint8_t *next_base = nullptr;       // the first block of the keys to prefetch
   const int64_t *next_slots = nullptr;      // theirs
   int64_t next_count = 0;
 
@@ -196,20 +164,21 @@ template <class Item> class Work {
         group(a.group()),
         rows(tile.count * group),
         width(a.cache.width),
-        steps(width / PER_KEY_LANE<Item>) {
-    static thread_local std::vector<uint32_t> lanes;
+        steps(width / PER_KEY_LANE<Item>),
+        lanes(steps + WHOLE) {
+    static thread_local std::vector<uint32_t> numbers_of_32_bits;
     static thread_local std::vector<float> numbers;
     static thread_local std::vector<Share> of_shares;
     static thread_local std::vector<int64_t> whole_numbers;
-    queries = room(lanes, rows * steps + steps * (KEYS_AT_ONCE + LANES) + VALUES_AT_ONCE / N * width);
-    keys = queries + rows * steps, values = keys + steps * KEYS_AT_ONCE;
-    scores = room(numbers, rows * (SPLIT + 2 * (width + 2) + 1) + SPLIT);
+    queries = room(numbers_of_32_bits, rows * steps + RUNS_AT_ONCE * lanes * LANES + VALUES_AT_ONCE / N * width);
+    gathered = queries + rows * steps, values = gathered + RUNS_AT_ONCE * lanes * LANES;
+    scores = room(numbers, rows * (SPLIT + 2 * (width + 2) + 1));
     sums = scores + rows * SPLIT, split_sums = sums + rows * (width + 2);
-    query_scales = split_sums + rows * (width + 2), key_scales = query_scales + rows;
+    query_scales = split_sums + rows * (width + 2);
     shares = room(of_shares, rows * SPLIT);
-    begin = room(whole_numbers, 2 * tile.count + SPLIT), end = begin + tile.count, offsets = end + tile.count;
-    quads = values + VALUES_AT_ONCE / N * width;
-    base = a.cache.at(a.layer, 0, item.kv_head, 0);
+    begin = room(whole_numbers, 2 * tile.count + SPLIT), end = begin + tile.count;
+    slots = end + tile.count;
+    base = a.cache.first_block(a.layer, item.kv_head);
   }
 
   void run() {
@@ -236,28 +205,19 @@ template <class Item> class Work {
   }
 
  private:
-  // Finds the keys of a node's ancestors from position `from` up to `to`. Where no node sees an ancestor, it may lack a
-  // slot. Then any slot will do.
+  // Finds the slots of a node's ancestors from position `from` up to `to`. Where no node sees an ancestor, it may lack
+  // a slot. Then any slot will do.
   void find(int64_t node, int64_t from, int64_t to) {
-    const int64_t block = a.cache.block, row = width * sizeof(Item), strip = a.cache.strip;
     while (from < to) {
       const bool on_trunk = start + from < segment.trunk_length;
       const int64_t stop = on_trunk ? std::min(to, segment.trunk_length - start) : to;
-      const int64_t *slots = segment.path(tile.first + node, start + from);
-      for (int64_t t = from; t < stop; t++) offsets[t] = offset(slots[t - from], block, row);
-      if constexpr (WHOLE)
-        for (int64_t t = from; t < stop; t++)
-          std::memcpy(key_scales + t, base + offset(slots[t - from], block, sizeof(float)) + strip, sizeof(float));
+      const int64_t *path = segment.path(tile.first + node, start + from);
+      for (int64_t t = from; t < stop; t++) slots[t] = std::max<int64_t>(path[t - from], 0);
       from = stop;
     }
   }
 
-  static int64_t offset(int64_t slot_or_none, int64_t block, int64_t row) {
-    const auto slot = uint64_t(std::max<int64_t>(slot_or_none, 0));
-    return int64_t(slot / Cache::SLOTS_PER_BLOCK) * block + int64_t(slot % Cache::SLOTS_PER_BLOCK) * row;
-  }
-
-  const Item *value(int64_t t) const { return (const Item *)(base + offsets[t] + (a.cache.head - a.cache.strip)); }
+  const Item *value(int64_t t) const { return (const Item *)(base + a.cache.value_at(slots[t])); }
 
   // The keys that are read after this split.
   void look_ahead(int64_t split) {
@@ -268,15 +228,22 @@ template <class Item> class Work {
     if (!next) return;
     const int64_t first = (next == &item ? split + 1 : next->split) * SPLIT;
     const Segment &s = *a.tiles[next->tile].segment;
-    next_base = a.cache.at(a.layer, 0, next->kv_head, 0);
+    next_base = a.cache.first_block(a.layer, next->kv_head);
     next_slots = s.trunk + first, next_count = std::min(SPLIT, s.trunk_length - first);
   }
 
+  // Prefetches a slot's share of the lines of its panel. Neighbouring slots fetch all lines together.
   __attribute__((always_inline)) void prefetch_next(int64_t t) const {
-    if (t < next_count) prefetch_row(next_base + offset(next_slots[t], a.cache.block, width * sizeof(Item)));
+    if (t >= next_count) return;
+    const int64_t slot = std::max<int64_t>(next_slots[t], 0), place = slot % LANES;
+    const uint8_t *panel = next_base + a.cache.panel_at(slot);
+    for (int64_t i = place * lanes / LANES; i < (place + 1) * lanes / LANES; i++) prefetch(panel + i * sizeof(U32));
   }
-  __attribute__((always_inline)) void prefetch_row(const void *row) const {
-    for (int64_t i = 0; i < width * int64_t(sizeof(Item)); i += 64) prefetch((const uint8_t *)row + i);
+  // Prefetches the next values of the positions whose keys are being multiplied. A few at a time do not have to wait
+  // for memory.
+  __attribute__((always_inline)) void prefetch_values(int64_t some) {
+    for (; some > 0 && fetched < found; some--, fetched++)
+      for (int64_t i = 0; i < width; i += sizeof(U32) / sizeof(Item)) prefetch(value(fetched) + i);
   }
 
   // Where a row has its numbers for the first lane, as 32 bits.
@@ -291,12 +258,12 @@ template <class Item> class Work {
     for (int64_t row = 0; row < rows; row++) {
       const float *from =
           a.queries + (tile.node + row / group) * a.stride + (item.kv_head * group + row % group) * a.config.head_dim;
-      if constexpr (WHOLE) {
-        query_scales[row] = scale * store_whole((int16_t *)(queries + row * steps), from, a.config.head_dim, width);
-        continue;
-      }
-      for (int64_t i = 0; i < width; i += LANES)
-        store((float *)queries + row * steps + i, load_some(from + i, a.config.head_dim - i) * scale);
+      uint32_t *query = gathered;  // free until keys are gathered
+      if constexpr (WHOLE) query_scales[row] = scale * store_whole((int16_t *)query, from, a.config.head_dim, width);
+      else
+        for (int64_t i = 0; i < width; i += LANES)
+          store((float *)query + i, load_some(from + i, a.config.head_dim - i) * scale);
+      for (int64_t i = 0; i < steps; i++) queries[i * rows + row] = query[i];
     }
   }
 
@@ -333,38 +300,56 @@ template <class Item> class Work {
       if (all_shared < end[n]) add_values(n, n + 1, n, std::max(all_shared, begin[n] / LANES * LANES), end[n], into);
   }
 
-  // Scores of the positions from `from`, a multiple of LANES, up to `to`, on the path of `node`, for all rows of the
-  // nodes from `first` up to `last`. Scores beyond what a row sees are not used.
+  // The keys of `count` positions: slots of a panel, from its slot `first` on.
+  struct Run {
+    const uint32_t *panel;
+    int64_t first, position, count;
+  };
+
+  // How many positions from t on, below `to`, have their keys side by side in one panel.
+  int64_t run_length(int64_t t, int64_t to) const {
+    const int64_t most = std::min(to - t, LANES - slots[t] % LANES);
+    int64_t n = 1;
+    while (n < most && slots[t + n] == slots[t] + n) n++;
+    return n;
+  }
+
+  // The keys of positions from t on: in place, or gathered in a panel `into`.
+  Run run_from(int64_t t, int64_t to, uint32_t *into) const {
+    const auto panel = [this](int64_t slot) { return (const uint32_t *)(base + a.cache.panel_at(slot)); };
+    int64_t n = run_length(t, to);
+    if (n >= MIN_RUN_LENGTH) return {panel(slots[t]), slots[t] % LANES, t, n};
+    Run run{into, 0, t, 0};
+    while (run.count + n <= LANES) {
+      for (; n > 0; n--, run.count++) {
+        const int64_t slot = slots[t + run.count];
+        const uint32_t *from = panel(slot) + slot % LANES;
+        for (int64_t i = 0; i < lanes; i++) into[i * LANES + run.count] = from[i * LANES];
+      }
+      if (t + run.count == to || (n = run_length(t + run.count, to)) >= MIN_RUN_LENGTH) break;
+    }
+    return run;
+  }
+
+  // Scores of the positions from `from` up to `to`, on the path of `node`, for all rows of the nodes from `first` up to
+  // `last`. Scores beyond what a row sees are not used.
   void score(int64_t first, int64_t last, int64_t node, int64_t from, int64_t to) {
     find(node, from, to);
-    // Vectors of positions are whole: beyond the last key, it is repeated.
-    const int64_t rounded_up = (to + LANES - 1) / LANES * LANES;
-    for (int64_t t = to; t < rounded_up; t++) offsets[t] = offsets[to - 1], key_scales[t] = 0;
-    const bool few = (last - first) * group <= ROWS;
-    for (; from < to; from += KEYS_AT_ONCE) {
-      const int64_t vectors = (std::min(to - from, KEYS_AT_ONCE) + LANES - 1) / LANES;
-      for (int64_t v = 0; v < vectors; v++) {
-        const int64_t t = from + v * LANES;
-        for (int64_t i = 0; i < LANES; i++) prefetch_row(value(t + i));
-        for (int i = 0; i < 4; i++)
-          for (int64_t c = 0; c < steps; c += 4)
-            store(quads + (c + i) * LANES, load_quad(base + c * 4, offsets + t + i));
-        if (few) {
-          in_groups(first * group, last * group, [&](auto m, int64_t row) { few_products<m.value>(row, t); });
-          continue;
-        }
-        for (int64_t c = 0; c < steps; c += 4) {
-          U32 turned[4];
-          turn(quads + c * LANES, turned);
-          for (int i = 0; i < 4; i++) store(keys + (c + i) * KEYS_AT_ONCE + v * LANES, turned[i]);
-        }
+    fetched = from;
+    while (from < to) {
+      Run runs[RUNS_AT_ONCE];
+      int64_t count = 0;
+      for (; count < RUNS_AT_ONCE && from < to; count++) {
+        runs[count] = run_from(from, to, gathered + count * lanes * LANES);
+        from += runs[count].count;
       }
-      if (few) continue;
+      found = from;
       in_groups(first * group, last * group, [&](auto m, int64_t row) {
-        int64_t v = 0;
-        for (; v + VECTORS <= vectors; v += VECTORS) products<m.value, VECTORS>(row, from, v);
-        for (; v < vectors; v++) products<m.value, 1>(row, from, v);
+        int64_t r = 0;
+        for (; r + VECTORS <= count; r += VECTORS) multiply_keys<m.value, VECTORS>(row, runs + r);
+        for (; r < count; r++) multiply_keys<m.value, 1>(row, runs + r);
       });
+      prefetch_values(found - fetched);
     }
   }
 
@@ -375,45 +360,34 @@ template <class Item> class Work {
     else return multiply_lanes<1>(sum, lanes, numbers);
   }
 
-  void store_scores(int64_t row, int64_t t, Dot dots) {
-    float *to = scores + row * SPLIT + t;
-    if constexpr (WHOLE) store(to, to_float(dots) * (load<F32>(key_scales + t) * query_scales[row]));
-    else store(to, dots);
+  void store_scores(int64_t row, const Run &run, Dot dots) {
+    float *to = scores + row * SPLIT + run.position;
+    F32 all_scores;
+    if constexpr (WHOLE) all_scores = to_float(dots) * (load<F32>(run.panel + steps * LANES) * query_scales[row]);
+    else all_scores = dots;
+    if (run.count == LANES) store(to, all_scores);
+    else std::memcpy(to, (const float *)&all_scores + run.first, run.count * sizeof(float));
   }
 
-  // Sixteen positions, straight from quads.
-  template <int M> void few_products(int64_t row, int64_t t) {
-    constexpr int CHAINS = WHOLE ? 2 : 1;  // sums of whole numbers may be split
-    Dot s[M][CHAINS] = {};
-    const uint32_t *q = queries + row * steps;
-    for (int64_t c = 0; c < steps; c += 4) {
-      U32 turned[4];
-      turn(quads + c * LANES, turned);
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; i++)
-#pragma GCC unroll 6
-        for (int m = 0; m < M; m++) s[m][i % CHAINS] = multiply_key(s[m][i % CHAINS], turned[i], q[m * steps + c + i]);
-    }
-    for (int m = 0; m < M; m++) {
-      if constexpr (CHAINS == 2) s[m][0] += s[m][1];
-      store_scores(row + m, t, s[m][0]);
-    }
-  }
-
-  template <int M, int V> void products(int64_t row, int64_t from, int64_t vector) {
+  template <int M, int V> void multiply_keys(int64_t row, const Run *runs) {
     Dot s[M][V] = {};
-    const uint32_t *k = keys + vector * LANES, *q = queries + row * steps;
-    for (int64_t i = 0; i < steps; i++, k += KEYS_AT_ONCE) {
-      U32 lanes[V];
+    const uint32_t *q = queries + row;
+    for (int64_t i = 0; i < steps;) {
+      prefetch_values(VALUES_PER_FETCH);
+      for (const int64_t stop = i + STEPS_PER_FETCH; i < stop; i++, q += rows) {
+        U32 keys[V];
 #pragma GCC unroll 4
-      for (int v = 0; v < V; v++) lanes[v] = load<U32>(k + v * LANES);
+        for (int v = 0; v < V; v++) keys[v] = load<U32>(runs[v].panel + i * LANES);
 #pragma GCC unroll 6
-      for (int m = 0; m < M; m++)
+        for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) s[m][v] = multiply_key(s[m][v], lanes[v], q[m * steps + i]);
+          for (int v = 0; v < V; v++) s[m][v] = multiply_key(s[m][v], keys[v], q[m]);
+      }
     }
+#pragma GCC unroll 6
     for (int m = 0; m < M; m++)
-      for (int v = 0; v < V; v++) store_scores(row + m, from + (vector + v) * LANES, s[m][v]);
+#pragma GCC unroll 4
+      for (int v = 0; v < V; v++) store_scores(row + m, runs[v], s[m][v]);
   }
 
   // Turns a row's scores from `from` up to `to` into shares. In the vectors where these begin and end, the shares
@@ -568,15 +542,23 @@ template <class Item> class Work {
 
 void put(const ModelConfig &c, const Cache &cache, int64_t layer, int64_t slot, const float *keys,
          const float *values) {
+  static thread_local std::vector<uint32_t> numbers;
+  const int64_t lanes = cache.panel / Cache::PANEL_SLOTS / sizeof(uint32_t);
+  uint32_t *key = room(numbers, lanes);
   for (int64_t h = 0; h < c.kv_heads; h++, keys += c.head_dim, values += c.head_dim) {
-    uint8_t *key = cache.at(layer, 0, h, slot), *value = cache.at(layer, 1, h, slot);
-    if (cache.item == 2) *cache.scale(layer, h, slot) = store_whole((int16_t *)key, keys, c.head_dim, cache.width);
+    uint8_t *base = cache.first_block(layer, h), *value = base + cache.value_at(slot);
+    if (cache.item == 2) {
+      const float scale = store_whole((int16_t *)key, keys, c.head_dim, cache.width);
+      std::memcpy(key + lanes - 1, &scale, sizeof scale);
+    }
     for (int64_t i = 0; i < cache.width; i += LANES) {
       if (cache.item == 4) store_item((float *)key + i, load_some(keys + i, c.head_dim - i));
       const F32 some = load_some(values + i, c.head_dim - i);
       if (cache.item == 2) store_item((uint16_t *)value + i, some);
       else store_item((float *)value + i, some);
     }
+    auto *panel = (uint32_t *)(base + cache.panel_at(slot)) + slot % Cache::PANEL_SLOTS;
+    for (int64_t i = 0; i < lanes; i++) panel[i * Cache::PANEL_SLOTS] = key[i];
   }
 }
 

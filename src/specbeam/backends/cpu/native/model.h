@@ -87,13 +87,16 @@ struct Model {
 inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 // Keys and values of all texts of a model: [block of slots, layer, kv head, keys and values, SLOTS_PER_BLOCK, padded
-// head_dim]. They are float32, or two bytes: keys are whole numbers, and the slots' scales follow the keys of a block.
-// Memory is reserved once and never moves. The system gives a page when it is first written.
+// head_dim]. They are float32, or two bytes: then keys are whole numbers with a scale per slot. Keys lie in panels of
+// PANEL_SLOTS slots: [lane of 32 bits, slot], and the scales follow as one more lane. So a vector holds the same lane
+// of the keys of neighbouring slots. Memory is reserved once and never moves. The system gives a page when it is first
+// written.
 class Cache {
  public:
-  static constexpr int64_t SLOTS_PER_BLOCK = 256;
+  static constexpr int64_t SLOTS_PER_BLOCK = 256, PANEL_SLOTS = 16;
   const int64_t width, item;       // the padded head_dim; bytes per number
-  const int64_t strip, head;       // bytes of a block for a head's values; for its keys, scales and values
+  const int64_t panel;             // bytes of a panel
+  const int64_t keys, head;        // bytes of a block for a head's keys; for its keys and values
   const int64_t block;             // bytes of a block
   int64_t capacity = 0;            // all slots in use are below it
   std::vector<int32_t> positions;  // [capacity], of each slot's node in the text; EMPTY: no node
@@ -102,8 +105,9 @@ class Cache {
   explicit Cache(const ModelConfig &c)
       : width(padded(c.head_dim)),
         item(c.half_cache ? 2 : 4),
-        strip(SLOTS_PER_BLOCK * width * item),
-        head(2 * strip + (item == 2 ? SLOTS_PER_BLOCK * int64_t(sizeof(float)) : 0)),
+        panel(PANEL_SLOTS * (width * item + (item == 2 ? int64_t(sizeof(float)) : 0))),
+        keys(SLOTS_PER_BLOCK / PANEL_SLOTS * panel),
+        head(keys + SLOTS_PER_BLOCK * width * item),
         block(c.layers * c.kv_heads * head),
         heads(c.kv_heads) {}
   ~Cache() {
@@ -132,13 +136,14 @@ class Cache {
     if (start < end) (void)madvise(data + start, end - start, MADV_DONTNEED);
   }
 
-  // The numbers of a slot's key (value = 0) or value (value = 1).
-  uint8_t *at(int64_t layer, int value, int64_t kv_head, int64_t slot) const {
-    return keys(layer, kv_head, slot) + value * (head - strip) + slot % SLOTS_PER_BLOCK * width * item;
+  // A head's keys and values in the first block.
+  uint8_t *first_block(int64_t layer, int64_t kv_head) const { return data + (layer * heads + kv_head) * head; }
+  // Bytes from the first block to the panel of a slot's key, and to a slot's value.
+  int64_t panel_at(uint64_t slot) const {
+    return int64_t(slot / SLOTS_PER_BLOCK) * block + int64_t(slot % SLOTS_PER_BLOCK / PANEL_SLOTS) * panel;
   }
-  // The scale of a slot's key of whole numbers.
-  float *scale(int64_t layer, int64_t kv_head, int64_t slot) const {
-    return reinterpret_cast<float *>(keys(layer, kv_head, slot) + strip) + slot % SLOTS_PER_BLOCK;
+  int64_t value_at(uint64_t slot) const {
+    return int64_t(slot / SLOTS_PER_BLOCK) * block + keys + int64_t(slot % SLOTS_PER_BLOCK) * width * item;
   }
 
  private:
@@ -146,11 +151,6 @@ class Cache {
   const int64_t heads;
   uint8_t *room = nullptr, *data = nullptr;  // data: in room, at a multiple of STEP_BYTES
   int64_t bytes = 0;                         // of address space, from data on
-
-  // The keys of a slot's block.
-  uint8_t *keys(int64_t layer, int64_t kv_head, int64_t slot) const {
-    return data + slot / SLOTS_PER_BLOCK * block + (layer * heads + kv_head) * head;
-  }
 
   static int64_t page() { return sysconf(_SC_PAGESIZE); }
   static int64_t whole_pages(int64_t n) { return (n + page() - 1) / page() * page(); }
@@ -177,7 +177,7 @@ class Cache {
 struct Segment {
   int64_t nodes, trunk_length, branch_columns;
   const int64_t *tokens, *positions, *slots;  // [nodes]
-  const int64_t *trunk;     // [trunk_length], slots of the ancestors that all nodes share, or NO_SLOT where no node sees one
+  const int64_t *trunk;     // [trunk_length], the slots of the ancestors that all nodes share; NO_SLOT: not seen
   const int64_t *branches;  // [nodes, branch_columns], the slots of each node's further ancestors
 
   static constexpr int64_t NO_SLOT = -1;

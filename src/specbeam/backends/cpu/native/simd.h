@@ -259,11 +259,14 @@ inline I32 rounded(F32 x, float most) {
 }
 
 // The sum of the lanes, in one fixed order: the upper half is added to the lower half, four times. F is float or
-// int32_t.
+// int32_t. The lanes are copied, because GCC would keep a vector whose address is taken in memory, in the caller's
+// loop, too.
 template <class F, class V> inline F sum(V v) {
   typedef F Eight __attribute__((vector_size(32)));
   typedef F Four __attribute__((vector_size(16)));
-  const Eight x = load<Eight>((const F *)&v) + load<Eight>((const F *)&v + 8);
+  F lanes[LANES];
+  store(lanes, v);
+  const Eight x = load<Eight>(lanes) + load<Eight>(lanes + 8);
   const Four y = load<Four>((const F *)&x) + load<Four>((const F *)&x + 4);
   return (y[0] + y[2]) + (y[1] + y[3]);
 }
@@ -273,7 +276,9 @@ inline int32_t sum(I32 x) { return sum<int32_t>(x); }
 inline float max(F32 v) {
   typedef float Eight __attribute__((vector_size(32)));
   typedef float Four __attribute__((vector_size(16)));
-  const Eight a = load<Eight>((const float *)&v), b = load<Eight>((const float *)&v + 8), x = a > b ? a : b;
+  float lanes[LANES];
+  store(lanes, v);
+  const Eight a = load<Eight>(lanes), b = load<Eight>(lanes + 8), x = a > b ? a : b;
   const Four c = load<Four>((const float *)&x), d = load<Four>((const float *)&x + 4), y = c > d ? c : d;
   const float left = y[0] > y[2] ? y[0] : y[2], right = y[1] > y[3] ? y[1] : y[3];
   return left > right ? left : right;
