@@ -200,6 +200,24 @@ def test_a_server_that_stops_finishes_its_requests(start, chat_lm, grace):
     assert not server.server.started or server.server.should_exit
 
 
+def test_an_engine_that_an_error_ended_is_not_healthy(start, chat_lm):
+    with start({"tiny": chat_lm}) as server:
+        engine = server.models.get(None).engine
+        engine.stop(0)
+        assert not engine.is_running
+        assert server.http.get("/health").status_code == 503
+        engine.start()
+        assert server.http.get("/health").status_code == 200
+
+
+def test_a_request_that_the_cache_cannot_hold(start, chat_lm):
+    with start({"tiny": chat_lm}, limits=Limits(max_cache_tokens=50)) as server:
+        error = server.refused("/v1/completions", prompt="a", max_tokens=100)
+        assert error["param"] == "max_tokens"
+        assert "50" in error["message"]
+        assert server.post("/v1/completions", prompt="a", max_tokens=40).status_code == 200
+
+
 def test_a_request_has_a_time_limit(start, chat_lm):
     with start({"tiny": chat_lm}, limits=Limits(timeout=0.0)) as server:
         answer = server.post("/v1/completions", **LONG).json()

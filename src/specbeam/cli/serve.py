@@ -63,6 +63,7 @@ def add_to(commands: Any) -> None:
     add("--max-prompt-tokens", help="tokens of a prompt (default: the model's context)")
     add("--max-prompts", help="prompts in one request (default 128)")
     add("--max-beams", help="beams or texts for one prompt (default 32)")
+    add("--max-cache-tokens", help="tokens in the KV cache of each model (default: all share a quarter of the memory)")
     add("--max-body-bytes", help="bytes of a request (default 4000000)")
     limits.add_argument(
         "--timeout", type=float, metavar="S", help="seconds after which a request ends with the text so far"

@@ -271,6 +271,11 @@ class Engine:
         return not scheduler.is_empty
 
     @property
+    def is_running(self) -> bool:
+        """Whether it runs in a thread of its own, which no error has ended."""
+        return self._wakeups.engine_runs
+
+    @property
     def live(self) -> int:
         """Requests that share passes."""
         return self._scheduler.live

@@ -138,6 +138,8 @@ def make_app(
     async def health() -> Response:
         if life.is_stopping:
             raise stopping()
+        if ended := [model.name for model in models if not model.engine.is_running]:
+            raise Refusal(f"an error ended the engine of {', '.join(ended)}: start the server again", None, None, 503)
         return json_response({"status": "ok"})
 
     @app.get("/metrics", response_class=PlainTextResponse)

@@ -18,6 +18,8 @@ class Limits:
         max_requests: requests that share a pass. A request for several texts counts once for each text, and a beam
             search once.
         max_waiting: requests that wait beside them.
+        max_cache_tokens: cache slots for the keys and values of each model's requests. By default all models share a
+            quarter of the memory.
         timeout: seconds after which a request ends with the text so far; None for never.
     """
 
@@ -28,6 +30,7 @@ class Limits:
     max_beams: int = 32
     max_requests: int = 32
     max_waiting: int = 256
+    max_cache_tokens: int | None = None
     timeout: float | None = None
 
 

@@ -33,7 +33,12 @@ class ServedModel:
         if lm.tokenizer is None:
             raise SpecbeamError(f"{name} has no tokenizer, and a server needs one: give a model with its tokenizer")
         self.lm = replace(lm, source=name)
-        self.engine = Engine(self.lm, max_requests=limits.max_requests, max_waiting=limits.max_waiting)
+        self.engine = Engine(
+            self.lm,
+            max_requests=limits.max_requests,
+            max_waiting=limits.max_waiting,
+            max_cache_tokens=limits.max_cache_tokens,
+        )
         self.texts = TokenTexts(lm)
         self.created = int(time.time())
         self._drafts = drafts
