@@ -1,4 +1,4 @@
-"""Many clients at once, some of which leave, send nonsense, or read and write slowly. The others notice nothing."""
+"""Many clients at once. Some leave, send nonsense, or read and write slowly. The others notice nothing."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ def request_of(body, length=None):
 
 
 async def exchange(port, kind, number, chance):
-    """What one client does, and the answer that it gets."""
+    """The part of one client. Returns the answer that it gets."""
     fields = {"prompt": PROMPTS[number % 8], "max_tokens": 20, "temperature": 0, "stream": kind == "slow reader"}
     body = json.dumps(fields).encode()
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
