@@ -38,7 +38,7 @@ class Edit:
     values: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Noise:
     """Gumbel noise for draws. It is the same for the same seed, stream, position and token, whatever else happens.
 
@@ -53,7 +53,7 @@ class Noise:
     positions: NDArray[np.uint32]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Wish:
     """The numbers that a strategy needs of the logits at its n nodes.
 

@@ -307,3 +307,13 @@ def test_a_stream_of_small_requests_does_not_keep_a_large_one_waiting(lm):
         if large is not None and large.done:
             break
     assert large.done
+
+
+def test_a_step_of_a_crowd_runs_few_lines_per_request(lm):
+    """Lines stand for time: on the `cpu` backend these take about 50 microseconds (docs/performance.md)."""
+    engine = Engine(lm, max_requests=64, max_batch_tokens=1024)
+    for n in range(64):
+        engine.submit([n, 1], {"max_new_tokens": 24, "eos_token_id": []})
+    for _ in range(10):
+        engine.step()
+    assert sorted(lines_run(engine.step) for _ in range(9))[4] <= 450 * 64

@@ -14,7 +14,7 @@ from torch import Tensor
 from specbeam.selection import Answer, Wish
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Segment:
     """The nodes of one token tree that one pass evaluates.
 

@@ -16,7 +16,7 @@ from specbeam.selection import Answer as Answer
 from specbeam.selection import Wish as Wish
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Evaluate:
     """A request to evaluate nodes. The engine also evaluates ancestors that it has not evaluated yet.
 

@@ -303,7 +303,7 @@ class BeamSearch:
         return [Hypothesis(node, score, self.stop(self.tree, node) or "length") for node, score in ends]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Candidates:
     """Continuations of beams, best first.
 

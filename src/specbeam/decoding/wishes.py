@@ -55,8 +55,10 @@ class Wishes:
             return self._plain[key]
         noise = None
         if self.seed is not None:
-            positions = (tree.depths(nodes) + 1).astype(np.uint32)
-            noise = Noise(self.seed, np.full(positions.shape, streams, np.uint32), positions)
+            positions = np.asarray(tree.depths(nodes) + 1, dtype=np.uint32)
+            numbers = np.zeros_like(positions)
+            numbers[:] = streams
+            noise = Noise(self.seed, numbers, positions)
         return Wish(**self.process(tree, nodes, guesses), **self.warpers, noise=noise, **wants)
 
     def streams(self, tree: Tree, nodes: Nodes) -> NDArray[np.uint32] | int:
