@@ -138,7 +138,7 @@ class Continuations:
                     (node,) = tree.guess(node, whole[depth]).tolist()
         self._after, self._tokens, self._texts = np.array(sorted(scored), dtype=np.int64).reshape(-1, 3).T
         self._slots = Slots(tree, lm.backend, cache)
-        self.pending = self._slots.missing(np.unique(self._after)) if scored else self._after
+        self.pending = self._slots.missing(self._after) if scored else self._after
 
     def segment(self, nodes: Nodes) -> Segment:
         """The tree's part of a pass over some of its pending nodes."""

@@ -71,12 +71,8 @@ class Slots:
         return self.shares and not self._has_begun and self.begin is not None
 
     def missing(self, nodes: Any) -> Nodes:
-        """These nodes and their ancestors that were never evaluated, ancestors first.
-
-        Args:
-            nodes: int [n], ascending, each of them once.
-        """
-        climbing = np.asarray(nodes, dtype=np.int64)
+        """These nodes, and their ancestors that were never evaluated, ancestors first."""
+        climbing = np.array(sorted({*np.asarray(nodes).tolist()}), dtype=np.int64)  # np.unique is slower for few
         self._follow_tree()
         tree = self.tree
         if self.begin is None:
