@@ -234,15 +234,31 @@ def test_threads_and_instruction_sets(folder, monkeypatch):
                 result = specbeam.generate(lm, PROMPTS[2], max_new_tokens=5, num_beams=2)
                 scores[isa, threads] = result.sequences[0].score
             assert len({scores[isa, n] for n in (1, 2, 3)}) == 1
-        near = {isa: scores[isa, 1] for isa in ISAS}
-        if quantize == "int8" and "avx512_bf16" in near:  # it rounds keys and values to 8 bits, not 11
-            assert near.pop("avx512_bf16") == pytest.approx(near["avx2"], abs=0.05)
-        assert max(near.values()) - min(near.values()) < 1e-3
+        alike = [scores[isa, 1] for isa in ISAS if isa != "avx512_bf16" or quantize == "float32"]
+        assert max(alike) - min(alike) < 1e-3
     monkeypatch.setenv("SPECBEAM_THREADS", "3")
     assert loaded(folder, threads=None).backend.threads == 3
     monkeypatch.setenv("SPECBEAM_THREADS", "many")
     with pytest.raises(SpecbeamError, match="SPECBEAM_THREADS='many'"):
         loaded(folder, threads=None)
+
+
+@pytest.mark.skipif("avx512_bf16" not in ISAS, reason="needs AVX512-BF16")
+def test_bfloat16_in_attention_costs_less_than_int8(folder):
+    """Values and shares are rounded to 8 bits, not 11: by 2^-9. This moves logits less than int8 itself does.
+
+    With exact activations it moves log-probabilities by 0.02 on such models, float16 by 0.003. Then activations that
+    are rounded the other way to int8 make 0.13 of it, where int8 as a whole makes 0.45.
+    """
+    at = np.arange(len(PROMPTS[2]))
+    log_probs = {}
+    for quantize, isa in (("int8", "avx512_bf16"), ("int8", "avx512"), ("float32", "avx512")):
+        backend = loaded(folder, quantize, isa=isa).backend
+        backend.reserve(len(at))
+        logits = backend.forward([Segment(np.array(PROMPTS[2]), at, at, at, np.empty((len(at), 0), np.int64), at)])
+        log_probs[quantize, isa] = logits.log_softmax(-1)
+    bfloat16, float16, exact = log_probs.values()
+    assert (bfloat16 - float16).square().mean() < 0.5**2 * (float16 - exact).square().mean()
 
 
 def test_int8_is_near_float32(folder):

@@ -1,6 +1,8 @@
 // Fuzzes models, caches and passes. A pass without a mistake must be accepted, and give each node the bits that its
 // path has alone. A pass with a mistake may be refused.
 
+#include <algorithm>
+
 #include "boundary.h"
 
 using namespace specbeam;
@@ -83,7 +85,8 @@ void add_norm(Input &in, Parameters &parameters, void *model, int64_t layer, int
                       in.ConsumeBool() ? parameters.floats(size) : nullptr, size);
 }
 
-void fill(Input &in, Parameters &parameters, void *model, const ModelConfig &c) {
+// Returns the widest window of the model's layers, or 0 if a layer has no window.
+int64_t fill(Input &in, Parameters &parameters, void *model, const ModelConfig &c) {
   const int64_t some_layers = std::min<int64_t>(c.layers, 4);  // of models with more, the rest stays empty
   const auto layer_of = [&](int64_t layer) { return in.rarely() ? in.wild() : layer; };
   add_product(in, parameters, model, -1, 0, c.vocab, c.hidden);
@@ -91,6 +94,7 @@ void fill(Input &in, Parameters &parameters, void *model, const ModelConfig &c) 
   add_product(in, parameters, model, -1, 2, c.vocab, c.hidden);
   add_norm(in, parameters, model, -1, int(in.number(0, 0)), c.hidden);
   int64_t ropes = 0;
+  std::vector<int64_t> windows(size_t(c.layers));
   for (int64_t l = 0; l < some_layers; l++) {
     const int64_t width = (c.heads + 2 * c.kv_heads) * c.head_dim;
     add_product(in, parameters, model, layer_of(l), 0, width, c.hidden);
@@ -107,8 +111,11 @@ void fill(Input &in, Parameters &parameters, void *model, const ModelConfig &c) 
         ropes += specbeam_model_rope(model, frequencies, count, in.rarely() ? -1e30f : 1) >= 0;
       }
     }
-    specbeam_model_layer(model, layer_of(l), in.number(-1, ropes - 1), in.ConsumeBool() ? in.number(0, 9) : 0);
+    const int64_t layer = layer_of(l), rope = in.number(-1, ropes - 1), window = in.ConsumeBool() ? in.number(0, 9) : 0;
+    if (specbeam_model_layer(model, layer, rope, window) == 0) windows[size_t(layer)] = window;
   }
+  const auto [narrowest, widest] = std::minmax_element(windows.begin(), windows.end());
+  return *narrowest ? *widest : 0;
 }
 
 struct Node {
@@ -248,7 +255,14 @@ void forget(Input &in, void *model, Text &text, Slots &taken) {
   text.nodes.clear();
 }
 
-void passes(Input &in, void *model, const ModelConfig &c, std::vector<Text> &texts) {
+// Takes slots out of a trunk, before the windows of all nodes.
+void drop_unseen(Input &in, const Segment &s, Arrays &a, int64_t window) {
+  const int64_t seen = *std::min_element(s.positions, s.positions + s.nodes) + 1 - window;
+  for (int64_t p = 0; window && p < std::min(seen, s.trunk_length); p++)
+    if (in.ConsumeBool()) a.trunk[p] = Segment::NO_SLOT;
+}
+
+void passes(Input &in, void *model, const ModelConfig &c, int64_t window, std::vector<Text> &texts) {
   Slots taken;
   while (in.remaining_bytes() > 0) {
     std::vector<Segment> segments;
@@ -266,6 +280,7 @@ void passes(Input &in, void *model, const ModelConfig &c, std::vector<Text> &tex
       if (in.rarely()) continue;
       auto [segment, of_segment] = grow(in, text, taken, c, in.ConsumeBool());
       if (!segment.nodes) continue;
+      drop_unseen(in, segment, of_segment, window);
       segments.push_back(segment), arrays.push_back(std::move(of_segment)), owners.push_back(t);
     }
     int64_t nodes = 0;
@@ -322,7 +337,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     return 0;
   }
   Parameters parameters{{}, in.ConsumeIntegral<uint64_t>()};
-  fill(in, parameters, model, c);
+  const int64_t window = fill(in, parameters, model, c);
   const char *missing = specbeam_model_incomplete(model);
   check(!missing || *missing);
   std::vector<Text> texts(in.ConsumeIntegralInRange<size_t>(1, 3));
@@ -332,7 +347,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     const Segment s{1, 1, 0, &zero, &zero, &zero, &zero, nullptr};
     check(specbeam_forward(model, &s, 1, &zero, 1, 1, nullptr));
   } else {
-    passes(in, model, c, texts);
+    passes(in, model, c, window, texts);
   }
   specbeam_model_delete(model);
   return 0;
