@@ -201,19 +201,22 @@ def test_to_look_again_at_what_windows_have_passed_reads_it_again():
     backend.forward(slots, again, parents)
 
 
+def read(text, cache, backend):
+    """Read a text, leave it to others, and return how many of its tokens were read before."""
+    tree = Tree(text)
+    slots = Slots(tree, backend, cache, shares=True)
+    slots.segment(slots.missing([tree.tip]), np.array([0]))
+    slots.leave(NO_NODES)
+    slots.close()
+    return slots.reused
+
+
 def test_a_tree_that_is_closed_is_not_looked_for():
     """To count anew takes time for all texts that the engine remembers."""
     backend = FakeBackend()
     cache = EngineCache(store_of(backend))
 
-    def read(text):
-        tree = Tree(text)
-        slots = Slots(tree, backend, cache, shares=True)
-        slots.segment(slots.missing([tree.tip]), np.array([0]))
-        slots.leave(NO_NODES)
-        slots.close()
-
-    first, *_, last = [lines_run(lambda n=n: read([n] * 9)) for n in range(40)]
+    first, *_, last = [lines_run(lambda n=n: read([n] * 9, cache, backend)) for n in range(40)]
     assert last <= first + 5
 
 
@@ -241,20 +244,12 @@ def test_the_least_recently_used_texts_go_first_from_their_ends():
     backend = FakeBackend()
     cache = EngineCache(store_of(backend))
 
-    def read(text):
-        tree = Tree(text)
-        slots = Slots(tree, backend, cache, shares=True)
-        slots.segment(slots.missing([tree.tip]), np.array([0]))
-        slots.leave(NO_NODES)
-        slots.close()
-        return slots.reused
-
     first, second, third = ([0] * 100 + [n] * 200 for n in (1, 2, 3))
-    assert [read(text) for text in (first, second, third, first)] == [0, 100, 100, 299]
+    assert [read(text, cache, backend) for text in (first, second, third, first)] == [0, 100, 100, 299]
     assert cache.kept == 100 + 3 * 200
     cache.drop_kept(150)
     assert cache.kept == 550
-    assert [read(text[:250]) for text in (first, third)] == [249, 249]
+    assert [read(text[:250], cache, backend) for text in (first, third)] == [249, 249]
     cache.drop_kept(cache.kept - 350)
     assert [len(cache.prefixes.find(np.array(text), is_used=False)) for text in (second, first, third)] == [
         100, 100 + 50, 300,

@@ -28,7 +28,8 @@ class PromptScores:
 def score_prompt(tree: Tree, k: int, scores: PromptScores) -> Generator[Evaluate, Answer, None]:
     """The first part of a strategy: evaluate the prompt, and note its log-probabilities.
 
-    The request must have ``share_prefix=False``: tokens that another request has read have no logits here.
+    It evaluates all tokens, because kept texts have no logits. The request should have ``share_prefix=False``. Else its
+    passes store the keys and values of other requests again, and may round them in another way.
 
     Args:
         k: how many of the likeliest tokens at each place are noted.

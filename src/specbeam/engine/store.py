@@ -27,19 +27,19 @@ class _OfStore(Protocol):
     store: Store
 
 
-O = TypeVar("O", bound=_OfStore)  # noqa: E741
+Owner = TypeVar("Owner", bound=_OfStore)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def whole_change(method: Callable[Concatenate[O, P], R]) -> Callable[Concatenate[O, P], R]:
+def whole_change(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
     """A method that changes who holds what, in one thread at a time.
 
     An interrupt such as Ctrl-C may come between any two statements. Then the next change counts everything anew.
     """
 
     @wraps(method)
-    def changed(self: O, *args: P.args, **kwargs: P.kwargs) -> R:
+    def changed(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:
         store = self.store
         with store.lock:
             if store.is_torn or store.has_lost:
