@@ -84,7 +84,8 @@ class Options:
         min_p: draw among tokens at least this fraction as likely as the likeliest one [0.0: off].
         typical_p: draw among the tokens whose surprise is nearest to the expected one. There are as many of them as
             first sum to this probability [1.0: off] (Meister et al. 2023, "Locally Typical Sampling", 4).
-        repetition_penalty: a value over 1 makes tokens of the prompt and of the text less likely to come again [1.0].
+        repetition_penalty: 0.00001 to 100000. A value over 1 makes tokens of the prompt and of the text less likely to
+            come again [1.0].
         no_repeat_ngram_size: no n-gram of this size comes twice, in prompt and text together [0: off].
         frequency_penalty, presence_penalty: OpenAI's, -2 to 2. For each token that the text (without the prompt) has
             count times, its score loses count * frequency_penalty + presence_penalty.
@@ -107,7 +108,7 @@ class Options:
         num_beam_groups: the number of groups in diverse beam search. Each group is kept off the tokens of the groups
             before it.
         diversity_penalty: the score a token loses for each beam of an earlier group that chose it in the same step. It
-            is over 0 if there are groups.
+            is over 0 if there are groups, and at most 10000.
         num_draft_tokens: how many tokens ahead drafts guess. "auto" adapts to acceptance and to the cost of passes.
         draft_width: for a draft model, guesses per level below the text, or below all beams. For lookups, guesses per
             level below each text or beam. "auto" adapts.
@@ -230,7 +231,7 @@ class Options:
             self._make_number(name, float)
         self._make_number("no_repeat_ngram_size", int)
         penalty = self.repetition_penalty
-        self._check("repetition_penalty", penalty is None or 0 < penalty < float("inf"), "over 0")
+        self._check("repetition_penalty", penalty is None or 1e-5 <= penalty <= 1e5, "0.00001 to 100000")
         size = self.no_repeat_ngram_size
         self._check("no_repeat_ngram_size", size is None or size >= 0, "0 (off) or more")
         self._check("frequency_penalty", abs(self.frequency_penalty) <= 2, "-2 to 2")
@@ -296,7 +297,7 @@ class Options:
         self._check(
             "num_beam_groups", groups >= 1 and self.num_beams % groups == 0, f"a divisor of {self.num_beams} beams"
         )
-        self._check("diversity_penalty", 0 <= self.diversity_penalty < float("inf"), "0 or more")
+        self._check("diversity_penalty", 0 <= self.diversity_penalty <= MAX_LOGIT_BIAS, f"0 to {MAX_LOGIT_BIAS}")
         if self.diversity_penalty and groups == 1:
             raise SpecbeamError(f"diversity_penalty={self.diversity_penalty} needs num_beam_groups of 2 or more")
         if groups > 1 and self.samples:

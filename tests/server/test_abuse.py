@@ -1,11 +1,14 @@
 """Many clients at once. Some leave, send nonsense, or read and write slowly. The others notice nothing."""
 
 import asyncio
+import contextlib
 import json
 import random
+import socket
 
 import pytest
 
+from specbeam.server import serving
 from specbeam.server.limits import Limits
 from tests.conftest import in_thorough_mode
 
@@ -98,3 +101,29 @@ def test_a_crowd(start, chat_lm, waiting):
             assert server.http.get("/health").status_code == 200
         assert server.post("/v1/completions", prompt=PROMPTS[0], max_tokens=20, temperature=0).status_code == 200
         assert engine.cache_tokens == 0
+
+
+@pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc", request_of(b"{", 9)])
+def test_a_request_that_does_not_come_loses_its_connection(served, monkeypatch, head):
+    monkeypatch.setattr(serving, "CONNECTION_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+        client.sendall(head)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+
+
+def test_an_answer_that_is_not_taken_loses_its_connection(served, monkeypatch):
+    monkeypatch.setattr(serving, "CONNECTION_SECONDS", 0.1)
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client, pytest.raises(ConnectionError):
+        while True:  # requests, until neither side takes any more
+            client.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+
+
+def test_a_head_has_a_limit(served):
+    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
+        with contextlib.suppress(ConnectionError):
+            for _ in range(1000):
+                client.sendall(b"GET /health HTTP/1.1\r\nHost: " + b"a" * 10_000)
+        with contextlib.suppress(ConnectionResetError):
+            assert b"too large" in client.recv(1000)
+    assert served.http.get("/health").status_code == 200

@@ -8,11 +8,17 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from specbeam.errors import SpecbeamError
 
 CONNECTION_SECONDS = 75.0
-"""An idle connection is closed after this time. It is longer than clients and proxies keep theirs."""
+"""An idle connection is closed after this time. It is longer than clients and proxies keep theirs.
+
+So is a connection whose client sends no whole request, or takes nothing of its answer, for this time.
+"""
+MAX_HEAD_BYTES = 1 << 16
+"""The request line and the headers of a request take at most about this."""
 LAST_SECONDS = 5.0
 """Clients have this time to take the last bytes, after the last text has ended."""
 BACKLOG = 2048
@@ -35,6 +41,74 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
+class Connection(HttpToolsProtocol):
+    """A connection that ends if its client holds it for too long. uvicorn has no limits for that.
+
+    A body that comes slowly gets an answer first (``MAX_BODY_SECONDS``).
+    """
+
+    _end: asyncio.TimerHandle | None = None
+    _head_bytes: int | None = 0
+    """Of the request that is being read. None once its head is there."""
+    _answering: RequestResponseCycle | None = None
+    """The request that is being answered. Further ones may have come (``pipeline``), and ``cycle`` is the last one."""
+
+    def _wait(self) -> None:
+        """Give the client the time to do its part."""
+        self._go_on()
+        self._end = self.loop.call_later(CONNECTION_SECONDS, self.transport.abort)
+
+    def _go_on(self) -> None:
+        if self._end is not None:
+            self._end.cancel()
+            self._end = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._go_on()
+        if self._answering is not None:
+            self._answering.disconnected = True
+            self._answering.message_event.set()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._head_bytes is not None and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response("The head of the request is too large.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes = 0
+        self._wait()
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        self._head_bytes = None
+        if not self.pipeline:
+            self._answering = self.cycle
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._go_on()
+
+    def on_response_complete(self) -> None:
+        self._answering = self.pipeline[-1][0] if self.pipeline else None
+        super().on_response_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._go_on()
+
+
 class Server(uvicorn.Server):
     """Serves an application until a signal. Then it refuses new requests, and finishes the others.
 
@@ -47,6 +121,8 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
+                ws="none",
                 log_config=None,
                 access_log=False,
                 server_header=False,
