@@ -60,6 +60,11 @@ $(BIN)/python:
 	$(PIP) 'specbeam[dev]'
 	touch $@
 
+# OpenAI's client for JavaScript, for a test of the server.
+.venv/npm: Makefile | .venv/specbeam
+	npm install --silent --no-audit --no-fund --no-package-lock --prefix $@ openai@7.57.0
+	touch $@
+
 .venv/docs: .venv/specbeam
 	$(PIP) 'specbeam[docs]'
 	touch $@

@@ -1,6 +1,10 @@
-"""A server in a thread of the test's process, on tiny models, and clients that nobody here wrote."""
+"""Servers: in a thread of the test's process on tiny models, and in a process of their own on any model."""
 
 import contextlib
+import os
+import re
+import subprocess
+import sys
 import threading
 
 import httpx
@@ -15,12 +19,21 @@ from specbeam.server.serving import Server, listen
 
 
 class Running:
-    """A server that runs."""
+    """A server that runs.
 
-    def __init__(self, server, port, models):
+    Attributes:
+        server, models: of a server in a thread of this process.
+    """
+
+    def __init__(self, port, server=None, models=None):
         self.server, self.port, self.models = server, port, models
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+
+    def wait(self):
+        """Until it listens."""
+        with httpx.Client(transport=httpx.HTTPTransport(retries=10), trust_env=False) as patient:
+            assert patient.get(f"{self.url}/health", timeout=60).json() == {"status": "ok"}
 
     def client(self, key="none", **how):
         """OpenAI's client."""
@@ -44,15 +57,38 @@ def serving(lms, drafts=None, default_draft="none", limits=None, access=None, gr
     server = Server(make_app(models, limits, access or Access()), grace)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
-    running = Running(server, bound.getsockname()[1], models)
+    running = Running(bound.getsockname()[1], server, models)
     try:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as patient:  # until it listens
-            assert patient.get(f"{running.url}/health").json() == {"status": "ok"}
+        running.wait()
         yield running
     finally:
         running.http.close()
         server.stop()
         thread.join()
+
+
+@contextlib.contextmanager
+def serving_alone(*arguments, **environment):
+    """``specbeam serve`` in a process of its own. ``log`` has the lines of its standard error so far."""
+    command = [sys.executable, "-m", "specbeam", "serve", "--port", "0", *map(str, arguments)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ | environment) as process:
+        try:
+            log = []
+            for line in process.stderr:
+                log.append(line)
+                if found := re.search(r" at http://127.0.0.1:(\d+)/v1$", line):
+                    break
+            else:
+                pytest.fail("".join(log))
+            reading = threading.Thread(target=lambda: log.extend(process.stderr))  # else it would fill the pipe
+            reading.start()
+            running = Running(int(found[1]))
+            running.process, running.log = process, log
+            running.wait()
+            yield running
+        finally:
+            process.kill()
+            reading.join()
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from specbeam.server.metrics import Metrics
 from specbeam.server.models import Models, ServedModel
 from specbeam.server.responses import ResponseRequest
 from specbeam.server.streams import ClientGone, EventStream, while_connected
-from specbeam.server.tokenizing import DetokenizeRequest, TokenizeRequest
+from specbeam.server.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
 
 logger = logging.getLogger("specbeam.server")
 CLIENT_CLOSED_REQUEST = 499
@@ -125,6 +125,10 @@ def make_app(
     @app.post("/detokenize")
     async def detokenize(fields: DetokenizeRequest) -> Response:
         return json_response(await asyncio.to_thread(fields.answer, models.get(fields.model)))
+
+    @app.get("/tokenizer_info")
+    async def about_tokenizer(model: str | None = None) -> Response:
+        return json_response(tokenizer_info(models.get(model)))
 
     @app.get("/v1/models")
     async def list_models() -> Response:

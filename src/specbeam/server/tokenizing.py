@@ -1,4 +1,4 @@
-"""``/tokenize`` and ``/detokenize``, in vLLM's shapes."""
+"""``/tokenize``, ``/detokenize`` and ``/tokenizer_info``, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -55,3 +55,15 @@ class DetokenizeRequest(Fields):
             if token >= size:
                 raise Refusal(f"token id {token} is not in the model's vocabulary of {size}", "tokens")
         return {"prompt": model.lm.decode_token(self.tokens)}
+
+
+def tokenizer_info(model: ServedModel) -> dict[str, Any]:
+    """The special tokens and the chat template. The evaluation harness needs no tokenizer of its own with this."""
+    tokenizer = model.lm.tokenizer
+    tokens = {name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return {
+        "tokenizer_class": type(tokenizer).__name__,
+        **{name: None if token is None else str(token) for name, token in tokens.items()},
+        "chat_template": tokenizer.chat_template,
+        "model_max_length": model.lm.backend.context_length,
+    }
