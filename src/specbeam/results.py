@@ -118,15 +118,25 @@ class Result:
     Attributes:
         sequences: best first.
         stats: the cost.
-        trace: with ``trace=True``, one dictionary per round (a pass of the target), with two lists.
+        trace: with ``trace=True``, one dictionary per round (a pass of the target).
 
             "drafted" lists the guesses that were checked, each with "token_id", "text" and "accepted". A guess also has
             its place: "parent" is the number of another guess of the round. "beam" is the number of the beam (0 for a
             single text). A guess below a guess of an earlier round has neither.
 
             "steps" lists the beams after each step, best first; a single text is one beam. A beam has its last token
-            ("token_id", "text") and its "score". "beam" is the number of the beam it continues, in the step before.
-            "drafted" is whether its last token was drafted.
+            ("token_id", "text", "log_prob") and its "score". "beam" is the number of the beam it continues, in the step
+            before. "drafted" is whether its last token was drafted.
+
+            Guesses and beams have a "node", the number of their last token in the tree, and the node that it comes
+            "after". The prompt's last token has the number of the prompt's tokens less 1. By these numbers, "certain"
+            lists the nodes that all texts share from now on. "dropped" lists the nodes that no text needs any more.
+            "ended" lists the last tokens of finished texts. "text" is the text that became certain.
+
+            "pass" has the cost: "target_passes", "draft_passes", "target_seconds", "draft_seconds" and "nodes", the
+            nodes that the target evaluated. "seconds" is the time since submission.
+
+            With ``top_logprobs``, "likeliest" lists the likeliest "tokens" "after" each node that a beam came after.
     """
 
     sequences: list[Sequence]
@@ -163,14 +173,16 @@ class Piece:
     """A piece of a streamed text.
 
     Tokens come in the piece in which they became certain. Their characters may come in a later piece, so ``text`` may
-    be empty. All pieces together have the text, the tokens and the log-probabilities of the finished result.
+    be empty. With ``trace=True`` each round has a piece, even if it makes nothing certain. All pieces together have
+    the text, the tokens and the log-probabilities of the finished result.
 
     Attributes:
         text: whole characters, never part of a stop string. Only the last piece may end with an incomplete one, as the
             result's text does.
-        token_ids: new tokens. Without any, the piece is the last.
+        token_ids: new tokens. Without any, the piece is the last, or it has only a round.
         log_probs, top_logprobs: of these tokens, as in :class:`Sequence`.
         result: the finished result, with its statistics, in the last piece. None in all others.
+        trace: with ``trace=True``, the round as in :class:`Result`. Its guesses may still be accepted in later rounds.
     """
 
     text: str
@@ -178,3 +190,4 @@ class Piece:
     log_probs: list[float]
     top_logprobs: TopLogProbs | None = None
     result: Result | None = None
+    trace: list[dict[str, Any]] | None = None

@@ -116,6 +116,11 @@ class Tree:
         """The nodes of the last :meth:`keep` and all nodes added since, int64 [n]."""
         return np.array(sorted(self._living.kept), dtype=np.int64)
 
+    @property
+    def finished(self) -> set[int]:
+        """The finished nodes of the last :meth:`keep` that no growing text needs."""
+        return self._living.kept - self._growing.kept
+
     def tokens(self, nodes: Any) -> Nodes:
         """Token ids of nodes, int64, in the nodes' shape."""
         return self._tokens[nodes]

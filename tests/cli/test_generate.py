@@ -557,6 +557,42 @@ def test_the_trace_has_every_round(run):
     assert len(json.loads(out)["trace"]) == 12
 
 
+def test_a_recording_has_a_line_for_each_round(run, tmp_path):
+    file = tmp_path / "run.jsonl"
+    how = ("hi hi", "--max-new-tokens", "12", "--num-beams", "2", "--draft", "ngram")
+    status, out, _ = run(*how, "--record", str(file))
+    assert status == 0
+    assert "round" not in out
+    first, *rounds, last = map(json.loads, file.read_text(encoding="utf-8").splitlines())
+    assert (first["event"], first["draft"], first["options"]["num_beams"]) == ("begin", "ngram", 2)
+    assert last["sequences"][0]["text"] == out.removesuffix("\n")
+    assert len(rounds) == last["stats"]["target_passes"]
+    assert all(len(row["tokens"]) == 10 for one in rounds for row in one["likeliest"])
+    assert [*tmp_path.iterdir()] == [file]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--record", "none/run.jsonl"), "none/run.jsonl cannot be written"),
+        (("--record", "-"), "name another file"),
+        (("--record", "run.jsonl", "--output", "run.jsonl"), "name another file"),
+    ],
+)
+def test_a_recording_that_cannot_be_written_is_refused(run, arguments, says):
+    status, out, err = run("hi", *arguments)
+    assert (status, out) == (2, "")
+    assert says in err
+
+
+def test_only_one_prompt_is_recorded(run, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\nb\n")
+    status, _, err = run("--prompts", str(prompts), "--record", str(tmp_path / "run.jsonl"))
+    assert status == 2
+    assert "--record goes with one prompt, and there are 2" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

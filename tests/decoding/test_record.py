@@ -18,6 +18,35 @@ HOW = {
 }
 
 
+class Replayed:
+    """The tree that a trace describes."""
+
+    def __init__(self, prompt_length):
+        self.root = prompt_length - 1
+        self.after, self.token, self.log_prob = {}, {}, {}
+        self.guessed, self.dropped = set(), set()
+
+    def add(self, entry):
+        node = entry["node"]
+        assert self.after.setdefault(node, entry["after"]) == entry["after"]
+        assert self.token.setdefault(node, entry["token_id"]) == entry["token_id"]
+        if "log_prob" in entry:
+            self.log_prob[node] = entry["log_prob"]
+        else:
+            self.guessed.add(node)
+
+    def _nodes(self, node):
+        while node != self.root:
+            yield node
+            node = self.after[node]
+
+    def path(self, node):
+        return [self.token[node] for node in self._nodes(node)][::-1]
+
+    def score(self, node):
+        return sum(self.log_prob[node] for node in self._nodes(node))
+
+
 @pytest.fixture(params=HOW)
 def result(request, tiny):
     lm = tiny("llama", initializer_range=0.1)[1]  # likes to repeat itself
@@ -51,6 +80,78 @@ def test_rounds_add_up_to_the_statistics(result):
     for entry in result.trace:
         for i, guess in enumerate(entry["drafted"]):
             assert guess["parent"] is None or guess["parent"] < i
+
+
+def test_nodes_make_a_tree_whose_paths_are_the_texts(result):
+    tree = Replayed(5)
+    for entry in result.trace:
+        for guess in entry["drafted"]:
+            tree.add(guess)
+        for step in entry["steps"]:
+            for beam in step:
+                tree.add(beam)
+                assert beam["drafted"] == (beam["node"] in tree.guessed)
+                assert beam["score"] == pytest.approx(tree.score(beam["node"]), abs=1e-4)
+        for node in entry["ended"]:
+            tree.add(node)
+        live = {*tree.after} - tree.dropped
+        assert {*entry["dropped"]} <= live
+        tree.dropped.update(entry["dropped"])
+    tokens = [token for entry in result.trace for token in map(tree.token.get, entry["certain"])]
+    assert tokens == result.token_ids
+    assert "".join(entry["text"] for entry in result.trace) == result.text
+    for sequence in result.sequences:
+        assert sequence.token_ids in [tree.path(node) for node in tree.after]
+
+
+def test_no_token_comes_after_a_dropped_one(result):
+    dropped = set()
+    for entry in result.trace:
+        beams = [beam for step in entry["steps"] for beam in step]
+        assert dropped.isdisjoint(node["after"] for node in [*entry["drafted"], *beams])
+        dropped.update(entry["dropped"])
+
+
+def test_costs_add_up_to_the_statistics(result):
+    costs, stats = [entry["pass"] for entry in result.trace], result.stats
+    for name in ("target_passes", "draft_passes"):
+        assert sum(cost[name] for cost in costs) == getattr(stats, name)
+    assert sum(cost["nodes"] for cost in costs) == stats.nodes_evaluated
+    for name in ("target_seconds", "draft_seconds"):
+        assert sum(cost[name] for cost in costs) == pytest.approx(getattr(stats, name))
+    times = [cost["seconds"] for cost in costs]
+    assert times == sorted(times)
+    assert times[-1] <= stats.seconds
+
+
+def test_pieces_have_the_rounds_as_they_come(tiny):
+    lm, options = tiny("llama", initializer_range=0.1)[1], {"num_beams": 3, "draft": "suffix", "num_draft_tokens": 3}
+    pieces = [*specbeam.stream(lm, [1, 2, 3, 1, 2], max_new_tokens=30, eos_token_id=[], trace=True, **options)]
+    rounds = [entry for piece in pieces for entry in piece.trace]
+    result = pieces[-1].result
+    assert len(rounds) == len(result.trace) > len([piece for piece in pieces if piece.token_ids])
+    for entry, final in zip(rounds, result.trace, strict=True):
+        assert entry | {"drafted": None} == final | {"drafted": None}
+        for guess, judged in zip(entry["drafted"], final["drafted"], strict=True):
+            assert guess | {"accepted": None} == judged | {"accepted": None}
+            assert guess["accepted"] <= judged["accepted"]
+    assert all(piece.trace is None for piece in specbeam.stream(lm, [1], max_new_tokens=2))
+
+
+def test_the_likeliest_tokens_are_those_of_the_text(tiny):
+    lm = tiny("llama")[1]
+    result = specbeam.generate(lm, [1, 2, 3], max_new_tokens=8, num_beams=2, top_logprobs=4, trace=True)
+    tree, likeliest = Replayed(3), {}
+    for entry in result.trace:
+        for beam in [beam for step in entry["steps"] for beam in step] + entry["ended"]:
+            tree.add(beam)
+        likeliest |= {
+            row["after"]: {one["token_id"]: one["log_prob"] for one in row["tokens"]} for row in entry["likeliest"]
+        }
+    (end,) = [node for node in tree.after if tree.path(node) == result.token_ids]
+    for expected in reversed(result.sequences[0].top_logprobs):
+        end = tree.after[end]
+        assert likeliest[end] == pytest.approx(expected, abs=1e-5)
 
 
 def test_it_is_plain_data_and_can_be_read(result):

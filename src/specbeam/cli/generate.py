@@ -8,8 +8,9 @@ import os
 import sys
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import chain
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from specbeam.cli.arguments import (
@@ -22,7 +23,7 @@ from specbeam.cli.arguments import (
     options_of,
 )
 from specbeam.cli.interrupts import ctrl_c_cancels
-from specbeam.cli.printing import json_line, one_line, printing_to
+from specbeam.cli.printing import check_writable, json_line, one_line, printing_to
 from specbeam.cli.prompts import PromptRow, read_rows
 from specbeam.cli.trace import show_trace
 from specbeam.errors import FAILED, SpecbeamError
@@ -78,6 +79,11 @@ def add_to(commands: Any) -> None:
         default=None,
         help="print the drafted, accepted and rejected tokens of each round (with --json, as data)",
     )
+    parser.add_argument(
+        "--record",
+        metavar="FILE",
+        help="write the rounds of one text to a file (.jsonl), which the page of specbeam serve replays",
+    )
     parser.add_argument("--json", action="store_true", help="print only one JSON object per prompt")
     parser.add_argument(
         "--top-logprobs",
@@ -94,6 +100,8 @@ def run(given: argparse.Namespace) -> int:
     if given.top_logprobs is not None and not given.json:
         raise SpecbeamError("--top-logprobs goes with --json")
     options = [options_of_row(given, row) for row in rows]
+    if given.record is not None:
+        options = [options_to_record(given, options)]
     check_sources(given)
     check_no_input(given)
     try:
@@ -108,6 +116,24 @@ def run(given: argparse.Namespace) -> int:
         prompts = "1 prompt" if len(rows) == 1 else f"{len(rows):,} prompts"
         print(f"[{prompts}, {failed:,} failed, in {given.output}]", file=sys.stderr)
     return FAILED if failed else 0
+
+
+def options_to_record(given: argparse.Namespace, options: list[Options]) -> Options:
+    """The options of the only text, with the rounds and the likeliest tokens that a recording has.
+
+    Raises:
+        SpecbeamError: there are several prompts, or the recording cannot be written.
+    """
+    from specbeam.recording import LIKELIEST
+
+    if len(options) > 1:
+        raise SpecbeamError(f"--record goes with one prompt, and there are {len(options)}")
+    if given.record in (given.output, "-"):
+        raise SpecbeamError(f"--record {given.record} is where the text goes: name another file")
+    check_writable(Path(given.record).resolve(), given.record)
+    (one,) = options
+    likeliest = LIKELIEST if one.top_logprobs is None else one.top_logprobs
+    return replace(one, trace=True, top_logprobs=likeliest)
 
 
 class NothingFinished(Exception):
@@ -152,7 +178,9 @@ def resembles(name: str, names: list[str]) -> bool:
 def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Options], out: TextIO) -> int:
     """Generate the texts and print them. Returns how many prompts failed."""
     from specbeam.engine import Engine
+    from specbeam.jobs.atomic import write_whole
     from specbeam.prompts import show_prompt
+    from specbeam.recording import event_line, events
 
     lm = load_model(given)
     draft = load_draft(given, lm)
@@ -168,7 +196,7 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
 
     one_text = len(rows) == 1 and options[0].num_return_sequences == 1
     stream = given.stream and one_text and not given.json and out is sys.stdout
-    printer = Printer(rows, requests, shown_prompts, out, given.json, stream)
+    printer = Printer(rows, requests, shown_prompts, out, given.json, stream, shows_trace=bool(given.trace))
     with ctrl_c_cancels(requests) as ctrl_c:
         while engine.step():
             printer.print_ready()
@@ -179,6 +207,9 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
         if len(rows) > 1:
             raise KeyboardInterrupt(f"{printer.finished:,} of {len(rows):,} prompts were finished")
         raise KeyboardInterrupt
+    if given.record is not None and not printer.failed:
+        lines = events(lm, requests[0].prompt_ids, options[0], given.draft, requests[0].result())
+        write_whole(Path(given.record).resolve(), "".join(f"{event_line(event)}\n" for event in lines))
     return printer.failed
 
 
@@ -189,6 +220,7 @@ class Printer:
         shown_prompts: the prompts as the model sees them, to be printed first; None for each that is not to be shown.
         out: where the texts go. Statistics go to standard error.
         stream: print the text of the only request while it comes.
+        shows_trace: print the rounds, too.
     """
 
     def __init__(
@@ -199,6 +231,7 @@ class Printer:
         out: TextIO,
         as_json: bool,
         stream: bool,
+        shows_trace: bool,
     ) -> None:
         from tqdm import tqdm
 
@@ -208,6 +241,7 @@ class Printer:
         self.out = out
         self.as_json = as_json
         self.stream = stream
+        self.shows_trace = shows_trace
         several = len(rows) > 1
         self.bar = tqdm(total=len(rows), desc="prompts", leave=False, disable=None if several else True)
         if stream:
@@ -238,7 +272,7 @@ class Printer:
             else:
                 self._print_heading(row, index, shown_prompt)
                 self._print(*numbered_texts(result))
-            if result.trace is not None:
+            if self.shows_trace and result.trace is not None:
                 self._print(*show_trace(result.trace, colour=self.out.isatty() and "NO_COLOR" not in os.environ))
             if self.out is sys.stdout or self.number_of_prompts == 1:
                 self._print(summary(result), file=sys.stderr)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 class Record:
     """Always counts. Remembers the rounds only for a trace.
 
+    Args:
+        decode: makes the text of token ids, for a trace. None for no trace.
+
     Attributes:
         steps: tokens added to a text, or steps of beam search.
         drafted: guesses that the target checked.
@@ -20,14 +24,21 @@ class Record:
         rounds: passes of the target that the strategy waited for.
         rested: rounds without guesses because none would have paid.
         checks: for each round with guesses, how many were accepted in it.
+        trace: the rounds as plain data (see :class:`specbeam.Result`); None if they are not remembered.
     """
 
-    def __init__(self, tree: Tree, trace: bool = False) -> None:
+    def __init__(self, tree: Tree, decode: Callable[[list[int]], str] | None = None) -> None:
         self.steps = self.drafted = self.accepted = self.rounds = self.rested = 0
         self.checks: list[int] = []
+        self.trace: list[dict[str, Any]] | None = None if decode is None else []
         self._tree = tree
         self._guesses: set[int] = set()  # guesses that may still be accepted
-        self._rounds: list[tuple[Nodes, list[list[tuple[int, float]]]]] | None = [] if trace else None
+        self._text = cache(lambda token: "" if decode is None else decode([token]))
+        self._drafted: dict[int, dict[str, Any]] = {}  # all guesses in the trace, by node
+        self._shown: set[int] = set()  # nodes in the trace that may still be dropped
+        self._ended: set[int] = set()
+        self._ends = {tree.prompt_length - 1: 0}  # the number of the beam that ends at a node
+        self._taken = 0  # rounds of the trace
 
     def round(self, guesses: Nodes = NO_NODES, rests: bool = False) -> None:
         """Begin a round, in which the target checks these guesses.
@@ -43,8 +54,8 @@ class Record:
             self.drafted += len(guesses)
             self.checks.append(0)
             self._guesses.update(guesses.tolist())
-        if self._rounds is not None:
-            self._rounds.append((guesses, []))
+        if self.trace is not None:
+            self.trace.append({"drafted": self._traced_guesses(guesses), "steps": []})
 
     def step(self, nodes: Any, scores: Any = None) -> None:
         """Record one step: the texts now end at these nodes. A single text is one beam.
@@ -58,9 +69,33 @@ class Record:
             self.accepted += len(accepted)
             self.checks[-1] += len(accepted)
             self._guesses -= accepted
-        if self._rounds is not None:
+        if self.trace is not None:
             scores = self._tree.scores(nodes) if scores is None else scores
-            self._rounds[-1][1].append([*zip(map(int, nodes), map(float, scores), strict=True)])
+            self.trace[-1]["steps"].append(self._traced_step([*map(int, nodes)], [*map(float, scores)]))
+
+    def end_round(self, certain: Nodes, ended: Iterable[int]) -> dict[str, Any] | None:
+        """Complete the trace of the round. None if there was no round since the last call.
+
+        Args:
+            certain: the nodes that joined the text to be returned.
+            ended: the ends of finished texts.
+        """
+        if self.trace is None or self._taken == len(self.trace):
+            return None
+        self._taken = len(self.trace)
+        entry = self.trace[-1]
+        new = sorted({*ended} - self._ended)
+        self._ended.update(new)
+        entry["ended"] = [self._token(node) | self._log_prob(node) for node in new]
+        self._shown.update(new)
+        entry["dropped"] = sorted(node for node in self._shown if not self._tree.is_live(node))
+        entry["certain"] = certain.tolist()
+        self._shown.difference_update(entry["dropped"], entry["certain"])
+        return entry
+
+    def tokens(self, log_probs: Mapping[int, float]) -> list[dict[str, Any]]:
+        """Tokens as they are in a trace, from their log-probabilities by token id."""
+        return [{"token_id": i, "text": self._text(i), "log_prob": value} for i, value in log_probs.items()]
 
     def acceptance_histogram(self) -> list[int] | None:
         """How many rounds with guesses accepted 0 of them, 1, 2, and so on; None without such rounds."""
@@ -78,33 +113,33 @@ class Record:
             return f"draft rested in {self.rested} of {self.rounds} rounds: it would not have paid"
         return None
 
-    def trace(self, decode: Callable[[list[int]], str]) -> list[dict[str, Any]] | None:
-        """The rounds as plain data (see :class:`specbeam.Result`); None if they were not remembered."""
-        if self._rounds is None:
-            return None
-        tree = self._tree
+    def _token(self, node: int) -> dict[str, Any]:
+        token = int(self._tree.tokens(node))
+        return {"token_id": token, "text": self._text(token), "node": node, "after": int(self._tree.parents(node))}
 
-        def token(node: int) -> dict[str, Any]:
-            token = int(tree.tokens(node))
-            return {"token_id": token, "text": decode([token])}
+    def _log_prob(self, node: int) -> dict[str, Any]:
+        return {"log_prob": float(self._tree.log_probs(node))}
 
-        guesses = {node for drafted, _ in self._rounds for node in drafted.tolist()}
-        accepted = guesses & {node for _, steps in self._rounds for step in steps for node, _ in step}
-        ends = {tree.prompt_length - 1: 0}  # the number of the beam that ends at a node
-        rounds = []
-        for drafted, steps in self._rounds:
-            number = {node: i for i, node in enumerate(drafted.tolist())}
-            entry: dict[str, Any] = {"drafted": [], "steps": []}
-            for node in number:
-                parent = int(tree.parents(node))
-                place = {"parent": number.get(parent), "beam": ends.get(parent)}
-                entry["drafted"].append({**token(node), **place, "accepted": node in accepted})
-            for step in steps:
-                beams = []
-                for node, score in step:
-                    beam = ends.get(int(tree.parents(node)))
-                    beams.append({**token(node), "beam": beam, "drafted": node in guesses, "score": score})
-                entry["steps"].append(beams)
-                ends = {node: i for i, (node, _) in reversed([*enumerate(step)])}
-            rounds.append(entry)
-        return rounds
+    def _traced_guesses(self, guesses: Nodes) -> list[dict[str, Any]]:
+        number = {node: i for i, node in enumerate(guesses.tolist())}
+        traced = []
+        for node in number:
+            guess = self._token(node)
+            parent = guess["after"]
+            guess |= {"parent": number.get(parent), "beam": self._ends.get(parent), "accepted": False}
+            traced.append(guess)
+            self._drafted.setdefault(node, guess)
+        self._shown.update(number)
+        return traced
+
+    def _traced_step(self, nodes: list[int], scores: list[float]) -> list[dict[str, Any]]:
+        beams = []
+        for node, score in zip(nodes, scores, strict=True):
+            beam = self._token(node) | self._log_prob(node)
+            guess = self._drafted.get(node)
+            if guess is not None:
+                guess["accepted"] = True
+            beams.append(beam | {"beam": self._ends.get(beam["after"]), "drafted": guess is not None, "score": score})
+        self._ends = {node: i for i, node in reversed([*enumerate(nodes)])}
+        self._shown.update(nodes)
+        return beams

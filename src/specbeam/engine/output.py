@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from specbeam.decoding import Hypothesis
 from specbeam.decoding.alternatives import Alternatives
@@ -14,6 +16,26 @@ from specbeam.model import LanguageModel
 from specbeam.results import Piece, Result, Sequence, Stats, TopLogProbs
 from specbeam.streaming import TextStream
 from specbeam.tree import Nodes
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Passes that a request took part in, its seconds of them, and the nodes that the target evaluated."""
+
+    target_passes: int = 0
+    draft_passes: int = 0
+    target_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    nodes: int = 0
+
+    @classmethod
+    def of(cls, target: ModelState, draft: ModelState | None) -> Spent:
+        passes, seconds = (0, 0.0) if draft is None else (draft.passes, draft.seconds)
+        return cls(target.passes, passes, target.seconds, seconds, target.nodes)
+
+    def __sub__(self, before: Spent) -> Spent:
+        now, then = asdict(self), asdict(before)
+        return Spent(**{name: now[name] - then[name] for name in now})
 
 
 class Output:
@@ -36,13 +58,19 @@ class Output:
         self.alternatives = None if k is None else Alternatives(setup.tree, k)
         self._submitted = time.perf_counter()
         self._first_token: float | None = None  # seconds after submission
+        self._spent = Spent()  # until the last round in the trace
 
-    def stream(self) -> None:
-        """Hand out the nodes that have become certain."""
+    def stream(self, target: ModelState, draft: ModelState | None) -> None:
+        """Hand out the nodes that have become certain, and for a trace the round."""
         tree = self._setup.tree
-        if tree.trunk_length > self._streamed:
-            tokens, log_probs, top_logprobs = self._tokens(tree.trunk[self._streamed :])
-            self._request.give(Piece(self._take(tokens), tokens, log_probs, top_logprobs))
+        nodes = tree.trunk[self._streamed :]
+        one_round = self._setup.record.end_round(nodes, tree.finished)
+        if len(nodes) or one_round is not None:
+            tokens, log_probs, top_logprobs = self._tokens(nodes)
+            text = self._take(tokens)
+            self._request.give(
+                Piece(text, tokens, log_probs, top_logprobs, trace=self._trace(one_round, text, target, draft))
+            )
 
     def find(self, hypothesis: Hypothesis) -> None:
         """Hand out a sequence that is certain to be the next best."""
@@ -66,13 +94,36 @@ class Output:
             )
         best, *others = hypotheses
         rest = self._setup.tree.path(best.node)[self._streamed :]
+        one_round = self._setup.record.end_round(rest, [hypothesis.node for hypothesis in hypotheses])
         tokens, log_probs, top_logprobs = self._tokens(rest)
         text = self._take(tokens) + self._text.finish(cancelled=best.finish_reason in ("cancelled", "timeout"))
         sequences = [self._sequence(best, self._text.text), *map(self._sequence, others)]
-        trace = self._setup.record.trace(self._lm.decode_token)
+        trace = self._trace(one_round, text, target, draft)
         stats = self._stats(len(sequences[0].token_ids), target, draft, drafted)
-        result = self._request.outcome = Result(sequences, stats, trace)
-        self._request.give(Piece(text, tokens, log_probs, top_logprobs, result))
+        result = self._request.outcome = Result(sequences, stats, self._setup.record.trace)
+        self._request.give(Piece(text, tokens, log_probs, top_logprobs, result, trace))
+
+    def _trace(
+        self, one_round: dict[str, Any] | None, text: str, target: ModelState, draft: ModelState | None
+    ) -> list[dict[str, Any]] | None:
+        """Complete a round of the trace by its text and its cost. A list of one, or of none; None for no trace.
+
+        Args:
+            text: the text that became certain with the round.
+        """
+        if one_round is None:
+            return None if self._setup.record.trace is None else []
+        if self.alternatives is not None:
+            beams = [beam for step in one_round["steps"] for beam in step]
+            one_round["likeliest"] = [
+                {"after": node, "tokens": self._setup.record.tokens(self.alternatives.after(node))}
+                for node in dict.fromkeys(beam["after"] for beam in beams)
+            ]
+        before, self._spent = self._spent, Spent.of(target, draft)
+        one_round["text"] = text
+        one_round["pass"] = {**asdict(self._spent - before), "seconds": time.perf_counter() - self._submitted}
+        # The guesses of a round may still be accepted later: the caller's copy stays as it is.
+        return [{**one_round, "drafted": [{**guess} for guess in one_round["drafted"]]}]
 
     def _take(self, tokens: list[int]) -> str:
         """Note that tokens are certain. Return the text that is certain now."""

@@ -350,7 +350,7 @@ class RequestState:
         ascending = sorted({*wanted})
         self._asked = self._wanted if wanted == ascending else np.array(ascending, dtype=np.int64)
         self.pending = self._state.slots.missing(self._asked)
-        self._output.stream()
+        self._output.stream(self._target, self._draft)
 
     def _release_dropped(self) -> None:
         """Take back the slots of nodes that no text needs any more."""

@@ -68,5 +68,5 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Se
         tree=tree,
         wish=Wishes(process, *((warpers_of(options), some_seed(options.seed)) if options.samples else ())),
         stop=Stopping(eos, max_length, options.stop_strings, None if lm.tokenizer is None else lm.decode),
-        record=Record(tree, options.trace),
+        record=Record(tree, lm.decode_token if options.trace else None),
     )

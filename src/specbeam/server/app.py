@@ -25,6 +25,7 @@ from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics
 from specbeam.server.models import Models, ServedModel
 from specbeam.server.responses import ResponseRequest
+from specbeam.server.rounds import WatchedRequest
 from specbeam.server.streams import ClientGone, EventStream, while_connected
 from specbeam.server.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
 
@@ -104,7 +105,8 @@ def make_app(
             notes["outcome"] = "cancelled"
             return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    stream: Any = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}}
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    stream: Any = {200: {"content": {"text/event-stream": {"schema": event}}}}
 
     @app.post("/v1/chat/completions", responses=stream)
     async def chat(fields: ChatRequest, request: Request) -> Response:
@@ -117,6 +119,14 @@ def make_app(
     @app.post("/v1/responses", responses=stream)
     async def responses(fields: ResponseRequest, request: Request) -> Response:
         return await generate(fields, request)
+
+    @app.post("/rounds/chat", responses=stream)
+    async def rounds_of_chat(fields: ChatRequest, request: Request) -> Response:
+        return await generate(WatchedRequest(fields), request)
+
+    @app.post("/rounds/completions", responses=stream)
+    async def rounds_of_completion(fields: CompletionRequest, request: Request) -> Response:
+        return await generate(WatchedRequest(fields), request)
 
     @app.post("/tokenize")
     async def tokenize(fields: TokenizeRequest) -> Response:
@@ -201,4 +211,6 @@ def _about(model: ServedModel) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "specbeam",
         "max_model_len": model.lm.backend.context_length,
+        "has_chat_template": bool(model.lm.tokenizer.chat_template),
+        "drafts": model.drafts,
     }

@@ -48,6 +48,11 @@ class ServedModel:
     def name(self) -> str:
         return self.lm.source
 
+    @property
+    def drafts(self) -> list[str]:
+        """The drafts that a request may name."""
+        return [*self._drafts, *LOOKUPS, NO_DRAFT]
+
     def draft(self, name: str | None) -> LanguageModel | str | None:
         """The draft that a request names.
 
@@ -60,8 +65,9 @@ class ServedModel:
         if name in LOOKUPS:
             return name
         if name not in self._drafts:
-            known = ", ".join([*self._drafts, *LOOKUPS, NO_DRAFT])
-            raise Refusal(f"there is no draft {name!r}: give one of {known}", "draft", "draft_not_found")
+            raise Refusal(
+                f"there is no draft {name!r}: give one of {', '.join(self.drafts)}", "draft", "draft_not_found"
+            )
         return self._drafts[name]
 
 
