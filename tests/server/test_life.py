@@ -62,10 +62,10 @@ class Gate:
         self.opened.set()
 
 
-def connect(server, path="/v1/completions", **fields):
+def connect(server, path="/v1/completions", headers=(), **fields):
     """A request by a client that can go away."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
-    connection.request("POST", path, json.dumps(fields), {"content-type": "application/json"})
+    connection.request("POST", path, json.dumps(fields), {"content-type": "application/json", **dict(headers)})
     return connection
 
 

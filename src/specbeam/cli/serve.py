@@ -6,8 +6,10 @@ import argparse
 import ipaddress
 import logging
 import os
+import socket
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,8 @@ from specbeam.cli.arguments import DEFAULT_MODEL, LOOKUPS, add_placement_to, che
 from specbeam.errors import SpecbeamError
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
+    from starlette.applications import Starlette
+
     from specbeam.model import LanguageModel
 
 KEY_VARIABLE = "SPECBEAM_API_KEY"
@@ -75,6 +79,14 @@ def add_to(commands: Any) -> None:
         metavar="S",
         help="seconds that requests have to finish after SIGTERM (default %(default)s)",
     )
+
+    replicas = parser.add_argument_group("replicas (the server in several processes, on a Ray cluster)")
+    add = replicas.add_argument
+    add(
+        "--launcher", choices=("local", "ray"), default="local", help="in this process, or on Ray (default %(default)s)"
+    )
+    add("--replicas", type=int, metavar="N", help="processes that have the models (default: one on each node)")
+    add("--address", help="the cluster: auto, host:port or ray://host:port (default: one that is started here)")
     parser.add_argument("--log-prompts", action="store_true", help="write prompts into the log, too")
     parser.set_defaults(run=run)
 
@@ -91,6 +103,11 @@ def run(given: argparse.Namespace) -> int:
         raise SpecbeamError(f"--port {given.port} is not allowed: give 0 to 65535")
     if given.grace < 0:
         raise SpecbeamError(f"--grace {given.grace} is not allowed: give 0 or more seconds")
+    for option in ("replicas", "address"):
+        if given.launcher != "ray" and getattr(given, option) is not None:
+            raise SpecbeamError(f"--{option} goes with --launcher ray")
+    if given.replicas is not None and given.replicas < 1:
+        raise SpecbeamError(f"--replicas {given.replicas} is not allowed: give at least 1")
     try:
         return _serve(given, sources, drafts)
     except ModuleNotFoundError as error:
@@ -110,18 +127,42 @@ def _serve(given: argparse.Namespace, sources: Sequence[tuple[str, str]], drafts
     key = os.environ.get(KEY_VARIABLE) if given.api_key is None else given.api_key
     access = Access(api_key=key or None, is_local=_is_loopback(given.host), cors_origins=tuple(given.cors_origin or ()))
     bound = listen(given.host, given.port)  # before the models, which take long to load
-
-    lms = {name: _load(given, source) for name, source in sources}
-    loaded = {name: _load(given, source) for name, source in drafts if source not in LOOKUPS}
-    models = Models(lms, loaded, drafts[0][0] if drafts else NO_DRAFT, limits)
-    app = make_app(models, limits, access, logs_prompts=given.log_prompts)
+    load = partial(_load, _placement(given), sources, [named for named in drafts if named[1] not in LOOKUPS])
+    default_draft = drafts[0][0] if drafts else NO_DRAFT
 
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("specbeam.server").setLevel(logging.INFO)
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    print(f"specbeam: {', '.join(lms)} at http://{shown}:{port}/v1", file=sys.stderr, flush=True)
-    Server(app, given.grace).run(sockets=[bound])
+    names = ", ".join(name for name, _ in sources)
+    where = f"specbeam: {names} at http://{shown}:{port}/v1"
+    with ExitStack() as stack:
+        if given.launcher == "ray":
+            from specbeam.jobs.cluster import import_ray
+
+            import_ray()
+            try:
+                from specbeam.server.replicas import make_front, replicas_on_ray
+            except ImportError as error:
+                raise SpecbeamError("--launcher ray needs Ray Serve: pip install specbeam[ray]") from error
+            replicas = stack.enter_context(
+                replicas_on_ray(
+                    load,
+                    default_draft,
+                    limits,
+                    name=f"specbeam-{socket.gethostname()}-{port}",
+                    address=given.address,
+                    replicas=given.replicas,
+                    threads=given.threads,
+                    on_gpu=(given.device or "").startswith("cuda"),
+                    logs_prompts=given.log_prompts,
+                )
+            )
+            app: Starlette = make_front(replicas, limits, access)
+        else:
+            app = make_app(Models(*load(), default_draft, limits), limits, access, logs_prompts=given.log_prompts)
+        print(where, file=sys.stderr, flush=True)
+        Server(app, given.grace).run(sockets=[bound])
     return 0
 
 
@@ -129,9 +170,14 @@ def _named(given: str) -> tuple[str, str]:
     """The name and the source of "NAME=SOURCE", or of a source. A file or a folder is named without its path."""
     name, equals, source = given.partition("=")
     if equals and name and "/" not in name:
-        return name, source
+        return name, _absolute(source)
     is_path = given.startswith((".", "/", "~")) or Path(given).exists()
-    return (Path(given).resolve().name if is_path else given), given
+    return (Path(given).resolve().name if is_path else given), _absolute(given)
+
+
+def _absolute(source: str) -> str:
+    """A source that does not depend on the working folder, which another process may not have."""
+    return str(Path(source).resolve()) if Path(source).exists() else source
 
 
 def _check_names(option: str, named: Sequence[tuple[str, str]]) -> None:
@@ -155,8 +201,15 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _load(given: argparse.Namespace, source: str) -> LanguageModel:
+def _placement(given: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
+
+
+def _load(
+    placement: dict[str, Any], sources: Sequence[tuple[str, str]], drafts: Sequence[tuple[str, str]]
+) -> tuple[dict[str, LanguageModel], dict[str, LanguageModel]]:
+    """The models and the draft models, by their names."""
     from specbeam.model import load
 
-    names = ("backend", "device", "dtype", "quantize", "threads")
-    return load(source, **{name: getattr(given, name) for name in names})
+    lms, loaded = ({name: load(source, **placement) for name, source in named} for named in (sources, drafts))
+    return lms, loaded

@@ -27,13 +27,7 @@ def joined_cluster(address: str | None) -> Iterator[Any]:
     Raises:
         SpecbeamError: Ray is not installed, or the cluster cannot be joined or started.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # the default; while unset, Ray warns of a change
-    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # otherwise Ray prints a page for each worker that dies
-    try:
-        import ray
-    except ImportError as error:
-        raise SpecbeamError("workers on a cluster need Ray: pip install specbeam[ray]") from error
+    ray = import_ray()
     if ray.is_initialized():
         yield ray
         return
@@ -54,6 +48,22 @@ def joined_cluster(address: str | None) -> Iterator[Any]:
         yield ray
     finally:
         ray.shutdown()
+
+
+def import_ray() -> Any:
+    """The module ``ray``, which then sends no statistics and prints no pages.
+
+    Raises:
+        SpecbeamError: Ray is not installed.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")  # the default; while unset, Ray warns of a change
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")  # otherwise Ray prints a page for each worker that dies
+    try:
+        import ray
+    except ImportError as error:
+        raise SpecbeamError("workers on a cluster need Ray: pip install specbeam[ray]") from error
+    return ray
 
 
 def reason_of(error: BaseException) -> str:

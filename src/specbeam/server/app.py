@@ -13,6 +13,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import PlainTextResponse, Response
 from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 import specbeam
@@ -64,7 +65,7 @@ def make_app(
         logs_prompts: the log has the prompts, too.
     """
     limits, access, life = limits or Limits(), access or Access(), Life()
-    metrics = Metrics(models)
+    metrics = Metrics()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -84,9 +85,7 @@ def make_app(
     )
     app.state.life = life
     app.state.models = models
-    app.add_middleware(Guard, limits=limits, access=access, metrics=metrics, life=life)
-    if access.cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=access.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    protect(app, limits, access, metrics, life)
 
     async def generate(fields: Generation, request: Request) -> Response:
         """Answer a request for texts, whole or as a stream."""
@@ -152,25 +151,17 @@ def make_app(
     async def health() -> Response:
         if life.is_stopping:
             raise stopping()
-        if ended := [model.name for model in models if not model.engine.is_running]:
+        if ended := models.ended:
             raise Refusal(f"an error ended the engine of {', '.join(ended)}: start the server again", None, None, 503)
         return json_response({"status": "ok"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
-        return Response(metrics.text(), media_type="text/plain; version=0.0.4")
+        return Response(metrics.text(models.loads), media_type="text/plain; version=0.0.4")
 
     for path in app.openapi()["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)  # FastAPI's own status for a body of the wrong form; here it is 400
-
-    @app.exception_handler(Refusal)
-    async def refuse(_: Request, refusal: Refusal) -> Response:
-        if life.is_stopping and refusal.status < 500:
-            refusal = stopping()
-        elif refusal.status == 500:
-            logger.error("a request failed", exc_info=refusal)
-        return refusal.response
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
@@ -178,17 +169,33 @@ def make_app(
         names = [] if field is None else [*field.field_info.annotation.model_fields]
         return refusal_of_body([*error.errors()], names).response
 
-    @app.exception_handler(HTTPException)
+    return app
+
+
+def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics, life: Life) -> None:
+    """Check the requests to an application, log and count them, and answer errors in OpenAI's shape."""
+    app.add_middleware(Guard, limits=limits, access=access, metrics=metrics, life=life)
+    if access.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=access.cors_origins, allow_methods=["*"], allow_headers=["*"])
+
+    async def refuse(_: Request, refusal: Refusal) -> Response:
+        if life.is_stopping and refusal.status < 500:
+            refusal = stopping()
+        elif refusal.status == 500:
+            logger.error("a request failed", exc_info=refusal)
+        return refusal.response
+
     async def refuse_http(_: Request, error: HTTPException) -> Response:
         response = Refusal(str(error.detail), None, None, error.status_code).response
         response.headers.update(error.headers or {})
         return response
 
-    @app.exception_handler(Exception)
     async def fail(_: Request, __: Exception) -> Response:
         return failed().response
 
-    return app
+    handlers: dict[Any, Any] = {Refusal: refuse, HTTPException: refuse_http, Exception: fail}
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
 
 
 class Generation(Protocol):

@@ -13,11 +13,9 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specbeam.results import Result
-from specbeam.server.call import Call
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.limits import Access, Limits
-from specbeam.server.metrics import Metrics
+from specbeam.server.metrics import Metrics, Tally
 
 logger = logging.getLogger("specbeam.server")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -31,8 +29,7 @@ OUTCOMES = {401: "denied", 403: "denied", 429: "queue_full", 503: "stopping"}
 class Guard:
     """Checks each request, and logs and counts it when it has ended.
 
-    Attributes:
-        is_stopping: no new requests are taken.
+    A request that has notes was checked by the guard of another process (:mod:`specbeam.server.replicas`).
     """
 
     def __init__(self, app: ASGIApp, limits: Limits, access: Access, metrics: Metrics, life: Life) -> None:
@@ -43,7 +40,7 @@ class Guard:
         self._life = life
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] != "http" or "specbeam" in scope:
             await self._app(scope, receive, send)
             return
         begin = time.monotonic()
@@ -120,19 +117,25 @@ class Guard:
         outcome = notes.get("outcome") or OUTCOMES.get(status)
         if outcome is None:
             outcome = "finished" if status < 400 else "refused" if status < 500 else "failed"
-        route = scope.get("route")
-        endpoint = getattr(route, "path", "other")
-        call: Call | None = notes.get("call")
-        self._metrics.count(endpoint, outcome, call)
+        settle(scope)
+        endpoint, tally = notes["endpoint"], notes.get("tally")
+        self._metrics.count(endpoint, outcome, tally)
         line = f"{scope['method']} {endpoint} {status} {outcome} {seconds:.3f} s"
-        if call is not None:
-            done = [request.outcome for request in call.requests if isinstance(request.outcome, Result)]
-            prompt = sum(len(request.prompt_ids) for request in call.requests[:: call.plan.draws])
-            new = sum(len(text.token_ids) for result in done for text in result.sequences)
-            line += f" model={call.model.name} prompt_tokens={prompt} new_tokens={new}"
+        if tally is not None:
+            line += f" model={tally.model} prompt_tokens={tally.prompt_tokens} new_tokens={tally.new_tokens}"
         if notes.get("prompts") is not None:
             line += f" prompts={notes['prompts']!r}"
         logger.info(line)
+
+
+def settle(scope: Scope) -> dict[str, Any]:
+    """The notes of a request that has ended, as plain data, which another process can read."""
+    notes: dict[str, Any] = scope["specbeam"]
+    if "endpoint" not in notes:
+        notes["endpoint"] = getattr(scope.get("route"), "path", "other")
+    if (call := notes.pop("call", None)) is not None:
+        notes["tally"] = Tally.of(call)
+    return notes
 
 
 class Life:

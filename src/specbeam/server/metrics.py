@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from specbeam.results import Result
+from specbeam.results import Result, Stats
 from specbeam.server.call import Call
-from specbeam.server.models import Models
+from specbeam.server.models import Load
 
 FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 BETWEEN_TOKENS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -23,13 +23,46 @@ COUNTS = {
     "accepted": "Guesses that became part of a text, or of a beam.",
 }
 """Statistics of a request (:class:`specbeam.Stats`) that are added up."""
+LOADS = {
+    "live_requests": "Requests that share passes now.",
+    "waiting_requests": "Requests that wait for a place.",
+    "cache_tokens": "Slots of the KV cache that live requests use.",
+}
+"""The numbers of :class:`specbeam.server.models.Load`."""
+
+
+@dataclass(frozen=True)
+class Tally:
+    """What a call took.
+
+    Attributes:
+        model: the model's name.
+        prompt_tokens: tokens of its prompts. The prompt of several texts counts once.
+        results: the statistics of each request that has a result, and the tokens of its texts.
+    """
+
+    model: str
+    prompt_tokens: int
+    results: list[tuple[Stats, int]]
+
+    @classmethod
+    def of(cls, call: Call) -> Tally:
+        done = [request.outcome for request in call.requests if isinstance(request.outcome, Result)]
+        return cls(
+            call.model.name,
+            sum(len(request.prompt_ids) for request in call.requests[:: call.plan.draws]),
+            [(result.stats, sum(len(text.token_ids) for text in result.sequences)) for result in done],
+        )
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(tokens for _, tokens in self.results)
 
 
 class Metrics:
     """The numbers of one server. Each server of a process has its own."""
 
-    def __init__(self, models: Models) -> None:
-        self._models = models
+    def __init__(self) -> None:
         self._registry = CollectorRegistry()
         by_model: dict[str, Any] = {"labelnames": ["model"], "registry": self._registry}
         self._requests = Counter(
@@ -49,39 +82,34 @@ class Metrics:
             buckets=BETWEEN_TOKENS_SECONDS,
             **by_model,
         )
-        self._registry.register(self)
+        self._loads = {name: Gauge(f"specbeam_{name}", text, **by_model) for name, text in LOADS.items()}
 
-    def count(self, endpoint: str, outcome: str, call: Call | None) -> None:
+    def count(self, endpoint: str, outcome: str, tally: Tally | None) -> None:
         """Count a request that has ended, and what its texts took."""
         self._requests.labels(endpoint, outcome).inc()
-        for request in [] if call is None else call.requests:
-            if call is not None and isinstance(request.outcome, Result):
-                self._count_result(call.model.name, request.outcome)
+        if tally is not None:
+            for stats, new_tokens in tally.results:
+                self._count_result(tally.model, stats, new_tokens)
 
-    def _count_result(self, model: str, result: Result) -> None:
-        stats = result.stats
+    def _count_result(self, model: str, stats: Stats, new_tokens: int) -> None:
         for name, counter in self._counts.items():
             counter.labels(model).inc(getattr(stats, name))
-        self._new_tokens.labels(model).inc(sum(len(text.token_ids) for text in result.sequences))
+        self._new_tokens.labels(model).inc(new_tokens)
         if stats.time_to_first_token is not None:
             self._first.labels(model).observe(stats.time_to_first_token)
             if stats.new_tokens > 1:
                 seconds = (stats.seconds - stats.time_to_first_token) / (stats.new_tokens - 1)
                 self._between.labels(model).observe(seconds)
 
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """The numbers of this moment. The registry calls this."""
-        live = GaugeMetricFamily("specbeam_live_requests", "Requests that share passes now.", labels=["model"])
-        waiting = GaugeMetricFamily("specbeam_waiting_requests", "Requests that wait for a place.", labels=["model"])
-        cache = GaugeMetricFamily(
-            "specbeam_cache_tokens", "Slots of the KV cache that live requests use.", labels=["model"]
-        )
-        for model in self._models:
-            live.add_metric([model.name], model.engine.live)
-            waiting.add_metric([model.name], model.engine.waiting)
-            cache.add_metric([model.name], model.engine.cache_tokens)
-        yield from (live, waiting, cache)
+    def text(self, loads: Iterable[Load]) -> bytes:
+        """All numbers in Prometheus's format.
 
-    def text(self) -> bytes:
-        """All numbers in Prometheus's format."""
+        Args:
+            loads: of this moment. The loads of replicas of a model add up.
+        """
+        for gauge in self._loads.values():
+            gauge.clear()
+        for load in loads:
+            for name, gauge in self._loads.items():
+                gauge.labels(load.model).inc(getattr(load, name))
         return generate_latest(self._registry)

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 from specbeam.engine import Engine
 from specbeam.engine.drafters import LOOKUPS
@@ -16,6 +17,15 @@ from specbeam.server.limits import Limits
 from specbeam.server.tokens import TokenTexts
 
 NO_DRAFT = "none"
+
+
+class Load(NamedTuple):
+    """What the engine of a model does at a moment."""
+
+    model: str
+    live_requests: int
+    waiting_requests: int
+    cache_tokens: int
 
 
 class ServedModel:
@@ -109,6 +119,17 @@ class Models:
             known = ", ".join(self._models)
             raise Refusal(f"there is no model {name!r}: this server has {known}", "model", "model_not_found", 404)
         return self._models[name]
+
+    @property
+    def loads(self) -> list[Load]:
+        """What the engines do now."""
+        engines = [(model.name, model.engine) for model in self]
+        return [Load(name, engine.live, engine.waiting, engine.cache_tokens) for name, engine in engines]
+
+    @property
+    def ended(self) -> list[str]:
+        """The models whose engines do not run, because of an error or because they were stopped."""
+        return [model.name for model in self if not model.engine.is_running]
 
     def start(self) -> None:
         for model in self:

@@ -7,7 +7,7 @@ import socket
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from specbeam.errors import SpecbeamError
@@ -113,11 +113,11 @@ class Server(uvicorn.Server):
     """Serves an application until a signal. Then it refuses new requests, and finishes the others.
 
     Args:
-        app: made by :func:`specbeam.server.app.make_app`.
+        app: made by :func:`specbeam.server.app.make_app` or :func:`specbeam.server.replicas.make_front`.
         grace: seconds after which the requests that are left end with the text so far.
     """
 
-    def __init__(self, app: FastAPI, grace: float | None = None) -> None:
+    def __init__(self, app: Starlette, grace: float | None = None) -> None:
         super().__init__(
             uvicorn.Config(
                 app,

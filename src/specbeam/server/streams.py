@@ -28,8 +28,8 @@ async def gone(receive: Receive) -> None:
         pass
 
 
-async def while_connected(receive: Receive, work: Awaitable[T], call: Call) -> T:
-    """The outcome of work. If the client goes away meanwhile, the call is cancelled.
+async def while_connected(receive: Receive, work: Awaitable[T], call: Call | None = None) -> T:
+    """The outcome of work. If the client goes away meanwhile, the work and the call are cancelled.
 
     Raises:
         ClientGone: it went away.
@@ -41,7 +41,8 @@ async def while_connected(receive: Receive, work: Awaitable[T], call: Call) -> T
             raise ClientGone
         return working.result()
     except BaseException:
-        call.cancel()
+        if call is not None:
+            call.cancel()
         raise
     finally:
         leaving.cancel()

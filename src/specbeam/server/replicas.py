@@ -1,0 +1,446 @@
+"""One server in front of several processes: each has the whole application, as a replica of a Ray Serve deployment.
+
+The front checks and logs requests, and passes them on. Ray Serve starts replicas, watches them and replaces dead ones.
+Ray's own HTTP proxy is not used. When a replica dies it ends a stream without a word, and it gives its requests to no
+other replica. While there is none, requests wait in it forever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import logging
+import os
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.request_router import RequestRouter
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Message, Receive, Scope, Send
+
+from specbeam.errors import SpecbeamError
+from specbeam.jobs.cluster import joined_cluster
+from specbeam.model import LanguageModel
+from specbeam.server.app import make_app, protect
+from specbeam.server.errors import Refusal, json_response, stopping
+from specbeam.server.guard import Life, settle
+from specbeam.server.limits import Access, Limits
+from specbeam.server.metrics import Metrics
+from specbeam.server.models import Load, Models
+from specbeam.server.streams import ClientGone, error_frame, while_connected
+
+logger = logging.getLogger("specbeam.server")
+
+MAX_LEAD_REQUESTS = 4
+"""A request goes to the replica that has its prefix if that one has at most this many more requests than another."""
+BLOCK_BYTES = 128
+"""Prefixes are compared in blocks of this size."""
+MAX_BLOCKS = 512
+"""Only the first blocks of a prompt are compared."""
+MAX_OWNED_BLOCKS = 100_000
+"""The router forgets the blocks that were used longest ago."""
+MAX_ONGOING_REQUESTS = 1_000_000
+"""Ray Serve's limit for a replica. The application has its own, and answers with status 429."""
+ATTEMPTS = 2
+"""A request is given to this many replicas, one after the other, if they die before they answer."""
+ASSIGN_SECONDS = 10.0
+"""A request waits this long for a replica that takes it."""
+STATE_SECONDS = 5.0
+"""Replicas have this time to say how they are."""
+HEALTH_CHECK_SECONDS = 1.0
+"""Ray looks this often for replicas that died."""
+NOTES = "specbeam.notes"
+"""The type of a message for the front, before the last one of an answer: what the front logs and counts."""
+GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/rounds/chat", "/rounds/completions")
+
+LoadModels = Callable[[], tuple[Mapping[str, LanguageModel], Mapping[str, LanguageModel]]]
+"""Loads the models and the draft models of a replica, by their names."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A client's request, as it goes to a replica.
+
+    Attributes:
+        scope: of ASGI, without what cannot go to another process.
+        body: the whole body.
+        blocks: hashes of the beginnings of the prompt, each one block longer than the one before.
+    """
+
+    scope: dict[str, Any]
+    body: bytes
+    blocks: Sequence[bytes]
+
+
+def blocks_of(body: bytes) -> list[bytes]:
+    """Hashes of the beginnings of a request's prompt, as vLLM's prefix cache chains the hashes of its blocks.
+
+    The messages of a conversation begin like those of its turn before, so that most of its hashes are the same.
+    """
+    try:
+        fields = json.loads(body)
+        prompt = next(fields[name] for name in ("messages", "prompt", "input") if fields.get(name))
+        parts = [fields.get("model"), fields.get("instructions"), prompt]
+    except (ValueError, AttributeError, StopIteration, RecursionError):
+        return []  # the replica refuses it
+    text = json.dumps(parts).encode()[: BLOCK_BYTES * MAX_BLOCKS]
+    running, hashes = hashlib.blake2b(digest_size=16), []
+    for begin in range(0, len(text) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        running.update(text[begin : begin + BLOCK_BYTES])
+        hashes.append(running.digest())
+    return hashes
+
+
+class PrefixRouter(RequestRouter):  # type: ignore[misc]
+    """Gives a request to the replica that had the longest prefix of its prompt, unless that one has too much to do.
+
+    Without such a replica, the one with the fewest requests gets it. This runs in the front's process.
+    """
+
+    def initialize_state(self) -> None:
+        self._owners: OrderedDict[bytes, Any] = OrderedDict()  # the replica that last had a block
+        self._ongoing: Counter[Any] = Counter()
+        self._last_sent: Counter[Any] = Counter()
+        self._clock = itertools.count(1)
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
+        by_load = sorted(
+            candidate_replicas, key=lambda one: (self._ongoing[one.replica_id], self._last_sent[one.replica_id])
+        )
+        least = self._ongoing[by_load[0].replica_id]
+        allowed = {one.replica_id: one for one in by_load if self._ongoing[one.replica_id] <= least + MAX_LEAD_REQUESTS}
+        for block in reversed(_blocks(pending_request)):
+            if (owner := allowed.get(self._owners.get(block))) is not None:
+                return [[owner], *([one] for one in by_load)]
+        return [[one] for one in by_load]
+
+    def on_send_request(self, replica_id: Any) -> None:
+        super().on_send_request(replica_id)
+        self._ongoing[replica_id] += 1
+        self._last_sent[replica_id] = next(self._clock)
+
+    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
+        self._ongoing[replica_id] -= 1
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        for block in _blocks(pending_request):
+            self._owners[block] = replica_id
+            self._owners.move_to_end(block)
+        while len(self._owners) > MAX_OWNED_BLOCKS:
+            self._owners.popitem(last=False)
+
+
+def _blocks(pending_request: Any) -> Sequence[bytes]:
+    asked = pending_request.args[0] if pending_request is not None and pending_request.args else None
+    return asked.blocks if isinstance(asked, Asked) else ()
+
+
+class Replica:
+    """The application in a process of its own.
+
+    Args:
+        load: loads the models.
+        default_draft, limits: as for :class:`specbeam.server.models.Models`.
+        sharers: the replicas that share the memory of this machine.
+        threads: for models that are loaded without a number of threads.
+    """
+
+    def __init__(
+        self, load: LoadModels, default_draft: str, limits: Limits, sharers: int, threads: int, logs_prompts: bool
+    ) -> None:
+        os.environ.setdefault("SPECBEAM_THREADS", str(threads))  # other replicas use the other processors
+        lms, drafts = load()
+        if limits.max_cache_tokens is None and sharers > 1:
+            backends = [lm.backend for lm in lms.values()]
+            slots = backends[0].memory_for_caches() // sharers // sum(backend.slot_bytes for backend in backends)
+            limits = replace(limits, max_cache_tokens=max(1, slots))
+        self._models = Models(lms, drafts, default_draft, limits)
+        self._app = make_app(self._models, limits, logs_prompts=logs_prompts)
+        self._models.start()
+
+    async def answer(self, asked: Asked) -> AsyncIterator[list[Message]]:
+        """The messages of the application's answer, as many at a time as there are. The first list is empty."""
+        yield []
+        bodies = [asked.body]
+        messages: list[Message] = []
+        has_news, has_gone = asyncio.Event(), asyncio.Event()
+
+        async def receive() -> Message:
+            if bodies:
+                return {"type": "http.request", "body": bodies.pop(), "more_body": False}
+            await has_gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            messages.append(message)
+            if message.get("more_body", False):  # the last message goes with the notes
+                has_news.set()
+
+        scope: Scope = {**asked.scope, "specbeam": {}}
+        answering = asyncio.ensure_future(self._app(scope, receive, send))
+        answering.add_done_callback(lambda _: has_news.set())
+        try:
+            while not answering.done():
+                await has_news.wait()
+                has_news.clear()
+                if messages and not answering.done():
+                    taken, messages[:] = [*messages], []
+                    yield taken
+            if answering.exception() is not None:
+                logger.error("a request failed", exc_info=answering.exception())
+            yield [{"type": NOTES, "notes": settle(scope)}, *messages]
+        finally:  # Ray cancels this when the client goes away
+            has_gone.set()
+            with suppress(Exception):
+                await answering
+
+    async def state(self) -> tuple[list[str], list[Load]]:
+        """The models whose engines have ended, and what the engines do."""
+        return self._models.ended, self._models.loads
+
+    async def stop(self, grace: float | None) -> None:
+        """Finish all requests. After ``grace`` seconds those that are left end with the text so far."""
+        self._app.state.life.is_stopping = True
+        await self._models.stop(grace)
+
+    def check_health(self) -> None:
+        """Ray calls this, and replaces the replica if it raises an exception."""
+        if self._models.ended and not self._app.state.life.is_stopping:
+            raise RuntimeError(f"an error ended the engine of {', '.join(self._models.ended)}")
+
+
+class Replicas:
+    """The replicas, as the front sees them."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+        self._stream = handle.options(method_name="answer", stream=True)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request to a replica, and its answer back."""
+        notes = scope["specbeam"]
+        notes["endpoint"] = scope["path"] if scope["path"] in GENERATING_PATHS else "other"
+        try:
+            body = await _whole_body(receive)
+            asked = Asked(_plain(scope), body, blocks_of(body) if scope["method"] == "POST" else ())
+            await while_connected(receive, self._answer(asked, notes, send))
+        except ClientGone:
+            notes["outcome"] = "cancelled"
+
+    async def _answer(self, asked: Asked, notes: dict[str, Any], send: Send) -> None:
+        """Let a replica answer. If it dies before it wrote anything, another one has the request.
+
+        Raises:
+            Refusal: the replicas died, or there is none.
+        """
+        for _ in range(ATTEMPTS):
+            start: Message | None = None
+            has_begun, has_ended = False, False
+            response = self._stream.remote(asked)
+            try:
+                await _assigned(response)
+                async for messages in response:
+                    for message in messages:
+                        if message["type"] == NOTES:
+                            notes.update(message["notes"])
+                        elif message["type"] == "http.response.start":
+                            start = message  # as long as it is not sent, another replica may begin again
+                        else:
+                            if start is not None:
+                                await send(start)
+                                start, has_begun = None, True
+                            has_ended = not message.get("more_body", False)
+                            await send(message)
+                            if has_ended:
+                                return
+            except Exception as error:
+                has_died = isinstance(error, RayActorError)
+                if has_died:
+                    logger.warning("a replica died while it had a request")
+                if has_begun:
+                    notes["outcome"] = "failed"
+                    frame = error_frame(_lost() if has_died else error)
+                    await send({"type": "http.response.body", "body": frame, "more_body": False})
+                    return
+                if not has_died:
+                    raise
+            finally:
+                if not has_ended:
+                    with suppress(Exception):
+                        response.cancel()
+        notes["outcome"] = "failed"
+        raise _lost()
+
+    async def states(self) -> list[tuple[list[str], list[Load]]]:
+        """The states of the replicas that answer."""
+        try:
+            answers = await self._broadcast("state").results_async(timeout_s=STATE_SECONDS, return_exceptions=True)
+        except (TimeoutError, DeploymentUnavailableError, RayActorError):
+            return []
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+    async def stop(self, grace: float | None) -> None:
+        """Finish all requests. After ``grace`` seconds those that are left end with the text so far."""
+        with suppress(DeploymentUnavailableError, RayActorError):
+            await self._broadcast("stop", grace).results_async(return_exceptions=True)
+
+    def _broadcast(self, method: str, *arguments: Any) -> Any:
+        return self._handle.broadcast(method, *arguments)
+
+
+def make_front(replicas: Replicas, limits: Limits, access: Access) -> Starlette:
+    """The application that clients see."""
+    life, metrics = Life(), Metrics()
+
+    async def health(_: Request) -> Response:
+        if life.is_stopping:
+            raise stopping()
+        ready = [state for state in await replicas.states() if not state[0]]
+        if not ready:
+            raise _none_ready()
+        return json_response({"status": "ok", "replicas": len(ready)})
+
+    async def read_metrics(_: Request) -> Response:
+        loads = [load for _, loads in await replicas.states() for load in loads]
+        return Response(metrics.text(loads), media_type="text/plain; version=0.0.4")
+
+    front = Starlette(
+        routes=[
+            Route("/health", health, methods=["GET"]),
+            Route("/metrics", read_metrics, methods=["GET"]),
+            Route("/{path:path}", replicas),
+        ]
+    )
+    front.router.redirect_slashes = False
+    front.state.life = life
+    front.state.models = replicas
+    protect(front, limits, access, metrics, life)
+    return front
+
+
+@contextmanager
+def replicas_on_ray(
+    load: LoadModels,
+    default_draft: str,
+    limits: Limits,
+    *,
+    name: str,
+    address: str | None = None,
+    replicas: int | None = None,
+    threads: int | None = None,
+    on_gpu: bool = False,
+    logs_prompts: bool = False,
+) -> Iterator[Replicas]:
+    """Start replicas on a Ray cluster, and wait until all of them have their models. Afterwards they are stopped.
+
+    Args:
+        load: travels to the replicas pickled. specbeam must be installed where they run.
+        default_draft, limits: as for :class:`specbeam.server.models.Models`.
+        name: of the application on the cluster. One that has the name is replaced.
+        address: as for :func:`specbeam.jobs.launchers.crew_on_ray`.
+        replicas: None for one on each node.
+        threads: of each replica. None shares the processors of the nodes out.
+        on_gpu: each replica has a GPU of its own.
+
+    Raises:
+        SpecbeamError: no cluster answers, it has no room for the replicas, or they cannot load their models.
+    """
+    with joined_cluster(address) as ray:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        processors = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
+        number = len(processors) if replicas is None else replicas
+        cpus = float(threads) if threads else _cpus_of_each(processors, number)
+        resources = {"num_cpus": cpus, "num_gpus": int(on_gpu)}
+        room = [min(node.get("CPU", 0) / cpus, node.get("GPU", 0) / 1 if on_gpu else number) for node in nodes]
+        if not cpus or sum(int(one + 1e-6) for one in room) < number:
+            raise SpecbeamError(
+                f"the Ray cluster has no room for {number} replicas with {cpus:g} CPUs and {int(on_gpu)} GPUs each: "
+                "ask for fewer --replicas or --threads"
+            )
+        sharers = 1 if on_gpu else min(number, max(int(one + 1e-6) for one in room))
+        deployment = serve.deployment(
+            Replica,
+            name="replica",
+            num_replicas=number,
+            ray_actor_options=resources,
+            max_ongoing_requests=MAX_ONGOING_REQUESTS,
+            health_check_period_s=HEALTH_CHECK_SECONDS,
+            graceful_shutdown_timeout_s=0,  # stop() waited
+            request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
+        )
+        logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
+        application = deployment.bind(load, default_draft, limits, sharers, max(1, int(cpus)), logs_prompts)
+        quiet = {"log_level": "ERROR", "enable_access_log": False}
+        try:
+            serve.start(proxy_location="Disabled", logging_config=quiet)
+            yield Replicas(serve.run(application, name=name, route_prefix=None, logging_config=quiet))
+        except RuntimeError as error:
+            raise SpecbeamError(f"the replicas cannot start: {_reason_of(error)}") from error
+        finally:
+            with suppress(Exception):
+                serve.delete(name)
+
+
+def _cpus_of_each(processors: Sequence[int], replicas: int) -> float:
+    """The most CPUs that each of the replicas can have. A part of one if there are more replicas than CPUs."""
+    for cpus in range(max(processors, default=0), 0, -1):
+        if sum(one // cpus for one in processors) >= replicas:
+            return cpus
+    return sum(processors) / replicas
+
+
+def _reason_of(error: BaseException) -> str:
+    """The error of the replica that is in Ray's message, as one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = [line for line in lines if "SpecbeamError: " in line] or lines[-1:] or [type(error).__name__]
+    return found[-1].rpartition("SpecbeamError: ")[2]
+
+
+async def _assigned(response: Any) -> None:
+    """Wait until a replica has the request.
+
+    Raises:
+        Refusal: none takes it.
+    """
+    try:
+        await asyncio.wait_for(anext(response), ASSIGN_SECONDS)
+    except (TimeoutError, DeploymentUnavailableError) as error:
+        raise _none_ready() from error
+
+
+async def _whole_body(receive: Receive) -> bytes:
+    body = b""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            return body
+
+
+def _plain(scope: Scope) -> dict[str, Any]:
+    """The part of a scope that can go to another process."""
+    names = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
+    plain = {name: scope[name] for name in names if name in scope}
+    return {**plain, "headers": [*scope["headers"]], "client": scope.get("client"), "server": scope.get("server")}
+
+
+def _lost() -> Refusal:
+    return Refusal("the replica that had this request died: send it again", None, "replica_died", 503)
+
+
+def _none_ready() -> Refusal:
+    return Refusal("no replica is ready: try again later", None, "not_ready", 503)

@@ -1,0 +1,245 @@
+"""Replicas of the server on Ray: the answers of one plain server, also while a replica is killed."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import httpx
+import openai
+import psutil
+import pytest
+
+import specbeam
+from specbeam import cli
+from tests.server.test_life import connect
+
+pytest.importorskip("ray.serve")
+KEY = "secret"
+TIMEOUT_SECONDS = 120
+LONG = {"max_tokens": 600, "temperature": 0, "ignore_eos": True}
+
+
+class Cluster:
+    """A server process with replicas, and a client of it."""
+
+    def __init__(self, process, url):
+        self.process, self.port = process, int(url.rsplit(":", 1)[1])
+        self.url = url
+        self.http = httpx.Client(
+            base_url=url, timeout=TIMEOUT_SECONDS, trust_env=False, headers={"authorization": f"Bearer {KEY}"}
+        )
+
+    def client(self):
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=TIMEOUT_SECONDS)
+
+    def post(self, path, **fields):
+        return self.http.post(path, json=fields)
+
+    @property
+    def replicas(self):
+        """The processes of the replicas."""
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        return [child for child in children if child.name().startswith("ray::ServeRepl")]
+
+    def wait_for(self, condition):
+        while not condition():
+            assert self.process.poll() is None
+
+    def metrics(self):
+        lines = self.http.get("/metrics").text.splitlines()
+        return {name: float(number) for name, number in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+@contextlib.contextmanager
+def on_ray(model, *options):
+    """A server with two replicas. In a process of its own, for Ray changes the one it is used in."""
+    command = [sys.executable, "-m", "specbeam", "serve", "--launcher", "ray", "--replicas", "2", "--port", "0"]
+    command += ["--model", f"tiny={model}", "--backend", "cpu", "--dtype", "float32", *options]
+    environment = os.environ | {"SPECBEAM_API_KEY": KEY}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            line = process.stderr.readline()
+            assert line.startswith("specbeam: tiny at http://127.0.0.1:"), line + process.stderr.read()
+            reader = threading.Thread(target=process.stderr.read)  # a full pipe would stop the server
+            reader.start()
+            cluster = Cluster(process, line.split()[-1].removesuffix("/v1"))
+            with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as patient:  # until it listens
+                assert patient.get(f"{cluster.url}/health").json() == {"status": "ok", "replicas": 2}
+            yield cluster
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(TIMEOUT_SECONDS) == 0
+            assert not psutil.wait_procs(family, timeout=TIMEOUT_SECONDS)[1]
+            cluster.http.close()
+        finally:
+            process.kill()
+            reader.join()
+
+
+@pytest.fixture(scope="module")
+def long_lm(tiny):
+    """A model that takes a while for a text: its context is long."""
+    source = tiny("llama", chat=True, max_position_embeddings=4096)[1].source
+    return specbeam.load(source, backend="cpu", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def cluster(long_lm, draft_lm):
+    with on_ray(long_lm.source, "--draft", f"small={draft_lm.source}") as running:
+        yield running
+
+
+def same(answer):
+    """What does not depend on the time, or on the requests before."""
+    return [answer.get(name) for name in ("object", "model", "choices")]
+
+
+def test_answers_are_those_of_one_server(cluster, start, long_lm, draft_lm):
+    requests = [
+        {"temperature": 0, "draft": "small"},
+        {"seed": 3, "n": 2, "logprobs": 2},
+        {"num_beams": 3, "n": 3, "draft": "ngram", "logprobs": 1, "return_token_ids": True},
+        {"temperature": 0, "echo": True, "logprobs": 1, "stop": ["e"]},
+        {"prompt": ["one", "two"], "temperature": 0},
+        {"top_p": 7},
+        {"prompt": "a" * 5000},
+    ]
+    with start({"tiny": long_lm}, {"small": draft_lm}, default_draft="small") as plain:
+        for fields in requests:
+            fields = {"prompt": "The same text", "max_tokens": 24} | fields
+            expected, answer = (one.post("/v1/completions", **fields) for one in (plain, cluster))
+            assert answer.status_code == expected.status_code
+            assert same(answer.json()) == same(expected.json())
+            assert answer.json().get("error") == expected.json().get("error")
+        for path in ("/v1/nothing", "/openapi.json"):
+            assert cluster.http.get(path).json() == plain.http.get(path).json()
+        messages = [{"role": "user", "content": "Hi"}]
+        whole, frames = (
+            one.client().chat.completions.create(model="tiny", messages=messages, max_tokens=9, seed=1, stream=stream)
+            for one, stream in ((plain, False), (cluster, True))
+        )
+        assert "".join(frame.choices[0].delta.content for frame in frames) == whole.choices[0].message.content
+        response = cluster.client().responses.create(model="tiny", input="Hi", temperature=0, max_output_tokens=9)
+        assert response.output_text == specbeam.generate(long_lm, messages, max_new_tokens=9).text
+
+
+def test_the_front_keeps_strangers_out(cluster):
+    for headers, status in (
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"host": "evil.example"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+    ):
+        response = cluster.http.post("/v1/completions", headers=headers, json={"prompt": "a"})
+        assert response.status_code == status
+        assert response.json()["error"]["message"]
+
+
+def test_a_conversation_goes_to_the_replica_that_knows_it(cluster):
+    conversations = [[{"role": "user", "content": f"{number} asks: " + "word " * 40}] for number in range(6)]
+    for messages in conversations:
+        cluster.post("/v1/chat/completions", messages=messages, max_tokens=1)
+    for messages in conversations:
+        messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "more"}]
+        usage = cluster.post("/v1/chat/completions", messages=messages, max_tokens=1).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 200
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_away_frees_its_place(cluster, stream):
+    connection = connect(
+        cluster, prompt="abc", stream=stream, **LONG | {"max_tokens": 4000}, headers={"authorization": f"Bearer {KEY}"}
+    )
+    live = 'specbeam_live_requests{model="tiny"}'
+    cluster.wait_for(lambda: cluster.metrics().get(live) == 1)
+    connection.close()
+    cluster.wait_for(lambda: cluster.metrics()[live] == 0)
+    metrics = cluster.metrics()
+    assert metrics['specbeam_requests_total{endpoint="/v1/completions",outcome="cancelled"}'] >= 1
+    assert metrics['specbeam_cache_tokens{model="tiny"}'] == 0
+
+
+def test_a_replica_is_killed_under_load(cluster, long_lm):
+    prompts = [f"text number {number}" for number in range(8)]
+    expected = [
+        result.text for result in specbeam.generate(long_lm, prompts, raw=True, max_new_tokens=600, eos_token_id=())
+    ]
+    client = cluster.client()
+    streams = [
+        client.completions.create(
+            model="tiny", prompt=prompt, stream=True, max_tokens=600, temperature=0, extra_body={"ignore_eos": True}
+        )
+        for prompt in prompts[:4]
+    ]
+    pieces = [[next(stream).choices[0].text] for stream in streams]  # all of them have begun
+    answers = {}
+
+    def ask(number):
+        answers[number] = cluster.post("/v1/completions", prompt=prompts[number], **LONG)
+
+    threads = [threading.Thread(target=ask, args=[number]) for number in range(4, 8)]
+    for thread in threads:
+        thread.start()
+    live = 'specbeam_live_requests{model="tiny"}'
+    cluster.wait_for(lambda: cluster.metrics()[live] == 8)
+    cluster.replicas[0].kill()
+    died = []
+    for number, stream in enumerate(streams):
+        try:
+            pieces[number] += [frame.choices[0].text for frame in stream]
+        except openai.APIError as error:
+            died.append(error.code)
+            assert expected[number].startswith("".join(pieces[number]))
+        else:
+            assert "".join(pieces[number]) == expected[number]
+    assert 0 < len(died) < 4
+    assert {*died} == {"replica_died"}
+    for thread in threads:
+        thread.join()
+    assert [answers[number].json()["choices"][0]["text"] for number in range(4, 8)] == expected[
+        4:
+    ]  # given to the other
+    cluster.wait_for(lambda: cluster.http.get("/health").json().get("replicas") == 2)
+    name = 'specbeam_requests_total{endpoint="/v1/completions",outcome="failed"}'
+    assert cluster.metrics()[name] == len(died)
+
+
+@pytest.mark.thorough
+def test_a_server_that_stops_finishes_its_requests(long_lm):
+    expected = specbeam.generate(long_lm, "abc", raw=True, max_new_tokens=600, eos_token_id=()).text
+    with on_ray(long_lm.source, "--max-requests", "1", "--max-waiting", "1") as cluster:
+        connections = [
+            connect(cluster, prompt="abc", stream=True, **LONG, headers={"authorization": f"Bearer {KEY}"})
+            for _ in range(8)
+        ]
+        refused = [one for one in (connection.getresponse() for connection in connections) if one.status == 429]
+        assert len(refused) == 4
+        assert {one.getheader("retry-after") for one in refused} == {"1"}
+        cluster.process.send_signal(signal.SIGTERM)
+        cluster.wait_for(lambda: cluster.http.get("/health").status_code == 503)
+        assert cluster.post("/v1/completions", prompt="a").json()["error"]["code"] == "stopping"
+        taken = [connection.getresponse() for connection in connections]
+        texts = [answer.read().decode() for answer in taken]
+        for text in texts:
+            frames = [json.loads(frame[6:]) for frame in text.split("\n\n") if "{" in frame]
+            assert "".join(frame["choices"][0]["text"] for frame in frames) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--replicas", "2"], "--launcher ray"), (["--launcher", "ray", "--replicas", "0"], "at least 1")],
+)
+def test_mistakes_are_one_line(chat_lm, capsys, arguments, says):
+    assert cli.main(["serve", "--port", "0", "--model", str(chat_lm.source), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
+
+
+def test_without_ray(chat_lm, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert cli.main(["serve", "--port", "0", "--model", str(chat_lm.source), "--launcher", "ray"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "specbeam[ray]" in line
