@@ -15,11 +15,14 @@ import pytest
 
 import specbeam
 from specbeam import cli
+from tests.conftest import in_thorough_mode
 from tests.server.test_life import connect
 
 pytest.importorskip("ray.serve")
 KEY = "secret"
 TIMEOUT_SECONDS = 120
+HEADERS = {"authorization": f"Bearer {KEY}"}
+LIVE = 'specbeam_live_requests{model="tiny"}'
 LONG = {"max_tokens": 600, "temperature": 0, "ignore_eos": True}
 
 
@@ -29,9 +32,7 @@ class Cluster:
     def __init__(self, process, url):
         self.process, self.port = process, int(url.rsplit(":", 1)[1])
         self.url = url
-        self.http = httpx.Client(
-            base_url=url, timeout=TIMEOUT_SECONDS, trust_env=False, headers={"authorization": f"Bearer {KEY}"}
-        )
+        self.http = httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS, trust_env=False, headers=HEADERS)
 
     def client(self):
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=TIMEOUT_SECONDS)
@@ -150,13 +151,10 @@ def test_a_conversation_goes_to_the_replica_that_knows_it(cluster):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_place(cluster, stream):
-    connection = connect(
-        cluster, prompt="abc", stream=stream, **LONG | {"max_tokens": 4000}, headers={"authorization": f"Bearer {KEY}"}
-    )
-    live = 'specbeam_live_requests{model="tiny"}'
-    cluster.wait_for(lambda: cluster.metrics().get(live) == 1)
+    connection = connect(cluster, prompt="abc", stream=stream, **LONG | {"max_tokens": 4000}, headers=HEADERS)
+    cluster.wait_for(lambda: cluster.metrics().get(LIVE) == 1)
     connection.close()
-    cluster.wait_for(lambda: cluster.metrics()[live] == 0)
+    cluster.wait_for(lambda: cluster.metrics()[LIVE] == 0)
     metrics = cluster.metrics()
     assert metrics['specbeam_requests_total{endpoint="/v1/completions",outcome="cancelled"}'] >= 1
     assert metrics['specbeam_cache_tokens{model="tiny"}'] == 0
@@ -183,8 +181,7 @@ def test_a_replica_is_killed_under_load(cluster, long_lm):
     threads = [threading.Thread(target=ask, args=[number]) for number in range(4, 8)]
     for thread in threads:
         thread.start()
-    live = 'specbeam_live_requests{model="tiny"}'
-    cluster.wait_for(lambda: cluster.metrics()[live] == 8)
+    cluster.wait_for(lambda: cluster.metrics()[LIVE] == 8)
     cluster.replicas[0].kill()
     died = []
     for number, stream in enumerate(streams):
@@ -202,30 +199,30 @@ def test_a_replica_is_killed_under_load(cluster, long_lm):
     assert [answers[number].json()["choices"][0]["text"] for number in range(4, 8)] == expected[
         4:
     ]  # given to the other
-    cluster.wait_for(lambda: cluster.http.get("/health").json().get("replicas") == 2)
+    if in_thorough_mode():  # it loads PyTorch
+        cluster.wait_for(lambda: cluster.http.get("/health").json().get("replicas") == 2)
     name = 'specbeam_requests_total{endpoint="/v1/completions",outcome="failed"}'
     assert cluster.metrics()[name] == len(died)
 
 
 @pytest.mark.thorough
-def test_a_server_that_stops_finishes_its_requests(long_lm):
-    expected = specbeam.generate(long_lm, "abc", raw=True, max_new_tokens=600, eos_token_id=()).text
+def test_a_full_server_that_stops(long_lm):
+    long = LONG | {"max_tokens": 3000, "stream": True}
+    expected = specbeam.generate(long_lm, "abc", raw=True, max_new_tokens=3000, eos_token_id=()).text
     with on_ray(long_lm.source, "--max-requests", "1", "--max-waiting", "1") as cluster:
-        connections = [
-            connect(cluster, prompt="abc", stream=True, **LONG, headers={"authorization": f"Bearer {KEY}"})
-            for _ in range(8)
-        ]
-        refused = [one for one in (connection.getresponse() for connection in connections) if one.status == 429]
-        assert len(refused) == 4
-        assert {one.getheader("retry-after") for one in refused} == {"1"}
+        connections = [connect(cluster, headers=HEADERS, prompt="abc", **long) for _ in range(8)]
+        cluster.wait_for(lambda: cluster.metrics().get(LIVE) == 2)
         cluster.process.send_signal(signal.SIGTERM)
         cluster.wait_for(lambda: cluster.http.get("/health").status_code == 503)
         assert cluster.post("/v1/completions", prompt="a").json()["error"]["code"] == "stopping"
-        taken = [connection.getresponse() for connection in connections]
-        texts = [answer.read().decode() for answer in taken]
-        for text in texts:
-            frames = [json.loads(frame[6:]) for frame in text.split("\n\n") if "{" in frame]
-            assert "".join(frame["choices"][0]["text"] for frame in frames) == expected
+        answers = [connection.getresponse() for connection in connections]
+        for answer in answers:
+            if answer.status == 200:
+                frames = [json.loads(frame[6:]) for frame in answer.read().decode().split("\n\n") if "{" in frame]
+                assert "".join(frame["choices"][0]["text"] for frame in frames) == expected
+            else:
+                assert (answer.status, answer.getheader("retry-after")) in ((429, "1"), (503, "1"))
+        assert 2 <= sum(answer.status == 200 for answer in answers) <= 4
 
 
 @pytest.mark.parametrize(
