@@ -95,7 +95,7 @@ def cluster(long_lm, draft_lm):
 
 
 def same(answer):
-    """What does not depend on the time, or on the requests before."""
+    """The part that depends neither on the time nor on the requests before."""
     return [answer.get(name) for name in ("object", "model", "choices")]
 
 

@@ -33,7 +33,7 @@ LOADS = {
 
 @dataclass(frozen=True)
 class Tally:
-    """What a call took.
+    """The cost of a call, for the log and the counts.
 
     Attributes:
         model: the model's name.

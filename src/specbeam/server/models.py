@@ -20,7 +20,7 @@ NO_DRAFT = "none"
 
 
 class Load(NamedTuple):
-    """What the engine of a model does at a moment."""
+    """The work of a model's engine at a moment."""
 
     model: str
     live_requests: int
@@ -122,7 +122,7 @@ class Models:
 
     @property
     def loads(self) -> list[Load]:
-        """What the engines do now."""
+        """The work of the engines at this moment."""
         engines = [(model.name, model.engine) for model in self]
         return [Load(name, engine.live, engine.waiting, engine.cache_tokens) for name, engine in engines]
 

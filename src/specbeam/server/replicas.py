@@ -62,7 +62,7 @@ STATE_SECONDS = 5.0
 HEALTH_CHECK_SECONDS = 1.0
 """Ray looks this often for replicas that died."""
 NOTES = "specbeam.notes"
-"""The type of a message for the front, before the last one of an answer: what the front logs and counts."""
+"""The type of a message to the front, before the last one of an answer. It has the notes to log and to count."""
 GENERATING_PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/rounds/chat", "/rounds/completions")
 
 LoadModels = Callable[[], tuple[Mapping[str, LanguageModel], Mapping[str, LanguageModel]]]
@@ -87,7 +87,7 @@ class Asked:
 def blocks_of(body: bytes) -> list[bytes]:
     """Hashes of the beginnings of a request's prompt, as vLLM's prefix cache chains the hashes of its blocks.
 
-    The messages of a conversation begin like those of its turn before, so that most of its hashes are the same.
+    A turn of a conversation repeats the messages before it. So it has their hashes, too.
     """
     try:
         fields = json.loads(body)
@@ -211,7 +211,7 @@ class Replica:
         return self._models.ended, self._models.loads
 
     async def stop(self, grace: float | None) -> None:
-        """Finish all requests. After ``grace`` seconds those that are left end with the text so far."""
+        """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
         self._app.state.life.is_stopping = True
         await self._models.stop(grace)
 
@@ -229,7 +229,7 @@ class Replicas:
         self._stream = handle.options(method_name="answer", stream=True)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request to a replica, and its answer back."""
+        """Give a request to a replica, and its answer to the client."""
         notes = scope["specbeam"]
         notes["endpoint"] = scope["path"] if scope["path"] in GENERATING_PATHS else "other"
         try:
@@ -243,7 +243,7 @@ class Replicas:
         """Let a replica answer. If it dies before it wrote anything, another one has the request.
 
         Raises:
-            Refusal: the replicas died, or there is none.
+            Refusal: the replicas died, or no replica takes it.
         """
         for _ in range(ATTEMPTS):
             start: Message | None = None
@@ -292,7 +292,7 @@ class Replicas:
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     async def stop(self, grace: float | None) -> None:
-        """Finish all requests. After ``grace`` seconds those that are left end with the text so far."""
+        """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
         with suppress(DeploymentUnavailableError, RayActorError):
             await self._broadcast("stop", grace).results_async(return_exceptions=True)
 
@@ -412,7 +412,7 @@ async def _assigned(response: Any) -> None:
     """Wait until a replica has the request.
 
     Raises:
-        Refusal: none takes it.
+        Refusal: no replica takes it.
     """
     try:
         await asyncio.wait_for(anext(response), ASSIGN_SECONDS)
