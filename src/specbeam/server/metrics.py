@@ -24,11 +24,11 @@ COUNTS = {
 }
 """Statistics of a request (:class:`specbeam.Stats`) that are added up."""
 LOADS = {
-    "live_requests": "Requests that share passes now.",
-    "waiting_requests": "Requests that wait for a place.",
-    "cache_tokens": "Slots of the KV cache that live requests use.",
+    "specbeam_live_requests": "Requests that share passes now.",
+    "specbeam_waiting_requests": "Requests that wait for a place.",
+    "specbeam_cache_tokens": "Slots of the KV cache that live requests use.",
 }
-"""The numbers of :class:`specbeam.server.models.Load`."""
+"""The fields of :class:`specbeam.server.models.Load`."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Metrics:
             buckets=BETWEEN_TOKENS_SECONDS,
             **by_model,
         )
-        self._loads = {name: Gauge(f"specbeam_{name}", text, **by_model) for name, text in LOADS.items()}
+        self._loads = {name: Gauge(name, text, **by_model) for name, text in LOADS.items()}
 
     def count(self, endpoint: str, outcome: str, tally: Tally | None) -> None:
         """Count a request that has ended, and what its texts took."""
@@ -111,5 +111,5 @@ class Metrics:
             gauge.clear()
         for load in loads:
             for name, gauge in self._loads.items():
-                gauge.labels(load.model).inc(getattr(load, name))
+                gauge.labels(load.model).inc(getattr(load, name.removeprefix("specbeam_")))
         return generate_latest(self._registry)
