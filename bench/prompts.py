@@ -1,5 +1,10 @@
 """The prompts of the benches."""
 
+from __future__ import annotations
+
+import random
+from typing import Any
+
 CODING = [
     "Write a Python function that merges two sorted lists into one sorted list.",
     "Write a Python class for a stack with push, pop and peek.",
@@ -25,3 +30,22 @@ PROSE = [
     "Summarize the plot of Romeo and Juliet.",
     "What are the advantages and disadvantages of working from home?",
 ]
+
+
+class NewPrompts:
+    """Makes prompts that begin differently."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._random = random.Random(0)
+
+    def __call__(self, tokens: int) -> list[int]:
+        """A new prompt of this many token ids."""
+        sentences = [*CODING, *PROSE]
+        text = f"{self._random.randrange(10**9)}."
+        ids: list[int] = []
+        while len(ids) < tokens:
+            self._random.shuffle(sentences)
+            text = " ".join([text, *sentences])
+            ids = self._tokenizer(text).input_ids
+        return ids[:tokens]

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
-import signal
 import statistics
 import subprocess
 import time
@@ -30,7 +28,9 @@ from typing import Any
 from figures import Figures, add_json_option
 from float_checkpoint import float_checkpoint
 from machine import describe
-from prompts import CODING, PROSE
+from peers import Peer, foreign_environment
+from prompts import NewPrompts
+from table import Table
 
 import specbeam
 from specbeam.backends.contract import Segment
@@ -89,7 +89,7 @@ def main() -> None:
     table = Table(Figures.of_this_run(*versions), given.model.stem)
     bench = Bench(given.model, given.threads)
     print(f"{given.model.stem}, prompts of {PROMPT_TOKENS} tokens, {given.tokens} new tokens per text\n")
-    print("| figure | measured (min to max) | must reach |\n| --- | --- | --- |", flush=True)
+    table.head()
     if peer:
         try:
             measure_shares(table, bench, peer, given.tokens, given.repeats)
@@ -107,32 +107,6 @@ def main() -> None:
         table.model = given.large.stem
         measure_large(table, Bench(given.large, given.threads), given.tokens, given.repeats)
     table.figures.write(given.json)
-
-
-class Table:
-    """Prints the rows and keeps their figures."""
-
-    def __init__(self, figures: Figures, model: str) -> None:
-        self.figures = figures
-        self.model = model
-
-    def row(
-        self,
-        *names: str,
-        unit: str,
-        samples: Sequence[float],
-        at_least: float | None = None,
-        at_most: float | None = None,
-    ) -> None:
-        """One row. The value is the median of the samples."""
-        figure = self.figures.add(self.model, *names, unit=unit, samples=samples)
-        measured = f"{figure.value:.3g} ({figure.min:.3g} to {figure.max:.3g}) {unit}"
-        goal = f"at least {at_least:g}" if at_least else f"at most {at_most:g}" if at_most else ""
-        print(f"| {', '.join(names)} | {measured} | {goal} |", flush=True)
-
-    def missing(self, *names: str, reason: str) -> None:
-        """A row without a figure."""
-        print(f"| {', '.join(names)} | {reason} | |", flush=True)
 
 
 class RecordedPasses:
@@ -190,18 +164,8 @@ class Bench:
         self.threads = threads
         self.lm = specbeam.load(path, backend="cpu", threads=threads)
         self.passes = RecordedPasses(self.lm.backend)
+        self.prompt = NewPrompts(self.lm.tokenizer)
         self._random = random.Random(0)
-
-    def prompt(self, tokens: int) -> list[int]:
-        """A new prompt of this many token ids."""
-        sentences = [*CODING, *PROSE]
-        text = f"{self._random.randrange(10**9)}."
-        ids: list[int] = []
-        while len(ids) < tokens:
-            self._random.shuffle(sentences)
-            text = " ".join([text, *sentences])
-            ids = self.lm.tokenizer(text).input_ids
-        return ids[:tokens]
 
     def prompts(self, count: int) -> list[list[int]]:
         """New prompts of the usual length."""
@@ -258,49 +222,36 @@ class Vllm:
         script = str(Path(__file__).with_name("serving_vllm.py"))
         # Neither this folder nor this project's packages are in its path.
         command = [given.vllm_python, "-P", script, str(float_checkpoint(given.model)), str(given.threads)]
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "OMP_NUM_THREADS")
-        }
         try:
-            self._process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                text=True, start_new_session=True,
-            )  # fmt: skip
+            self._peer = Peer(command, foreign_environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         except OSError as error:
             self.settings = f"not installed: {error}"
             return
         settings = self._read()
         self.runs = settings is not None
         self.settings = settings or "vLLM could not start"
-        self._pause()
+        if self.runs:
+            self._peer.pause()
 
     def _read(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
+        assert self._peer.process.stdout is not None
+        line = self._peer.process.stdout.readline()
         return json.loads(line) if line else None
-
-    def _pause(self) -> None:
-        """Its idle processes would poll."""
-        if self.runs:
-            os.killpg(self._process.pid, signal.SIGSTOP)
 
     def tokens_per_second(self, prompts: list[list[int]], options: Options, tokens: int) -> float | None:
         """All prompts at once; None if vLLM fails."""
-        assert self._process.stdin is not None
-        os.killpg(self._process.pid, signal.SIGCONT)
-        print(
-            json.dumps({"prompts": prompts, "tokens": tokens, "options": options}), file=self._process.stdin, flush=True
-        )
-        answer = self._read()
+        asked = self._peer.process.stdin
+        assert asked is not None
+        with self._peer.running():
+            print(json.dumps({"prompts": prompts, "tokens": tokens, "options": options}), file=asked, flush=True)
+            answer = self._read()
         self.runs = answer is not None
-        self._pause()
         return answer["tokens"] / answer["seconds"] if answer else None
 
     def end(self) -> None:
         """End its processes."""
         if self.runs:
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._peer.end()
 
 
 def measure_shares(table: Table, bench: Bench, peer: Vllm, tokens: int, repeats: int) -> None:

@@ -1,0 +1,91 @@
+"""The clients of ``bench/server.py``, in a process of their own.
+
+Each line of standard input is ``{"port": N, "path": "/v1/...", "bodies": [...]}``: one client for each body. All begin
+at once. The line of output that answers it is ``{"seconds": until the last one had its answer, "answers": [...]}``.
+An answer has ``status``, ``text``, ``finish_reason``, ``times`` (the seconds from its request to each frame with text),
+and ``body``: what was received, if the status is not 200. A client only
+notes what it receives, and when. Frames are read once all clients have their answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+import time
+from bisect import bisect_right
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import uvloop
+
+FRAME = re.compile(rb"^data: (\{.*\})\r?$", re.MULTILINE)
+
+MAX_SECONDS = 300
+"""A run that takes longer has gone wrong."""
+
+
+class Client(asyncio.Protocol):
+    """Sends one request, and notes each block of bytes that comes until the server closes the connection."""
+
+    def __init__(self, request: bytes) -> None:
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._sent = 0.0
+        self._blocks: list[tuple[float, bytes]] = []
+
+    def connection_made(self, transport: Any) -> None:
+        self._sent = time.perf_counter()
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        self._blocks.append((time.perf_counter(), data))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed.set_result(None)
+
+    def answer(self) -> dict[str, Any]:
+        """What it received: its status, its text, and the time of each frame with text."""
+        received = b"".join(block for _, block in self._blocks)
+        ends = [*accumulate(len(block) for _, block in self._blocks)]
+        times, texts, finish_reason = [], [], None
+        for found in FRAME.finditer(received):
+            choices = json.loads(found[1]).get("choices", [])
+            text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
+            finish_reason = choices[0].get("finish_reason") if choices else finish_reason
+            if text:
+                texts.append(text)
+                times.append(self._blocks[bisect_right(ends, found.start())][0] - self._sent)
+        status = received.split(b" ", 2)[1].decode() if received else "none"
+        body = "" if status == "200" else received.decode(errors="replace")
+        return {"status": status, "text": "".join(texts), "times": times, "finish_reason": finish_reason, "body": body}
+
+
+async def ask_all(port: int, path: str, bodies: list[dict[str, Any]]) -> dict[str, Any]:
+    """One client for each body. All begin at once."""
+    requests = [request(path, json.dumps(body).encode()) for body in bodies]
+    loop = asyncio.get_running_loop()
+    start = time.perf_counter()
+    made = await asyncio.gather(
+        *(loop.create_connection(partial(Client, each), "127.0.0.1", port) for each in requests)
+    )
+    clients = [client for _, client in made]
+    await asyncio.wait_for(asyncio.gather(*(client.closed for client in clients)), MAX_SECONDS)
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "answers": [client.answer() for client in clients]}
+
+
+def request(path: str, body: bytes) -> bytes:
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def main() -> None:
+    for line in sys.stdin:
+        print(json.dumps(uvloop.run(ask_all(**json.loads(line)))), flush=True)
+
+
+if __name__ == "__main__":
+    main()
