@@ -1,5 +1,7 @@
 """The figures of benches: the files that are kept can be read, and two runs can be compared."""
 
+import asyncio
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -59,6 +61,72 @@ def test_a_file_without_figures_is_refused(bench, tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sys, "argv", ["compare", str(path), str(path)])
     assert compare.main() == 2
     assert "holds no figures" in capsys.readouterr().err
+
+
+def test_clients_note_each_frame_with_text_and_how_the_text_ended(bench):
+    """Against a server that is no part of this project, whose frames come in pieces."""
+    from server_clients import ask_all
+
+    frames = [
+        b'data: {"choices": [{"text": "", "finish_reason": null}]}\n\n',
+        b'data: {"choices": [{"text": "one", "finish_reason": null}]}\n\ndata: {"choi',
+        b'ces": [{"delta": {"content": " two"}, "finish_reason": "length"}]}\n\n',
+        b'data: {"choices": [], "usage": {}}\n\ndata: [DONE]\n\n',
+    ]
+
+    async def serve(reader, writer):
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().split(b"content-length: ")[1].split(b"\r")[0])
+        asked = json.loads(await reader.readexactly(size))
+        writer.write(b"HTTP/1.1 %d .\r\n\r\n" % asked["status"])
+        for frame in frames:
+            writer.write(frame)
+            await writer.drain()
+        writer.close()
+
+    async def ask():
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            return await ask_all(port, "/v1/completions", [{"status": 200}, {"status": 200}, {"status": 429}])
+
+    *answers, refused = asyncio.run(ask())["answers"]
+    for answer in answers:
+        assert (answer["status"], answer["text"], answer["finish_reason"]) == ("200", "one two", "length")
+        assert len(answer["times"]) == 2
+    assert refused["status"] == "429"
+    assert "usage" in refused["body"]
+
+
+@pytest.mark.thorough
+def test_a_short_run_of_server_has_every_row(bench, tmp_path):
+    _, figures = bench
+    import server
+    from long_text import write_model
+
+    model = write_model(tmp_path / "model", vocab_size=600, context=4200)
+    (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}")
+    found = tmp_path / "found.json"
+    run = [
+        sys.executable,
+        str(BENCH / "server.py"),
+        str(model),
+        "--repeats",
+        "1",
+        "--tokens",
+        "4",
+        "--json",
+        str(found),
+    ]
+    done = subprocess.run([*run, "--clients", "1", "8"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = {figure.name.removeprefix("model / ") for figure in figures.Figures.read(found).figures}
+    for method in server.METHODS:
+        assert f"share of the engine / 8 {method}" in names
+        for clients in (1, 8):
+            times = {f"{what}, p{share}" for what in ("first token", "between tokens") for share in (50, 99)}
+            assert {f"{clients} {method} / specbeam / {time}" for time in times} <= names
+    assert "4 beams / specbeam" in names
+    assert "first token of a turn, 2,000 tokens / specbeam / second turn over first" in names
 
 
 @pytest.mark.thorough
