@@ -385,9 +385,11 @@ def replicas_on_ray(
         quiet = {"log_level": "ERROR", "enable_access_log": False}
         try:
             serve.start(proxy_location="Disabled", logging_config=quiet)
-            yield Replicas(serve.run(application, name=name, route_prefix=None, logging_config=quiet))
-        except RuntimeError as error:
-            raise SpecbeamError(f"the replicas cannot start: {_reason_of(error)}") from error
+            try:
+                handle = serve.run(application, name=name, route_prefix=None, logging_config=quiet)
+            except RuntimeError as error:
+                raise SpecbeamError(f"the replicas cannot start: {_reason_of(name, error)}") from error
+            yield Replicas(handle)
         finally:
             with suppress(Exception):
                 serve.delete(name)
@@ -401,11 +403,13 @@ def _cpus_of_each(processors: Sequence[int], replicas: int) -> float:
     return sum(processors) / replicas
 
 
-def _reason_of(error: BaseException) -> str:
-    """The error of the replica that is in Ray's message, as one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    found = [line for line in lines if "SpecbeamError: " in line] or lines[-1:] or [type(error).__name__]
-    return found[-1].rpartition("SpecbeamError: ")[2]
+def _reason_of(name: str, error: Exception) -> str:
+    """The error of a replica that could not start, as one line. Ray's messages hold the whole traceback."""
+    deployments = serve.status().applications[name].deployments.values()
+    pages = [str(error), *(deployment.message for deployment in deployments)]
+    lines = [line.strip() for page in pages for line in page.splitlines() if line.strip()]
+    ours = [line.rpartition("SpecbeamError: ")[2] for line in lines if "SpecbeamError: " in line]
+    return (ours or lines)[-1]
 
 
 async def _assigned(response: Any) -> None:
