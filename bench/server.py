@@ -206,7 +206,7 @@ def vllm_server(given: argparse.Namespace) -> Server:
 
 @dataclass
 class Run:
-    """What clients of a server saw.
+    """One run of a server, as its clients saw it.
 
     Attributes:
         seconds: until all had their answers.
@@ -355,7 +355,7 @@ class Bench:
         print(flush=True)
 
     def show_goals(self) -> None:
-        """The speeds over the engine's own, and over those of the better peer."""
+        """Each speed over the engine's own speed, and over the better peer's speed."""
         for (method, count), shares in self._shares.items():
             self.table.row("share of the engine", f"{count} {method}", unit="share", samples=shares, at_least=0.95)
         for method, count in self._shares:
@@ -390,7 +390,7 @@ class Bench:
             self.table.missing(f"{BEAMS} beams", "over vLLM", reason="no Python of vLLM was given")
 
     def measure_turns(self, repeats: int) -> None:
-        """The time to the first token of a conversation's second turn, over that of its first turn."""
+        """How long a conversation's second turn takes to its first token, over the first turn's time."""
         for name in self.servers:
             first_turns, ratios = [], []
             for _ in range(repeats):

@@ -3,7 +3,7 @@
 Each line of standard input is ``{"port": N, "path": "/v1/...", "bodies": [...]}``: one client for each body. All begin
 at once. The line of output that answers it is ``{"seconds": until the last one had its answer, "answers": [...]}``.
 An answer has ``status``, ``text``, ``finish_reason``, ``times`` (the seconds from its request to each frame with text),
-and ``body``: what was received, if the status is not 200. A client only
+and ``body``: all that came, if the status is not 200. A client only
 notes what it receives, and when. Frames are read once all clients have their answers.
 """
 
@@ -47,7 +47,7 @@ class Client(asyncio.Protocol):
         self.closed.set_result(None)
 
     def answer(self) -> dict[str, Any]:
-        """What it received: its status, its text, and the time of each frame with text."""
+        """The status and the text that came, and the time of each frame with text."""
         received = b"".join(block for _, block in self._blocks)
         ends = [*accumulate(len(block) for _, block in self._blocks)]
         times, texts, finish_reason = [], [], None

@@ -1,4 +1,4 @@
-"""The rows that a bench prints: what was measured, and what it must reach."""
+"""The rows that a bench prints: each figure, and the value that it must reach."""
 
 from __future__ import annotations
 
