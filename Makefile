@@ -60,9 +60,9 @@ $(BIN)/python:
 	$(PIP) 'specbeam[dev]'
 	touch $@
 
-# OpenAI's client for JavaScript, for a test of the server.
+# For tests of the server: OpenAI's client for JavaScript, and axe-core, which checks that all people can use the page.
 .venv/npm: Makefile | .venv/specbeam
-	npm install --silent --no-audit --no-fund --no-package-lock --prefix $@ openai@7.57.0
+	npm install --silent --no-audit --no-fund --no-package-lock --prefix $@ openai@7.57.0 axe-core@4.14.1
 	touch $@
 
 .venv/docs: .venv/specbeam

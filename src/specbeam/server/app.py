@@ -25,6 +25,7 @@ from specbeam.server.guard import Guard, Life
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics
 from specbeam.server.models import Models, ServedModel
+from specbeam.server.page import add_page_to
 from specbeam.server.responses import ResponseRequest
 from specbeam.server.rounds import WatchedRequest
 from specbeam.server.streams import ClientGone, EventStream, while_connected
@@ -158,6 +159,8 @@ def make_app(
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics() -> Response:
         return Response(metrics.text(models.loads), media_type="text/plain; version=0.0.4")
+
+    add_page_to(app)
 
     for path in app.openapi()["paths"].values():
         for operation in path.values():

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics, Tally
+from specbeam.server.page import is_page
 
 logger = logging.getLogger("specbeam.server")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -70,7 +71,7 @@ class Guard:
             origin = headers.get("origin")
             if origin is not None and not self._allows(origin):
                 raise Refusal("this server answers no pages of other sites", None, "origin_not_allowed", 403)
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in OPEN_PATHS or is_page(scope["path"]):
             return
         if (key := self._access.api_key) is not None:
             given = headers.get("authorization", "").removeprefix("Bearer ")

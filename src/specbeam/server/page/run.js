@@ -1,0 +1,291 @@
+// A run of the search: events come in, and a tree with its numbers comes out. docs/server.md describes the events.
+
+export class Run {
+  constructor() {
+    this.events = [];
+    this.phases = []; // [event, "draft" | "decide"]: a round is shown in two phases, so that guesses are seen before their fate
+    this.error = null;
+    this.isLive = true;
+    this.begin = null;
+    this.end = null;
+    this.reset();
+  }
+
+  // Forget the tree, and begin again before the first round.
+  reset() {
+    this.at = 0; // phases in the tree
+    this.version = (this.version || 0) + 1;
+    this.nodes = new Map();
+    this.columns = []; // by depth: the nodes there. Beams come first, in their order
+    this.root = null;
+    this.likeliest = new Map(); // by node
+    this.beams = [];
+    this.text = "";
+    this.certainDepth = 0;
+    this.rounds = 0;
+    this.drafted = 0;
+    this.accepted = 0;
+    this.targetPasses = 0;
+    this.draftPasses = 0;
+    this.evaluated = 0;
+    this.seconds = 0;
+    this.firstSeconds = 0;
+    this.steps = 0;
+    this.best = new Set();
+    this.isWhole = false;
+  }
+
+  push(event) {
+    this.events.push(event);
+    if (event.event === "begin") this.begin = event;
+    else if (event.event === "round") {
+      if (event.drafted.length) this.phases.push([event, "draft"]);
+      this.phases.push([event, "decide"]);
+    } else if (event.event === "end") {
+      this.end = event;
+      this.isLive = false;
+    } else if (event.error) {
+      this.error = event.error;
+      this.isLive = false;
+    }
+    this.version++;
+  }
+
+  // Show the first phases of the run.
+  seek(count) {
+    if (count < this.at) this.reset();
+    while (this.at < Math.min(count, this.phases.length)) {
+      const [event, phase] = this.phases[this.at++];
+      if (phase === "draft") this.draft(event);
+      else this.decide(event);
+    }
+    if (this.end && this.at === this.phases.length) this.finish();
+    this.version++;
+  }
+
+  add(entry) {
+    let node = this.nodes.get(entry.node);
+    if (node) return node;
+    if (!this.root) {
+      this.root = { id: entry.after, depth: 0, text: "", children: [], lane: -1, rank: 0, kind: "root", isCertain: true, score: 0 };
+      this.nodes.set(entry.after, this.root);
+      this.columns[0] = [this.root];
+    }
+    const parent = this.nodes.get(entry.after);
+    if (!parent) return null;
+    node = {
+      id: entry.node, parent, depth: parent.depth + 1, token: entry.token_id, text: entry.text, children: [],
+      kind: "guess", rank: -1, logProb: null, score: null, isGuess: false, phase: this.at, round: this.rounds,
+      isAccepted: false, isRejected: false, isDropped: false, isCertain: false, isEnd: false,
+    };
+    const column = (this.columns[node.depth] ||= []), taken = new Set(column.map((one) => one.lane));
+    node.lane = parent.lane >= 0 && !taken.has(parent.lane) ? parent.lane : 0; // a chain of guesses is a straight line
+    while (taken.has(node.lane)) node.lane++;
+    parent.children.push(node);
+    this.nodes.set(node.id, node);
+    column.push(node);
+    return node;
+  }
+
+  // The row of a node: its rank. Guesses that are no beams, and ended texts, stand below the beams.
+  rowOf(node) {
+    return node.rank >= 0 ? node.rank : this.rowsOfBeams(node.depth) + node.lane;
+  }
+
+  rowsOfBeams(depth) {
+    const column = this.columns[depth];
+    if (column[0].rank < 0) return this.width > 1 ? this.width : 0;
+    let beams = 0;
+    while (beams < column.length && column[beams].rank >= 0) beams++;
+    return Math.max(beams, this.width > 1 ? this.width : 0);
+  }
+
+  get width() {
+    return this.begin ? this.begin.options.num_beams || 1 : 1;
+  }
+
+  // The number of rows of a column.
+  heightOf(depth) {
+    return this.columns[depth].reduce((most, node) => Math.max(most, this.rowOf(node) + 1), 1);
+  }
+
+  draft(event) {
+    this.rounds++;
+    for (const guess of event.drafted) {
+      const node = this.add(guess);
+      if (node) { node.isGuess = true; node.isRejected = false; }
+    }
+    this.drafted += event.drafted.length;
+  }
+
+  decide(event) {
+    if (!event.drafted.length) this.rounds++;
+    for (const step of event.steps) {
+      this.steps++;
+      this.beams = [];
+      step.forEach((beam, rank) => {
+        const node = this.add(beam);
+        if (!node) return;
+        if (node.isGuess && !node.isAccepted) { node.isAccepted = true; node.phase = this.at; this.accepted++; }
+        node.kind = "beam";
+        node.lane = -1;
+        node.rank = rank;
+        node.logProb = beam.log_prob;
+        node.score = beam.score;
+        node.steps = this.steps;
+        this.beams.push(node);
+      });
+      const depth = this.beams.length ? this.beams[0].depth : 0;
+      if (this.columns[depth]) this.columns[depth].sort((a, b) => (a.rank < 0 ? 1e6 : a.rank) - (b.rank < 0 ? 1e6 : b.rank));
+    }
+    for (const entry of event.ended) {
+      const node = this.add(entry);
+      if (!node) continue;
+      node.isEnd = true;
+      node.logProb = entry.log_prob;
+      if (node.kind === "guess") node.kind = "end";
+      if (node.score === null) node.score = (node.parent.score || 0) + entry.log_prob;
+    }
+    for (const id of event.dropped) {
+      const node = this.nodes.get(id);
+      if (node) {
+        node.isDropped = true;
+        node.phase = this.at;
+        if (node.isGuess && !node.isAccepted) node.isRejected = true;
+      }
+    }
+    for (const id of event.certain) {
+      const node = this.nodes.get(id);
+      if (node) { node.isCertain = true; this.certainDepth = Math.max(this.certainDepth, node.depth); }
+    }
+    for (const row of event.likeliest || []) this.likeliest.set(row.after, row.tokens);
+    this.text += event.text;
+    const cost = event.pass;
+    this.targetPasses += cost.target_passes;
+    this.draftPasses += cost.draft_passes;
+    this.evaluated += cost.nodes;
+    this.seconds = cost.seconds;
+    if (!this.firstSeconds) this.firstSeconds = cost.seconds;
+  }
+
+  finish() {
+    this.isWhole = true;
+    const path = this.pathOf(this.end.sequences[0].token_ids);
+    this.best = new Set(path);
+    for (const node of this.nodes.values()) if (node.isGuess && !node.isAccepted) node.isRejected = true;
+  }
+
+  // The nodes of a text, from its tokens.
+  pathOf(tokens) {
+    const path = [];
+    let node = this.root;
+    for (const token of tokens) {
+      node = node && node.children.find((child) => child.token === token && child.kind !== "guess");
+      if (!node) break;
+      path.push(node);
+    }
+    return path;
+  }
+
+  pathTo(node) {
+    const path = [];
+    for (; node && node.parent; node = node.parent) path.unshift(node);
+    return path;
+  }
+
+  // The nodes of the best text so far.
+  get bestPath() {
+    return this.isWhole ? [...this.best] : this.beams.length ? this.pathTo(this.beams[0]) : [];
+  }
+
+  get tokensPerSecond() {
+    const seconds = this.seconds - this.firstSeconds; // the prompt's reading is left out
+    return seconds > 0 ? (this.steps - (this.firstSteps || 1)) / seconds : 0;
+  }
+
+  get promptIds() {
+    return this.begin ? this.begin.prompt.map((token) => token.token_id) : [];
+  }
+
+  get promptText() {
+    return this.begin ? this.begin.prompt.map((token) => token.text).join("") : "";
+  }
+
+  get lines() {
+    return this.events.map((event) => JSON.stringify(event)).join("\n") + "\n";
+  }
+}
+
+// Shows a run phase by phase. A live run that is behind is shown faster.
+export class Playback {
+  constructor(run, speed = 1) {
+    this.run = run;
+    this.speed = speed;
+    this.isPlaying = true;
+    this.next = 0;
+  }
+
+  get isAtEnd() {
+    return this.run.at >= this.run.phases.length;
+  }
+
+  // One frame. Returns whether the tree has changed.
+  tick(now) {
+    const { run } = this;
+    if (this.isAtEnd && run.end && !run.isWhole) { run.seek(run.phases.length); return true; }
+    if (!this.isPlaying || this.isAtEnd || now < this.next) return false;
+    const behind = run.phases.length - run.at;
+    if (this.speed === Infinity) { run.seek(run.phases.length); return true; }
+    const hurry = run.isLive ? Math.max(1, behind / 4) : 1;
+    const delay = (run.phases[run.at][1] === "draft" ? 240 : 130) / this.speed / hurry;
+    run.seek(run.at + Math.max(1, Math.floor(16 / delay)));
+    this.next = now + delay;
+    return true;
+  }
+}
+
+// Server-sent events of a request, until it ends or is aborted.
+export async function stream(path, body, key, signal, take) {
+  const response = await fetch(path, {
+    method: "POST", signal, body: JSON.stringify(body),
+    headers: { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) },
+  });
+  if (!response.ok) throw new Refusal(response.status, await errorOf(response));
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const frames = (rest + value).split("\n\n");
+    rest = frames.pop();
+    for (const frame of frames) if (frame.startsWith("data: ")) take(JSON.parse(frame.slice(6)));
+  }
+}
+
+export async function errorOf(response) {
+  try { return (await response.json()).error || {}; } catch { return { message: `the server answered with status ${response.status}` }; }
+}
+
+export class Refusal extends Error {
+  constructor(status, error) {
+    super(error.message);
+    this.status = status;
+    this.param = error.param;
+  }
+}
+
+export function recordingOf(text) {
+  const run = new Run();
+  for (const line of text.split("\n")) if (line.trim()) run.push(JSON.parse(line));
+  if (!run.begin || run.begin.format !== 1) throw new Error("this file is no recording of specbeam");
+  run.isLive = false;
+  return run;
+}
+
+export const percent = (logProb) => {
+  const p = Math.exp(logProb) * 100;
+  return p >= 99.95 ? "100 %" : p >= 10 ? `${p.toFixed(0)} %` : p >= 0.1 ? `${p.toFixed(1)} %` : "< 0.1 %";
+};
+
+// A token on one line, with marks for white space.
+export const shown = (text) => text.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "\u00a0") || "∅";

@@ -1,0 +1,259 @@
+"""The page in a real browser, on a model that runs."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import specbeam
+from specbeam.server.limits import Access
+from specbeam.server.page import HEADERS
+from tests.server.test_life import Gate
+
+PAGE = Path(specbeam.__file__).parent / "server/page"
+AXE = Path(sys.prefix) / "npm/node_modules/axe-core/axe.min.js"
+"""Where ``make .venv/npm`` puts it."""
+MAX_SCRIPT_BYTES = 150_000
+PROMPT = "ab ab ab ab"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        names = ("chromium", "chromium-browser", "google-chrome")
+        found = next((path for name in names if (path := shutil.which(name))), None)
+        try:
+            browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except sync_api.Error as error:
+            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def tab(browser, served):
+    """A tab that may log nothing, and may ask no other host for anything."""
+    context = browser.new_context(reduced_motion="reduce", viewport={"width": 1400, "height": 900})
+    tab, said, hosts = context.new_page(), [], set()
+    tab.on("console", lambda message: said.append(message.text))
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab.on("request", lambda request: hosts.add(request.url.split("/")[2]))
+    yield tab
+    context.close()
+    assert [text for text in said if "400 (Bad Request)" not in text and "401 (Unauthorized)" not in text] == []
+    assert all(host.startswith("127.0.0.1:") for host in hosts)
+
+
+def show(tab, served, view="tree", **form):
+    """Open a view with a prompt and options in the link."""
+    form = {"prompt": PROMPT, "as": "raw", "draft": "ngram", "max_tokens": 12, **form}
+    tab.goto(f"{served.url}/#" + "&".join(f"{name}={value}" for name, value in {"view": view, **form}.items()))
+    tab.locator("option[value=suffix]").wait_for(state="attached")
+
+
+def grow(tab):
+    tab.get_by_label("Speed").select_option("Infinity")
+    tab.get_by_role("button", name="Grow the tree").click()
+    tab.get_by_role("button", name="Replay", exact=True).wait_for()
+
+
+def saved(tab):
+    with tab.expect_download() as download:
+        tab.get_by_role("button", name="Save", exact=True).click()
+    return Path(download.value.path()).read_text(encoding="utf-8")
+
+
+BEAMS = {"num_beams": 4, "num_draft_tokens": 3, "draft_width": 3}
+
+
+def test_the_tree_has_every_node_and_score_of_the_trace(tab, served, chat_lm):
+    show(tab, served, **BEAMS)
+    grow(tab)
+    _, *rounds, last = map(json.loads, saved(tab).splitlines())
+    text = specbeam.generate(chat_lm, PROMPT, raw=True, max_new_tokens=12, draft="ngram", trace=True, **BEAMS)
+    assert last["sequences"][0]["token_ids"] == text.token_ids
+    drawn = {int(one.get_attribute("data-node")): one for one in tab.locator(".pill").all()}
+    guesses = {guess["node"] for one in rounds for guess in one["drafted"]}
+    beams = {beam["node"]: beam for one in rounds for step in one["steps"] for beam in step}
+    ended = {one["node"] for entry in rounds for one in entry["ended"]}
+    assert {*drawn} == guesses | {*beams} | ended
+    for node, pill in drawn.items():
+        classes = pill.get_attribute("class").split()
+        assert ("accepted" in classes) == (node in guesses and node in beams)
+        assert ("rejected" in classes) == (node in guesses and node not in beams)
+    best = {node for node, pill in drawn.items() if "best" in pill.get_attribute("class").split()}
+    assert best == {*path_of(rounds, text.token_ids)}
+    tab.get_by_text("The same as text").click()
+    tab.locator(".rounds").wait_for()
+    told = tab.locator(".as-text").inner_text()
+    for beam in beams.values():
+        assert f"score {beam['score']:.3f}" in told
+    assert told.count("(accepted)") == last["stats"]["accepted"]
+
+
+def path_of(rounds, tokens):
+    """The nodes of a text in the rounds."""
+    entries = [node for one in rounds for step in one["steps"] for node in step]
+    entries += [node for one in rounds for node in one["ended"]]
+    after, path = rounds[0]["steps"][0][0]["after"], []
+    for token in tokens:
+        after = next(one["node"] for one in entries if (one["after"], one["token_id"]) == (after, token))
+        path.append(after)
+    return path
+
+
+def test_a_replay_and_a_reload_give_the_same_picture(tab, served):
+    show(tab, served, **BEAMS)
+    grow(tab)
+    picture, file = tab.locator(".world").inner_html(), saved(tab)
+    tab.reload()
+    assert tab.get_by_label("Prompt").input_value() == PROMPT
+    tab.get_by_label("Speed").select_option("Infinity")
+    content = {"name": "run.jsonl", "mimeType": "application/jsonl", "buffer": file.encode()}
+    tab.locator("input[type=file]").set_input_files(content)
+    tab.get_by_role("button", name="Replay", exact=True).wait_for()
+    assert tab.locator(".world").inner_html() == picture
+    tab.locator("input[type=file]").set_input_files({**content, "buffer": b'{"event": "other"}'})
+    assert "no recording of specbeam" in tab.get_by_role("alert").inner_text()
+
+
+def test_keys_go_through_the_tree_and_show_the_likeliest_tokens(tab, served, chat_lm):
+    show(tab, served, num_beams=2, draft="none")
+    grow(tab)
+    text = specbeam.generate(chat_lm, PROMPT, raw=True, max_new_tokens=12, num_beams=2, top_logprobs=10)
+    tab.locator(".canvas").focus()
+    tab.keyboard.press("ArrowRight")
+    tab.keyboard.press("ArrowLeft")
+    about = tab.get_by_label("The token", exact=True)
+    assert f"{text.sequences[0].log_probs[-2]:.4f}" in about.inner_text()
+    assert about.locator(".likeliest li").count() == 10
+    assert "Step 11" in tab.get_by_role("status").first.inner_text()
+    tab.keyboard.press("Escape")
+    assert about.count() == 0
+
+
+def test_a_branch_goes_on_and_the_prefix_is_not_read_again(tab, served, chat_lm):
+    show(tab, served, view="branch", num_beams=1, draft="none")
+    tab.get_by_role("button", name="Write").click()
+    word = tab.locator(".word:not([disabled])").nth(5)
+    word.click()
+    first = specbeam.generate(chat_lm, PROMPT, raw=True, max_new_tokens=12, top_logprobs=10)
+    other = [*first.sequences[0].top_logprobs[5]][1]
+    tab.locator(".likeliest button").nth(1).click()
+    tab.get_by_text("were not read again").wait_for()
+    prompt = [*chat_lm.tokenizer(PROMPT).input_ids, *first.token_ids[:5], other]
+    assert tab.locator(".word").all_inner_texts()[-1:] != []
+    here = specbeam.generate(chat_lm, prompt, max_new_tokens=12)
+    assert len(tab.locator(".word").all()) == len(here.token_ids)
+    assert f"{len(prompt) - 1} of {len(prompt)} tokens" in tab.locator(".page .help").inner_text()
+    assert tab.locator(".branches li").count() == 2
+
+
+def test_a_race_ends_with_the_same_text(tab, served):
+    show(tab, served, view="race", num_beams=1, max_tokens=24)
+    tab.get_by_role("button", name="Race", exact=True).last.click()
+    tab.locator(".verdict").wait_for()
+    assert "Same text: all 24 tokens are equal" in tab.locator(".verdict").inner_text()
+    plain, drafted = (lane.locator(".raced").inner_text() for lane in tab.locator(".lane").all())
+    assert plain == drafted
+    tab.get_by_role("button", name="Replay both together").click()
+    tab.locator(".verdict button:not([disabled])").wait_for()
+
+
+def test_a_chat_streams_stops_and_shows_how_an_answer_was_made(tab, served):
+    show(tab, served, view="chat", num_beams=1, draft="none", max_tokens=200)
+    tab.get_by_label("Message", exact=True).fill("Hi")
+    with Gate(served.models.get("tiny").engine) as gate:  # so that the answer is not there before it is stopped
+        tab.keyboard.press("Enter")
+        tab.get_by_role("button", name="Stop").click()
+        tab.get_by_role("button", name="Regenerate").wait_for()
+    gate.request.result(60)
+    tab.get_by_label("New tokens").fill("8")
+    tab.get_by_role("button", name="Regenerate").click()
+    tab.get_by_text("8 tokens in 8 passes").wait_for()
+    said = served.post(
+        "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=8, temperature=0
+    ).json()["choices"][0]["message"]["content"]
+    assert tab.locator(".assistant .said").text_content() == said
+    tab.get_by_role("button", name="How was this made?").click()
+    tab.locator(".messages .pill").first.wait_for()
+    tab.get_by_role("button", name="Edit").click()
+    tab.get_by_label("Message", exact=True).fill("Ho")
+    tab.get_by_role("button", name="Send again").click()
+    tab.get_by_text("8 tokens in 8 passes").wait_for()
+    assert tab.locator(".messages .said").first.inner_text() == "Ho"
+
+
+def test_a_refusal_stands_beside_its_field(tab, served):
+    show(tab, served, num_beams=50)
+    tab.get_by_role("button", name="Grow the tree").click()
+    beams = tab.get_by_label("Beams")
+    tab.get_by_role("alert").wait_for()
+    assert beams.get_attribute("aria-invalid") == "true"
+    about = tab.locator(f"#{beams.get_attribute('aria-describedby')}").inner_text()
+    assert about == "num_beams=50 is more than this server's limit of 32"
+
+
+def test_a_closed_tab_frees_its_request(browser, served):
+    context = browser.new_context()
+    tab = context.new_page()
+    show(tab, served, num_beams=4, max_tokens=200, draft="none")
+    tab.get_by_role("button", name="Grow the tree").click()
+    tab.get_by_role("button", name="Stop").wait_for()
+    context.close()
+    engine = served.models.get("tiny").engine
+    assert served.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+    while engine.live:
+        served.post("/v1/completions", prompt="a", max_tokens=1)
+
+
+def test_the_page_asks_for_the_key(browser, start, plain_lm):
+    with start({"tiny": plain_lm}, access=Access(api_key="secret")) as running:
+        context = browser.new_context()
+        tab = context.new_page()
+        tab.goto(running.url)
+        tab.get_by_label("API key").fill("wrong")
+        tab.get_by_role("button", name="Use this key").click()
+        tab.get_by_text("The key was wrong.").wait_for()
+        tab.get_by_label("API key").fill("secret")
+        tab.get_by_role("button", name="Use this key").click()
+        tab.locator("option[value=tiny]").wait_for(state="attached")
+        context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 390])
+def test_axe_finds_no_serious_fault(browser, served, scheme, width):
+    if not AXE.is_file():
+        pytest.skip("axe-core is not on this machine: make .venv/npm")
+    context = browser.new_context(
+        color_scheme=scheme, viewport={"width": width, "height": 844}, bypass_csp=True, reduced_motion="reduce"
+    )
+    tab = context.new_page()
+    for view in ("tree", "race", "branch", "chat"):
+        show(tab, served, view=view, **BEAMS)
+        if view == "tree":
+            grow(tab)
+            tab.get_by_text("The same as text").click()
+        tab.evaluate(AXE.read_text(encoding="utf-8"))
+        found = tab.evaluate("async () => (await axe.run()).violations")
+        bad = [one for one in found if one["impact"] in ("serious", "critical")]
+        assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in bad] == [], view
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    context.close()
+
+
+def test_the_files_are_small_and_served_with_a_policy(served):
+    scripts = [*PAGE.rglob("*.js")]
+    assert sum(file.stat().st_size for file in scripts) <= MAX_SCRIPT_BYTES
+    for file in PAGE.rglob("*.*"):
+        name = file.relative_to(PAGE).as_posix()
+        answer = served.http.get("/" if name == "index.html" else f"/page/{name}")
+        assert answer.content == file.read_bytes()
+        assert HEADERS.items() <= dict(answer.headers).items()
+    assert "http" not in (PAGE / "index.html").read_text()
+    assert served.http.get("/page/../app.py").status_code == 404
+    assert "/" not in served.http.get("/openapi.json").json()["paths"]
