@@ -357,6 +357,7 @@ def replicas_on_ray(
     Raises:
         SpecbeamError: no cluster answers, it has no room for the replicas, or they cannot load their models.
     """
+    os.environ.setdefault("RAY_worker_niceness", "0")  # else Ray gives way to every other process of the machine
     with joined_cluster(address) as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         processors = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
