@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -95,6 +95,28 @@ class Backend(Protocol):
 
     def peak_memory(self) -> int | None:
         """Most bytes held so far: device memory on a GPU, the process's memory on a CPU; None if unknown."""
+
+
+class AheadBackend(Backend, Protocol):
+    """A backend that can go on by itself where each next node is the token that was chosen."""
+
+    def forward_ahead(
+        self, segments: list[Segment], wishes: Sequence[Wish], passes: int, ends: Collection[int]
+    ) -> list[Answer]:
+        """Passes over one node of each of several trees. Each is over the tokens that the one before has chosen.
+
+        All is as if :meth:`forward` and :meth:`choose` were called for each pass. Fewer passes than asked for are
+        allowed.
+
+        Args:
+            segments: of one node each, on a trunk that has the slots of the ``passes - 1`` nodes to come, too.
+            wishes: for each segment, about one token (``most=1``). The positions of their noise grow by one a pass.
+            passes: the most passes, at least 1.
+            ends: token ids. The pass that chooses one of them is the last.
+
+        Returns:
+            For each segment an answer with a row for each pass. Its logits may be gone.
+        """
 
 
 class EncodingBackend(Backend, Protocol):

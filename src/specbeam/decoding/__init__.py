@@ -24,11 +24,17 @@ class Evaluate:
         nodes: int [n].
         wish: what to answer about the logits at these nodes; None for the logits themselves.
         drafting: ask the draft model about nodes of the drafter's tree, instead of the target.
+        ahead: after its one node, the strategy can take up to this many further tokens: each time the highest token of
+            the row before. The same wish must hold there, with the next positions of its noise. So the answer may have
+            more rows, one for each of these nodes. The strategy adds the tokens to the tree in their order.
+        ends: token ids after which no further tokens are needed.
     """
 
     nodes: Any
     wish: Wish | None = None
     drafting: bool = False
+    ahead: int = 0
+    ends: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ and masks. Only a caller's own functions see all scores.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
@@ -82,7 +83,8 @@ class Processors:
         self.forbids = bool(self.bans) or self.constraint is not None or self.prefix_allowed_tokens_fn is not None
         penalties = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
         ends = self.eos_token_ids and self.min_new_tokens
-        self.is_plain = not (penalties or ends or self.logit_bias or self.forbids or self.functions)
+        self._look_at_texts = bool(penalties or self.forbids or self.functions)
+        self.is_plain = not (self._look_at_texts or ends or self.logit_bias)
         self._dead_ends: set[int] = set()  # guesses at which prefix_allowed_tokens_fn allows no token
 
     def __call__(self, tree: Tree, nodes: Any, guesses: Any = ()) -> dict[str, Any]:
@@ -107,6 +109,13 @@ class Processors:
         if self.has_one_end:
             changes["one_of"] = tuple(self.eos_token_ids)
         return changes
+
+    def unchanged(self, tree: Tree, node: int) -> int:
+        """For how many further tokens below this node, whatever they are, the processors change scores alike."""
+        if self._look_at_texts:
+            return 0
+        too_short = self.min_new_tokens - (int(tree.depths(node)) + 1 - tree.prompt_length)
+        return too_short - 1 if self.eos_token_ids and too_short > 0 else sys.maxsize
 
     def forbidden(self, tree: Tree, nodes: Nodes, tokens: Nodes) -> NDArray[np.bool_]:
         """Which tokens may not follow guessed nodes, whatever their scores, bool [n]: a token for each of n nodes."""

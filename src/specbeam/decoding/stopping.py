@@ -58,6 +58,10 @@ class Stopping:
                 return "stop"
         return "length" if tree.depths(node) + 1 >= self.max_length else None
 
+    def unchanged(self, tree: Tree, node: int) -> int:
+        """After how many further tokens below this node, at most, only an end token can have ended the text."""
+        return 0 if self.stop_strings else self.max_length - int(tree.depths(node)) - 2
+
     def text(self, tree: Tree, node: int) -> str | tuple[int, ...]:
         """The generated text down to a node, up to the first stop string, or without the end token.
 

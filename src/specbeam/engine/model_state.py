@@ -87,14 +87,21 @@ class ModelState:
         """Token ids that the encoder has to read before the next pass, if there are any."""
         return self._encoded if self.source is None else None
 
-    def segment(self, nodes: Nodes, wanted: Nodes, vocab: int | None) -> Segment:
-        """The request's part of a pass over these nodes."""
-        return self.slots.segment(nodes, wanted, vocab, self.source)
+    def segment(self, nodes: Nodes, wanted: Nodes, vocab: int | None, ahead: int = 0) -> Segment:
+        """The request's part of a pass over these nodes, or of passes that go ``ahead`` of the last of them."""
+        return self.slots.segment(nodes, wanted, vocab, self.source, ahead)
 
-    def evaluated(self, nodes: Nodes, pending: Nodes) -> None:
-        """A pass over these nodes went well. ``pending`` are the nodes that the strategy still waits for."""
-        self.passes += 1
-        self.nodes += len(nodes)
+    def evaluated(self, nodes: Nodes, pending: Nodes, ahead: int = 0) -> None:
+        """A pass over these nodes went well.
+
+        Args:
+            pending: the nodes that the strategy still waits for.
+            ahead: how many further passes there were, over one node each that the tree gets next.
+        """
+        self.passes += 1 + ahead
+        self.nodes += len(nodes) + ahead
+        if ahead:
+            self.slots.place_ahead(ahead)
         self.slots.leave(pending)
         self.slots.free_unseen(pending)
 

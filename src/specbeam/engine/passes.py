@@ -12,12 +12,14 @@ import torch
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
-from specbeam.backends.contract import EncodingBackend
+from specbeam.backends.contract import AheadBackend, EncodingBackend
 from specbeam.engine.costs import pass_times
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.scheduler import Batch, Scheduler
 from specbeam.selection import Answer
+
+NO_LOGITS = torch.empty(0, 0)
 
 
 def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool:
@@ -35,15 +37,16 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     """
     start = time.perf_counter()
     try:
-        logits, parts, answers = _forward(batch)
+        logits, parts, answers, passes = _forward(batch, scheduler.passes_at_once(batch))
     except Exception as error:
         failure = forget_frames(error)
     else:
         with _one_thread() if one_torch_thread else nullcontext():
             for (request, nodes), rows, own in zip(batch, parts, answers, strict=True):
-                request.receive(nodes, logits, rows, own)
+                request.receive(nodes, logits, rows, own, passes - 1)
         # The time includes the use of the logits by the requests: choosing among them has a cost, too.
-        pass_times(batch[0][0].backend).add(sum(len(nodes) for _, nodes in batch), time.perf_counter() - start)
+        seconds = (time.perf_counter() - start) / passes
+        pass_times(batch[0][0].backend).add(sum(len(nodes) for _, nodes in batch), seconds)
         scheduler.succeeded()
         return True
     # Outside of the except block: inside it, Python would hold on to the memory of the failed pass.
@@ -60,26 +63,39 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     return fine
 
 
-def _forward(batch: Batch) -> tuple[Tensor, list[slice], list[list[Answer]]]:
-    """The logits of a pass, and for each request its rows of them, and the answers to its wishes about them."""
+def _forward(batch: Batch, passes: int) -> tuple[Tensor, list[slice], list[list[Answer]], int]:
+    """The logits of a pass, and for each request its rows of them, and the answers to its wishes about them.
+
+    Args:
+        passes: the most that the backend may run by itself, each over the tokens that the one before has chosen.
+
+    Returns:
+        How many there were, last. If several were allowed, there are no logits, and answers have a row for each pass.
+    """
     backend = batch[0][0].backend
     start = time.perf_counter()
     if unread := [state for request, _ in batch for state in request.unread_sources]:
         _encode(cast(EncodingBackend, backend), unread)
-    segments = [request.segment(nodes) for request, nodes in batch]
-    logits = backend.forward(segments)
+    segments = [request.segment(nodes, passes - 1) for request, nodes in batch]
     parts = [slice(*ends) for ends in pairwise(accumulate((len(s.wanted) for s in segments), initial=0))]
     wishes = [request.wishes(nodes) for request, nodes in batch]
     asked = [(part, wish) for part, some in zip(parts, wishes, strict=True) for wish in some]
-    answers = iter(backend.choose(logits, asked) if asked else [])
-    if logits.is_cuda and not asked:  # answers wait for the device
-        torch.cuda.synchronize(logits.device)
+    if passes > 1:
+        ends = frozenset[int]().union(*(request.ends for request, _ in batch))
+        found = cast(AheadBackend, backend).forward_ahead(segments, [wish for _, wish in asked], passes, ends)
+        logits, passes = NO_LOGITS, len(found[0].tokens)
+    else:
+        logits = backend.forward(segments)
+        found = backend.choose(logits, asked) if asked else []
+        if logits.is_cuda and not asked:  # answers wait for the device
+            torch.cuda.synchronize(logits.device)
+    answers = iter(found)
     seconds = time.perf_counter() - start
     together = sum(len(s.tokens) for s in segments)
     ahead = [max(1, len(s.wanted)) for s in segments]  # nodes of the next pass, roughly: who reads a prompt brings one
     for (request, nodes), own in zip(batch, ahead, strict=True):
         request.spend(seconds * len(nodes) / together, sum(ahead) - own, len(batch))
-    return logits, parts, [[*islice(answers, len(some))] for some in wishes]
+    return logits, parts, [[*islice(answers, len(some))] for some in wishes], passes
 
 
 def _encode(backend: EncodingBackend, states: list[ModelState]) -> None:

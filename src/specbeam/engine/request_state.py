@@ -109,6 +109,8 @@ class RequestState:
         self._wanted = NO_NODES  # nodes that the strategy asked about
         self._asked = NO_NODES  # the same ones in ascending order, as their rows of logits come
         self._wish: Wish | None = None  # what it asked; None for the logits
+        self._ahead = 0  # how many further tokens it can take
+        self._ends: frozenset[int] = frozenset()
         self._received: list[Tensor] = []
         self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
 
@@ -215,8 +217,20 @@ class RequestState:
             self._release()
             self._is_torn = False
 
-    def segment(self, nodes: Nodes) -> Segment:
-        """The request's part of a pass over some of its pending nodes."""
+    @property
+    def most_ahead(self) -> int:
+        """How many further passes its backend may run by itself: each is over the token that the one before chose."""
+        if not self._ahead or self._alternatives is not None or not self._state.slots.is_next(self.pending):
+            return 0
+        return self._ahead
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Token ids after which its strategy needs no further tokens."""
+        return self._ends
+
+    def segment(self, nodes: Nodes, ahead: int = 0) -> Segment:
+        """The request's part of a pass over some of its pending nodes, or of ``ahead`` more passes."""
         if len(nodes) == len(self._asked) == len(self.pending):  # all that were asked for, and no ancestors of them
             wanted = np.arange(len(nodes))
         else:
@@ -224,7 +238,7 @@ class RequestState:
             wanted = nodes.searchsorted(self._asked[first:end])
         self._is_torn = True
         try:
-            segment = self._state.segment(nodes, wanted, None if self._wish is None else self._wish.vocab)
+            segment = self._state.segment(nodes, wanted, None if self._wish is None else self._wish.vocab, ahead)
         except Exception:
             self._is_torn = False
             raise
@@ -252,30 +266,31 @@ class RequestState:
         in_order = self._asked is self._wanted
         return self._wishes() if len(nodes) == len(self.pending) and in_order and not self._received else []
 
-    def receive(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> None:
+    def receive(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer], ahead: int = 0) -> None:
         """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on.
 
         Args:
             logits: of a whole pass, float32 [n, vocab].
             rows: of these nodes.
             answers: to the :meth:`wishes` about these logits.
+            ahead: how many further passes the backend has run by itself. The answer has a row for each of them.
         """
         self._is_torn = True
         try:
-            self._take(nodes, logits, rows, answers)
+            self._take(nodes, logits, rows, answers, ahead)
         except Exception as error:
             self.fail(error)
         self._is_torn = False
 
-    def _take(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> None:
+    def _take(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer], ahead: int) -> None:
         state = self._state
         self.pending = self.pending[len(nodes) :]
-        state.evaluated(nodes, self.pending)
+        state.evaluated(nodes, self.pending, ahead)
         if len(self.pending):
             if rows.start < rows.stop:  # a view would keep the logits of the whole pass
                 self._received.append(logits[rows].clone())
             return
-        state.answered += 1
+        state.answered += 1 + ahead
         if not answers:
             logits = torch.cat([*self._received, logits[rows]]) if self._received else logits[rows]
             self._received = []
@@ -346,6 +361,7 @@ class RequestState:
         self.drafting = step.drafting
         self._state = self._states[1] if step.drafting else self._target
         self._wanted, self._wish = np.asarray(step.nodes, dtype=np.int64), step.wish
+        self._ahead, self._ends = step.ahead, step.ends
         wanted = self._wanted.tolist()
         ascending = sorted({*wanted})
         self._asked = self._wanted if wanted == ascending else np.array(ascending, dtype=np.int64)

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict, deque
 from itertools import count, islice
 
+from specbeam.engine.costs import pass_times
 from specbeam.engine.memory import Memory
 from specbeam.engine.queue import Queue
 from specbeam.engine.request import Request
@@ -21,6 +22,9 @@ EQUAL_SHARE = 0.5
 """This share of a pass is divided equally among its requests. The rest goes to those with the fewest pending nodes."""
 MAX_OVERTAKING_REQUESTS = 32
 """At most this many requests start before one that came first and waits for memory."""
+MAX_PASSES_AT_ONCE = 8
+MAX_SECONDS_AT_ONCE = 0.05
+"""Whoever comes while the backend goes on by itself waits for it."""
 PASSES_BEFORE_LARGER = 64
 """After a batch that was too large, this many passes succeed before larger ones are tried again."""
 
@@ -237,6 +241,24 @@ class Scheduler:
             self._turns += 1
             request.last_turn = self._turns
         return [(request, request.pending[:count]) for request, count in zip(requests, taken, strict=True) if count]
+
+    def passes_at_once(self, batch: Batch) -> int:
+        """How many passes the backend may run by itself. Each is over the tokens that the one before has chosen.
+
+        More than one only if all live requests take part, and can go on without a look at their tokens. So whoever
+        comes meanwhile waits at most ``MAX_SECONDS_AT_ONCE``.
+        """
+        backend = batch[0][0].backend
+        if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):
+            return 1
+        most = min(MAX_PASSES_AT_ONCE, *(1 + request.most_ahead for request, _ in batch))
+        if most > 1:
+            most = min(most, int(MAX_SECONDS_AT_ONCE / pass_times(backend).expected(len(batch))))
+            bytes_per_pass = len(batch) * backend.slot_bytes
+            room = (self.memory.room if len(batch) > 1 else self.memory.cache_bytes) - self.memory.held
+            most = max(1, min(most, room // bytes_per_pass))
+            self.memory.drop_kept(room - most * bytes_per_pass)
+        return most
 
     def _count_sources(self) -> None:
         self.memory.source_bytes = sum(request.source_bytes for request in self._live)

@@ -94,13 +94,26 @@ class Slots:
         found.append(rest[self._slot[rest] == NOWHERE])
         return np.unique(np.concatenate(found))
 
-    def segment(self, nodes: Nodes, wanted: NDArray[np.int64], vocab: int | None = None, source: Any = None) -> Segment:
-        """The part of a pass that evaluates these nodes. Their ancestors have slots or are among them."""
+    def segment(
+        self,
+        nodes: Nodes,
+        wanted: NDArray[np.int64],
+        vocab: int | None = None,
+        source: Any = None,
+        ahead: int = 0,
+    ) -> Segment:
+        """The part of a pass that evaluates these nodes. Their ancestors have slots or are among them.
+
+        Args:
+            ahead: let the trunk have slots for this many nodes after the next node of a text (:meth:`is_next`).
+        """
         self._follow_tree()
         tree = self.tree
-        is_next, before = self._is_next(nodes), self._placed
+        is_next, before = self.is_next(nodes), self._placed
         placed = self._place_next(nodes) if is_next else self._place(nodes)
         try:
+            if ahead:
+                self._lend_ahead(ahead)
             self.store.reserve(self.backend)
         except Exception:  # at the next try, lower slots may be free
             self._placed = before
@@ -115,9 +128,10 @@ class Slots:
         else:
             branches = self._slot[tree.paths_beyond_trunk(nodes)]
         slots = self._slot[nodes]
-        return Segment(tokens, positions, slots, self._trunk[: self._placed], branches, wanted, vocab, source)
+        trunk = self._trunk[: self._placed + ahead]
+        return Segment(tokens, positions, slots, trunk, branches, wanted, vocab, source)
 
-    def _is_next(self, nodes: Nodes) -> bool | np.bool_:
+    def is_next(self, nodes: Nodes) -> bool | np.bool_:
         """Whether this is one node, the next one of a text without branches. Its ancestors have slots."""
         if len(nodes) != 1 or not 0 < self._placed == self.tree.trunk_length - 1:
             return False
@@ -265,6 +279,30 @@ class Slots:
         self.reused = max(self.reused, len(slots))
 
     @whole_change
+    def _lend_ahead(self, count: int) -> None:
+        """Have slots at hand for the nodes after a text without branches, and write them behind the trunk's."""
+        end = self._placed + count
+        if (lacking := count - len(self.lent)) > 0:
+            last = self.lent[0] if self.lent else int(self._trunk[self._placed - 1])
+            self.lent = [*reversed(self.store.lend(lacking, last)), *self.lent]
+        if end > len(self._trunk):
+            self._trunk = np.resize(self._trunk, 2 * end)
+        self._trunk[self._placed : end] = self.lent[: -count - 1 : -1]
+
+    @whole_change
+    def place_ahead(self, count: int) -> None:
+        """The backend has gone on by itself: the nodes that the tree gets next lie in the slots behind the trunk's."""
+        first, at = len(self.tree), self._placed
+        self._follow_tree(first + count)
+        slots = self._trunk[at : at + count]
+        self._slot[first : first + count] = slots
+        self.store.references[slots] = 1
+        del self.lent[-count:]
+        self._placed = at + count
+        self.cache.used += count
+        self._count(count)
+
+    @whole_change
     def _place_next(self, nodes: Nodes) -> Nodes:
         """The same as :meth:`_place` for the next node of a text without branches, in a few operations."""
         self._has_begun = True
@@ -331,8 +369,8 @@ class Slots:
         self._trunk[self._placed : end] = slots
         self._placed = end
 
-    def _follow_tree(self) -> None:
-        """Make room for the nodes added to the tree since the last call."""
-        if len(self._slot) < len(self.tree):
-            room = max(2 * len(self._slot), len(self.tree))
+    def _follow_tree(self, size: int = 0) -> None:
+        """Make room for the nodes added to the tree since the last call, and for this many nodes in all."""
+        if len(self._slot) < (size := max(size, len(self.tree))):
+            room = max(2 * len(self._slot), size)
             self._slot = np.concatenate([self._slot, np.full(room - len(self._slot), NOWHERE, dtype=np.int64)])

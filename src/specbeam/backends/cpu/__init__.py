@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Segment, logits_wanted
-from specbeam.backends.cpu.choosing import choose
+from specbeam.backends.cpu.choosing import Choice, choose, needs_torch
 from specbeam.backends.cpu.library import ModelConfigStruct, address, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.backends.devices import memory_for_caches, peak_memory
@@ -122,6 +122,34 @@ class CpuBackend:
         if wrong:
             raise RuntimeError(f"a pass was refused: {wrong.decode()}")
         return torch.from_numpy(logits)
+
+    @whole_step
+    def forward_ahead(
+        self, segments: list[Segment], wishes: Sequence[Wish], passes: int, ends: Collection[int]
+    ) -> list[Answer]:
+        asked = [(slice(i, i + 1), wish) for i, wish in enumerate(wishes)]
+        if any(map(needs_torch, wishes)):
+            return self.choose(self.forward(segments), asked)
+        logits = torch.empty(len(segments), logits_wanted(segments, self.vocab_size))
+        choice = Choice(logits, asked, passes)
+        structs, kept = _structs(segments)
+        last, done = np.array([*ends], np.int64), np.zeros(1, np.int64)
+        with self._one_pass:
+            wrong = self._library.specbeam_forward_ahead(
+                self._model,
+                address(structs),
+                len(segments),
+                logits.data_ptr(),
+                choice.address,
+                passes,
+                address(last),
+                len(last),
+                address(done),
+            )
+        del kept
+        if wrong:
+            raise RuntimeError(f"passes were refused: {wrong.decode()}")
+        return choice.answers_ahead(int(done[0]))
 
     def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
         with self._one_pass:

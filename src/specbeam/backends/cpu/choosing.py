@@ -30,76 +30,124 @@ def choose(model: int, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> 
     Raises:
         RuntimeError: a wish does not fit to the logits.
     """
-    logits = logits.contiguous()
-    columns = logits.shape[1]
-    parts = Parts(columns)
-    fields = [parts.add(rows, NORMALIZERS_ALONE if needs_torch(wish) else wish, wish.vocab) for rows, wish in wishes]
-    most, rows_of_all, given = parts.most_count, parts.row_count, parts.given.size
-    noises = most if parts.streams.size else 0
-    inputs = {
-        "wishes": np.array(fields, WISH_DTYPE),
-        "edits": np.array(parts.edits, EDIT_DTYPE),
-        "edit_rows": parts.edit_rows.array(),
-        "edit_tokens": parts.edit_tokens.array(),
-        "edit_values": parts.edit_values.array(),
-        "one_of": np.array(parts.one_of, np.int64),
-        "given": parts.given.array(),
-        "allowed": parts.allowed.array(),
-        "streams": parts.streams.array(),
-        "positions": parts.positions.array(),
-    }
-    space = Space(8 * (most + noises) + 4 * (2 * most + given + 2 * rows_of_all))
-    outputs = {
-        "tokens": space.take(most, np.int64),
-        "noise": space.take(noises, np.float64),
-        "log_probs": space.take(most, np.float32),
-        "scores": space.take(most, np.float32),
-        "given_log_probs": space.take(given, np.float32),
-        "normalizers": space.take(rows_of_all, np.float32),
-        "totals": space.take(rows_of_all, np.float32),
-    }
-    values = {
-        "logit_rows": logits.shape[0],
-        "logit_columns": columns,
-        "wish_count": len(inputs["wishes"]),
-        "edit_count": len(inputs["edits"]),
-        "entry_count": len(inputs["edit_rows"]),
-        "value_count": len(inputs["edit_values"]),
-        "one_of_count": len(inputs["one_of"]),
-        "given_count": given,
-        "allowed_bytes": len(inputs["allowed"]),
-        "noise_count": len(inputs["streams"]),
-        "most_count": most,
-        "row_count": rows_of_all,
-        "logits": logits.data_ptr(),
-        **{name: address(array) for name, array in inputs.items()},
-        **{name: at for name, (_, at) in outputs.items()},
-    }
-    choice = np.array([values[name] for name in CHOICE_FIELDS], np.int64)
-    if wrong := library().specbeam_choose(model, address(choice)):
+    choice = Choice(logits.contiguous(), wishes)
+    if wrong := library().specbeam_choose(model, choice.address):
         raise RuntimeError(f"a wish was refused: {wrong.decode()}")
-    tokens, noise, log_probs, scores, given_log_probs, normalizers, totals = (array for array, _ in outputs.values())
-    answers = []
-    for (rows, wish), (_, n, vocab, most, at, width, given_at, row, *_) in zip(wishes, fields, strict=True):
-        here = logits if vocab == columns else logits[:, :vocab]
-        of_rows = normalizers[row : row + n]
-        if needs_torch(wish):
-            answers.append(select(here[rows], wish, of_rows))
-            continue
-        end, shape = at + n * most, (n, most)
-        answers.append(
-            Answer(
-                tokens[at:end].reshape(shape),
-                log_probs[at:end].reshape(shape),
-                scores[at:end].reshape(shape),
-                of_rows,
-                None if wish.noise is None else noise[at:end].reshape(shape),
-                None if wish.given is None else given_log_probs[given_at : given_at + n * width].reshape(n, width),
-                totals[row : row + n] if wish.total else None,
-                ((here, rows),),
+    return choice.answers()
+
+
+class Choice:
+    """The native structure of the wishes of a pass, and the arrays that it points into.
+
+    Args:
+        logits: float32 [rows, vocab] on the CPU, in one piece.
+        passes: make room for the results of this many passes.
+
+    Attributes:
+        address: of the structure.
+
+    Raises:
+        ValueError: a wish does not fit to the logits.
+    """
+
+    def __init__(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]], passes: int = 1) -> None:
+        self.logits, self.wishes, self.passes = logits, wishes, passes
+        columns = logits.shape[1]
+        parts = Parts(columns)
+        self.fields = [
+            parts.add(rows, NORMALIZERS_ALONE if needs_torch(wish) else wish, wish.vocab) for rows, wish in wishes
+        ]
+        most, rows_of_all, given = parts.most_count, parts.row_count, parts.given.size
+        noises = most if parts.streams.size else 0
+        inputs = {
+            "wishes": np.array(self.fields, WISH_DTYPE),
+            "edits": np.array(parts.edits, EDIT_DTYPE),
+            "edit_rows": parts.edit_rows.array(),
+            "edit_tokens": parts.edit_tokens.array(),
+            "edit_values": parts.edit_values.array(),
+            "one_of": np.array(parts.one_of, np.int64),
+            "given": parts.given.array(),
+            "allowed": parts.allowed.array(),
+            "streams": parts.streams.array(),
+            "positions": parts.positions.array(),
+        }
+        space = Space(passes * (8 * (most + noises) + 4 * (2 * most + given + 2 * rows_of_all)))
+        outputs = {
+            "tokens": space.take(passes * most, np.int64),
+            "noise": space.take(passes * noises, np.float64),
+            "log_probs": space.take(passes * most, np.float32),
+            "scores": space.take(passes * most, np.float32),
+            "given_log_probs": space.take(passes * given, np.float32),
+            "normalizers": space.take(passes * rows_of_all, np.float32),
+            "totals": space.take(passes * rows_of_all, np.float32),
+        }
+        values = {
+            "logit_rows": logits.shape[0],
+            "logit_columns": columns,
+            "wish_count": len(inputs["wishes"]),
+            "edit_count": len(inputs["edits"]),
+            "entry_count": len(inputs["edit_rows"]),
+            "value_count": len(inputs["edit_values"]),
+            "one_of_count": len(inputs["one_of"]),
+            "given_count": given,
+            "allowed_bytes": len(inputs["allowed"]),
+            "noise_count": len(inputs["streams"]),
+            "most_count": most,
+            "row_count": rows_of_all,
+            "logits": logits.data_ptr(),
+            **{name: address(array) for name, array in inputs.items()},
+            **{name: at for name, (_, at) in outputs.items()},
+        }
+        self._struct = np.array([values[name] for name in CHOICE_FIELDS], np.int64)
+        self._inputs = inputs
+        self._outputs = [array for array, _ in outputs.values()]
+        self.address = address(self._struct)
+
+    def answers(self) -> list[Answer]:
+        """The answers about the logits of one pass."""
+        tokens, noise, log_probs, scores, given_log_probs, normalizers, totals = self._outputs
+        columns = self.logits.shape[1]
+        answers = []
+        for (rows, wish), fields in zip(self.wishes, self.fields, strict=True):
+            _, n, vocab, most, at, width, given_at, row, *_ = fields
+            here = self.logits if vocab == columns else self.logits[:, :vocab]
+            of_rows = normalizers[row : row + n]
+            if needs_torch(wish):
+                answers.append(select(here[rows], wish, of_rows))
+                continue
+            end, shape = at + n * most, (n, most)
+            answers.append(
+                Answer(
+                    tokens[at:end].reshape(shape),
+                    log_probs[at:end].reshape(shape),
+                    scores[at:end].reshape(shape),
+                    of_rows,
+                    None if wish.noise is None else noise[at:end].reshape(shape),
+                    None if wish.given is None else given_log_probs[given_at : given_at + n * width].reshape(n, width),
+                    totals[row : row + n] if wish.total else None,
+                    ((here, rows),),
+                )
             )
+        return answers
+
+    def answers_ahead(self, done: int) -> list[Answer]:
+        """The answers to wishes of one row and one token each, with a row for each of the passes that were done."""
+        tokens, noise, log_probs, scores, _, normalizers, totals = (
+            array.reshape(self.passes, -1)[:done] for array in self._outputs
         )
-    return answers
+        return [
+            Answer(
+                tokens[:, i : i + 1],
+                log_probs[:, i : i + 1],
+                scores[:, i : i + 1],
+                normalizers[:, i],
+                None if wish.noise is None else noise[:, i : i + 1],
+                None,
+                totals[:, i] if wish.total else None,
+                (),
+            )
+            for i, (_, wish) in enumerate(self.wishes)
+        ]
 
 
 class Space:

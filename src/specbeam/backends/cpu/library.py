@@ -101,6 +101,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cache_release": (c_int32, [c_void_p, c_int64, c_int64]),
     "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "choose": (c_char_p, [c_void_p, c_void_p]),
+    "forward_ahead": (c_char_p, [c_void_p, c_void_p, c_int64, *[c_void_p] * 2, c_int64, c_void_p, c_int64, c_void_p]),
     "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
     "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),
 }

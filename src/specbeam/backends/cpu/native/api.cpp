@@ -10,10 +10,12 @@
 #include <sys/auxv.h>
 #endif
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <vector>
 
 #include "formats.h"
 #include "model.h"
@@ -507,6 +509,64 @@ const char *specbeam_choose(void *model, const Choice *choice) {
   if (const char *reason = wrong(*choice)) return reason;
   try {
     loaded.table->choose(*choice, loaded.pool());
+    return nullptr;
+  } catch (const std::exception &) {
+    return OUT_OF_MEMORY;
+  }
+}
+
+// Runs up to `passes` passes over one node of each text. Each pass is over the tokens that the one before has chosen. It
+// is the last one if a text has no allowed token, or its token is one of `ends`. Returns the error, or null; then `done`
+// is the number of passes. After an error the slots of the last pass are empty.
+//
+// Each segment has one node, on its trunk. The trunk has the slots of the nodes to come, too. The choice has a wish for
+// each segment, of one row with one token. The positions of its noise go on by one. Each pass overwrites the logits, which
+// are the choice's. Its results lie in the places of `choice`, plus the number of the pass times the sizes.
+const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t count, float *logits,
+                                   const Choice *choice, int64_t passes, const int64_t *ends, int64_t end_count,
+                                   int64_t *done) {
+  if (!segments || count < 1 || count > INT32_MAX || passes < 1 || passes > INT32_MAX) return "there is nothing to do";
+  if (!choice || choice->logits != logits || !done || end_count < 0 || (end_count && !ends))
+    return "an array is missing";
+  if (const char *reason = wrong(*choice)) return reason;
+  if (choice->wish_count != count || choice->logit_rows != count || choice->most_count != count)
+    return "there is not one wish with one token for each segment";
+  for (int64_t i = 0; i < count; i++) {
+    const Segment &s = segments[i];
+    const Wish &w = choice->wishes[i];
+    if (w.rows != 1 || w.first_row != i || w.most != 1 || w.most_place != i)
+      return "there is not one wish with one token for each segment";
+    if (s.nodes != 1 || !s.tokens || !s.positions || !s.slots || s.branch_columns || !s.trunk)
+      return "a segment is not one node on its trunk";
+    if (s.positions[0] < 0 || s.positions[0] >= s.trunk_length || passes > s.trunk_length - s.positions[0])
+      return "a trunk lacks slots of the nodes to come";
+  }
+  try {
+    std::vector<Segment> texts(segments, segments + count);
+    std::vector<int64_t> tokens(count), positions(count), slots(count), rows(count);
+    std::vector<uint32_t> drawn(choice->positions, choice->positions + choice->noise_count);
+    Choice own = *choice;
+    own.positions = drawn.data();
+    for (int64_t i = 0; i < count; i++) {
+      tokens[i] = *texts[i].tokens, positions[i] = *texts[i].positions, slots[i] = *texts[i].slots, rows[i] = i;
+      texts[i].tokens = &tokens[i], texts[i].positions = &positions[i], texts[i].slots = &slots[i];
+    }
+    bool goes_on = true;
+    for (*done = 0; goes_on && *done < passes; ++*done) {
+      if (const char *reason =
+              specbeam_forward(model, texts.data(), count, rows.data(), count, own.logit_columns, logits))
+        return reason;
+      if (const char *reason = specbeam_choose(model, &own)) return reason;
+      for (int64_t i = 0; i < count; i++) {
+        tokens[i] = own.tokens[i];
+        goes_on &= own.scores[i] != -INFINITY && std::find(ends, ends + end_count, tokens[i]) == ends + end_count;
+        if (++positions[i] < texts[i].trunk_length) slots[i] = texts[i].trunk[positions[i]];
+      }
+      for (uint32_t &position : drawn) position++;
+      own.tokens += own.most_count, own.log_probs += own.most_count, own.scores += own.most_count;
+      if (own.noise_count) own.noise += own.most_count;
+      own.given_log_probs += own.given_count, own.normalizers += own.row_count, own.totals += own.row_count;
+    }
     return nullptr;
   } catch (const std::exception &) {
     return OUT_OF_MEMORY;
