@@ -101,7 +101,12 @@ class AheadBackend(Backend, Protocol):
     """A backend that can go on by itself where each next node is the token that was chosen."""
 
     def forward_ahead(
-        self, segments: list[Segment], wishes: Sequence[Wish], passes: int, ends: Collection[int]
+        self,
+        segments: list[Segment],
+        wishes: Sequence[Wish],
+        passes: int,
+        ends: Collection[int],
+        halt: NDArray[np.int32],
     ) -> list[Answer]:
         """Passes over one node of each of several trees. Each is over the tokens that the one before has chosen.
 
@@ -113,6 +118,7 @@ class AheadBackend(Backend, Protocol):
             wishes: for each segment, about one token (``most=1``). The positions of their noise grow by one a pass.
             passes: the most passes, at least 1.
             ends: token ids. The pass that chooses one of them is the last.
+            halt: int32 [1]. Any thread may change it from 0. Then the pass that runs is the last.
 
         Returns:
             For each segment an answer with a row for each pass. Its logits may be gone.

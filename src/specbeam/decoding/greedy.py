@@ -18,17 +18,15 @@ def greedy(tree: Tree, wish: Wishes, stop: Stopping, record: Record) -> Strategy
     """
     tip = tree.tip
     while True:
-        ahead = min(wish.unchanged(tree, tip), stop.unchanged(tree, tip))
+        ahead = min(wish.process.unchanged(tree, tip), stop.unchanged(tree, tip))
         answer = yield Evaluate([tip], wish(tree, [tip]), ahead=ahead, ends=stop.eos_token_ids)
         for row in range(len(answer.tokens)):  # the first, and those ahead
             tip = tree.append(tip, *chosen(answer, row))
             record.round()
             record.step([tip])
             if reason := stop(tree, tip):
-                break
+                return [Hypothesis(tip, float(tree.scores(tip)), reason)]
         tree.keep(tip)
-        if reason:
-            return [Hypothesis(tip, float(tree.scores(tip)), reason)]
 
 
 def chosen(answer: Answer, row: int = 0) -> tuple[int, float]:

@@ -115,7 +115,7 @@ class Processors:
         if self._look_at_texts:
             return 0
         too_short = self.min_new_tokens - (int(tree.depths(node)) + 1 - tree.prompt_length)
-        return too_short - 1 if self.eos_token_ids and too_short > 0 else sys.maxsize
+        return too_short - 1 if too_short > 0 else sys.maxsize
 
     def forbidden(self, tree: Tree, nodes: Nodes, tokens: Nodes) -> NDArray[np.bool_]:
         """Which tokens may not follow guessed nodes, whatever their scores, bool [n]: a token for each of n nodes."""

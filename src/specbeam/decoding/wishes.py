@@ -61,10 +61,6 @@ class Wishes:
             noise = Noise(self.seed, numbers, positions)
         return Wish(**self.process(tree, nodes, guesses), **self.warpers, noise=noise, **wants)
 
-    def unchanged(self, tree: Tree, node: int) -> int:
-        """For how many further tokens below this node, whatever they are, its wish holds. Only noise moves on."""
-        return self.process.unchanged(tree, node)
-
     def streams(self, tree: Tree, nodes: Nodes) -> NDArray[np.uint32] | int:
         """Numbers for texts, uint32 [n]: a checksum of their new tokens. So a beam's noise does not depend on its rank.
 

@@ -8,7 +8,9 @@ from functools import cache
 from itertools import accumulate, islice, pairwise
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
@@ -37,7 +39,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     """
     start = time.perf_counter()
     try:
-        logits, parts, answers, passes = _forward(batch, scheduler.passes_at_once(batch))
+        logits, parts, answers, passes = _forward(batch, scheduler.passes_at_once(batch), scheduler.news)
     except Exception as error:
         failure = forget_frames(error)
     else:
@@ -63,11 +65,12 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     return fine
 
 
-def _forward(batch: Batch, passes: int) -> tuple[Tensor, list[slice], list[list[Answer]], int]:
+def _forward(batch: Batch, passes: int, halt: NDArray[np.int32]) -> tuple[Tensor, list[slice], list[list[Answer]], int]:
     """The logits of a pass, and for each request its rows of them, and the answers to its wishes about them.
 
     Args:
         passes: the most that the backend may run by itself, each over the tokens that the one before has chosen.
+        halt: int32 [1], not 0 if the pass that runs is to be the last.
 
     Returns:
         How many there were, last. If several were allowed, there are no logits, and answers have a row for each pass.
@@ -82,7 +85,7 @@ def _forward(batch: Batch, passes: int) -> tuple[Tensor, list[slice], list[list[
     asked = [(part, wish) for part, some in zip(parts, wishes, strict=True) for wish in some]
     if passes > 1:
         ends = frozenset[int]().union(*(request.ends for request, _ in batch))
-        found = cast(AheadBackend, backend).forward_ahead(segments, [wish for _, wish in asked], passes, ends)
+        found = cast(AheadBackend, backend).forward_ahead(segments, [wish for _, wish in asked], passes, ends, halt)
         logits, passes = NO_LOGITS, len(found[0].tokens)
     else:
         logits = backend.forward(segments)

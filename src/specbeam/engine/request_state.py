@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specbeam.backends.contract import Backend, Segment
-from specbeam.decoding import Hypothesis, Strategy
+from specbeam.decoding import Evaluate, Hypothesis, Strategy
 from specbeam.decoding.alternatives import Alternatives
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.costs import SharedCost, pass_times
@@ -109,8 +109,7 @@ class RequestState:
         self._wanted = NO_NODES  # nodes that the strategy asked about
         self._asked = NO_NODES  # the same ones in ascending order, as their rows of logits come
         self._wish: Wish | None = None  # what it asked; None for the logits
-        self._ahead = 0  # how many further tokens it can take
-        self._ends: frozenset[int] = frozenset()
+        self._step = Evaluate(NO_NODES)  # the latest of the strategy
         self._received: list[Tensor] = []
         self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
 
@@ -220,14 +219,14 @@ class RequestState:
     @property
     def most_ahead(self) -> int:
         """How many further passes its backend may run by itself: each is over the token that the one before chose."""
-        if not self._ahead or self._alternatives is not None or not self._state.slots.is_next(self.pending):
+        if self._alternatives is not None or not self._state.slots.is_next(self.pending):
             return 0
-        return self._ahead
+        return self._step.ahead
 
     @property
     def ends(self) -> frozenset[int]:
-        """Token ids after which its strategy needs no further tokens."""
-        return self._ends
+        """Token ids after which it needs no pass that goes ahead."""
+        return self._step.ends
 
     def segment(self, nodes: Nodes, ahead: int = 0) -> Segment:
         """The request's part of a pass over some of its pending nodes, or of ``ahead`` more passes."""
@@ -360,8 +359,8 @@ class RequestState:
         self._release_dropped()
         self.drafting = step.drafting
         self._state = self._states[1] if step.drafting else self._target
+        self._step = step
         self._wanted, self._wish = np.asarray(step.nodes, dtype=np.int64), step.wish
-        self._ahead, self._ends = step.ahead, step.ends
         wanted = self._wanted.tolist()
         ascending = sorted({*wanted})
         self._asked = self._wanted if wanted == ascending else np.array(ascending, dtype=np.int64)

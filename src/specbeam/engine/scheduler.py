@@ -7,6 +7,9 @@ import time
 from collections import defaultdict, deque
 from itertools import count, islice
 
+import numpy as np
+from numpy.typing import NDArray
+
 from specbeam.engine.costs import pass_times
 from specbeam.engine.memory import Memory
 from specbeam.engine.queue import Queue
@@ -23,10 +26,26 @@ EQUAL_SHARE = 0.5
 MAX_OVERTAKING_REQUESTS = 32
 """At most this many requests start before one that came first and waits for memory."""
 MAX_PASSES_AT_ONCE = 8
-MAX_SECONDS_AT_ONCE = 0.05
-"""Whoever comes while the backend goes on by itself waits for it."""
+MAX_SECONDS_AT_ONCE = 0.1
+"""When the backend goes on by itself, tokens come several at a time. These are limits for that."""
 PASSES_BEFORE_LARGER = 64
 """After a batch that was too large, this many passes succeed before larger ones are tried again."""
+
+
+class Cancelled(deque[RequestState]):
+    """Requests to be ended before the next pass.
+
+    Args:
+        news: becomes 1 with each of them.
+    """
+
+    def __init__(self, news: NDArray[np.int32]) -> None:
+        super().__init__()
+        self._news = news
+
+    def append(self, request: RequestState) -> None:
+        super().append(request)
+        self._news[0] = 1
 
 
 class Scheduler:
@@ -40,6 +59,7 @@ class Scheduler:
 
     Attributes:
         cancelled: requests to be ended before the next pass. Any thread may append to it.
+        news: int32 [1], not 0 if something has come since the round began that is to be looked at before the next pass.
     """
 
     def __init__(self, max_requests: int, max_batch_tokens: int, max_waiting: int | None, memory: Memory) -> None:
@@ -47,7 +67,8 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_waiting = max_waiting
         self.memory = memory
-        self.cancelled: deque[RequestState] = deque()
+        self.news = np.zeros(1, dtype=np.int32)
+        self.cancelled = Cancelled(self.news)
         self._queue = Queue()
         self._unfinished: dict[RequestState, None] = {}
         self._next_deadline = math.inf
@@ -69,6 +90,7 @@ class Scheduler:
         request.number = next(self._numbers)
         self._unfinished[request] = None
         self._queue.add(request)
+        self.news[0] = 1
 
     def check_for_place(self) -> None:
         """Refuse a request if the queue is full.
@@ -108,6 +130,7 @@ class Scheduler:
 
     def take_new(self) -> None:
         """Give the requests that were submitted since the last round their places in the queue."""
+        self.news[0] = 0
         for request in self._queue.take_new():
             self._next_deadline = min(self._next_deadline, request.deadline)
 
@@ -245,15 +268,16 @@ class Scheduler:
     def passes_at_once(self, batch: Batch) -> int:
         """How many passes the backend may run by itself. Each is over the tokens that the one before has chosen.
 
-        More than one only if all live requests take part, and can go on without a look at their tokens. So whoever
-        comes meanwhile waits at most ``MAX_SECONDS_AT_ONCE``.
+        More than one only if all live requests take part, and can go on without a look at their tokens. If ``news``
+        come meanwhile, the pass that runs is the last.
         """
         backend = batch[0][0].backend
         if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):
             return 1
         most = min(MAX_PASSES_AT_ONCE, *(1 + request.most_ahead for request, _ in batch))
         if most > 1:
-            most = min(most, int(MAX_SECONDS_AT_ONCE / pass_times(backend).expected(len(batch))))
+            seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
+            most = min(most, int(seconds / pass_times(backend).expected(len(batch))))
             bytes_per_pass = len(batch) * backend.slot_bytes
             room = (self.memory.room if len(batch) > 1 else self.memory.cache_bytes) - self.memory.held
             most = max(1, min(most, room // bytes_per_pass))

@@ -212,7 +212,8 @@ class Slots:
             self.cache.hold(slots[is_other])
             self._slot[path] = slots
             self._trunk = self._trunk.copy()  # a segment may be run again
-            self._trunk[: self._placed] = self._slot[self.tree.trunk[: self._placed]]
+            placed = self.tree.trunk[: self._placed]  # without the nodes ahead, which it does not have yet
+            self._trunk[: len(placed)] = self._slot[placed]
             own = own[is_other & (own != NOWHERE)]
             self._count(int(np.count_nonzero(is_other)) - len(own))
             if len(free := self.cache.let_go(own)):

@@ -125,7 +125,12 @@ class CpuBackend:
 
     @whole_step
     def forward_ahead(
-        self, segments: list[Segment], wishes: Sequence[Wish], passes: int, ends: Collection[int]
+        self,
+        segments: list[Segment],
+        wishes: Sequence[Wish],
+        passes: int,
+        ends: Collection[int],
+        halt: NDArray[np.int32],
     ) -> list[Answer]:
         asked = [(slice(i, i + 1), wish) for i, wish in enumerate(wishes)]
         if any(map(needs_torch, wishes)):
@@ -144,6 +149,7 @@ class CpuBackend:
                 passes,
                 address(last),
                 len(last),
+                address(halt),
                 address(done),
             )
         del kept

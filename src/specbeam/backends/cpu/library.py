@@ -16,7 +16,7 @@ from specbeam.errors import SpecbeamError
 
 NAME = "libspecbeam_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 """As in native/model.h. Raise both when a function or a structure changes."""
 
 
@@ -101,7 +101,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "cache_release": (c_int32, [c_void_p, c_int64, c_int64]),
     "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "choose": (c_char_p, [c_void_p, c_void_p]),
-    "forward_ahead": (c_char_p, [c_void_p, c_void_p, c_int64, *[c_void_p] * 2, c_int64, c_void_p, c_int64, c_void_p]),
+    "forward_ahead": (
+        c_char_p,
+        [c_void_p, c_void_p, c_int64, *[c_void_p] * 2, c_int64, c_void_p, c_int64, *[c_void_p] * 2],
+    ),
     "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
     "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),
 }

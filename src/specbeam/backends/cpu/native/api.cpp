@@ -516,17 +516,18 @@ const char *specbeam_choose(void *model, const Choice *choice) {
 }
 
 // Runs up to `passes` passes over one node of each text. Each pass is over the tokens that the one before has chosen. It
-// is the last one if a text has no allowed token, or its token is one of `ends`. Returns the error, or null; then `done`
-// is the number of passes. After an error the slots of the last pass are empty.
+// is the last one if a text has no allowed token, if its token is one of `ends`, or if another thread has changed `halt`
+// from 0. Returns the error, or null; then `done` is the number of passes. After an error the slots of the last pass are
+// empty.
 //
 // Each segment has one node, on its trunk. The trunk has the slots of the nodes to come, too. The choice has a wish for
 // each segment, of one row with one token. The positions of its noise go on by one. Each pass overwrites the logits, which
 // are the choice's. Its results lie in the places of `choice`, plus the number of the pass times the sizes.
 const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t count, float *logits,
                                    const Choice *choice, int64_t passes, const int64_t *ends, int64_t end_count,
-                                   int64_t *done) {
+                                   const int32_t *halt, int64_t *done) {
   if (!segments || count < 1 || count > INT32_MAX || passes < 1 || passes > INT32_MAX) return "there is nothing to do";
-  if (!choice || choice->logits != logits || !done || end_count < 0 || (end_count && !ends))
+  if (!choice || choice->logits != logits || !halt || !done || end_count < 0 || (end_count && !ends))
     return "an array is missing";
   if (const char *reason = wrong(*choice)) return reason;
   if (choice->wish_count != count || choice->logit_rows != count || choice->most_count != count)
@@ -562,6 +563,7 @@ const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t
         goes_on &= own.scores[i] != -INFINITY && std::find(ends, ends + end_count, tokens[i]) == ends + end_count;
         if (++positions[i] < texts[i].trunk_length) slots[i] = texts[i].trunk[positions[i]];
       }
+      goes_on &= !__atomic_load_n(halt, __ATOMIC_RELAXED);
       for (uint32_t &position : drawn) position++;
       own.tokens += own.most_count, own.log_probs += own.most_count, own.scores += own.most_count;
       if (own.noise_count) own.noise += own.most_count;
