@@ -21,7 +21,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from table import Table
 import specbeam
 from specbeam.backends.contract import Segment
 from specbeam.backends.cpu.library import library
+from specbeam.selection import Answer
 
 PARTS = ("shares", "beside", "prefix", "samples", "context", "large")
 SAMPLING = {"temperature": 0.8, "top_p": 0.95, "top_k": 40}
@@ -119,12 +120,19 @@ class RecordedPasses:
 
     def __init__(self, backend: Any) -> None:
         self._forward: Callable[[Pass], Any] = backend.forward
+        self._forward_ahead: Callable[..., list[Answer]] = backend.forward_ahead
         self._passes: list[Pass] = []
-        backend.forward = self._record
+        backend.forward, backend.forward_ahead = self._record, self._record_ahead
 
     def _record(self, segments: Pass) -> Any:
         self._passes.append(segments)
         return self._forward(segments)
+
+    def _record_ahead(self, segments: Pass, *others: Any) -> list[Answer]:
+        answers = self._forward_ahead(segments, *others)
+        for number in range(len(answers[0].tokens)):
+            self._passes.append([_later(one, answer, number) for one, answer in zip(segments, answers, strict=True)])
+        return answers
 
     def take(self) -> list[Pass]:
         """The passes since the last call."""
@@ -137,6 +145,14 @@ class RecordedPasses:
         for segments in passes:
             self._forward(segments)
         return time.perf_counter() - start
+
+
+def _later(segment: Segment, answer: Answer, number: int) -> Segment:
+    """The part of one of the passes that the backend has run by itself."""
+    at = segment.positions + number
+    tokens = answer.tokens[number - 1] if number else segment.tokens
+    trunk = segment.trunk[: int(at[0]) + 1]
+    return replace(segment, tokens=tokens, positions=at, slots=trunk[at], trunk=trunk)
 
 
 @dataclass

@@ -218,7 +218,7 @@ class FailingPasses:
         self.count = self.passes = 0
         self.share = 0.0
         self._draw = random.Random(seed)
-        forward, reserve = backend.forward, backend.reserve
+        forward, forward_ahead, reserve = backend.forward, backend.forward_ahead, backend.reserve
 
         def failing_forward(segments: Any) -> Any:
             self.passes += 1
@@ -230,12 +230,19 @@ class FailingPasses:
                 self._fail()
             return logits
 
+        def failing_forward_ahead(*arguments: Any) -> Any:
+            self.passes += 1
+            if self._draw.random() < self.share:
+                self._fail()
+            return forward_ahead(*arguments)
+
         def failing_reserve(slots: int) -> None:
             if self._draw.random() < self.share:
                 self._fail()
             reserve(slots)
 
         backend.forward, backend.reserve = failing_forward, failing_reserve
+        backend.forward_ahead = failing_forward_ahead
 
     def _fail(self) -> None:
         self.count += 1

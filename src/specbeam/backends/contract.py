@@ -115,7 +115,7 @@ class AheadBackend(Backend, Protocol):
 
         Args:
             segments: of one node each, on a trunk that has the slots of the ``passes - 1`` nodes to come, too.
-            wishes: for each segment, about one token (``most=1``). The positions of their noise grow by one a pass.
+            wishes: for each segment, about one token (``most=1``). The positions of their noise grow by one per pass.
             passes: the most passes, at least 1.
             ends: token ids. The pass that chooses one of them is the last.
             halt: int32 [1]. Any thread may change it from 0. Then the pass that runs is the last.

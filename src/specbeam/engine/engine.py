@@ -47,9 +47,10 @@ class Engine:
     keys and values of these tokens, and no result changes (``Stats.reused_tokens``, ``Options.share_prefix``). Memory
     that no live request needs keeps them. The least recently used text goes first.
 
-    A round is one pass of each draft model in use, and one of the target. Every live request advances in each pass of
-    the model that it waits for, unless more than ``max_batch_tokens`` requests take turns. The target waits for drafts
-    while they are made, which takes at most as many passes as the longest draft has tokens.
+    A round is one pass of each draft model in use, and one of the target. Where requests need only the token that was
+    chosen, a backend may run several passes: new and cancelled requests still wait for one. Every live request advances
+    in each pass of the model that it waits for, unless more than ``max_batch_tokens`` requests take turns. The target
+    waits for drafts while they are made, which takes at most as many passes as the longest draft has tokens.
 
     ``submit`` and ``Request.cancel`` may be called from any thread, ``step`` and ``run`` from one thread at a time.
     ``with engine:`` runs it in a thread of its own (:meth:`start`). Then threads and tasks of asyncio wait for their

@@ -515,14 +515,14 @@ const char *specbeam_choose(void *model, const Choice *choice) {
   }
 }
 
-// Runs up to `passes` passes over one node of each text. Each pass is over the tokens that the one before has chosen. It
-// is the last one if a text has no allowed token, if its token is one of `ends`, or if another thread has changed `halt`
-// from 0. Returns the error, or null; then `done` is the number of passes. After an error the slots of the last pass are
-// empty.
+// Runs up to `passes` passes over one node of each text. Each pass is over the tokens that the one before has chosen.
+// It is the last one if a text has no allowed token, or if its token is one of `ends`. So is the pass in which another
+// thread changes `halt` from 0. Returns the error, or null; then `done` is the number of passes. After an error the
+// slots of the last pass are empty.
 //
 // Each segment has one node, on its trunk. The trunk has the slots of the nodes to come, too. The choice has a wish for
-// each segment, of one row with one token. The positions of its noise go on by one. Each pass overwrites the logits, which
-// are the choice's. Its results lie in the places of `choice`, plus the number of the pass times the sizes.
+// each segment, of one row with one token. The positions of its noise go on by one. Each pass overwrites the logits,
+// which are the choice's. Its results lie in the places of `choice`, plus the number of the pass times the sizes.
 const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t count, float *logits,
                                    const Choice *choice, int64_t passes, const int64_t *ends, int64_t end_count,
                                    const int32_t *halt, int64_t *done) {

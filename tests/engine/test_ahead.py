@@ -1,0 +1,123 @@
+"""The backend goes on by itself where requests need nothing but the token that was chosen. Nobody can tell."""
+
+import pytest
+
+import specbeam
+from specbeam import Engine
+from tests.conftest import random_model
+
+STEP_BY_STEP = {"stop_strings": ["a stop string that no text has"]}  # it is looked for after each token
+KINDS = [
+    {},
+    {"temperature": 0.8, "seed": 1},
+    {"top_p": 0.9, "top_k": 40, "seed": 2},
+    {"min_new_tokens": 12},
+    {"do_sample": True, "logit_bias": {101: 2.0}, "min_new_tokens": 30, "seed": 3},
+    {"do_sample": True, "typical_p": 0.9, "seed": 4},
+]
+
+
+@pytest.fixture(scope="module")
+def lm(save):
+    return specbeam.load(save(random_model("llama")), backend="cpu")
+
+
+@pytest.fixture(scope="module")
+def windowed(save):
+    return specbeam.load(save(random_model("mistral", sliding_window=8)), backend="cpu")
+
+
+def results(engine, options, count=3):
+    requests = [engine.submit([97 + n, 98, 99], {"max_new_tokens": 30} | options) for n in range(count)]
+    engine.run()
+    return [request.result() for request in requests]
+
+
+def passes_of_calls(monkeypatch, lm, before=lambda: None):
+    """The number of passes of each call that may go ahead, as they come."""
+    calls, forward_ahead = [], lm.backend.forward_ahead
+
+    def recorded(*args):
+        before()
+        answers = forward_ahead(*args)
+        calls.append(len(answers[0].tokens))
+        return answers
+
+    monkeypatch.setattr(lm.backend, "forward_ahead", recorded)
+    return calls
+
+
+@pytest.mark.parametrize("options", KINDS)
+@pytest.mark.parametrize("name", ["lm", "windowed"])
+def test_to_go_ahead_changes_no_bit(request, name, options):
+    lm = request.getfixturevalue(name)
+    for count in (1, 3):
+        ahead = results(Engine(lm), options, count)
+        single = results(Engine(lm), options | STEP_BY_STEP, count)
+        assert [one.sequences for one in ahead] == [one.sequences for one in single]
+        for one, other in zip(ahead, single, strict=True):
+            for count_of in ("target_passes", "nodes_evaluated", "peak_slots", "steps_per_target_pass", "new_tokens"):
+                assert getattr(one.stats, count_of) == getattr(other.stats, count_of)
+
+
+def test_tokens_come_several_at_a_time(lm, monkeypatch):
+    calls = passes_of_calls(monkeypatch, lm)
+    (result,) = results(Engine(lm), {"eos_token_id": []}, count=1)
+    assert sum(calls) == result.stats.target_passes - 1  # the first pass reads the prompt
+    assert max(calls) == 8
+
+
+def test_an_end_token_ends_the_passes_too(lm):
+    ids = results(Engine(lm), {"eos_token_id": []}, count=1)[0].sequences[0].token_ids
+    end = next(token for at, token in enumerate(ids) if at >= 4 and token not in ids[:at])
+    (result,) = results(Engine(lm), {"eos_token_id": [end]}, count=1)
+    assert result.sequences[0].token_ids == ids[: ids.index(end) + 1]
+    assert result.stats.target_passes == len(result.sequences[0].token_ids)
+
+
+@pytest.mark.parametrize("options", [{"repetition_penalty": 1.1}, {"top_logprobs": 2}, {"no_repeat_ngram_size": 3}])
+def test_who_looks_at_tokens_goes_step_by_step(lm, monkeypatch, options):
+    calls = passes_of_calls(monkeypatch, lm)
+    results(Engine(lm), options)
+    assert not calls
+
+
+def test_a_new_request_waits_for_one_pass(lm, monkeypatch):
+    engine, others = Engine(lm), []
+
+    def submit_another():
+        if not others:
+            others.append(engine.submit([1, 2], {"max_new_tokens": 2}))
+
+    calls = passes_of_calls(monkeypatch, lm, submit_another)
+    results(engine, {"eos_token_id": []}, count=1)
+    assert calls[0] == 1
+    assert max(calls) > 1
+
+
+def test_a_cancelled_request_gets_the_token_of_one_pass(lm, monkeypatch):
+    engine = Engine(lm)
+    request = engine.submit([1, 2], {"max_new_tokens": 30, "eos_token_id": []})
+    calls = passes_of_calls(monkeypatch, lm, request.cancel)
+    engine.run()
+    assert calls == [1]
+    assert len(request.result().sequences[0].token_ids) == 2
+    assert request.result().sequences[0].finish_reason == "cancelled"
+
+
+def test_slots_ahead_stay_within_the_memory(lm):
+    alone = [result.sequences for result in results(Engine(lm), {"eos_token_id": []})]
+    engine = Engine(lm, max_cache_tokens=40)
+    requests = [engine.submit([97 + n, 98, 99], {"max_new_tokens": 30, "eos_token_id": []}) for n in range(3)]
+    while engine.step():
+        assert engine.cache_tokens <= 40
+    assert [request.result().sequences for request in requests] == alone
+
+
+def test_if_passes_ahead_fail_each_request_goes_on_alone(lm, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no")
+
+    expected = [result.sequences for result in results(Engine(lm), {})]
+    monkeypatch.setattr(lm.backend, "forward_ahead", fail)
+    assert [result.sequences for result in results(Engine(lm), {})] == expected
