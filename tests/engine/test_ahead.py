@@ -75,7 +75,9 @@ def test_an_end_token_ends_the_passes_too(lm):
     assert result.stats.target_passes == len(result.sequences[0].token_ids)
 
 
-@pytest.mark.parametrize("options", [{"repetition_penalty": 1.1}, {"top_logprobs": 2}, {"no_repeat_ngram_size": 3}])
+@pytest.mark.parametrize(
+    "options", [{"repetition_penalty": 1.1}, {"top_logprobs": 2}, {"no_repeat_ngram_size": 3}, {"trace": True}]
+)
 def test_who_looks_at_tokens_goes_step_by_step(lm, monkeypatch, options):
     calls = passes_of_calls(monkeypatch, lm)
     results(Engine(lm), options)

@@ -112,6 +112,8 @@ class Processors:
 
     def unchanged(self, tree: Tree, node: int) -> int:
         """For how many further tokens below this node, whatever they are, the processors change scores alike."""
+        if self.is_plain:
+            return sys.maxsize
         if self._look_at_texts:
             return 0
         too_short = self.min_new_tokens - (int(tree.depths(node)) + 1 - tree.prompt_length)

@@ -100,10 +100,11 @@ class ModelState:
         """
         self.passes += 1 + ahead
         self.nodes += len(nodes) + ahead
+        slots = self.slots
         if ahead:
-            self.slots.place_ahead(ahead)
-        self.slots.leave(pending)
-        self.slots.free_unseen(pending)
+            slots.place_ahead(ahead)
+        slots.leave(pending)
+        slots.free_unseen(pending)
 
     def leave_text(self, node: int | None, pending: Nodes) -> None:
         """Leave the evaluated beginning of the text down to a node to other requests.

@@ -68,9 +68,8 @@ class Output:
         if len(nodes) or one_round is not None:
             tokens, log_probs, top_logprobs = self._tokens(nodes)
             text = self._take(tokens)
-            self._request.give(
-                Piece(text, tokens, log_probs, top_logprobs, trace=self._trace(one_round, text, target, draft))
-            )
+            trace = self._trace(one_round, text, target, draft)
+            self._request.give(Piece(text, tokens, log_probs, top_logprobs, trace=trace))
 
     def find(self, hypothesis: Hypothesis) -> None:
         """Hand out a sequence that is certain to be the next best."""

@@ -219,9 +219,8 @@ class RequestState:
     @property
     def most_ahead(self) -> int:
         """How many further passes its backend may run by itself: each is over the token that the one before chose."""
-        if self._alternatives is not None or not self._state.slots.is_next(self.pending):
-            return 0
-        return self._step.ahead
+        shows_passes = self._setup.record.trace is not None or self._alternatives is not None
+        return 0 if shows_passes or not self._state.slots.is_next(self.pending) else self._step.ahead
 
     @property
     def ends(self) -> frozenset[int]:
@@ -309,8 +308,7 @@ class RequestState:
         """The strategy's wish, if it has one, and then the wish for alternatives, if they were asked for."""
         wishes = []
         if self._wish is not None:
-            has_functions = bool(self._wish.functions)
-            wishes.append(Wish(most=0, vocab=self._wish.vocab) if has_functions else self._wish)
+            wishes.append(Wish(most=0, vocab=self._wish.vocab) if self._wish.functions else self._wish)
         if self._alternatives is not None:
             wishes.append(self._alternatives.wish)
         return wishes

@@ -164,10 +164,10 @@ class Scheduler:
 
     def drop_done(self) -> None:
         """Forget live requests that are done."""
-        done = [request for request in self._live if request.done]
+        done = {request for request in self._live if request.done}
         for request in done:
             self._unfinished.pop(request, None)
-        live = {request: None for request in self._live if not request.done}
+        live = {request: None for request in self._live if request not in done} if done else self._live
         if done or not live:
             self._is_full = False
         self._live = live

@@ -128,8 +128,7 @@ class Slots:
         else:
             branches = self._slot[tree.paths_beyond_trunk(nodes)]
         slots = self._slot[nodes]
-        trunk = self._trunk[: self._placed + ahead]
-        return Segment(tokens, positions, slots, trunk, branches, wanted, vocab, source)
+        return Segment(tokens, positions, slots, self._trunk[: self._placed + ahead], branches, wanted, vocab, source)
 
     def is_next(self, nodes: Nodes) -> bool | np.bool_:
         """Whether this is one node, the next one of a text without branches. Its ancestors have slots."""
