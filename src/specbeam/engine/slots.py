@@ -134,8 +134,7 @@ class Slots:
         """Whether this is one node, the next one of a text without branches. Its ancestors have slots."""
         if len(nodes) != 1 or not 0 < self._placed == self.tree.trunk_length - 1:
             return False
-        tip = self.tree.tip
-        return nodes[0] == tip and self._slot[tip] == NOWHERE
+        return nodes[0] == self.tree.tip and self._slot[nodes[0]] == NOWHERE
 
     def release(self, nodes: Nodes) -> None:
         """Take back the slots of nodes that the tree has dropped."""
