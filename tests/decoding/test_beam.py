@@ -273,3 +273,19 @@ def test_a_step_without_some_beams_is_the_step_with_all_of_them_where_scores_are
     if partial.step(select(logits[known], partial.wish(partial.beams[known])), known):
         texts = [[s.tree.tokens(s.tree.path(node)).tolist() for node in s.beams] for s in (whole, partial)]
         assert texts[0] == texts[1]
+
+
+def test_texts_with_equal_scores_are_yielded_in_the_order_of_the_result():
+    """Small whole numbers as logits make equal scores."""
+    for seed in range(40):
+        random = np.random.default_rng(seed)
+        rows = torch.tensor(random.integers(-2, 3, (8, 8)), dtype=torch.float32)  # of the next token, by the last one
+        options = Options(num_beams=4, num_return_sequences=4, max_new_tokens=6)
+        tree = Tree([0])
+        wishes, stop = Wishes(Processors(options, frozenset({1, 2}), 8)), Stopping(frozenset({1, 2}), 7, (), None)
+        search = BeamSearch(tree, wishes, stop, 4, 4, length_penalty=float(random.choice([-1.0, 0.0, 1.0])))
+        yielded = []
+        while not search.done:
+            search.step(select(rows[tree.tokens(search.beams)], search.wish(search.beams)))
+            yielded += search.certain()
+        assert yielded == search.hypotheses()

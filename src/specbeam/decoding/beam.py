@@ -285,8 +285,9 @@ class BeamSearch:
         if np.count_nonzero(self.finished.possible) > self.num_reported:
             bound = float("-inf") if self.done else self._bound() if self.bounded else float("inf")
             for hypothesis in self.hypotheses()[self.num_reported :]:
-                if hypothesis.score <= bound:
-                    break
+                equal = np.count_nonzero(self.finished.scores == hypothesis.score)
+                if hypothesis.score <= bound or (equal > 1 and not self.done):
+                    break  # a later step may change the order of equal scores, because ``topk`` does
                 self.num_reported += 1
                 yield hypothesis
 
