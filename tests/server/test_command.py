@@ -1,6 +1,7 @@
 """``specbeam serve`` as people start it: one line for each mistake, and an end by signal that loses nothing."""
 
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,9 @@ import pytest
 
 import specbeam
 from specbeam import cli
+from tests.conftest import reference_model
+from tests.pages import ROOT, blocks
+from tests.server.conftest import serving_alone
 
 
 def test_a_server_from_start_to_signal(chat_lm, draft_lm):
@@ -52,6 +56,7 @@ def test_a_server_from_start_to_signal(chat_lm, draft_lm):
     ("arguments", "says"),
     [
         (["--model", "/no/such/model"], "no file or folder"),
+        (["--model", "no-such-alias"], "unknown model"),
         (["--draft", "ngram", "--draft", "ngram"], "twice"),
         (["--draft", "none=."], "meaning of its own"),
         (["--grace", "-1"], "--grace"),
@@ -74,6 +79,53 @@ def test_a_port_that_is_taken(chat_lm, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert port in line
     assert "in use" in line
+
+
+def test_a_port_that_another_server_takes_while_the_model_loads(chat_lm, capsys, monkeypatch):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+
+        def load(*_, **__):
+            other.listen()
+            return chat_lm
+
+        monkeypatch.setattr("specbeam.model.load", load)
+        port = str(other.getsockname()[1])
+        assert cli.main(["serve", "--model", str(chat_lm.source), "--port", port]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"port {port}: Address already in use" in line
+
+
+@pytest.mark.models
+def test_a_killed_server_leaves_no_damaged_file(tmp_path):
+    """kill -9 while the weights are packed: the next server packs them again, and answers as without the accident."""
+    model = reference_model("smollm2-135m-instruct")
+    how = ["--model", f"smol={model}", "--backend", "cpu", "--quantize", "int8", "--port", "0"]
+    packed = tmp_path / "packed"
+    command = [sys.executable, "-m", "specbeam", "serve", *how]
+    with subprocess.Popen(
+        command, stderr=subprocess.DEVNULL, env=os.environ | {"SPECBEAM_HOME": str(tmp_path)}
+    ) as killed:
+        while not [*packed.glob(".*.new")]:
+            assert killed.poll() is None
+        killed.kill()
+    assert not [*packed.glob("*.weights")]
+    with serving_alone(*how, SPECBEAM_HOME=str(tmp_path)) as server:
+        answer = server.post("/v1/completions", prompt="The sky is", max_tokens=5, temperature=0).json()
+        assert not [line for line in server.log if "damaged" in line]
+    assert [file.suffix for file in sorted(packed.iterdir())] == [".lock", ".weights"]
+    lm = specbeam.load(model, backend="cpu", quantize="int8")
+    assert answer["choices"][0]["text"] == specbeam.generate(lm, "The sky is", raw=True, max_new_tokens=5).text
+
+
+def test_the_unit_of_the_page_is_one(tmp_path):
+    if not shutil.which("systemd-analyze"):
+        pytest.skip("there is no systemd on this machine")
+    (unit,) = [code for _, code in blocks(ROOT / "docs/server.md") if code.startswith("[Unit]")]
+    (tmp_path / "specbeam.service").write_text(unit.replace("/opt/specbeam/bin/specbeam", sys.executable))
+    command = ["systemd-analyze", "verify", tmp_path / "specbeam.service"]
+    assert subprocess.run(command, capture_output=True, check=True).stderr == b""
 
 
 def test_importing_specbeam_does_not_import_the_server():

@@ -88,7 +88,10 @@ def test_fields_of_every_endpoint(served, fields, param):
 )
 def test_fields_for_other_models(served, field):
     value = {"type": "json_object"} if field == "response_format" else [{"type": "function"}]
-    assert served.refused("/v1/chat/completions", **CHAT, **{field: value})["param"] == field
+    error = served.refused("/v1/chat/completions", **CHAT, **{field: value})
+    assert error["param"] == field
+    if field in ("tools", "functions", "audio", "prediction", "web_search_options"):
+        assert error["message"] == f"{field} is not supported: remove it"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +120,11 @@ def test_messages(served, messages):
     response = served.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "messages"
+
+
+def test_a_field_of_a_message_is_named(served):
+    error = served.refused("/v1/chat/completions", messages=[{"role": "user", "content": "Hi", "name": "me"}])
+    assert error["message"] == "name is not supported: remove it"
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], [1, -1], [1, "a"], [300], [[300]], None, {"a": 1}, 5])

@@ -120,7 +120,7 @@ def _serve(given: argparse.Namespace, sources: Sequence[tuple[str, str]], drafts
     from specbeam.server.app import make_app
     from specbeam.server.limits import Access, Limits
     from specbeam.server.models import NO_DRAFT, Models
-    from specbeam.server.serving import Server, listen
+    from specbeam.server.serving import Server, accept, listen
 
     chosen = {field.name: value for field in fields(Limits) if (value := getattr(given, field.name)) is not None}
     limits = Limits(**chosen)
@@ -133,6 +133,7 @@ def _serve(given: argparse.Namespace, sources: Sequence[tuple[str, str]], drafts
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("specbeam.server").setLevel(logging.INFO)
     host, port = bound.getsockname()[:2]
+    accept(bound)
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(name for name, _ in sources)
     where = f"specbeam: {names} at http://{shown}:{port}/v1"

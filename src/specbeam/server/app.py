@@ -97,6 +97,8 @@ def make_app(
             if logs_prompts:
                 notes["prompts"] = call.prompts
             await while_connected(request.receive, call.submit(), call)
+            if "turn" in notes:  # it is in the process of the client's connection
+                notes["turn"].close()
             answer = fields.answer(call)
             if fields.stream:
                 return EventStream(answer.frames(), call)

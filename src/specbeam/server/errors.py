@@ -103,8 +103,8 @@ def refusal_of_body(errors: list[Any], names: list[str]) -> Refusal:
         near = nearest_name(param, names)
         hint = f"did you mean {near}?" if near and near != param else "remove it"
         return Refusal(f"{param} is not supported: {hint}", param, "unsupported_parameter")
-    if first["type"] == "none_required":
-        return Refusal(f"{param} is not supported: remove it", param, "unsupported_parameter")
+    if first["type"] == "none_required" or first.get("ctx", {}).get("max_length") == 0:
+        return Refusal(f"{place[-1]} is not supported: remove it", param, "unsupported_parameter")
     where = param + "".join(f"[{part}]" if isinstance(part, int) else "" for part in place[1:])
     says = " or ".join(dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in of_field[:4]))
     return Refusal(f"{where}: {says}", param, "invalid_value" if first["type"] != "missing" else "missing_parameter")

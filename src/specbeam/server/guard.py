@@ -6,17 +6,18 @@ import asyncio
 import hmac
 import logging
 import time
+from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics, Tally
 from specbeam.server.page import is_page
+from specbeam.server.streams import ClientGone
 
 logger = logging.getLogger("specbeam.server")
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -24,6 +25,8 @@ OPEN_PATHS = ("/health",)
 """Paths that need no API key."""
 MAX_BODY_SECONDS = 60.0
 """A client has this time to send its body."""
+MAX_BEGINNING = 8
+"""Requests that are parsed and submitted at once. Others wait here, so that a crowd does not hold up /health."""
 OUTCOMES = {401: "denied", 403: "denied", 429: "queue_full", 503: "stopping"}
 
 
@@ -39,6 +42,7 @@ class Guard:
         self._access = access
         self._metrics = metrics
         self._life = life
+        self._turns = asyncio.Semaphore(MAX_BEGINNING)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or "specbeam" in scope:
@@ -53,14 +57,22 @@ class Guard:
                 notes["status"] = message["status"]
             await send(message)
 
+        turn = notes["turn"] = ExitStack()
         try:
             try:
                 self._check(scope)
+                if scope["method"] == "POST":
+                    receive = _first(await self._body(receive), receive)
+                    await self._turns.acquire()
+                    turn.callback(self._turns.release)
             except Refusal as refusal:
                 await refusal.response(scope, receive, noting)
+            except ClientGone:
+                notes["outcome"] = "cancelled"
             else:
-                await self._app(scope, self._limited(scope, receive), noting)
+                await self._app(scope, receive, noting)
         finally:
+            turn.close()
             self._note(scope, notes, time.monotonic() - begin)
 
     def _check(self, scope: Scope) -> None:
@@ -92,26 +104,28 @@ class Guard:
     def _too_large(self) -> str:
         return f"the body is larger than this server's limit of {self._limits.max_body_bytes} bytes"
 
-    def _limited(self, scope: Scope, receive: Receive) -> Receive:
-        """Receives the body, unless it is too large or too slow."""
-        size, is_whole = 0, False
-        deadline = time.monotonic() + MAX_BODY_SECONDS
+    async def _body(self, receive: Receive) -> Message:
+        """The whole body of a request.
 
-        async def limited() -> Message:
-            nonlocal size, is_whole
-            if is_whole:
-                return await receive()
+        Raises:
+            Refusal: it is too large or too slow.
+            ClientGone: the client went away before its end.
+        """
+        body, is_whole = bytearray(), False
+        deadline = time.monotonic() + MAX_BODY_SECONDS
+        while not is_whole:
             try:
                 message = await asyncio.wait_for(receive(), deadline - time.monotonic())
             except TimeoutError:
-                raise HTTPException(408, f"the body did not come within {MAX_BODY_SECONDS:.0f} seconds") from None
-            size += len(message.get("body", b""))
+                problem = f"the body did not come within {MAX_BODY_SECONDS:.0f} seconds"
+                raise Refusal(problem, None, "body_too_slow", 408) from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            body += message.get("body", b"")
             is_whole = not message.get("more_body", False)
-            if size > self._limits.max_body_bytes:
-                raise HTTPException(413, self._too_large)
-            return message
-
-        return limited
+            if len(body) > self._limits.max_body_bytes:
+                raise Refusal(self._too_large, None, "body_too_large", 413)
+        return {"type": "http.request", "body": bytes(body)}
 
     def _note(self, scope: Scope, notes: dict[str, Any], seconds: float) -> None:
         status = notes["status"]
@@ -148,6 +162,16 @@ class Life:
 
     def __init__(self) -> None:
         self.is_stopping = False
+
+
+def _first(message: Message, receive: Receive) -> Receive:
+    """Receives a message that has come, and then the next ones."""
+    messages = [message]
+
+    async def first() -> Message:
+        return messages.pop() if messages else await receive()
+
+    return first
 
 
 def _hostname(url: str) -> str | None:

@@ -232,6 +232,7 @@ class Replicas:
         """Give a request to a replica, and its answer to the client."""
         notes = scope["specbeam"]
         notes["endpoint"] = scope["path"] if scope["path"] in GENERATING_PATHS else "other"
+        notes["turn"].close()
         try:
             body = await _whole_body(receive)
             asked = Asked(_plain(scope), body, blocks_of(body) if scope["method"] == "POST" else ())

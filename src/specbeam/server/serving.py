@@ -36,9 +36,26 @@ def listen(host: str, port: int) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except (OSError, OverflowError, UnicodeError) as error:
-        says = getattr(error, "strerror", None) or str(error)
-        raise SpecbeamError(f"cannot listen on {host} port {port}: {says}. Give another --host or --port") from error
+        raise _cannot_listen(host, port, error) from error
     return bound
+
+
+def accept(bound: socket.socket) -> None:
+    """Let clients connect.
+
+    Raises:
+        SpecbeamError: another server has begun to listen there since the socket was bound. uvloop would not say so.
+    """
+    try:
+        bound.listen(BACKLOG)
+    except OSError as error:
+        host, port, *_ = bound.getsockname()
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: Exception) -> SpecbeamError:
+    says = getattr(error, "strerror", None) or str(error)
+    return SpecbeamError(f"cannot listen on {host} port {port}: {says}. Give another --host or --port")
 
 
 class Connection(HttpToolsProtocol):

@@ -220,7 +220,7 @@ def _read(path: Path, plan: list[Part], size: int) -> Weights | None:
             if header["fingerprint"] != _fingerprint(path, plan, start):
                 raise ValueError("its content is wrong")
             data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[start:]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         logger.warning("%s is damaged (%s) and is packed again", path, error)
