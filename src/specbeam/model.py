@@ -17,7 +17,9 @@ from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.errors import SpecbeamError, Unsupported
 from specbeam.options import refuse_unknown_keywords
 
-if TYPE_CHECKING:  # it imports PyTorch, which takes a second
+if TYPE_CHECKING:  # they import PyTorch, which takes a second
+    import torch
+
     from specbeam.checkpoints.checkpoint import Checkpoint
 
 logger = logging.getLogger("specbeam")
@@ -128,26 +130,24 @@ class LanguageModel:
         return decode
 
 
-def _choose_backend(checkpoint: Checkpoint, source: str, placement: Placement) -> str:
-    """The backend for a checkpoint on this machine."""
+def _choose_backend(checkpoint: Checkpoint, placement: Placement) -> tuple[str, SpecbeamError | None]:
+    """The backend for a checkpoint on this machine, and the reason if one would expect another backend."""
     try:
         _ = checkpoint.config
     except Unsupported as error:
-        logger.warning("%s runs on the transformers backend: %s", source, error)
-        return "transformers"
+        return "transformers", error
     from specbeam.backends.cpu.library import library
     from specbeam.backends.devices import choose_device
 
     if placement.quantize == "auto" and (placement.dtype != "auto" or choose_device(placement.device).type != "cpu"):
-        return "torch"
+        return "torch", None
     try:
         library()
-        return "cpu"
+        return "cpu", None
     except SpecbeamError as error:
         if placement.quantize != "auto":
             raise
-        logger.warning("%s runs on the torch backend: %s", source, error)
-        return "torch"
+        return "torch", error
 
 
 def _weight_format(placement: Placement) -> str:
@@ -228,6 +228,40 @@ def load(
     return lm
 
 
+def weights_of(source: str | os.PathLike[str], placement: Placement) -> tuple[torch.device, int]:
+    """The device on which a model's weights will lie, and their size in bytes. They are not read.
+
+    Raises:
+        SpecbeamError: as for :func:`load`.
+    """
+    from specbeam.backends.devices import choose_device, choose_dtype
+
+    checkpoint, backend, _ = _open(source, placement)
+    if backend == "cpu":
+        from specbeam.backends.cpu import choose_mode
+        from specbeam.backends.cpu.weights import packed_bytes
+
+        return choose_device("cpu"), packed_bytes(checkpoint, choose_mode(_weight_format(placement), checkpoint))
+    device = choose_device(placement.device)
+    return device, checkpoint.facts.parameters * choose_dtype(placement.dtype, device, checkpoint.dtype).itemsize
+
+
+def _open(
+    source: str | os.PathLike[str],
+    placement: Placement,
+    revision: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+) -> tuple[Checkpoint, str, SpecbeamError | None]:
+    """A checkpoint, the name of the backend for it, and the reason if one would expect another backend."""
+    backend, reason = placement.backend, None
+    if backend not in ("auto", *BACKENDS):
+        raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
+    checkpoint = open_checkpoint(locate(source, revision), None if adapter is None else locate(adapter))
+    if backend == "auto":
+        backend, reason = _choose_backend(checkpoint, placement)
+    return checkpoint, backend, reason
+
+
 def _load(
     source: str | os.PathLike[str],
     placement: Placement,
@@ -235,12 +269,10 @@ def _load(
     adapter: str | os.PathLike[str] | None = None,
 ) -> LanguageModel:
     """Load a model, and say nothing of its precision. Arguments and errors as for :func:`load`."""
-    backend, device, dtype = placement.backend, placement.device, placement.dtype
-    if backend not in ("auto", *BACKENDS):
-        raise SpecbeamError(f"unknown backend {backend!r}: give auto, {', '.join(BACKENDS)}")
-    checkpoint = open_checkpoint(locate(source, revision), None if adapter is None else locate(adapter))
-    if backend == "auto":
-        backend = _choose_backend(checkpoint, os.fspath(source), placement)
+    device, dtype = placement.device, placement.dtype
+    checkpoint, backend, reason = _open(source, placement, revision, adapter)
+    if reason is not None:
+        logger.warning("%s runs on the %s backend: %s", os.fspath(source), backend, reason)
     if backend != "cpu" and (placement.quantize != "auto" or placement.threads is not None):
         by_quantize = placement.quantize != "auto"
         given = f"quantize={placement.quantize!r}" if by_quantize else f"threads={placement.threads}"

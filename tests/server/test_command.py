@@ -13,6 +13,7 @@ import pytest
 
 import specbeam
 from specbeam import cli
+from specbeam.machine import Memory
 from tests.conftest import reference_model
 from tests.pages import ROOT, blocks
 from tests.server.conftest import serving_alone
@@ -70,6 +71,29 @@ def test_mistakes_are_one_line(chat_lm, capsys, arguments, says):
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert says in line
     assert line.startswith("specbeam: ")
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
+def test_models_that_do_not_fit_into_memory_are_refused_before_they_are_loaded(
+    reference, chat_lm, capsys, monkeypatch, backend
+):
+    """Two models of the same size: alone each fits, and together they do not."""
+    size = sum(4 * parameter.numel() for parameter in reference.parameters())
+    command = ["serve", "--port", "0", "--backend", backend, "--dtype", "float32", "--model", f"a={chat_lm.source}"]
+
+    class Loaded(Exception):
+        pass
+
+    def load(*_, **__):
+        raise Loaded
+
+    monkeypatch.setattr("specbeam.model.load", load)
+    monkeypatch.setattr("specbeam.backends.devices.usable_memory", lambda: Memory(10 * size, int(1.5 * size)))
+    with pytest.raises(Loaded):
+        cli.main(command)
+    assert cli.main([*command, "--draft", f"b={chat_lm.source}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "of memory are free" in line
 
 
 def test_a_port_that_is_taken(chat_lm, capsys):

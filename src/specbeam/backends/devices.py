@@ -64,12 +64,16 @@ def memory_for_caches(device: torch.device) -> int:
     Four fifths of a GPU's free memory. Else a quarter of the memory that this process may use, but at most four fifths
     of its free memory.
     """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int((free + kept) * 0.8)
-    memory = usable_memory()
-    return int(min(memory.total * 0.25, memory.free * 0.8))
+    free = free_memory(device)
+    return int(0.8 * free) if device.type == "cuda" else int(min(usable_memory().total * 0.25, free * 0.8))
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a device's memory that this process can still take."""
+    if device.type != "cuda":
+        return usable_memory().free
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def peak_memory(device: torch.device) -> int | None:

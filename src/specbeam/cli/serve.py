@@ -111,7 +111,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         return _serve(given, sources, drafts)
     except ModuleNotFoundError as error:
-        if error.name not in ("fastapi", "starlette", "uvicorn", "prometheus_client"):
+        if error.name not in ("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client"):
             raise
         raise SpecbeamError(f"the server needs {error.name}: pip install specbeam[server]") from error
 
@@ -133,7 +133,6 @@ def _serve(given: argparse.Namespace, sources: Sequence[tuple[str, str]], drafts
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level=logging.WARNING)
     logging.getLogger("specbeam.server").setLevel(logging.INFO)
     host, port = bound.getsockname()[:2]
-    accept(bound)
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(name for name, _ in sources)
     where = f"specbeam: {names} at http://{shown}:{port}/v1"
@@ -162,6 +161,7 @@ def _serve(given: argparse.Namespace, sources: Sequence[tuple[str, str]], drafts
             app: Starlette = make_front(replicas, limits, access)
         else:
             app = make_app(Models(*load(), default_draft, limits), limits, access, logs_prompts=given.log_prompts)
+        accept(bound)
         print(where, file=sys.stderr, flush=True)
         Server(app, given.grace).run(sockets=[bound])
     return 0
@@ -210,7 +210,9 @@ def _load(
     placement: dict[str, Any], sources: Sequence[tuple[str, str]], drafts: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, LanguageModel], dict[str, LanguageModel]]:
     """The models and the draft models, by their names."""
-    from specbeam.model import load
+    from specbeam.model import Placement, load
+    from specbeam.server.models import check_memory
 
+    check_memory([source for _, source in [*sources, *drafts]], Placement(**placement))
     lms, loaded = ({name: load(source, **placement) for name, source in named} for named in (sources, drafts))
     return lms, loaded

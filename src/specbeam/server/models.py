@@ -4,19 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
+
+from specbeam.backends.devices import free_memory
 from specbeam.engine import Engine
 from specbeam.engine.drafters import LOOKUPS
 from specbeam.errors import SpecbeamError
-from specbeam.model import LanguageModel
+from specbeam.model import LanguageModel, Placement, weights_of
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits
 from specbeam.server.tokens import TokenTexts
 
 NO_DRAFT = "none"
+MAX_WEIGHTS_SHARE = 0.8
+"""Of the free memory. The rest is for caches and passes."""
+
+
+def check_memory(sources: Sequence[str], placement: Placement) -> None:
+    """Refuse models whose weights do not fit into memory together, before any of them is loaded.
+
+    Args:
+        sources: of models and drafts, as for :func:`specbeam.load`.
+
+    Raises:
+        SpecbeamError: they do not fit, or one of them cannot be opened.
+    """
+    sizes: dict[torch.device, int] = {}
+    for source in sources:
+        device, size = weights_of(source, placement)
+        sizes[device] = sizes.get(device, 0) + size
+    for device, size in sizes.items():
+        if size > MAX_WEIGHTS_SHARE * (free := free_memory(device)):
+            raise SpecbeamError(
+                f"the weights of {', '.join(sources)} take {size / 1e9:.1f} GB, and {free / 1e9:.1f} GB of memory are "
+                "free: give fewer or smaller models, or a smaller --quantize"
+            )
 
 
 class Load(NamedTuple):

@@ -98,10 +98,7 @@ def load_weights(checkpoint: Checkpoint, mode: str) -> Weights:
     Raises:
         SpecbeamError: a tensor is missing or unknown, or the configuration asks for another shape.
     """
-    with torch.device("meta"):
-        shapes = {name: tuple(p.shape) for name, p in Transformer(checkpoint.config).named_parameters()}
-    checkpoint.check_tensors(shapes)
-    plan, size = _plan(checkpoint, shapes, mode)
+    plan, size = _plan(checkpoint, mode)
     if mode == "float32" or size < MIN_FILE_BYTES:  # float32 weights would copy the checkpoint
         return Weights(plan, _pack(checkpoint, plan, _room(size)))
     path = _path(checkpoint, mode)
@@ -109,8 +106,16 @@ def load_weights(checkpoint: Checkpoint, mode: str) -> Weights:
     return found if found is not None else _write(path, checkpoint, plan, size)
 
 
-def _plan(checkpoint: Checkpoint, shapes: dict[str, tuple[int, ...]], mode: str) -> tuple[list[Part], int]:
+def packed_bytes(checkpoint: Checkpoint, mode: str) -> int:
+    """The memory that :func:`load_weights` will take, in bytes. Nothing is read but headers."""
+    return _plan(checkpoint, mode)[1]
+
+
+def _plan(checkpoint: Checkpoint, mode: str) -> tuple[list[Part], int]:
     """The parts of all parameters, and their size in bytes."""
+    with torch.device("meta"):
+        shapes = {name: tuple(p.shape) for name, p in Transformer(checkpoint.config).named_parameters()}
+    checkpoint.check_tensors(shapes)
     parts, offset = [], 0
     for name, shape in shapes.items():
         for source in checkpoint.sources(name):
