@@ -15,6 +15,7 @@ measured. Figures are medians.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -304,6 +305,7 @@ class Bench:
             self.engine_seconds(method, 8)
             for name in self.servers:
                 self.load(name, method, 8, 4)
+        gc.freeze()  # as the server does: no full collection while the engine is measured
         for repeat in range(repeats):
             for count in counts:
                 if repeat > 0 and count not in RUNS:

@@ -1,5 +1,6 @@
 """``specbeam serve`` as people start it: one line for each mistake, and an end by signal that loses nothing."""
 
+import gc
 import os
 import shutil
 import signal
@@ -119,6 +120,16 @@ def test_a_port_that_another_server_takes_while_the_model_loads(chat_lm, capsys,
         assert cli.main(["serve", "--model", str(chat_lm.source), "--port", port]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"port {port}: Address already in use" in line
+
+
+def test_collections_of_garbage_leave_the_loaded_models_out(chat_lm, monkeypatch):
+    frozen = []
+    monkeypatch.setattr("specbeam.server.serving.Server.run", lambda *_, **__: frozen.append(gc.get_freeze_count()))
+    try:
+        assert cli.main(["serve", "--model", str(chat_lm.source), "--port", "0"]) == 0
+    finally:
+        gc.unfreeze()
+    assert frozen[0] > len(gc.get_objects()) / 2
 
 
 @pytest.mark.models

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import ipaddress
 import logging
 import os
@@ -162,6 +163,8 @@ def _serve(given: argparse.Namespace, sources: Sequence[tuple[str, str]], drafts
         else:
             app = make_app(Models(*load(), default_draft, limits), limits, access, logs_prompts=given.log_prompts)
         accept(bound)
+        gc.collect()
+        gc.freeze()  # a full collection need not look at models and libraries, while no text goes on
         print(where, file=sys.stderr, flush=True)
         Server(app, given.grace).run(sockets=[bound])
     return 0

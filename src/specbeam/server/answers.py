@@ -19,6 +19,7 @@ from specbeam.server.statistics import statistics, usage, vllm_metrics
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
 """OpenAI's names. Clients know no other ones. A text that was ended early is not complete, as after "length"."""
+_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 LAST_FRAME = b"data: [DONE]\n\n"
 
 
@@ -170,7 +171,3 @@ class Answer(ABC):
         if part.end is not None and self.call.plan.searches:
             made["score"] = part.end.score
         return made
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
