@@ -78,7 +78,7 @@ def test_openai_for_python(real, expected):
         ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 2, "n": 2, "temperature": 1, "seed": 1}, "chat"),
         ("chat/completions", CHAT | {"n": 2, **MORE, "stream_options": {"include_usage": True}}, "chat"),
         ("completions", BEAMS | MORE | {"logprobs": 2, "return_token_ids": True}, "text"),
-        ("completions", BEAMS | {"n": 1, "stream_options": {"include_usage": True}}, "text"),
+        ("completions", BEAMS | {"n": 1, "temperature": 0, "stream_options": {"include_usage": True}}, "text"),
         ("responses", {"input": "Hi", "max_output_tokens": 6, "include": ["message.output_text.logprobs"]}, "events"),
     ],
 )

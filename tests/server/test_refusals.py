@@ -123,6 +123,9 @@ def test_messages(served, messages):
 
 
 def test_a_field_of_a_message_is_named(served):
+    image = [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
+    error = served.refused("/v1/chat/completions", messages=[{"role": "user", "content": image}])
+    assert error["message"] == "messages[0].content[0].type: Input should be 'text'"
     error = served.refused("/v1/chat/completions", messages=[{"role": "user", "content": "Hi", "name": "me"}])
     assert error["message"] == "name is not supported: remove it"
 
@@ -205,9 +208,11 @@ def test_limits(start, chat_lm):
 
 
 def test_unknown_paths_and_methods(served):
-    for response, status in [(served.http.get("/v1/none"), 404), (served.http.get("/v1/completions"), 405)]:
+    for path, status, says in [("/v1/none", 404, "begins with /v1"), ("/v1/completions", 405, "use POST")]:
+        response = served.http.get(path)
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert says in response.json()["error"]["message"]
 
 
 def test_tokens_of_texts(served, chat_lm):

@@ -190,8 +190,13 @@ def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics, li
             logger.error("a request failed", exc_info=refusal)
         return refusal.response
 
-    async def refuse_http(_: Request, error: HTTPException) -> Response:
-        response = Refusal(str(error.detail), None, None, error.status_code).response
+    async def refuse_http(request: Request, error: HTTPException) -> Response:
+        says = str(error.detail)
+        if error.status_code == 404:
+            says = "there is nothing at this path: the API begins with /v1, as in /v1/models, and /openapi.json has all"
+        elif error.status_code == 405:
+            says = f"{request.method} is not allowed here: use {(error.headers or {}).get('Allow', 'another method')}"
+        response = Refusal(says, None, None, error.status_code).response
         response.headers.update(error.headers or {})
         return response
 

@@ -18,6 +18,7 @@ RETRY_AFTER_SECONDS = 1
 """A client that was refused for lack of room may try again after this time."""
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 """OpenAI's names, by status. Other errors of the client are an "invalid_request_error"."""
+TYPE_NAMES = ("str", "int", "float", "bool")
 OPTION = re.compile(rf"\b({'|'.join(one.name for one in fields(Options))})\b")
 
 
@@ -105,6 +106,15 @@ def refusal_of_body(errors: list[Any], names: list[str]) -> Refusal:
         return Refusal(f"{param} is not supported: {hint}", param, "unsupported_parameter")
     if first["type"] == "none_required" or first.get("ctx", {}).get("max_length") == 0:
         return Refusal(f"{place[-1]} is not supported: remove it", param, "unsupported_parameter")
-    where = param + "".join(f"[{part}]" if isinstance(part, int) else "" for part in place[1:])
-    says = " or ".join(dict.fromkeys(error["msg"].removeprefix("Value error, ") for error in of_field[:4]))
+    # The form that fits best fails last, and so in the deepest place.
+    where = _shown(max(of_field, key=lambda error: len(error["loc"]))["loc"])
+    there = [error["msg"].removeprefix("Value error, ") for error in of_field if _shown(error["loc"]) == where]
+    says = " or ".join(dict.fromkeys(there[:4]))
     return Refusal(f"{where}: {says}", param, "invalid_value" if first["type"] != "missing" else "missing_parameter")
+
+
+def _shown(place: Any) -> str:
+    """A place in a body, such as "messages[0].content", from pydantic's, which also names types."""
+    names = [part for part in place[1:] if isinstance(part, int) or (part.isidentifier() and part.islower())]
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in names if part not in TYPE_NAMES)
+    return "".join(parts)[1:]
