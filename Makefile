@@ -8,6 +8,8 @@ demo: .venv/specbeam
 	$(BIN)/specbeam generate "List three tips for a good night's sleep." --max-new-tokens 96
 	$(BIN)/specbeam compare "Repeat this: \"The tea is in the red box, the sugar is in the blue box, and the coffee is in the \
 	green box.\""
+	@echo
+	@echo "To watch the search in the browser: $(BIN)/specbeam demo"
 
 # Every change must pass this. There is one worker per processor, with one thread each.
 test: .venv/installed
@@ -52,7 +54,7 @@ $(BIN)/python:
 
 # Compiles only what changed: the build folder is kept.
 .venv/specbeam: pyproject.toml constraints.txt $(NATIVE) | $(BIN)/python
-	$(PIP) -e '.[chat]'
+	$(PIP) -e '.[chat,server]'
 	touch $@
 
 # Only the packages of the extra: specbeam itself is installed, so nothing is built again.

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import httpx
 import openai
@@ -50,6 +51,27 @@ def test_a_server_from_start_to_signal(chat_lm, draft_lm):
             (logged,) = [line for line in server.stderr if "/v1/chat" in line]
             assert "200 finished" in logged
             assert "Hi" not in logged
+        finally:
+            server.kill()
+
+
+def test_the_demo_opens_the_page(chat_lm, tmp_path):
+    """The browser of the test is a program that asks for the page, and hands it over through a pipe."""
+    pipe, program = tmp_path / "pipe", tmp_path / "browser.py"
+    os.mkfifo(pipe)
+    program.write_text(
+        "import sys, urllib.request\n"
+        "page = urllib.request.urlopen(sys.argv[1]).read()\n"
+        f"open({str(pipe)!r}, 'wb').write(page)\n"
+    )
+    environment = os.environ | {"BROWSER": f"{sys.executable} {program} %s", "DISPLAY": ":0"}
+    command = [sys.executable, "-m", "specbeam", "demo", "--model", str(chat_lm.source), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
+        try:
+            assert pipe.read_bytes() == (Path(specbeam.__file__).parent / "server/page/index.html").read_bytes()
+            server.send_signal(signal.SIGINT)
+            assert server.wait(60) == 0
+            assert "specbeam: the page is http://127.0.0.1:" in server.stderr.read()
         finally:
             server.kill()
 

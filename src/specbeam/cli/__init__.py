@@ -73,12 +73,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    from specbeam.cli import batch, chat, compare, generate, ladder, models, serve, study, tokens
+    from specbeam.cli import batch, chat, compare, demo, generate, ladder, models, serve, study, tokens
 
     parser = Parser(prog="specbeam", description="Exact and fast decoding of open causal language models.")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in (generate, chat, serve, compare, batch, study, ladder, tokens, models):
+    for command in (generate, chat, serve, demo, compare, batch, study, ladder, tokens, models):
         command.add_to(commands)
     about = commands.add_parser("help", help="explain a command, as COMMAND --help does")
     about.add_argument("name", nargs="?", choices=[*commands.choices], metavar="COMMAND", help="the command")

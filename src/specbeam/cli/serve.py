@@ -9,7 +9,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
@@ -92,7 +92,12 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(given: argparse.Namespace) -> int:
+def run(given: argparse.Namespace, when_ready: Callable[[str], object] | None = None) -> int:
+    """Serve until a signal.
+
+    Args:
+        when_ready: called with the address of the page, once the server listens.
+    """
     sources = [_named(source) for source in given.model or [DEFAULT_MODEL]]
     drafts = [_named(source) for source in given.draft or []]
     for name, source in [*sources, *drafts]:
@@ -110,14 +115,19 @@ def run(given: argparse.Namespace) -> int:
     if given.replicas is not None and given.replicas < 1:
         raise SpecbeamError(f"--replicas {given.replicas} is not allowed: give at least 1")
     try:
-        return _serve(given, sources, drafts)
+        return _serve(given, sources, drafts, when_ready)
     except ModuleNotFoundError as error:
         if error.name not in ("fastapi", "starlette", "uvicorn", "httptools", "prometheus_client"):
             raise
         raise SpecbeamError(f"the server needs {error.name}: pip install specbeam[server]") from error
 
 
-def _serve(given: argparse.Namespace, sources: Sequence[tuple[str, str]], drafts: Sequence[tuple[str, str]]) -> int:
+def _serve(
+    given: argparse.Namespace,
+    sources: Sequence[tuple[str, str]],
+    drafts: Sequence[tuple[str, str]],
+    when_ready: Callable[[str], object] | None,
+) -> int:
     from specbeam.server.app import make_app
     from specbeam.server.limits import Access, Limits
     from specbeam.server.models import NO_DRAFT, Models
@@ -136,7 +146,7 @@ def _serve(given: argparse.Namespace, sources: Sequence[tuple[str, str]], drafts
     host, port = bound.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(name for name, _ in sources)
-    where = f"specbeam: {names} at http://{shown}:{port}/v1"
+    page = f"http://{shown}:{port}/"
     with ExitStack() as stack:
         if given.launcher == "ray":
             from specbeam.jobs.cluster import import_ray
@@ -165,8 +175,9 @@ def _serve(given: argparse.Namespace, sources: Sequence[tuple[str, str]], drafts
         accept(bound)
         gc.collect()
         gc.freeze()  # a full collection need not look at models and libraries, while no text goes on
-        print(where, file=sys.stderr, flush=True)
-        Server(app, given.grace).run(sockets=[bound])
+        print(f"specbeam: {names} at {page}v1", file=sys.stderr)
+        print(f"specbeam: the page is {page}", file=sys.stderr, flush=True)
+        Server(app, given.grace, when_ready and partial(when_ready, page)).run(sockets=[bound])
     return 0
 
 

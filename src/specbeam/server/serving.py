@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import uvicorn
@@ -132,9 +133,12 @@ class Server(uvicorn.Server):
     Args:
         app: made by :func:`specbeam.server.app.make_app` or :func:`specbeam.server.replicas.make_front`.
         grace: seconds after which the requests that are left end with the text so far.
+        when_ready: called in a thread, once clients can connect.
     """
 
-    def __init__(self, app: Starlette, grace: float | None = None) -> None:
+    def __init__(
+        self, app: Starlette, grace: float | None = None, when_ready: Callable[[], object] | None = None
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -151,12 +155,15 @@ class Server(uvicorn.Server):
         )
         self._app = app
         self._grace = grace
+        self._when_ready = when_ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
+        if self._when_ready is not None:
+            self._loop.run_in_executor(None, self._when_ready)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         """Take a signal: the first one begins to stop, and a second one ends all requests."""
