@@ -93,7 +93,7 @@ def test_frames_of_streams_are_those_of_openai(real, path, fields, kind):
         frames.append(last)
     else:
         assert last == "[DONE]"
-    assert len(frames) > 5
+    assert len(frames) > 1  # the pieces of several passes may come together
     for frame in frames:
         if kind == "text":  # OpenAI's own frames have null here until the last one, and its type has no null
             frame = frame.replace('"finish_reason":null', '"finish_reason":"stop"')
