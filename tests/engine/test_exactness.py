@@ -1,6 +1,7 @@
 """An engine's other work changes no bit of a request, whatever its kind.
 
-Requests share prefixes, passes, memory and threads here, and the backend goes ahead of some. Each is compared with itself alone on a fresh engine.
+Requests share prefixes, passes, memory and threads here, and the backend goes ahead of some. Each is compared with
+itself alone on a fresh engine.
 """
 
 from functools import cache
