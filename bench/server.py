@@ -1,7 +1,7 @@
 """The figures of ``specbeam serve``, with llama.cpp's server and vLLM's beside it.
 
     python bench/server.py MODEL.gguf [--llama-server PROGRAM] [--vllm-python VENV/bin/python] [--clients 1 8 32 128]
-        [--tokens 64] [--repeats 3] [--threads 2] [--parts load beams turns] [--json FILE]
+        [--tokens 64] [--repeats 2] [--threads 2] [--parts load beams turns] [--json FILE]
 
 All clients of a run begin at once, in a process of their own, and stream one text each. Tokens per second are of the
 whole run, prompts included. A share compares it with the same requests to an engine in a process without a server,
@@ -20,6 +20,7 @@ import json
 import math
 import os
 import shlex
+import signal
 import socket
 import statistics
 import subprocess
@@ -49,7 +50,7 @@ PARTS = ("load", "beams", "turns")
 METHODS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "sampled": {**SAMPLING, "min_p": 0}}
 MUST_COUNTS = (8, 32)
 """The numbers of clients for which there are goals."""
-RUNS = {1: 4, 8: 3, 32: 2}
+RUNS = {1: 4, 8: 4, 32: 3}
 """Runs of specbeam in each repeat, by the number of clients. One client takes a third of a second."""
 LLAMA_SLOTS = 32
 VLLM_REQUESTS = 128
@@ -69,7 +70,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", type=Path, metavar="PYTHON", help="the Python of vLLM's environment")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each text")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     add_json_option(parser)
@@ -79,10 +80,10 @@ def main() -> None:
         servers.append(llama_server(given))
     if given.vllm_python is not None:
         servers.append(vllm_server(given))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("server: terminated"))  # so that the servers end, too
     with ExitStack() as ends:
         for server in servers:
-            server.start()
-            ends.callback(server.end)
+            server.start(ends)
         versions = [
             f"kernels {library().specbeam_isa(b'').decode()}",
             *(f"{one.name} {one.settings}" for one in servers[1:]),
@@ -121,8 +122,11 @@ class Server:
     environment: Mapping[str, str]
     version_at: tuple[str, str] | None = None
 
-    def start(self) -> None:
+    def start(self, ends: ExitStack) -> None:
         """Start it, and stop it again once it answers.
+
+        Args:
+            ends: ends its processes.
 
         Raises:
             SystemExit: it does not start.
@@ -133,10 +137,10 @@ class Server:
             self._peer = Peer(command, self.environment)
         except OSError as error:
             raise SystemExit(f"server: cannot start {self.name}: {error}") from error
+        ends.callback(self._peer.end)
         end = time.monotonic() + SECONDS_TO_START
         while not self._is_ready():
             if self._peer.process.poll() is not None or time.monotonic() > end:
-                self.end()
                 raise SystemExit(f"server: {self.name} does not start: run {shlex.join(command)}")
             time.sleep(0.2)
         if self.version_at is not None:
@@ -147,10 +151,6 @@ class Server:
     def running(self) -> AbstractContextManager[None]:
         """Let it run inside this block."""
         return self._peer.running()
-
-    def end(self) -> None:
-        """End its processes."""
-        self._peer.end()
 
     def _is_ready(self) -> bool:
         try:

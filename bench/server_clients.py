@@ -23,7 +23,7 @@ import uvloop
 
 FRAME = re.compile(rb"^data: (\{.*\})\r?$", re.MULTILINE)
 
-MAX_SECONDS = 300
+MAX_SECONDS = 600
 """A run that takes longer has gone wrong."""
 
 
