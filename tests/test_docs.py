@@ -232,8 +232,8 @@ def check_specbeam(command, words, request):
     if command == "study":
         runs = not {"show", "diff", "--show-config"} & {*words}
         shorter = [f"{name}={size}" for name, size in sizes] if runs else []
-    if command == "serve":  # it would not end. The last argument is checked after all others were parsed
-        assert run([*words, "--grace", "-1"]) == BAD_INPUT
+    if command in ("serve", "demo"):  # it would not end. The last argument is checked after all others were parsed
+        assert run([*words, "--port", "-1"]) == BAD_INPUT
         return
     if "ray" in words and not in_thorough_mode():  # starting a cluster takes long
         words, shorter = [command], ["--help"]
