@@ -3,8 +3,8 @@
 Each line of standard input is ``{"port": N, "path": "/v1/...", "bodies": [...]}``: one client for each body. All begin
 at once. The line of output that answers it is ``{"seconds": until the last one had its answer, "answers": [...]}``.
 An answer has ``status``, ``text``, ``finish_reason``, ``times`` (the seconds from its request to each frame with text),
-and ``body``: all that came, if the status is not 200. A client only
-notes what it receives, and when. Frames are read once all clients have their answers.
+and ``body``: all that came, if the status is not 200 or a stream has no end. A client only notes what it receives, and
+when. Frames are read once all clients have their answers.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ class Client(asyncio.Protocol):
         """The status and the text that came, and the time of each frame with text."""
         received = b"".join(block for _, block in self._blocks)
         ends = [*accumulate(len(block) for _, block in self._blocks)]
-        times, texts, finish_reason = [], [], None
+        times, texts, finish_reason, is_stream = [], [], None, False
         for found in FRAME.finditer(received):
+            is_stream = True
             choices = json.loads(found[1]).get("choices", [])
             text = "".join(choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices)
             finish_reason = choices[0].get("finish_reason") if choices else finish_reason
@@ -59,7 +60,8 @@ class Client(asyncio.Protocol):
                 texts.append(text)
                 times.append(self._blocks[bisect_right(ends, found.start())][0] - self._sent)
         status = received.split(b" ", 2)[1].decode() if received else "none"
-        body = "" if status == "200" else received.decode(errors="replace")
+        whole = status == "200" and (finish_reason is not None or not is_stream)
+        body = "" if whole else received.decode(errors="replace")
         return {"status": status, "text": "".join(texts), "times": times, "finish_reason": finish_reason, "body": body}
 
 
