@@ -2,9 +2,9 @@
 
 Each line of standard input is ``{"port": N, "path": "/v1/...", "bodies": [...]}``: one client for each body. All begin
 at once. The line of output that answers it is ``{"seconds": until the last one had its answer, "answers": [...]}``.
-An answer has ``status``, ``text``, ``finish_reason``, ``times`` (the seconds from its request to each frame with text),
-and ``body``: all that came, if the status is not 200 or a stream has no end. A client only notes what it receives, and
-when. Frames are read once all clients have their answers.
+An answer has ``status``, ``text``, ``finish_reason``, and ``times``: the seconds from its request to frames with text.
+Its ``body`` has all that came, if the status is not 200 or a stream has no end. A client only notes what it receives,
+and when. Frames are read once all clients have their answers.
 """
 
 from __future__ import annotations
