@@ -3,6 +3,7 @@
 import gc
 import linecache
 import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -274,3 +275,18 @@ def reference_model(name):
         if path.is_file():
             return path
     pytest.skip(f"{name} is not on this machine: fetch the reference models")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium, for the tests of pages."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    with sync_api.sync_playwright() as playwright:
+        names = ("chromium", "chromium-browser", "google-chrome")
+        found = next((path for name in names if (path := shutil.which(name))), None)
+        try:
+            browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        except sync_api.Error as error:
+            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
+        yield browser
+        browser.close()

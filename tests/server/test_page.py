@@ -1,7 +1,6 @@
 """The page in a real browser, on a model that runs."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -17,20 +16,6 @@ AXE = Path(sys.prefix) / "npm/node_modules/axe-core/axe.min.js"
 """Where ``make .venv/npm`` puts it."""
 MAX_SCRIPT_BYTES = 150_000
 PROMPT = "ab ab ab ab"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        names = ("chromium", "chromium-browser", "google-chrome")
-        found = next((path for name in names if (path := shutil.which(name))), None)
-        try:
-            browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        except sync_api.Error as error:
-            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -88,10 +73,10 @@ def test_the_tree_has_every_node_and_score_of_the_trace(tab, served, chat_lm):
     assert best == {*path_of(rounds, text.token_ids)}
     tab.get_by_text("The same as text").click()
     tab.locator(".rounds").wait_for()
-    told = tab.locator(".as-text").inner_text()
+    shown = tab.locator(".as-text").inner_text()
     for beam in beams.values():
-        assert f"score {beam['score']:.3f}" in told
-    assert told.count("(accepted)") == last["stats"]["accepted"]
+        assert f"score {beam['score']:.3f}" in shown
+    assert shown.count("(accepted)") == last["stats"]["accepted"]
 
 
 def path_of(rounds, tokens):

@@ -500,20 +500,6 @@ def test_frontier():
 # In a browser
 
 
-@pytest.fixture(scope="module")
-def browser():
-    sync_api = pytest.importorskip("playwright.sync_api")
-    with sync_api.sync_playwright() as playwright:
-        names = ("chromium", "chromium-browser", "google-chrome")
-        found = next((path for name in names if (path := shutil.which(name))), None)
-        try:
-            browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
-        except sync_api.Error as error:
-            pytest.skip(f"no browser: {str(error).splitlines()[0]}")
-        yield browser
-        browser.close()
-
-
 class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_):
         pass

@@ -36,6 +36,12 @@ def completer(*names: str) -> Callable[..., list[str]]:
 
 def add_source_to(parser: Any) -> None:
     """The options for a checkpoint: its source and its revision."""
+    add_source_alone_to(parser)
+    parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
+
+
+def add_source_alone_to(parser: Any) -> None:
+    """The option for a checkpoint's source."""
     source = parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
@@ -43,7 +49,6 @@ def add_source_to(parser: Any) -> None:
         help="an alias, a folder, a .gguf file or a hub id (default %(default)s)",
     )
     source.completer = completer()
-    parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
 
 
 def add_model_to(parser: argparse.ArgumentParser) -> None:

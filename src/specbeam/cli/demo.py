@@ -9,7 +9,7 @@ import webbrowser
 from typing import Any
 
 from specbeam.cli import serve
-from specbeam.cli.arguments import DEFAULT_MODEL, completer
+from specbeam.cli.arguments import add_source_alone_to
 
 MAX_BEAMS = 64
 
@@ -20,13 +20,7 @@ def add_to(commands: Any) -> None:
         help="watch beams grow and drafts get accepted, in the browser",
         description="Start the server on this machine with a small model, and open its page. Ctrl-C ends it.",
     )
-    source = parser.add_argument(
-        "--model",
-        default=DEFAULT_MODEL,
-        metavar="SOURCE",
-        help="an alias, a folder, a .gguf file or a hub id (default %(default)s)",
-    )
-    source.completer = completer()
+    add_source_alone_to(parser)
     parser.add_argument(
         "--port", type=int, default=8000, metavar="N", help="0 takes any free one (default %(default)s)"
     )
