@@ -43,6 +43,7 @@ OTHER_NAMES = {
     "stop_strings": ("stop", "stops", "stop_words", "stop_sequences"),
     "top_logprobs": ("logprobs", "log_probs", "output_scores", "output_logits", "return_log_prob"),
     "constraint": ("constraints", "grammar", "choices", "guided_choice", "allowed_tokens", "force_words_ids"),
+    "structured_outputs": ("guided_choice", "guided_decoding"),
     "logits_processor": ("logits_processors", "processors"),
     "draft": ("draft_model", "assistant_model", "speculative_model"),
     "system": ("system_prompt", "system_message"),

@@ -137,6 +137,7 @@ class Result:
             nodes that the target evaluated. "seconds" is the time since submission.
 
             With ``top_logprobs``, "likeliest" lists the likeliest "tokens" "after" each node that a beam came after.
+            Under a constraint each of them has "masked": whether the constraint forbids it there.
     """
 
     sequences: list[Sequence]

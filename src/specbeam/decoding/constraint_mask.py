@@ -33,6 +33,17 @@ class ConstraintMask:
         allowed[complete[:, None], self._eos] = True
         return allowed
 
+    def allows(self, tree: Tree, node: int, tokens: Iterable[int]) -> dict[int, bool]:
+        """Whether each of some tokens may follow a node, by token id."""
+        given = np.fromiter(tokens, dtype=np.int64)
+        state = self.states(tree, np.array([node]))
+        if state[0] == DEAD_STATE:
+            return dict.fromkeys(given.tolist(), False)
+        may_end = bool(self.constraint.complete(state)[0])
+        follows = self.constraint.advance(state.repeat(len(given)), given) != DEAD_STATE
+        allowed = follows | (np.isin(given, self._eos) & may_end)
+        return dict(zip(given.tolist(), allowed.tolist(), strict=True))
+
     def states(self, tree: Tree, nodes: Nodes) -> States:
         """The states at nodes, int64 [n]. Unknown states of their ancestors are computed on the way."""
         if len(self._states) < len(tree):

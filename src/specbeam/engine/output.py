@@ -114,15 +114,24 @@ class Output:
             return None if self._setup.record.trace is None else []
         if self.alternatives is not None:
             beams = [beam for step in one_round["steps"] for beam in step]
-            one_round["likeliest"] = [
-                {"after": node, "tokens": self._setup.record.tokens(self.alternatives.after(node))}
-                for node in dict.fromkeys(beam["after"] for beam in beams)
-            ]
+            places = dict.fromkeys(beam["after"] for beam in beams)
+            one_round["likeliest"] = [{"after": node, "tokens": self._likeliest(node)} for node in places]
         before, self._spent = self._spent, Spent.of(target, draft)
         one_round["text"] = text
         one_round["pass"] = {**asdict(self._spent - before), "seconds": time.perf_counter() - self._submitted}
         # The guesses of a round may still be accepted later: the caller's copy stays as it is.
         return [{**one_round, "drafted": [{**guess} for guess in one_round["drafted"]]}]
+
+    def _likeliest(self, node: int) -> list[dict[str, Any]]:
+        """The likeliest tokens after a node, as they are in a trace. Under a constraint, whether it masks each."""
+        assert self.alternatives is not None
+        log_probs = self.alternatives.after(node)
+        likeliest = self._setup.record.tokens(log_probs)
+        if (constraint := self._setup.wish.process.constraint) is not None:
+            allowed = constraint.allows(self._setup.tree, node, log_probs)
+            for token in likeliest:
+                token["masked"] = not allowed[token["token_id"]]
+        return likeliest
 
     def _take(self, tokens: list[int]) -> str:
         """Note that tokens are certain. Return the text that is certain now."""

@@ -85,9 +85,7 @@ class Answer(ABC):
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer as one object."""
-        choices = [
-            self.choice(index, Part.whole(text), is_frame=False) for index, text in enumerate(self._best(results))
-        ]
+        choices = [self.choice(index, Part.whole(text), is_frame=False) for index, text in self._best(results)]
         return {
             **self._head,
             "object": self.kind,
@@ -104,14 +102,14 @@ class Answer(ABC):
         """Further values of the answer, or of the first frame."""
         return {}
 
-    def _best(self, results: Sequence[Result]) -> Iterator[Text]:
-        """The texts to return for each prompt, best first where they are compared."""
+    def _best(self, results: Sequence[Result]) -> Iterator[tuple[int, Text]]:
+        """The texts to return for each prompt with their index, best first where they are compared."""
         plan = self.call.plan
         for start in range(0, len(results), plan.draws):
             texts = [text for result in results[start : start + plan.draws] for text in result.sequences]
             if not plan.searches and plan.draws > plan.n:
                 texts.sort(key=lambda text: text.log_prob / max(len(text.token_ids), 1), reverse=True)
-            yield from texts[: plan.n]
+            yield from enumerate(texts[: plan.n], start // plan.draws * plan.n)
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The frames of the stream. Frames of one round of the engine come together."""

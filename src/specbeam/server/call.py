@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from specbeam.constraints import TokenTrie
 from specbeam.decoding import Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.prompt_scores import PromptScores, score_prompt
@@ -15,6 +16,7 @@ from specbeam.engine import Request
 from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import make_strategy
 from specbeam.errors import SpecbeamError
+from specbeam.options import Options
 from specbeam.prompts import encode
 from specbeam.results import Piece, Result
 from specbeam.server.errors import Refusal, refusal_of
@@ -81,14 +83,25 @@ class Call:
             raise
 
     def _submit(self) -> None:
+        options = self._options()
         for prompt in self.prompts:
             ids = self._encode(prompt)
             for number in range(self.plan.draws):
                 if self._is_cancelled:
                     return
-                self._submit_one(ids, number)
+                self._submit_one(ids, options, number)
         if self._is_cancelled:  # meanwhile
             self.cancel()
+
+    def _options(self) -> Options:
+        """The options of the plan, with the constraint that its choices stand for."""
+        plan = self.plan
+        if not plan.choices:
+            return plan.options
+        try:
+            return replace(plan.options, constraint=TokenTrie(plan.choices, self.model.lm))
+        except SpecbeamError as error:
+            raise refusal_of(error, plan.names, "structured_outputs") from error
 
     def _encode(self, prompt: Any) -> list[int]:
         lm, most = self.model.lm, self._limits.max_prompt_tokens
@@ -106,8 +119,8 @@ class Call:
             raise Refusal(f"the prompt has {len(ids)} tokens, and this server's limit is {most}", self._field)
         return ids
 
-    def _submit_one(self, ids: list[int], number: int) -> None:
-        plan, options, strategy = self.plan, self.plan.options, None
+    def _submit_one(self, ids: list[int], options: Options, number: int) -> None:
+        plan, strategy = self.plan, None
         if options.seed is not None:
             options = replace(options, seed=(options.seed + number) % SEEDS)
         if self._prompt_top is not None or not self._writes:

@@ -104,6 +104,8 @@ def refusal_of_body(errors: list[Any], names: list[str]) -> Refusal:
         near = nearest_name(param, names)
         hint = f"did you mean {near}?" if near and near != param else "remove it"
         return Refusal(f"{param} is not supported: {hint}", param, "unsupported_parameter")
+    if first["type"] == "extra_forbidden" and len(of_field) == 1:
+        return Refusal(f"{_shown(first['loc'])} is not supported: remove it", param, "unsupported_parameter")
     if first["type"] == "none_required" or first.get("ctx", {}).get("max_length") == 0:
         return Refusal(f"{place[-1]} is not supported: remove it", param, "unsupported_parameter")
     # The form that fits best fails last, and so in the deepest place.

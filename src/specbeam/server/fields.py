@@ -20,6 +20,7 @@ from specbeam.server.models import ServedModel
 SEEDS = 2**63
 """OpenAI's seeds may be negative. Ours are these numbers modulo this one."""
 MAX_STOP_STRINGS = 64
+MAX_CHOICES = 1000
 SAME_NAMES = (
     "temperature",
     "top_p",
@@ -71,6 +72,14 @@ class StreamOptions(Fields):
     include_obfuscation: Literal[False] | None = None
 
 
+class StructuredOutputs(Fields):
+    """The texts that an answer may be. vLLM's other kinds, such as "json", are refused."""
+
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MAX_CHOICES)] | None = (
+        None
+    )
+
+
 class Decoding(Fields):
     """The fields that chat and text completions share. OpenAI's come first, then vLLM's and specbeam's."""
 
@@ -115,6 +124,7 @@ class Decoding(Fields):
     draft_temperature: float | None = None
     draft_top_k: Annotated[Whole, Field(ge=0, lt=2**31)] | None = None
     priority: Annotated[Whole, Field(ge=-(2**31), lt=2**31)] | None = Field(None, description="Lower ones start first.")
+    structured_outputs: StructuredOutputs | None = Field(None, description='As in vLLM: {"choice": [texts]}.')
     return_token_ids: bool | None = Field(None, description="Add token_ids and prompt_token_ids.")
     trace: bool | None = Field(None, description="Add each round: drafted, accepted and chosen tokens.")
 
@@ -148,12 +158,17 @@ class Decoding(Fields):
         """
         self.check()
         n = self.n or 1
+        choices = self.structured_outputs and tuple(dict.fromkeys(self.structured_outputs.choice or ()))
+        if choices == ():
+            raise Refusal('structured_outputs needs a choice: give {"choice": [texts]}', "structured_outputs")
         beams = self.num_beams or ((self.best_of or n) if self.use_beam_search else 1)
         searches = bool(self.use_beam_search) or beams > 1
         width = beams if searches else self.best_of or n
         width_name = next((name for name in ("num_beams", "best_of") if getattr(self, name)), "n")
         if width > limits.max_beams:
             raise Refusal(f"{width_name}={width} is more than this server's limit of {limits.max_beams}", width_name)
+        if choices and searches and n > len(choices):
+            raise Refusal(f"n={n} is more than the {len(choices)} texts of structured_outputs.choice", "n")
         if max_tokens > limits.max_tokens:
             name = names["max_new_tokens"]
             raise Refusal(f"{name}={max_tokens} is more than this server's limit of {limits.max_tokens}", name)
@@ -177,6 +192,7 @@ class Decoding(Fields):
             "stop_strings": "stop",
             "eos_token_id": "stop_token_ids",
             "min_new_tokens": "min_tokens",
+            "constraint": "structured_outputs",
             **names,
         }
         try:
@@ -194,6 +210,7 @@ class Decoding(Fields):
             priority=self.priority or 0,
             names=names,
             returns_token_ids=bool(self.return_token_ids),
+            choices=choices or (),
         )
 
 
@@ -207,6 +224,7 @@ class Plan:
         searches: by beams, so that each text has a score.
         draft, priority: as for :meth:`specbeam.Engine.submit`.
         names: fields of the request by the options that they set.
+        choices: the allowed texts; empty if all are.
     """
 
     options: Options
@@ -217,3 +235,4 @@ class Plan:
     priority: int
     names: dict[str, str]
     returns_token_ids: bool
+    choices: tuple[str, ...] = ()
