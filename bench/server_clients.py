@@ -4,7 +4,8 @@ Each line of standard input is ``{"port": N, "path": "/v1/...", "bodies": [...]}
 at once. The line of output that answers it is ``{"seconds": until the last one had its answer, "answers": [...]}``.
 An answer has ``status``, ``text``, ``finish_reason``, and ``times``: the seconds from its request to frames with text.
 Its ``body`` has all that came, if the status is not 200 or a stream has no end. A client only notes what it receives,
-and when. Frames are read once all clients have their answers.
+and when. Frames are read once all clients have their answers. A server that takes no requests, or does not end its
+answers, gives ``{"error": why}``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import uvloop
 
 FRAME = re.compile(rb"^data: (\{.*\})\r?$", re.MULTILINE)
 
-MAX_SECONDS = 600
+MAX_SECONDS = 240
 """A run that takes longer has gone wrong."""
 
 
@@ -70,11 +71,17 @@ async def ask_all(port: int, path: str, bodies: list[dict[str, Any]]) -> dict[st
     requests = [request(path, json.dumps(body).encode()) for body in bodies]
     loop = asyncio.get_running_loop()
     start = time.perf_counter()
-    made = await asyncio.gather(
-        *(loop.create_connection(partial(Client, each), "127.0.0.1", port) for each in requests)
-    )
-    clients = [client for _, client in made]
-    await asyncio.wait_for(asyncio.gather(*(client.closed for client in clients)), MAX_SECONDS)
+    try:
+        async with asyncio.timeout(MAX_SECONDS):
+            made = await asyncio.gather(
+                *(loop.create_connection(partial(Client, each), "127.0.0.1", port) for each in requests)
+            )
+            clients = [client for _, client in made]
+            await asyncio.gather(*(client.closed for client in clients))
+    except TimeoutError:
+        return {"error": f"no end after {MAX_SECONDS} s"}
+    except OSError as error:
+        return {"error": f"no connection: {error}"}
     seconds = time.perf_counter() - start
     return {"seconds": seconds, "answers": [client.answer() for client in clients]}
 

@@ -33,5 +33,6 @@ class Table:
         print(f"| {', '.join(names)} | {measured} | {goal} |", flush=True)
 
     def missing(self, *names: str, reason: str) -> None:
-        """A row without a figure."""
+        """A row without a figure. The file says why, too."""
+        self.figures.missing[" / ".join([self.model, *names])] = reason
         print(f"| {', '.join(names)} | {reason} | |", flush=True)

@@ -97,6 +97,37 @@ def test_clients_note_each_frame_with_text_and_how_the_text_ended(bench):
     assert "usage" in refused["body"]
 
 
+def test_a_server_that_ends_gives_an_error_instead_of_answers(bench):
+    from server_clients import ask_all
+
+    async def ask():
+        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        server.close()
+        await server.wait_closed()
+        return await ask_all(port, "/v1/completions", [{}, {}])
+
+    assert "no connection" in asyncio.run(ask())["error"]
+
+
+DYING_SERVER = """
+import os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"build_info": "b1"}')
+
+    def do_POST(self):
+        print("FarError: the engine has died", flush=True)
+        os._exit(1)
+
+HTTPServer(("127.0.0.1", int(sys.argv[-1])), Handler).serve_forever()
+"""
+
+
 @pytest.mark.thorough
 def test_a_short_run_of_server_has_every_row(bench, tmp_path):
     _, figures = bench
@@ -106,20 +137,17 @@ def test_a_short_run_of_server_has_every_row(bench, tmp_path):
     model = write_model(tmp_path / "model", vocab_size=600, context=4200)
     (model / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}")
     found = tmp_path / "found.json"
-    run = [
-        sys.executable,
-        str(BENCH / "server.py"),
-        str(model),
-        "--repeats",
-        "1",
-        "--tokens",
-        "4",
-        "--json",
-        str(found),
-    ]
-    done = subprocess.run([*run, "--clients", "1", "8"], capture_output=True, text=True, check=False)
+    dying = tmp_path / "dying"
+    dying.write_text(f"#!{sys.executable}\n{DYING_SERVER}")
+    dying.chmod(0o755)
+    run = [sys.executable, str(BENCH / "server.py"), str(model), "--llama-server", str(dying), "--json", str(found)]
+    run += ["--repeats", "1", "--tokens", "4", "--clients", "1", "8"]
+    done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    names = {figure.name.removeprefix("model / ") for figure in figures.Figures.read(found).figures}
+    kept = figures.Figures.read(found)
+    names = {figure.name.removeprefix("model / ") for figure in kept.figures}
+    for name in ("1 greedy / llama.cpp", "8 sampled / llama.cpp"):
+        assert "FarError: the engine has died" in kept.missing[f"model / {name}"]
     for method in server.METHODS:
         assert f"share of the engine / 8 {method}" in names
         for clients in (1, 8):
