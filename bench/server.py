@@ -235,7 +235,10 @@ def llama_server(given: argparse.Namespace) -> Server:
 
 
 def vllm_server(given: argparse.Namespace) -> Server:
-    """vLLM's server. Neither this folder nor this project's packages are in its path."""
+    """vLLM's server. Neither this folder nor this project's packages are in its path.
+
+    Its limit on the time of a pass goes on while it is stopped, so it is longer than this bench.
+    """
     return Server(
         "vLLM",
         [
@@ -244,7 +247,11 @@ def vllm_server(given: argparse.Namespace) -> Server:
             *("--max-num-seqs", VLLM_REQUESTS, "--disable-uvicorn-access-log"),
         ],
         f"bfloat16, {VLLM_REQUESTS} sequences, {given.threads} threads",
-        foreign_environment(VLLM_CPU_OMP_THREADS_BIND=f"0-{given.threads - 1}", VLLM_CPU_KVCACHE_SPACE="2"),
+        foreign_environment(
+            VLLM_CPU_OMP_THREADS_BIND=f"0-{given.threads - 1}",
+            VLLM_CPU_KVCACHE_SPACE="2",
+            VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS="7200",
+        ),
         ("/version", "version"),
     )
 
@@ -304,7 +311,10 @@ class Bench:
         try:
             with server.running():
                 print(json.dumps({"port": server.port, "path": path, "bodies": bodies}), file=stdin, flush=True)
-                found = json.loads(stdout.readline())
+                line = stdout.readline()
+            if not line.endswith("\n"):
+                raise SystemExit("server: the process of the clients has ended")
+            found = json.loads(line)
             if "error" in found:
                 raise server.failed(f"gave {found['error']}")
             answers = found["answers"]
