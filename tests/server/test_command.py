@@ -55,6 +55,17 @@ def test_a_server_from_start_to_signal(chat_lm, draft_lm):
             server.kill()
 
 
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path):
+    model = reference_model("smollm2-135m-instruct")
+    home = tmp_path / "file"
+    home.write_text("")
+    with serving_alone("--model", f"m={model}", SPECBEAM_HOME=str(home)) as server:
+        (line,) = [line for line in server.log if "cannot be kept" in line]
+        assert "set SPECBEAM_HOME to a writable folder" in line
+        assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
+        assert "Traceback" not in "".join(server.log)
+
+
 def test_the_demo_opens_the_page(chat_lm, tmp_path):
     """The browser of the test is a program that asks for the page, and hands it over through a pipe."""
     pipe, program = tmp_path / "pipe", tmp_path / "browser.py"

@@ -144,6 +144,24 @@ def test_bodies_that_are_no_request(served, body):
     assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt": "a", "max_tokens": 1, "max_tokens": 2}', "max_tokens"),
+        (
+            b'{"prompt": "a", "stream": true, "stream_options": {"include_usage": true, "include_usage": false}}',
+            "include_usage",
+        ),
+        (b'{"prompt": "\xff"}', None),
+    ],
+)
+def test_a_value_that_would_be_ignored_or_guessed(served, body, param):
+    response = served.http.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert ("twice" if param else "UTF-8") in response.json()["error"]["message"]
+
+
 def test_a_body_without_its_type(served):
     response = served.http.post("/v1/completions", content=json.dumps(PROMPT), headers={"content-type": "text/plain"})
     assert response.status_code == 400

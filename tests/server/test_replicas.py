@@ -149,6 +149,59 @@ def test_a_conversation_goes_to_the_replica_that_knows_it(cluster):
         assert usage["prompt_tokens_details"]["cached_tokens"] > 200
 
 
+def test_a_busy_replica_does_not_get_more_of_its_conversation(cluster):
+    """Up to 4 requests more than the other replica has stay with the prefix. The next one goes to the other replica."""
+    prompt = "busy " * 60
+    short = {"prompt": prompt, "max_tokens": 1}
+
+    def cached():
+        return cluster.post("/v1/completions", **short).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    cached()
+    assert cached() > 200
+    connections = []
+
+    def begin():
+        connections.append(
+            connect(cluster, stream=True, **LONG | {"prompt": prompt, "max_tokens": 3500}, headers=HEADERS)
+        )
+        connections[-1].getresponse().read(1)
+
+    for _ in range(4):
+        begin()
+    assert cached() > 200
+    begin()
+    assert cached() == 0
+    for connection in connections:
+        connection.close()
+    cluster.wait_for(lambda: cluster.metrics()[LIVE] == 0)
+
+
+JOIN = """
+import sys, ray
+try:
+    ray.init(sys.argv[1], log_to_driver=False)
+except Exception as error:
+    print("refused:", error)
+else:
+    print("joined")
+"""
+
+
+@pytest.mark.thorough
+def test_a_stranger_cannot_join_the_cluster(cluster, tmp_path):
+    """Nor with the token that Ray keeps in the home folder."""
+    family = psutil.Process(cluster.process.pid).children(recursive=True)
+    (gcs,) = [child for child in family if child.name() == "gcs_server"]
+    (port,) = {one.laddr.port for one in gcs.net_connections("tcp") if one.status == "LISTEN"}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    for more in ({"HOME": str(tmp_path)}, {}, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64}):
+        command = [sys.executable, "-c", JOIN, f"127.0.0.1:{port}"]
+        found = subprocess.run(command, capture_output=True, text=True, env=environment | more, check=False)
+        assert "joined" not in found.stdout
+        assert "refused" in found.stdout
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_place(cluster, stream):
     connection = connect(cluster, prompt="abc", stream=stream, **LONG | {"max_tokens": 4000}, headers=HEADERS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -34,6 +35,7 @@ def joined_cluster(address: str | None) -> Iterator[Any]:
     quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address is None:
+            _choose_token()
             ray.init("local", include_dashboard=False, object_store_memory=OBJECT_STORE_BYTES, **quiet)
         else:
             _check_address(address)
@@ -64,6 +66,15 @@ def import_ray() -> Any:
     except ImportError as error:
         raise SpecbeamError("workers on a cluster need Ray: pip install specbeam[ray]") from error
     return ray
+
+
+def _choose_token() -> None:
+    """Choose the token that processes need to join a cluster that is started here.
+
+    Otherwise Ray writes one into the home folder, where every user of the machine may read it. A service has no home.
+    """
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 def reason_of(error: BaseException) -> str:

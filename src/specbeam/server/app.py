@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -12,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import PlainTextResponse, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -56,6 +59,39 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+class StrictRequest(Request):
+    """A request whose body must be JSON in UTF-8, without an object that has a name twice."""
+
+    async def json(self) -> Any:
+        try:
+            return json.loads(await self.body(), object_pairs_hook=_unique)
+        except json.JSONDecodeError:
+            raise  # FastAPI says so
+        except (ValueError, RecursionError) as error:
+            raise Refusal("the body cannot be read: send JSON in UTF-8, with numbers of a sane size") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs. One of two values with the same name would be ignored."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise Refusal(f"{name} is given twice: leave one out", name, "invalid_value")
+    return made
+
+
+class StrictRoute(APIRoute):
+    """A route for such requests."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(StrictRequest(request.scope, request.receive))
+
+        return handle
+
+
 def make_app(
     models: Models, limits: Limits | None = None, access: Access | None = None, *, logs_prompts: bool = False
 ) -> FastAPI:
@@ -86,6 +122,7 @@ def make_app(
     )
     app.state.life = life
     app.state.models = models
+    app.router.route_class = StrictRoute
     protect(app, limits, access, metrics, life)
 
     async def generate(fields: Generation, request: Request) -> Response:
@@ -191,6 +228,8 @@ def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics, li
         return refusal.response
 
     async def refuse_http(request: Request, error: HTTPException) -> Response:
+        if isinstance(error.__cause__, Refusal):  # of the body
+            return error.__cause__.response
         says = str(error.detail)
         if error.status_code == 404:
             says = "there is nothing at this path: the API begins with /v1, as in /v1/models, and /openapi.json has all"
