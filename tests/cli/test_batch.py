@@ -426,11 +426,11 @@ def test_a_full_disk_is_one_line_and_what_is_finished_stays(run, tmp_path, monke
         ("in.csv", "prompt\nx\n", ["out.jsonl", "--column", "promt"], "unknown column 'promt': did you mean 'prompt'?"),
         ("in.csv", "prompt,text,generated_text\n1,2,3\n", ["out.jsonl"], "has the columns text and generated_text"),
         ("in.jsonl", '{"prompt": "x", "n": 1}\n{"n": "a"}', ["out.parquet"], "column 'n' cannot be in a .parquet file"),
-        ("in.csv", "prompt\nx\n", ["out.jsonl", "--max-new-tokens", "0"], "max_new_tokens=0 is not allowed"),
+        ("in.csv", "prompt\nx\n", ["out.jsonl", "--max-new-tokens", "0"], "--max-new-tokens=0 is not allowed"),
         ("in.csv", "prompt\nx\n", ["out.jsonl", "--batch-size", "0"], "--batch-size 0 is not allowed"),
         ("in.csv", "prompt\nx\n", ["out.jsonl", "--workers", "2"], "--workers goes with --launcher ray"),
         ("in.csv", "prompt\nx\n", ["out.jsonl", "--draft-corpus", "x"], "--draft-corpus goes with --draft suffix"),
-        ("in.csv", "prompt\nx\n", ["out.jsonl", "--num-return-sequences", "2"], "num_return_sequences=2 is not"),
+        ("in.csv", "prompt\nx\n", ["out.jsonl", "--num-return-sequences", "2"], "--num-return-sequences=2 is not"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, tmp_path, name, content, arguments, says):

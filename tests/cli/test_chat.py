@@ -246,7 +246,7 @@ def test_a_model_without_a_chat_template_reads_a_transcript(chat, save):
         (("--num-return-sequences", "2", "--num-beams", "2"), "--num-return-sequences has no use in a chat"),
         (("--json",), "unknown option --json"),
         (("--temperature", "-1"), "temperature=-1.0 is not allowed"),
-        (("--num-draft-tokens", "2"), "num_draft_tokens=2 has no effect without a draft"),
+        (("--num-draft-tokens", "2"), "--num-draft-tokens=2 has no effect without a draft"),
     ],
 )
 def test_bad_options_are_one_line_and_status_2(chat, options, says):

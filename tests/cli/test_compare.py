@@ -144,12 +144,12 @@ def test_a_difference_is_reported(run, monkeypatch):
         (("hi", "--strategies", " , "), "no strategy is named: give some of greedy,"),
         (("hi", "--temperature", "0.7"), "temperature=0.7 is for sample: add one to --strategies"),
         (("hi", "--strategies", "greedy,beam", "--draft", "ngram"), "draft=ngram is for speculative and"),
-        (("hi", "--strategies", "greedy", "--num-beams", "2"), "num_beams=2 is for beam and speculative-beam"),
-        (("hi", "--num-beams", "1"), "num_beams=1 is no beam search"),
+        (("hi", "--strategies", "greedy", "--num-beams", "2"), "--num-beams=2 is for beam and speculative-beam"),
+        (("hi", "--num-beams", "1"), "--num-beams=1 is no beam search"),
         (("hi", "--do-sample"), "leave out --do-sample"),
         (("hi", "--draft-corpus", "x.txt"), "--draft-corpus goes with --draft suffix"),
-        (("hi", "--num-draft-tokens", "0"), "num_draft_tokens=0 is not allowed"),
-        (("hi", "--max-new-tokens", "0"), "max_new_tokens=0 is not allowed"),
+        (("hi", "--num-draft-tokens", "0"), "specbeam: --num-draft-tokens=0 is not allowed"),
+        (("hi", "--max-new-tokens", "0"), "specbeam: --max-new-tokens=0 is not allowed"),
     ],
 )
 def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, arguments, says):

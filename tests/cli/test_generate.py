@@ -274,13 +274,13 @@ def test_beams_are_printed_best_first(run, model):
     ("arguments", "says"),
     [
         ((), "give one of PROMPT"),
-        (("hi", "--num-beams", "2", "--num-return-sequences", "3"), "num_return_sequences=3 is not allowed"),
-        (("hi", "--early-stopping", "maybe"), "early_stopping='maybe' is not allowed"),
+        (("hi", "--num-beams", "2", "--num-return-sequences", "3"), "--num-return-sequences=3 is not allowed"),
+        (("hi", "--early-stopping", "maybe"), "--early-stopping='maybe' is not allowed"),
         (("hi", "--prompts", "x.txt"), "give one of PROMPT"),
         (("",), "the prompt is empty"),
         (("hi", "--temperature", "-1"), "temperature=-1.0 is not allowed"),
-        (("hi", "--top-p", "1.5"), "top_p=1.5 is not allowed"),
-        (("hi", "--max-new-tokens", "0"), "max_new_tokens=0 is not allowed"),
+        (("hi", "--top-p", "1.5"), "--top-p=1.5 is not allowed"),
+        (("hi", "--max-new-tokens", "0"), "specbeam: --max-new-tokens=0 is not allowed"),
         (("hi", "--logit-bias", "5"), "argument --logit-bias: invalid ID=X value: '5'"),
         (("hi", "--bad-words-ids", "rude"), "argument --bad-words-ids: invalid list of token ids value: 'rude'"),
         (("hi", "--max-new-tokens", "many"), "invalid int value: 'many'"),
@@ -599,10 +599,10 @@ def test_only_one_prompt_is_recorded(run, tmp_path):
     ("arguments", "says"),
     [
         (("--draft-corpus", "x"), "--draft-corpus goes with --draft suffix"),
-        (("--num-draft-tokens", "3"), "num_draft_tokens=3 has no effect without a draft"),
+        (("--num-draft-tokens", "3"), "--num-draft-tokens=3 has no effect without a draft"),
         (("--draft", "ngram", "--draft-width", "wide"), "invalid number value: 'wide'"),
         (("--draft", "foo"), "--draft foo: give ngram, suffix or a model; unknown model 'foo'"),
-        (("--num-beams", "4", "--num-beam-groups", "3"), "num_beam_groups=3"),
+        (("--num-beams", "4", "--num-beam-groups", "3"), "--num-beam-groups=3"),
     ],
 )
 def test_wrong_drafts_are_refused_in_one_line(run, arguments, says):

@@ -134,7 +134,7 @@ def test_a_device_that_cannot_load_the_model_has_rows_too(run, monkeypatch):
         (("hi", "--rungs", ""), "no rung is named: give some of 1,2,3,4,5"),
         (("hi", "--runs", "0"), "--runs 0 is not allowed: give at least 1"),
         (("hi", "--runs", "x"), "invalid int value: 'x'"),
-        (("hi", "--max-new-tokens", "0"), "max_new_tokens=0 is not allowed"),
+        (("hi", "--max-new-tokens", "0"), "specbeam: --max-new-tokens=0 is not allowed"),
         (("hi", "--num-beams", "2"), "unknown option --num-beams"),
         (("hi",), "/not/there"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -53,13 +54,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without a character shows "?"
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         try:
-            return _run(list(sys.argv[1:] if arguments is None else arguments))
+            return _run(arguments)
         finally:  # after --help, too
             sys.stdout.flush()
     except SpecbeamError as error:
-        print(f"specbeam: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"specbeam: {_with_flags(' '.join(str(error).split()), arguments)}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt as interrupt:
         print(": ".join(["specbeam: interrupted", *map(str, interrupt.args)]), file=sys.stderr)
@@ -70,6 +72,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not isinstance(error, BrokenPipeError):
             print(f"specbeam: cannot write the output: {error.strerror or error}", file=sys.stderr)
         return FAILED
+
+
+def _with_flags(message: str, arguments: Sequence[str]) -> str:
+    """A message with the flags that were typed in place of the Python names of these options."""
+    for flag in {word.partition("=")[0] for word in arguments if word.startswith("--")}:
+        name = flag.strip("-").replace("-", "_")
+        if name.isidentifier():
+            message = re.sub(rf"(?<![\w-]){name}(?==)", flag, message)
+    return message
 
 
 def _run(words: list[str]) -> int:
