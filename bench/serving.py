@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from figures import Figures, add_json_option
 from float_checkpoint import float_checkpoint
 from machine import describe
@@ -130,7 +131,7 @@ class RecordedPasses:
 
     def _record_ahead(self, segments: Pass, *others: Any) -> list[Answer]:
         answers = self._forward_ahead(segments, *others)
-        for number in range(len(answers[0].tokens)):
+        for number in range(len(answers[0].tokens) // len(segments[0].tokens)):
             self._passes.append([_later(one, answer, number) for one, answer in zip(segments, answers, strict=True)])
         return answers
 
@@ -148,11 +149,19 @@ class RecordedPasses:
 
 
 def _later(segment: Segment, answer: Answer, number: int) -> Segment:
-    """The part of one of the passes that the backend has run by itself."""
-    at = segment.positions + number
-    tokens = answer.tokens[number - 1] if number else segment.tokens
-    trunk = segment.trunk[: int(at[0]) + 1]
-    return replace(segment, tokens=tokens, positions=at, slots=trunk[at], trunk=trunk)
+    """The part of one of the passes that the backend has run by itself.
+
+    Here each beam goes on from itself. The true parents would need no other time.
+    """
+    if not number:
+        return segment
+    n, columns = segment.branches.shape
+    later = segment.ahead[: number * n].reshape(number, n)
+    tokens = answer.tokens[(number - 1) * n : number * n, 0]
+    own = replace(segment, tokens=tokens, positions=segment.positions + number, slots=later[-1])
+    if columns:
+        return replace(own, branches=np.concatenate([segment.branches, later.T], axis=1))
+    return replace(own, trunk=np.concatenate([segment.trunk, later[:, 0]]))
 
 
 @dataclass

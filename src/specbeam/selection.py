@@ -6,7 +6,7 @@ Strategies make wishes, the engine collects the wishes of a pass, and a backend 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
@@ -93,9 +93,29 @@ class Wish:
     total: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Beams:
+    """How the n nodes of a wish go on as beams. Their continuations are ranked by score of the beam plus of the token.
+
+    The next beams are the n best continuations. This holds if the sums of the ``most`` best all differ, and all but
+    the last of these are no end tokens. Otherwise, the strategy has to look.
+
+    Attributes:
+        scores: of the beams, float32 [n].
+        best_above: the strategy has to look if the best next beam scores no more than this.
+        all_above: the strategy has to look if some next beam scores no more than this.
+    """
+
+    scores: NDArray[np.float32]
+    best_above: float
+    all_above: float
+
+
 @dataclass(eq=False, slots=True)
 class Answer:
     """The answer to a wish at n nodes. Arrays are on the CPU.
+
+    If the backend has gone on by itself, there are n rows for each pass, and only the last pass has rows of logits.
 
     The rows of logits are there only until the strategy has taken its step. So a strategy that remembers answers keeps
     no logits alive.
@@ -131,6 +151,14 @@ class Answer:
             raise RuntimeError("an answer has its rows of logits only until the strategy has taken its step")
         rows = [logits[which] for logits, which in self.sources]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+    def passes(self, n: int) -> Iterator[Answer]:
+        """The answers of the passes, each about n nodes."""
+        names = ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals")
+        arrays = [getattr(self, name) for name in names]
+        for end in range(n, len(self.tokens) + 1, n):
+            sources = self.sources if end == len(self.tokens) else ()
+            yield Answer(*(None if array is None else array[end - n : end] for array in arrays), sources=sources)
 
     def take(self, rows: NDArray[np.int64]) -> Answer:
         """The answer at some of the nodes, given by their places in it, int64 [k]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.selection import Answer, Wish
+from specbeam.selection import Answer, Beams, Wish
 
 
 @dataclass(slots=True)
@@ -32,6 +32,7 @@ class Segment:
         wanted: the nodes whose logits are returned, as indices into the n nodes, int64 [w].
         vocab: only the logits of the first ``vocab`` tokens are needed; None for all tokens.
         source: the result of :meth:`EncodingBackend.encode` for the tree. None for models without an encoder.
+        ahead: slots of the nodes of further passes (:class:`AheadBackend`), n for each pass, int64 [a].
     """
 
     tokens: NDArray[np.int64]
@@ -42,6 +43,7 @@ class Segment:
     wanted: NDArray[np.int64]
     vocab: int | None = None
     source: Any = None
+    ahead: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 def logits_wanted(segments: list[Segment], vocab_size: int) -> int:
@@ -104,24 +106,27 @@ class AheadBackend(Backend, Protocol):
         self,
         segments: list[Segment],
         wishes: Sequence[Wish],
+        beams: Sequence[Beams | None],
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],
     ) -> list[Answer]:
-        """Passes over one node of each of several trees. Each is over the tokens that the one before has chosen.
+        """Passes over one node, or beams, of each of several trees. Each is over the tokens that the one before chose.
 
         All is as if :meth:`forward` and :meth:`choose` were called for each pass. Fewer passes than asked for are
         allowed.
 
         Args:
-            segments: of one node each, on a trunk that has the slots of the ``passes - 1`` nodes to come, too.
-            wishes: for each segment, about one token (``most=1``). The positions of their noise grow by one per pass.
-            passes: the most passes, at least 1.
+            segments: of one node each, or of beams at one position. They have the slots of the nodes to come, too.
+            wishes: for each segment, about its nodes. The positions of their noise grow by one per pass.
+            beams: for each segment, how its nodes go on as beams. None for one node, whose wish is about one token
+                (``most=1``): it goes on by this token. Wishes about beams are about more tokens than there are beams.
+            passes: the most passes, at least 1. A pass is the last one where the strategy has to look at its answer.
             ends: token ids. The pass that chooses one of them is the last.
             halt: int32 [1]. Any thread may change it from 0. Then the pass that runs is the last.
 
         Returns:
-            For each segment an answer with a row for each pass. Its logits may be gone.
+            For each segment an answer with the rows of each pass. It has the logits of the last pass alone.
         """
 
 

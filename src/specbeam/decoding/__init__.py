@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specbeam.selection import Answer as Answer
+from specbeam.selection import Beams
 from specbeam.selection import Wish as Wish
 
 
@@ -24,10 +25,12 @@ class Evaluate:
         nodes: int [n].
         wish: what to answer about the logits at these nodes; None for the logits themselves.
         drafting: ask the draft model about nodes of the drafter's tree, instead of the target.
-        ahead: after its one node, the strategy can take up to this many further tokens: each time the highest token of
-            the row before. The same wish must hold there, with the next positions of its noise. So the answer may have
-            more rows, one for each of these nodes. The strategy adds the tokens to the tree in their order.
-        ends: token ids after which no further tokens are needed.
+        ahead: the strategy can take the answers of up to this many further passes. Each is over the tokens that the one
+            before has chosen: the highest token of its one node, or the next ``beams``. The same wish must hold there,
+            with the next positions of its noise. So the answer may have more rows, n for each pass. The strategy adds
+            the tokens to the tree pass by pass, in their order and without any others.
+        ends: token ids after which no further pass is needed.
+        beams: how the nodes go on as beams. None if one node goes on as one text.
     """
 
     nodes: Any
@@ -35,6 +38,7 @@ class Evaluate:
     drafting: bool = False
     ahead: int = 0
     ends: frozenset[int] = frozenset()
+    beams: Beams | None = None
 
 
 @dataclass(frozen=True)

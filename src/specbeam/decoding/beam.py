@@ -15,11 +15,14 @@ from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
-from specbeam.selection import MASKED, changed
+from specbeam.selection import MASKED, Beams, changed
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 FORBIDDEN_SCORE = -1e9
 """Marks the scores of candidates that must not be chosen. Finite as in transformers, so that ties fall as there."""
+
+ROUNDING = 1e-5
+"""The relative error of comparisons in float32 is far below this."""
 
 Scores = NDArray[np.float32]
 Mask = NDArray[np.bool_]
@@ -47,6 +50,9 @@ class Search(Protocol):
     def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
         """The wish of a step at beams, or at guesses that may become beams, int64 [n]."""
 
+    def evaluation(self) -> Evaluate:
+        """All beams, and how the search goes on by itself, if it can."""
+
     def step(self, answer: Answer | None, known: Mask | None = None) -> bool:
         """Replace the beams by continuations of beams.
 
@@ -73,12 +79,20 @@ class Search(Protocol):
 def beam_search(tree: Tree, search: Search, record: Record) -> Strategy:
     """Take steps until the outcome is certain."""
     while not search.done:
-        search.step((yield Evaluate(search.beams, search.wish(search.beams))))
-        record.round()
-        record.step(search.beams, search.scores)
+        _take_steps(search, (yield search.evaluation()), record)
         tree.keep(search.beams, search.finished_nodes)
         yield from search.certain()
     return search.hypotheses()
+
+
+def _take_steps(search: Search, answer: Answer, record: Record) -> None:
+    """Take the step that the answer is about, and the steps of passes that went ahead."""
+    for one in answer.passes(len(search.beams)):
+        search.step(one)
+        record.round()
+        record.step(search.beams, search.scores)
+        if search.done:
+            break
 
 
 class BeamSearch:
@@ -127,6 +141,7 @@ class BeamSearch:
         self.only_possible = constrained or distinct
         self.distinct = distinct
         self._every = np.arange(num_beams)
+        self._none = np.zeros(num_beams, dtype=bool)
         self.beams: Nodes = np.full(num_beams, tree.tip)
         self.scores = np.full(
             num_beams, FORBIDDEN_SCORE, np.float32
@@ -144,6 +159,15 @@ class BeamSearch:
         streams = self.wishes.streams(self.tree, nodes)
         most = self.num_candidates + 1  # one more shows whether candidates are tied
         return self.wishes(self.tree, nodes, guesses, streams, most=most, normalize=True)
+
+    def evaluation(self) -> Evaluate:
+        beams, wish, ahead, first = self.beams, self.wish(self.beams), 0, int(self.beams[0])
+        if self.length and self.wishes.seed is None:
+            ahead = min(self.wishes.process.unchanged(self.tree, first), self.stop.unchanged(self.tree, first))
+        if not ahead:
+            return Evaluate(beams, wish)
+        how = Beams(self.scores, self._unsettled_above(), FORBIDDEN_SCORE / 2)
+        return Evaluate(beams, wish, ahead=ahead, ends=self.stop.eos_token_ids, beams=how)
 
     def step(
         self, answer: Answer | None, known: Mask | None = None, token_penalties: NDArray[np.float32] | None = None
@@ -192,6 +216,10 @@ class BeamSearch:
             best = best[: self.num_candidates]
             beam, of_candidates = best // scores.shape[1], scores.ravel()[best]
             token, log_probs = answer.tokens.ravel()[best], answer.log_probs.ravel()[best]
+            if answer.noise is None and possible(of_candidates[self.num_beams - 1]) and self._go_on(token):
+                first = slice(self.num_beams)  # they are the new beams, and the others do not matter
+                nodes = self.tree.add(self.beams[rows[beam[first]]], token[first], log_probs[first])
+                return Candidates(nodes, of_candidates[first], self._none, self._none, None, False, falling=True)
         nodes = self.tree.add(self.beams[rows[beam]], token, log_probs)
         ended = self.stop.ended(self.tree, nodes)
         any_ended = bool(ended.any())
@@ -202,6 +230,11 @@ class BeamSearch:
             texts = [self.text(node) if competes else object() for node, competes in both]
         falling = answer.noise is None and not tied and not self.only_possible
         return Candidates(nodes, of_candidates, ended, competing, texts, any_ended, falling)
+
+    def _go_on(self, tokens: Nodes) -> bool:
+        """Whether none of these tokens after beams, int64 [n], ends its text."""
+        no_end = self.stop.unchanged(self.tree, int(self.beams[0])) > 0
+        return no_end and self.stop.eos_token_ids.isdisjoint(tokens.tolist())
 
     def _are_tied(self, best: NDArray[Any], missing: bool) -> bool:
         """Whether equal scores among the best, in order, leave it open which the candidates are, and their order.
@@ -276,6 +309,25 @@ class BeamSearch:
         penalty = self.finished.length_penalty
         length = self.max_new_tokens if penalty > 0 else self.length + 1
         return float(normalized(self.scores[0], length, penalty))
+
+    def _unsettled_above(self) -> float:
+        """The search goes on in any case while its best beam scores above this and no text ends.
+
+        The rules of :meth:`_settled` compare scores by length. Between two lengths they are never stricter than at
+        both.
+        """
+        finished, last = self.finished, self.max_new_tokens
+        of_beam = self.length + 1, last + 1
+        worst = finished.scores[-1] if finished.full else FORBIDDEN_SCORE
+        never = finished.early_stopping == "never" and finished.length_penalty > 0
+        rules = [(worst, length) for length in ((last,) if never else of_beam)]
+        if self.bounded:
+            best = finished.scores[self.num_return_sequences - 1]
+            rules += [(best, length) for length in ((last,) if finished.length_penalty > 0 else of_beam)]
+        with np.errstate(all="ignore"):
+            scores, lengths = np.array(rules, dtype=np.float64).T
+            lowest = float((scores * lengths**finished.length_penalty).max())
+        return lowest + ROUNDING * abs(lowest)
 
     @property
     def finished_nodes(self) -> Nodes:
@@ -475,6 +527,9 @@ class DiverseBeamSearch:
 
     def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
         return self.groups[0].wish(nodes, guesses)
+
+    def evaluation(self) -> Evaluate:
+        return Evaluate(self.beams, self.wish(self.beams))
 
     def step(self, answer: Answer | None, known: Mask | None = None) -> bool:
         if answer is None or (known is not None and not known.all()):

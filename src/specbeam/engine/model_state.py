@@ -88,7 +88,7 @@ class ModelState:
         return self._encoded if self.source is None else None
 
     def segment(self, nodes: Nodes, wanted: Nodes, vocab: int | None, ahead: int = 0) -> Segment:
-        """The request's part of a pass over these nodes, or of passes that go ``ahead`` of the last of them."""
+        """The request's part of a pass over these nodes, or of it and of passes that go ``ahead``."""
         return self.slots.segment(nodes, wanted, vocab, self.source, ahead)
 
     def evaluated(self, nodes: Nodes, pending: Nodes, ahead: int = 0) -> None:
@@ -96,13 +96,13 @@ class ModelState:
 
         Args:
             pending: the nodes that the strategy still waits for.
-            ahead: how many further passes there were, over one node each that the tree gets next.
+            ahead: how many further passes there were, over as many nodes each that the tree gets next.
         """
         self.passes += 1 + ahead
-        self.nodes += len(nodes) + ahead
+        self.nodes += len(nodes) * (1 + ahead)
         slots = self.slots
         if ahead:
-            slots.place_ahead(ahead)
+            slots.place_ahead(ahead * len(nodes))
         slots.leave(pending)
         slots.free_unseen(pending)
 

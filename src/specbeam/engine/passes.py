@@ -73,7 +73,7 @@ def _forward(batch: Batch, passes: int, halt: NDArray[np.int32]) -> tuple[Tensor
         halt: int32 [1], not 0 if the pass that runs is to be the last.
 
     Returns:
-        How many there were, last. If several were allowed, there are no logits, and answers have a row for each pass.
+        How many there were, last. If several were allowed, there are no logits, and answers have rows for each pass.
     """
     backend = batch[0][0].backend
     start = time.perf_counter()
@@ -85,8 +85,9 @@ def _forward(batch: Batch, passes: int, halt: NDArray[np.int32]) -> tuple[Tensor
     asked = [(part, wish) for part, some in zip(parts, wishes, strict=True) for wish in some]
     if passes > 1:
         ends = frozenset[int]().union(*(request.ends for request, _ in batch))
-        found = cast(AheadBackend, backend).forward_ahead(segments, [wish for _, wish in asked], passes, ends, halt)
-        logits, passes = NO_LOGITS, len(found[0].tokens)
+        own_wishes, beams = [wish for _, wish in asked], [request.beams for request, _ in batch]
+        found = cast(AheadBackend, backend).forward_ahead(segments, own_wishes, beams, passes, ends, halt)
+        logits, passes = NO_LOGITS, len(found[0].tokens) // len(segments[0].tokens)
     else:
         logits = backend.forward(segments)
         found = backend.choose(logits, asked) if asked else []

@@ -29,7 +29,7 @@ from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.selection import Answer, Wish, select
+from specbeam.selection import Answer, Beams, Wish, select
 from specbeam.tree import NO_NODES, Nodes
 
 if TYPE_CHECKING:
@@ -218,14 +218,21 @@ class RequestState:
 
     @property
     def most_ahead(self) -> int:
-        """How many further passes its backend may run by itself: each is over the token that the one before chose."""
-        shows_passes = self._setup.record.trace is not None or self._alternatives is not None
-        return 0 if shows_passes or not self._state.slots.is_next(self.pending) else self._step.ahead
+        """How many further passes its backend may run by itself: each is over the tokens that the one before chose."""
+        if not self._step.ahead or self._setup.record.trace is not None or self._alternatives is not None:
+            return 0
+        needs_others = self._asked is not self._wanted or len(self.pending) > len(self._asked)
+        return 0 if needs_others else self._step.ahead
 
     @property
     def ends(self) -> frozenset[int]:
         """Token ids after which it needs no pass that goes ahead."""
         return self._step.ends
+
+    @property
+    def beams(self) -> Beams | None:
+        """How its pending nodes go on as beams, if they do."""
+        return self._step.beams
 
     def segment(self, nodes: Nodes, ahead: int = 0) -> Segment:
         """The request's part of a pass over some of its pending nodes, or of ``ahead`` more passes."""
@@ -271,7 +278,7 @@ class RequestState:
             logits: of a whole pass, float32 [n, vocab].
             rows: of these nodes.
             answers: to the :meth:`wishes` about these logits.
-            ahead: how many further passes the backend has run by itself. The answer has a row for each of them.
+            ahead: how many further passes the backend has run by itself. The answers have rows for each of them.
         """
         self._is_torn = True
         try:

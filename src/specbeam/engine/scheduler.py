@@ -277,8 +277,9 @@ class Scheduler:
         most = min(MAX_PASSES_AT_ONCE, *(1 + request.most_ahead for request, _ in batch))
         if most > 1:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
-            most = min(most, int(seconds / pass_times(backend).expected(len(batch))))
-            bytes_per_pass = len(batch) * backend.slot_bytes
+            nodes = sum(len(nodes) for _, nodes in batch)
+            most = min(most, int(seconds / pass_times(backend).expected(nodes)))
+            bytes_per_pass = nodes * backend.slot_bytes
             room = (self.memory.room if len(batch) > 1 else self.memory.cache_bytes) - self.memory.held
             most = max(1, min(most, room // bytes_per_pass))
             self.memory.drop_kept(room - most * bytes_per_pass)

@@ -75,6 +75,8 @@ class Slots:
         climbing = np.array(sorted({*np.asarray(nodes).tolist()}), dtype=np.int64)  # np.unique is slower for few
         self._follow_tree()
         tree = self.tree
+        if self._placed < tree.trunk_length - 1:  # there were passes ahead
+            self._follow_trunk()
         if self.begin is None:
             self._begin(int(climbing[0]))
         elif self._unseen and self._first_seen(int(tree.depths(climbing).min())) < self._unseen:
@@ -105,15 +107,14 @@ class Slots:
         """The part of a pass that evaluates these nodes. Their ancestors have slots or are among them.
 
         Args:
-            ahead: let the trunk have slots for this many nodes after the next node of a text (:meth:`is_next`).
+            ahead: let the segment have slots for this many further passes, each over as many nodes.
         """
         self._follow_tree()
         tree = self.tree
         is_next, before = self.is_next(nodes), self._placed
         placed = self._place_next(nodes) if is_next else self._place(nodes)
         try:
-            if ahead:
-                self._lend_ahead(ahead)
+            later = self._lend_ahead(ahead * len(nodes)) if ahead else NO_NODES
             self.store.reserve(self.backend)
         except Exception:  # at the next try, lower slots may be free
             self._placed = before
@@ -128,7 +129,7 @@ class Slots:
         else:
             branches = self._slot[tree.paths_beyond_trunk(nodes)]
         slots = self._slot[nodes]
-        return Segment(tokens, positions, slots, self._trunk[: self._placed + ahead], branches, wanted, vocab, source)
+        return Segment(tokens, positions, slots, self._trunk[: self._placed], branches, wanted, vocab, source, later)
 
     def is_next(self, nodes: Nodes) -> bool | np.bool_:
         """Whether this is one node, the next one of a text without branches. Its ancestors have slots."""
@@ -210,8 +211,7 @@ class Slots:
             self.cache.hold(slots[is_other])
             self._slot[path] = slots
             self._trunk = self._trunk.copy()  # a segment may be run again
-            placed = self.tree.trunk[: self._placed]  # without the nodes ahead, which it does not have yet
-            self._trunk[: len(placed)] = self._slot[placed]
+            self._trunk[: self._placed] = self._slot[self.tree.trunk[: self._placed]]
             own = own[is_other & (own != NOWHERE)]
             self._count(int(np.count_nonzero(is_other)) - len(own))
             if len(free := self.cache.let_go(own)):
@@ -278,26 +278,20 @@ class Slots:
         self.reused = max(self.reused, len(slots))
 
     @whole_change
-    def _lend_ahead(self, count: int) -> None:
-        """Have slots at hand for the nodes after a text without branches, and write them behind the trunk's."""
-        end = self._placed + count
-        if (lacking := count - len(self.lent)) > 0:
-            last = self.lent[0] if self.lent else int(self._trunk[self._placed - 1])
-            self.lent = [*reversed(self.store.lend(lacking, last)), *self.lent]
-        if end > len(self._trunk):
-            self._trunk = np.resize(self._trunk, 2 * end)
-        self._trunk[self._placed : end] = self.lent[: -count - 1 : -1]
+    def _lend_ahead(self, count: int) -> Nodes:
+        """Have slots at hand for nodes that the tree does not have yet."""
+        self._lend(count)
+        return self._next_lent(count)
 
     @whole_change
     def place_ahead(self, count: int) -> None:
-        """The backend has gone on by itself: the nodes that the tree gets next lie in the slots behind the trunk's."""
-        first, at = len(self.tree), self._placed
+        """The backend has gone on by itself: the nodes that the tree gets next lie in the slots that are lent next."""
+        first = len(self.tree)
         self._follow_tree(first + count)
-        slots = self._trunk[at : at + count]
+        slots = self._next_lent(count)
         self._slot[first : first + count] = slots
-        self.store.references[slots] = 1
         del self.lent[-count:]
-        self._placed = at + count
+        self.store.references[slots] = 1
         self.cache.used += count
         self._count(count)
 
@@ -325,11 +319,8 @@ class Slots:
         homeless = nodes[self._slot[nodes] == NOWHERE]
         self._has_begun = True
         if count := len(homeless):
-            if len(self.lent) < count:
-                last = self.lent[0] if self.lent else int(self._trunk[self._placed - 1]) if self._placed else NOWHERE
-                more = self.store.lend(count - len(self.lent), last)
-                self.lent = [*reversed(more), *self.lent]
-            slots = self.lent[-count:][::-1]
+            self._lend(count)
+            slots = self._next_lent(count)
             self._slot[homeless] = slots
             del self.lent[-count:]
             self.store.references[slots] = 1
@@ -337,6 +328,15 @@ class Slots:
             self._count(count)
         self._follow_trunk()
         return homeless
+
+    def _lend(self, count: int) -> None:
+        """Have at least this many slots at hand."""
+        if len(self.lent) < count:
+            last = self.lent[0] if self.lent else int(self._trunk[self._placed - 1]) if self._placed else NOWHERE
+            self.lent = [*reversed(self.store.lend(count - len(self.lent), last)), *self.lent]
+
+    def _next_lent(self, count: int) -> Nodes:
+        return np.array(self.lent[: -count - 1 : -1], dtype=np.int64)
 
     @whole_change
     def _release(self, nodes: Nodes) -> None:

@@ -12,7 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,14 +22,14 @@ from torch import Tensor
 
 from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, choose, needs_torch
-from specbeam.backends.cpu.library import ModelConfigStruct, address, library
+from specbeam.backends.cpu.library import AheadStruct, ModelConfigStruct, address, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.backends.devices import memory_for_caches, peak_memory
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
 from specbeam.errors import SpecbeamError
 from specbeam.machine import usable_processors
-from specbeam.selection import Answer, Wish
+from specbeam.selection import Answer, Beams, Wish
 from specbeam.whole_steps import whole_step
 
 logger = logging.getLogger("specbeam")
@@ -50,6 +50,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 INT64_BYTES = 8
 NODE_ARRAYS = ("tokens", "positions", "slots")
 """The arrays of a segment with a number for each node."""
+AHEAD_DTYPE = np.dtype(AheadStruct)
 MAX_THREADS = 1024
 """As in native/model.h."""
 
@@ -128,22 +129,27 @@ class CpuBackend:
         self,
         segments: list[Segment],
         wishes: Sequence[Wish],
+        beams: Sequence[Beams | None],
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],
     ) -> list[Answer]:
-        asked = [(slice(i, i + 1), wish) for i, wish in enumerate(wishes)]
-        if any(map(needs_torch, wishes)):
+        rows = [slice(*both) for both in pairwise(accumulate((len(s.tokens) for s in segments), initial=0))]
+        asked = list(zip(rows, wishes, strict=True))
+        vocab = logits_wanted(segments, self.vocab_size)
+        if any(needs_torch(wish) or wish.most > vocab for wish in wishes):
             return self.choose(self.forward(segments), asked)
-        logits = torch.empty(len(segments), logits_wanted(segments, self.vocab_size))
+        logits = torch.empty(rows[-1].stop, vocab)
         choice = Choice(logits, asked, passes)
         structs, kept = _structs(segments)
+        ahead = _ahead_structs(segments, beams, passes)
         last, done = np.array([*ends], np.int64), np.zeros(1, np.int64)
         with self._one_pass:
             wrong = self._library.specbeam_forward_ahead(
                 self._model,
                 address(structs),
                 len(segments),
+                address(ahead),
                 logits.data_ptr(),
                 choice.address,
                 passes,
@@ -152,7 +158,7 @@ class CpuBackend:
                 address(halt),
                 address(done),
             )
-        del kept
+        del kept, ahead
         if wrong:
             raise RuntimeError(f"passes were refused: {wrong.decode()}")
         return choice.answers_ahead(int(done[0]))
@@ -296,3 +302,18 @@ def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArr
         rows.append((n, len(trunk), columns, *places))
         start += n * INT64_BYTES
     return np.array(rows, dtype=np.int64), kept
+
+
+def _ahead_structs(segments: Sequence[Segment], beams: Sequence[Beams | None], passes: int) -> NDArray[Any]:
+    """How the segments go on, as native structures. They point into arrays of the segments and of the beams."""
+    rows = []
+    for s, own in zip(segments, beams, strict=True):
+        if len(s.ahead) != (passes - 1) * len(s.tokens):
+            raise RuntimeError("passes were refused: a segment lacks slots of the nodes to come, or has more")
+        if own is None:
+            rows.append((address(s.ahead), 0, 0.0, 0.0))
+        elif len(own.scores) != len(s.tokens):
+            raise RuntimeError("passes were refused: the beams have no scores, or too many")
+        else:
+            rows.append((address(s.ahead), address(own.scores), own.best_above, own.all_above))
+    return np.array(rows, dtype=AHEAD_DTYPE)

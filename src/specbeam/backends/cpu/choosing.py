@@ -131,23 +131,25 @@ class Choice:
         return answers
 
     def answers_ahead(self, done: int) -> list[Answer]:
-        """The answers to wishes of one row and one token each, with a row for each of the passes that were done."""
-        tokens, noise, log_probs, scores, _, normalizers, totals = (
-            array.reshape(self.passes, -1)[:done] for array in self._outputs
-        )
-        return [
-            Answer(
-                tokens[:, i : i + 1],
-                log_probs[:, i : i + 1],
-                scores[:, i : i + 1],
-                normalizers[:, i],
-                None if wish.noise is None else noise[:, i : i + 1],
-                None,
-                totals[:, i] if wish.total else None,
-                (),
+        """The answers about the logits of the passes that were done. The logits are those of the last one."""
+        by_pass = [array.reshape(self.passes, -1)[:done] for array in self._outputs]
+        tokens, noise, log_probs, scores, _, normalizers, totals = by_pass
+        answers = []
+        for (rows, wish), (_, n, vocab, most, at, _, _, row, *_) in zip(self.wishes, self.fields, strict=True):
+            found, of_rows, shape = slice(at, at + n * most), slice(row, row + n), (done * n, most)
+            answers.append(
+                Answer(
+                    tokens[:, found].reshape(shape),
+                    log_probs[:, found].reshape(shape),
+                    scores[:, found].reshape(shape),
+                    normalizers[:, of_rows].reshape(-1),
+                    None if wish.noise is None else noise[:, found].reshape(shape),
+                    None,
+                    totals[:, of_rows].reshape(-1) if wish.total else None,
+                    ((self.logits[:, :vocab], rows),),
+                )
             )
-            for i, (_, wish) in enumerate(self.wishes)
-        ]
+        return answers
 
 
 class Space:

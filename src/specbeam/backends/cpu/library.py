@@ -16,7 +16,7 @@ from specbeam.errors import SpecbeamError
 
 NAME = "libspecbeam_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 """As in native/model.h. Raise both when a function or a structure changes."""
 
 
@@ -80,8 +80,14 @@ class ChoiceStruct(ctypes.Structure):
     ]
 
 
+class AheadStruct(ctypes.Structure):
+    """``Ahead`` of native/ahead.h."""
+
+    _fields_ = [("slots", c_void_p), ("scores", c_void_p), ("best_above", c_double), ("all_above", c_double)]
+
+
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "abi_version": (c_int32, [c_int64] * 4),
+    "abi_version": (c_int32, [c_int64] * 5),
     "isa": (c_char_p, [c_char_p]),
     "matrix_bytes": (c_int64, [c_int32, c_int64, c_int64]),
     "format_of": (c_int32, [c_int32]),
@@ -103,7 +109,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "choose": (c_char_p, [c_void_p, c_void_p]),
     "forward_ahead": (
         c_char_p,
-        [c_void_p, c_void_p, c_int64, *[c_void_p] * 2, c_int64, c_void_p, c_int64, *[c_void_p] * 2],
+        [c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_int64, *[c_void_p] * 2],
     ),
     "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
     "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),
@@ -162,7 +168,7 @@ def _abi_version(loaded: ctypes.CDLL) -> int:
     except AttributeError:
         return 0
     version.restype, version.argtypes = FUNCTIONS["abi_version"]
-    structures = (ModelConfigStruct, SegmentStruct, WishStruct, ChoiceStruct)
+    structures = (ModelConfigStruct, SegmentStruct, WishStruct, ChoiceStruct, AheadStruct)
     return int(version(*(ctypes.sizeof(structure) for structure in structures)))
 
 

@@ -15,8 +15,10 @@
 #include <cstring>
 #include <exception>
 #include <memory>
+#include <numeric>
 #include <vector>
 
+#include "ahead.h"
 #include "formats.h"
 #include "model.h"
 #include "pack.h"
@@ -325,9 +327,9 @@ extern "C" {
 
 // The version of this interface, or -1 if the sizes of the caller's structures differ.
 int32_t specbeam_abi_version(int64_t model_config_bytes, int64_t segment_bytes, int64_t wish_bytes,
-                             int64_t choice_bytes) {
+                             int64_t choice_bytes, int64_t ahead_bytes) {
   const bool same = model_config_bytes == sizeof(ModelConfig) && segment_bytes == sizeof(Segment) &&
-                    wish_bytes == sizeof(Wish) && choice_bytes == sizeof(Choice);
+                    wish_bytes == sizeof(Wish) && choice_bytes == sizeof(Choice) && ahead_bytes == sizeof(Ahead);
   return same ? ABI_VERSION : -1;
 }
 
@@ -515,54 +517,58 @@ const char *specbeam_choose(void *model, const Choice *choice) {
   }
 }
 
-// Runs up to `passes` passes over one node of each text. Each pass is over the tokens that the one before has chosen.
-// It is the last one if a text has no allowed token, or if its token is one of `ends`. So is the pass in which another
-// thread changes `halt` from 0. Returns the error, or null; then `done` is the number of passes. After an error the
-// slots of the last pass are empty.
+// Runs up to `passes` passes over texts, or over the beams of texts. Each pass is over the tokens that the one before
+// has chosen. It is the last one if a text has no allowed token, or if its token is one of `ends`. So is the pass in
+// which another thread changes `halt` from 0. Returns the error, or null; then `done` is the number of passes. After an
+// error the slots of the last pass are empty.
 //
-// Each segment has one node, on its trunk. The trunk has the slots of the nodes to come, too. The choice has a wish for
-// each segment, of one row with one token. The positions of its noise go on by one. Each pass overwrites the logits,
-// which are the choice's. Its results lie in the places of `choice`, plus the number of the pass times the sizes.
-const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t count, float *logits,
-                                   const Choice *choice, int64_t passes, const int64_t *ends, int64_t end_count,
-                                   const int32_t *halt, int64_t *done) {
+// The choice has a wish for each segment, about its nodes. The positions of its noise go on by one. Each pass
+// overwrites the logits, which are the choice's. Its results lie in the places of `choice`, plus the number of the pass
+// times the sizes.
+//
+// Each segment has one node, or beams at one position. Beams have wishes about m tokens, more than there are beams.
+// Their continuations are ranked by their sums, score of the beam plus score of the token. The best of these are the
+// next beams. The pass is the last one if
+// - two of the m best sums are equal, or one is not a number,
+// - one of the m - 1 best continuations is a token of `ends`,
+// - the best sum is not above best_above, or the sum of a next beam is not above all_above.
+const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t count, const Ahead *ahead,
+                                   float *logits, const Choice *choice, int64_t passes, const int64_t *ends,
+                                   int64_t end_count, const int32_t *halt, int64_t *done) {
   if (!segments || count < 1 || count > INT32_MAX || passes < 1 || passes > INT32_MAX) return "there is nothing to do";
-  if (!choice || choice->logits != logits || !halt || !done || end_count < 0 || (end_count && !ends))
+  if (!ahead || !choice || choice->logits != logits || !halt || !done || end_count < 0 || (end_count && !ends))
     return "an array is missing";
   if (const char *reason = wrong(*choice)) return reason;
-  if (choice->wish_count != count || choice->logit_rows != count || choice->most_count != count)
-    return "there is not one wish with one token for each segment";
+  if (choice->wish_count != count) return "there is not one wish for the nodes of each segment";
+  int64_t nodes = 0;
   for (int64_t i = 0; i < count; i++) {
-    const Segment &s = segments[i];
-    const Wish &w = choice->wishes[i];
-    if (w.rows != 1 || w.first_row != i || w.most != 1 || w.most_place != i)
-      return "there is not one wish with one token for each segment";
-    if (s.nodes != 1 || !s.tokens || !s.positions || !s.slots || s.branch_columns || !s.trunk)
-      return "a segment is not one node on its trunk";
-    if (s.positions[0] < 0 || s.positions[0] >= s.trunk_length || passes > s.trunk_length - s.positions[0])
-      return "a trunk lacks slots of the nodes to come";
+    if (const char *reason = GrowingText::wrong(segments[i], choice->wishes[i], ahead[i], passes)) return reason;
+    if (choice->wishes[i].first_row != nodes) return "the wishes are not in the order of the segments";
+    nodes += segments[i].nodes;
   }
+  if (choice->logit_rows != nodes) return "there are not as many rows of logits as nodes";
+  const auto is_end = [=](int64_t token) { return std::find(ends, ends + end_count, token) != ends + end_count; };
   try {
-    std::vector<Segment> texts(segments, segments + count);
-    std::vector<int64_t> tokens(count), positions(count), slots(count), rows(count);
+    std::vector<GrowingText> texts;
+    texts.reserve(count);
+    for (int64_t i = 0; i < count; i++) texts.emplace_back(segments[i], choice->wishes[i], ahead[i], passes);
+    std::vector<Segment> next(segments, segments + count);
+    std::vector<int64_t> rows(nodes);
+    std::iota(rows.begin(), rows.end(), 0);
     std::vector<uint32_t> drawn(choice->positions, choice->positions + choice->noise_count);
     Choice own = *choice;
     own.positions = drawn.data();
-    for (int64_t i = 0; i < count; i++) {
-      tokens[i] = *texts[i].tokens, positions[i] = *texts[i].positions, slots[i] = *texts[i].slots, rows[i] = i;
-      texts[i].tokens = &tokens[i], texts[i].positions = &positions[i], texts[i].slots = &slots[i];
-    }
     bool goes_on = true;
     for (*done = 0; goes_on && *done < passes; ++*done) {
+      for (int64_t i = 0; i < count; i++) {
+        if (*done) texts[i].grow();
+        next[i] = texts[i].nodes();
+      }
       if (const char *reason =
-              specbeam_forward(model, texts.data(), count, rows.data(), count, own.logit_columns, logits))
+              specbeam_forward(model, next.data(), count, rows.data(), nodes, own.logit_columns, logits))
         return reason;
       if (const char *reason = specbeam_choose(model, &own)) return reason;
-      for (int64_t i = 0; i < count; i++) {
-        tokens[i] = own.tokens[i];
-        goes_on &= own.scores[i] != -INFINITY && std::find(ends, ends + end_count, tokens[i]) == ends + end_count;
-        if (++positions[i] < texts[i].trunk_length) slots[i] = texts[i].trunk[positions[i]];
-      }
+      for (GrowingText &text : texts) goes_on &= text.choose(own, is_end);
       goes_on &= !__atomic_load_n(halt, __ATOMIC_RELAXED);
       for (uint32_t &position : drawn) position++;
       own.tokens += own.most_count, own.log_probs += own.most_count, own.scores += own.most_count;

@@ -1,0 +1,112 @@
+// Texts that go on by themselves: each of their passes is over the tokens that the one before has chosen.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "model.h"
+#include "select.h"
+
+namespace specbeam {
+
+// How the nodes of a segment go on. AheadStruct in library.py mirrors this structure.
+struct Ahead {
+  const int64_t *slots;  // [passes - 1, nodes], of the nodes to come
+  const float *scores;   // [nodes], of beams; null for one text, which goes on by the highest token
+  double best_above, all_above;
+};
+
+// A text, or the beams of one.
+class GrowingText {
+ public:
+  // The first error in its arguments, or null.
+  static const char *wrong(const Segment &s, const Wish &w, const Ahead &a, int64_t passes) {
+    if (!s.tokens || !s.positions || !s.slots || s.nodes < 1 || s.nodes > INT32_MAX) return "a segment is empty";
+    if (s.trunk_length < 0 || s.trunk_length > INT32_MAX || (s.trunk_length && !s.trunk)) return "a trunk is missing";
+    if (s.branch_columns < 0 || s.branch_columns > INT32_MAX || (s.branch_columns && !s.branches))
+      return "the branches are missing";
+    if (int64_t room; __builtin_mul_overflow(s.nodes, s.branch_columns + passes, &room))
+      return "the branches are too long";
+    if (w.rows != s.nodes) return "there is not one wish for the nodes of each segment";
+    if (a.scores ? w.most <= s.nodes : s.nodes != 1 || w.most != 1)
+      return "a wish is neither about one token of one node, nor about more tokens than there are beams";
+    if (passes > 1 && !a.slots) return "the slots of the nodes to come are missing";
+    for (int64_t n = 0; n < s.nodes; n++)
+      if (s.positions[n] != s.trunk_length + s.branch_columns - 1)
+        return "a node is not at the end of its trunk or of its branch";
+    return nullptr;
+  }
+
+  GrowingText(const Segment &first, const Wish &about, const Ahead &how, int64_t passes)
+      : segment(first), wish(about), ahead(how), chosen(first.nodes) {
+    const int64_t n = segment.nodes, columns = segment.branch_columns;
+    tokens.assign(first.tokens, first.tokens + n), positions.assign(first.positions, first.positions + n);
+    segment.tokens = tokens.data(), segment.positions = positions.data();
+    if (ahead.scores) scores.assign(ahead.scores, ahead.scores + n);
+    if (columns) {
+      branches.resize(n * (columns + passes - 1)), parents = branches;
+      segment.branch_columns = columns + passes - 1, segment.branches = branches.data();
+      for (int64_t i = 0; i < n; i++)
+        std::copy_n(first.branches + i * columns, columns, branches.begin() + i * segment.branch_columns);
+    } else {
+      trunk.assign(first.trunk, first.trunk + first.trunk_length);
+      if (passes > 1) trunk.insert(trunk.end(), ahead.slots, ahead.slots + passes - 1);
+      segment.trunk = trunk.data(), segment.trunk_length = int64_t(trunk.size());
+    }
+  }
+
+  const Segment &nodes() const { return segment; }
+
+  // Chooses the next nodes by the answer to the wish. Returns whether they may be evaluated without a look at them.
+  template <class IsEnd> bool choose(const Choice &c, const IsEnd &is_end) {
+    const float *found = c.scores + wish.most_place;
+    answered = c.tokens + wish.most_place;
+    if (!ahead.scores) {
+      chosen[0] = 0;
+      return found[0] != -INFINITY && !is_end(answered[0]);
+    }
+    const int64_t n = segment.nodes, all = n * wish.most;
+    sums.resize(all), order.resize(all);
+    for (int64_t i = 0; i < all; i++) {
+      order[i] = i, sums[i] = found[i] + scores[i / wish.most];
+      if (std::isnan(sums[i])) return false;
+    }
+    std::partial_sort(order.begin(), order.begin() + wish.most, order.end(),
+                      [this](int64_t a, int64_t b) { return sums[a] > sums[b]; });
+    for (int64_t i = 0; i + 1 < wish.most; i++)
+      if (sums[order[i]] == sums[order[i + 1]] || is_end(answered[order[i]])) return false;
+    for (int64_t i = 0; i < n; i++) chosen[i] = order[i], scores[i] = sums[order[i]];
+    return scores[0] > ahead.best_above && scores[n - 1] > ahead.all_above;
+  }
+
+  // Goes on to the nodes that were chosen.
+  void grow() {
+    const int64_t n = segment.nodes, columns = segment.branch_columns;
+    if (columns) {
+      parents.swap(branches);
+      segment.branches = branches.data();
+    }
+    for (int64_t i = 0; i < n; i++) {
+      tokens[i] = answered[chosen[i]], positions[i]++;
+      if (!columns) continue;
+      const int64_t at = positions[i] - segment.trunk_length;
+      std::copy_n(parents.begin() + chosen[i] / wish.most * columns, at, branches.begin() + i * columns);
+      branches[i * columns + at] = ahead.slots[i];
+    }
+    segment.slots = ahead.slots, ahead.slots += n;
+  }
+
+ private:
+  Segment segment;
+  const Wish &wish;
+  Ahead ahead;                                              // its slots: of the nodes after the next pass
+  std::vector<int64_t> tokens, positions, trunk, branches;  // of the segment
+  std::vector<int64_t> parents;                             // the branches of the pass before
+  std::vector<float> scores, sums;                          // of the beams, and of all their continuations
+  std::vector<int64_t> order, chosen;                       // of the continuations
+  const int64_t *answered = nullptr;
+};
+
+}  // namespace specbeam
