@@ -4,7 +4,7 @@ import pytest
 
 import specbeam
 from specbeam import Engine
-from tests.conftest import random_model
+from tests.conftest import beams_of_transformers, random_model
 
 STEP_BY_STEP = {"stop_strings": ["a stop string that no text has"]}  # it is looked for after each token
 KINDS = [
@@ -14,6 +14,14 @@ KINDS = [
     {"min_new_tokens": 12},
     {"do_sample": True, "logit_bias": {101: 2.0}, "min_new_tokens": 30, "seed": 3},
     {"do_sample": True, "typical_p": 0.9, "seed": 4},
+]
+BEAMS = [
+    {"num_beams": 2, "eos_token_id": []},
+    {"num_beams": 4, "num_return_sequences": 4},
+    {"num_beams": 4, "length_penalty": 0.3, "eos_token_id": [101, 110, 120]},
+    {"num_beams": 4, "length_penalty": -1.0, "early_stopping": "never", "eos_token_id": [*range(90, 130)]},
+    {"num_beams": 4, "min_new_tokens": 12, "logit_bias": {101: 2.0, 102: -1.0}, "distinct": True},
+    {"num_beams": 8, "bound_rule": False, "length_penalty": 2.0, "early_stopping": True, "eos_token_id": [33, 44]},
 ]
 
 
@@ -40,15 +48,23 @@ def passes_of_calls(monkeypatch, lm, before=lambda: None):
     def recorded(*args):
         before()
         answers = forward_ahead(*args)
-        calls.append(len(answers[0].tokens))
+        calls.append(len(answers[0].tokens) // len(args[0][0].tokens))
         return answers
 
     monkeypatch.setattr(lm.backend, "forward_ahead", recorded)
     return calls
 
 
-@pytest.mark.parametrize("options", KINDS)
-@pytest.mark.parametrize("name", ["lm", "windowed"])
+@pytest.fixture(scope="module")
+def twins(save):
+    """Its tokens come in pairs that are always equally likely."""
+    model = random_model("llama")
+    model.lm_head.weight.data[1::2] = model.lm_head.weight.data[:-1:2]
+    return specbeam.load(save(model), backend="cpu")
+
+
+@pytest.mark.parametrize("options", KINDS + BEAMS)
+@pytest.mark.parametrize("name", ["lm", "windowed", "twins"])
 def test_to_go_ahead_changes_no_bit(request, name, options):
     lm = request.getfixturevalue(name)
     for count in (1, 3):
@@ -56,8 +72,10 @@ def test_to_go_ahead_changes_no_bit(request, name, options):
         single = results(Engine(lm), options | STEP_BY_STEP, count)
         assert [one.sequences for one in ahead] == [one.sequences for one in single]
         for one, other in zip(ahead, single, strict=True):
-            for count_of in ("target_passes", "nodes_evaluated", "peak_slots", "steps_per_target_pass", "new_tokens"):
+            for count_of in ("target_passes", "nodes_evaluated", "steps_per_target_pass", "new_tokens"):
                 assert getattr(one.stats, count_of) == getattr(other.stats, count_of)
+            if options in KINDS:  # beams that were given up keep their slots until the last pass
+                assert one.stats.peak_slots == other.stats.peak_slots
 
 
 def test_tokens_come_several_at_a_time(lm, monkeypatch):
@@ -65,6 +83,39 @@ def test_tokens_come_several_at_a_time(lm, monkeypatch):
     (result,) = results(Engine(lm), {"eos_token_id": []}, count=1)
     assert sum(calls) == result.stats.target_passes - 1  # the first pass reads the prompt
     assert max(calls) == 8
+
+
+def test_beams_go_ahead_beside_single_texts(lm, monkeypatch):
+    calls = passes_of_calls(monkeypatch, lm)
+    engine = Engine(lm)
+    kinds = [{}, {"temperature": 0.8, "seed": 1}, {"num_beams": 4}, {"num_beams": 2}]
+    common = {"max_new_tokens": 30, "eos_token_id": []}
+    requests = [engine.submit([97 + n, 98, 99], common | options) for n, options in enumerate(kinds)]
+    engine.run()
+    assert max(calls) == 8
+    assert sum(calls) == 30 - 1  # the first pass reads the prompts
+    for n, (request, options) in enumerate(zip(requests, kinds, strict=True)):
+        alone = Engine(lm).submit([97 + n, 98, 99], common | options | STEP_BY_STEP)
+        while not alone.done:
+            alone.wait()
+        assert request.result().sequences == alone.result().sequences
+
+
+@pytest.mark.parametrize("num_beams", [2, 4, 8, 16])
+def test_beams_ahead_are_those_of_transformers(save, monkeypatch, num_beams):
+    model = random_model("llama")
+    exact = specbeam.load(save(model), backend="cpu", quantize="float32")
+    calls = passes_of_calls(monkeypatch, exact)
+    for prompt, ends in (([97, 98, 99], [5, 6]), ([100], [*range(20, 40)]), ([1, 2, 3, 4], [77])):
+        options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 20}
+        options |= {"eos_token_id": ends, "length_penalty": 0.7}
+        expected, scores = beams_of_transformers(model, prompt, **options)
+        found = specbeam.generate(exact, prompt, **options).sequences
+        assert [one.token_ids for one in found] == [
+            text[: len(one.token_ids)] for one, text in zip(found, expected, strict=True)
+        ]
+        assert [one.score for one in found] == pytest.approx(scores, abs=1e-4)
+    assert max(calls) > 1
 
 
 def test_an_end_token_ends_the_passes_too(lm):
@@ -76,7 +127,17 @@ def test_an_end_token_ends_the_passes_too(lm):
 
 
 @pytest.mark.parametrize(
-    "options", [{"repetition_penalty": 1.1}, {"top_logprobs": 2}, {"no_repeat_ngram_size": 3}, {"trace": True}]
+    "options",
+    [
+        {"repetition_penalty": 1.1},
+        {"top_logprobs": 2},
+        {"no_repeat_ngram_size": 3},
+        {"trace": True},
+        {"num_beams": 3, "no_repeat_ngram_size": 3},
+        {"num_beams": 3, "trace": True},
+        {"num_beams": 3, "do_sample": True},
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    ],
 )
 def test_who_looks_at_tokens_goes_step_by_step(lm, monkeypatch, options):
     calls = passes_of_calls(monkeypatch, lm)

@@ -22,6 +22,8 @@ KINDS = [
     ({}, None),
     ({"temperature": 0.8, "seed": 1}, None),
     ({"top_p": 0.9, "top_k": 40, "min_p": 0.01, "seed": 2}, None),
+    ({"num_beams": 4}, None),
+    ({"num_beams": 2, "num_return_sequences": 2, "length_penalty": 0.0}, None),
     ({"do_sample": True, "num_return_sequences": 3, "seed": 3}, None),
     ({"num_beams": 3, "num_return_sequences": 2, "length_penalty": 0.7}, None),
     ({"num_beams": 2, "do_sample": True, "seed": 4}, None),
@@ -51,7 +53,7 @@ REQUEST = st.fixed_dictionaries(
         "cut": st.sampled_from([0, 0, 1, 20]),
         "end": st.lists(st.integers(97, 122), max_size=4),
         # Half of them are such that the backend may go on by itself, if all live requests are.
-        "kind": st.integers(0, 2) | st.integers(0, len(KINDS) - 1),
+        "kind": st.integers(0, 4) | st.integers(0, len(KINDS) - 1),
         "changes": st.just(0) | st.integers(0, len(CHANGES) - 1),
         "share_prefix": st.sampled_from([True, True, False]),
         "priority": st.integers(0, 1),

@@ -75,8 +75,6 @@ class Slots:
         climbing = np.array(sorted({*np.asarray(nodes).tolist()}), dtype=np.int64)  # np.unique is slower for few
         self._follow_tree()
         tree = self.tree
-        if self._placed < tree.trunk_length - 1:  # there were passes ahead
-            self._follow_trunk()
         if self.begin is None:
             self._begin(int(climbing[0]))
         elif self._unseen and self._first_seen(int(tree.depths(climbing).min())) < self._unseen:
