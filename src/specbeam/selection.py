@@ -153,12 +153,19 @@ class Answer:
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
     def passes(self, n: int) -> Iterator[Answer]:
-        """The answers of the passes, each about n nodes."""
-        names = ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals")
-        arrays = [getattr(self, name) for name in names]
-        for end in range(n, len(self.tokens) + 1, n):
-            sources = self.sources if end == len(self.tokens) else ()
-            yield Answer(*(None if array is None else array[end - n : end] for array in arrays), sources=sources)
+        """The answers of the passes, about n nodes each."""
+        for first in range(0, len(self.tokens), n):
+            rows = slice(first, first + n)
+            yield Answer(
+                self.tokens[rows],
+                self.log_probs[rows],
+                self.scores[rows],
+                self.normalizers[rows],
+                None if self.noise is None else self.noise[rows],
+                None if self.given is None else self.given[rows],
+                None if self.totals is None else self.totals[rows],
+                self.sources if rows.stop == len(self.tokens) else (),
+            )
 
     def take(self, rows: NDArray[np.int64]) -> Answer:
         """The answer at some of the nodes, given by their places in it, int64 [k]."""

@@ -95,9 +95,9 @@ def test_beams_go_ahead_beside_single_texts(lm, monkeypatch):
     assert max(calls) == 8
     assert sum(calls) == 30 - 1  # the first pass reads the prompts
     for n, (request, options) in enumerate(zip(requests, kinds, strict=True)):
-        alone = Engine(lm).submit([97 + n, 98, 99], common | options | STEP_BY_STEP)
-        while not alone.done:
-            alone.wait()
+        other = Engine(lm)
+        alone = other.submit([97 + n, 98, 99], common | options | STEP_BY_STEP)
+        other.run()
         assert request.result().sequences == alone.result().sequences
 
 

@@ -131,7 +131,7 @@ class Choice:
         return answers
 
     def answers_ahead(self, done: int) -> list[Answer]:
-        """The answers about the logits of the passes that were done. The logits are those of the last one."""
+        """The answers about the logits of the passes that were done. Only the last one has its logits."""
         by_pass = [array.reshape(self.passes, -1)[:done] for array in self._outputs]
         tokens, noise, log_probs, scores, _, normalizers, totals = by_pass
         answers = []
