@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import specbeam
@@ -170,6 +171,32 @@ def test_a_chat_streams_stops_and_shows_how_an_answer_was_made(tab, served):
     tab.get_by_role("button", name="Send again").click()
     tab.get_by_text("8 tokens in 8 passes").wait_for()
     assert tab.locator(".messages .said").first.inner_text() == "Ho"
+
+
+def test_tokens_that_a_constraint_masks_are_greyed(tab, served, chat_lm):
+    choices = ["abc", "abd", "xyz"]
+    show(tab, served, num_beams=3, draft="none", structured_outputs="%0A".join([*choices, ""]))
+    grow(tab)
+    _, *rounds, last = map(json.loads, saved(tab).splitlines())
+    trie = specbeam.TokenTrie(choices, chat_lm)
+    here = specbeam.generate(chat_lm, PROMPT, raw=True, num_beams=3, max_new_tokens=12, constraint=trie)
+    assert last["sequences"][0]["text"] == here.text
+    rows = {row["after"]: row["tokens"] for one in rounds for row in one["likeliest"]}
+    beams = [beam for one in rounds for step in one["steps"] for beam in step]
+    impossible = {beam["node"] for beam in beams if beam["score"] <= -9999}  # they fill up the places of a step
+    masked = {f"masked-{after}" for after in {*rows} - impossible if rows[after][0]["masked"]}
+    assert {pill.get_attribute("data-node") for pill in tab.locator(".pill.masked").all()} == masked != set()
+    tab.locator(".pill:not(.masked)").first.click()
+    about = tab.get_by_label("The token", exact=True)
+    first = rows[beams[0]["after"]]
+    assert about.locator(".likeliest .masked").count() == sum(token["masked"] for token in first) > 0
+    assert about.locator(".masked button").first.get_attribute("aria-label").endswith("masked by the constraint")
+    tab.get_by_text("The same as text").click()
+    words = f"“{first[0]['text']}” {100 * np.exp(first[0]['log_prob']):.0f} %"
+    assert f"Masked by the constraint: {words}" in tab.locator(".rounds li").first.inner_text()
+    tab.get_by_label("Only these answers").fill("a\n" * 1001)
+    tab.get_by_role("button", name="Grow the tree").click()
+    assert "at most 1000 items" in tab.locator("#field-structured_outputs-help.wrong").inner_text()
 
 
 def test_a_refusal_stands_beside_its_field(tab, served):

@@ -1,11 +1,11 @@
 import { html, render, useEffect, useReducer, useRef, useState } from "./vendor/preact.js";
-import { Playback, Refusal, Run, errorOf, percent, recordingOf, shown, stream } from "./run.js";
+import { Playback, Refusal, Run, errorOf, percent, possible, recordingOf, shown, stream } from "./run.js";
 import { TreeView, inWords } from "./tree.js";
 
 const VIEWS = [["tree", "Tree"], ["race", "Race"], ["branch", "Branch"], ["chat", "Chat"]];
 const whole = (least, most) => ({ kind: "number", least, most, step: 1 });
 const FIELDS = [
-  { name: "model", label: "Model", kind: "choice", help: "The model that decides every token." },
+  { name: "model", label: "Model", kind: "choice", wide: true, help: "The model that decides every token." },
   { name: "draft", label: "Draft", kind: "choice", help: "Guesses tokens ahead. It saves passes and changes no text." },
   { name: "num_beams", label: "Beams", ...whole(1, 64), start: 4, help: "Texts that grow side by side. 1 is greedy search or sampling." },
   { name: "max_tokens", label: "New tokens", ...whole(1, 4096), start: 48, help: "The text ends after this many tokens at the latest." },
@@ -19,18 +19,22 @@ const FIELDS = [
   { name: "length_penalty", label: "Length penalty", kind: "number", least: -2, most: 5, step: 0.1, help: "Above 0, longer beams rank better.", more: true },
   { name: "repetition_penalty", label: "Repetition penalty", kind: "number", least: 0.5, most: 2, step: 0.05, help: "Above 1, tokens that occurred get less likely.", more: true },
   { name: "no_repeat_ngram_size", label: "No repeated n-grams", ...whole(0, 20), help: "No run of this many tokens comes twice. 0 allows all.", more: true },
+  { name: "structured_outputs", label: "Only these answers", kind: "lines", wide: true, help: "One per line: the text is one of them. Begin each with a space if it goes on from a text.", more: true },
   { name: "stop", label: "Stop text", kind: "text", help: "The text ends before this string.", more: true },
 ];
 const START = Object.fromEntries([...FIELDS.map((field) => [field.name, field.start ?? ""]), ["prompt", ""], ["as", "chat"]]);
 const REPEAT = "Repeat this: \"The tea is in the red box, the sugar is in the blue box, and the coffee is in the green box.\"";
+const CITIES = ["Rome is the capital of Italy.", "The capital of Italy is Rome.", "Milan is the capital of Italy.", "The capital of Italy is Milan."].join("\n");
 const PRESETS = [
   { title: "Copied words are guessed", about: "One text. The n-gram draft guesses whole phrases, and one pass accepts many.", prompt: REPEAT, as: "chat", num_beams: 1, draft: "ngram", max_tokens: 48 },
   { title: "Beams with a draft", about: "Four beams share the guesses. Green ones save a pass.", prompt: REPEAT, as: "chat", num_beams: 4, draft: "ngram", num_draft_tokens: 4, draft_width: 4, max_tokens: 40 },
   { title: "Beams disagree", about: "Four beams without a draft: see which one survives.", prompt: "The best thing about the sea is", as: "raw", num_beams: 4, draft: "none", max_tokens: 24 },
   { title: "A wide search", about: "Sixteen beams. Zoom out to see the river.", prompt: "Once upon a time", as: "raw", num_beams: 16, draft: "none", max_tokens: 40 },
+  { title: "Only these answers", about: "Tokens that the answers do not allow are masked, however likely they are.", prompt: "Which city is the capital of Italy?", as: "chat", num_beams: 4, draft: "none", structured_outputs: CITIES, max_tokens: 12 },
   { title: "A drawn text", about: "Temperature 0.8 with guesses: the same seed draws the same text.", prompt: "Write one sentence about autumn.", as: "chat", num_beams: 1, draft: "ngram", temperature: 0.8, seed: 7, max_tokens: 40 },
 ];
 const LIKELIEST = 10;
+const linesOf = (text) => text.split("\n").filter((line) => line.trim());
 
 function fromLink() {
   const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
@@ -50,6 +54,7 @@ function bodyOf(form) {
   for (const { name, kind } of FIELDS) {
     const value = form[name];
     if (value === "" || value === null || value === undefined) continue;
+    if (kind === "lines") { if (linesOf(value).length) body[name] = { choice: linesOf(value) }; continue; }
     body[name] = kind === "number" || kind === "auto" ? Number(value) : value;
   }
   if (body.num_beams === 1) { delete body.num_beams; delete body.n; delete body.length_penalty; }
@@ -163,7 +168,7 @@ function KeyForm({ setKey, wrong }) {
 
 function Controls({ form, set, setForm, model, models, error, onGo, run, go, children, hasPresets = true, only }) {
   const shownFields = FIELDS.filter((field) => !only || only(field));
-  const isOpen = shownFields.some((field) => field.more && error && error.param === field.name);
+  const isOpen = shownFields.some((field) => field.more && ((error && error.param === field.name) || (field.kind === "lines" && form[field.name])));
   const one = (field) => html`<${Field} key=${field.name} field=${field} value=${form[field.name]} set=${set} error=${error && error.param === field.name ? error.message : null}
     choices=${field.name === "model" ? models.map((one) => one.id) : field.name === "draft" && model ? model.drafts : []}
     off=${field.needs === "draft" && (form.draft === "none" || !form.draft)} />`;
@@ -197,11 +202,11 @@ function Controls({ form, set, setForm, model, models, error, onGo, run, go, chi
 }
 
 function Field({ field, value, set, error, choices, off }) {
-  const { name, label, kind, help, least, most, step } = field, id = `field-${name}`;
+  const { name, label, kind, help, least, most, step, wide } = field, id = `field-${name}`;
   const about = { id, disabled: off, "aria-describedby": `${id}-help`, "aria-invalid": Boolean(error) };
-  return html`<div class=${`field ${off ? "off" : ""}`}>
+  return html`<div class=${`field ${wide ? "wide" : ""} ${off ? "off" : ""}`}>
     <label for=${id}>${label}</label>
-    ${kind === "choice"
+    ${kind === "lines" ? html`<textarea ...${about} rows="3" value=${value} onInput=${(e) => set(name, e.target.value)}></textarea>` : kind === "choice"
       ? html`<select ...${about} value=${value} onChange=${(e) => set(name, e.target.value)}>${choices.map((choice) => html`<option key=${choice} value=${choice} selected=${choice === value}>${choice}</option>`)}</select>`
       : html`<input ...${about} type=${kind === "text" ? "text" : "number"} min=${least} max=${most} step=${step} placeholder=${kind === "auto" ? "auto" : ""} value=${value} onInput=${(e) => set(name, e.target.value)} />`}
     <p id=${`${id}-help`} class=${error ? "wrong" : "help"} role=${error ? "alert" : null}>${error || help}</p>
@@ -233,11 +238,15 @@ function TreePage(all) {
 }
 
 // Go on from a token of a run, or from another token in its place.
+// Where only some answers are allowed, what is left of them is allowed.
 const branchFrom = ({ form, shared, start, setView, redraw, setSays }) => (run, node, token) => {
   const before = run.pathTo(node).map((one) => one.token);
   if (token !== undefined) before[before.length - 1] = token;
-  const next = start(...requestOf({ ...form, model: run.begin.model, prompt: "" }, [...run.promptIds, ...before]));
-  next.from = { run, node, token, text: token === undefined ? node.text : (run.likeliest.get(node.parent.id) || []).find((one) => one.token_id === token)?.text || "" };
+  const text = token === undefined ? node.text : textOfToken(run, node, token);
+  const said = [...run.pathTo(node.parent).map((one) => one.text), text].join("");
+  const left = linesOf(form.structured_outputs).filter((line) => line.startsWith(said)).map((line) => line.slice(said.length));
+  const next = start(...requestOf({ ...form, model: run.begin.model, prompt: "", structured_outputs: left.join("\n") }, [...run.promptIds, ...before]));
+  next.from = { run, node, token, text };
   if (!shared.branches.includes(run)) shared.branches.push(run);
   shared.branches.push(next);
   shared.branch = next;
@@ -245,6 +254,8 @@ const branchFrom = ({ form, shared, start, setView, redraw, setSays }) => (run, 
   setView("branch");
   redraw();
 };
+
+const textOfToken = (run, node, token) => (run.likeliest.get(node.parent.id) || []).find((one) => one.token_id === token)?.text || "";
 
 function TreePanel({ run, onBranch, setSays, compact = false }) {
   const box = useRef(null), view = useRef(null), playback = useRef(null);
@@ -288,7 +299,7 @@ function TreePanel({ run, onBranch, setSays, compact = false }) {
       ${hovered && !selected && html`<${Tip} run=${run} hovered=${hovered} box=${box.current} />`}
       ${selected && html`<${Details} run=${run} node=${selected} onBranch=${onBranch} close=${() => view.current.select(null)} />`}
     </div>
-    <${Legend} />
+    <${Legend} run=${run} />
     <${Player} run=${run} player=${player} speed=${speed} setSpeed=${(value) => { setSpeed(value); if (player) player.speed = value; }} redraw=${redraw} view=${view} isCollapsed=${isCollapsed} toggle=${toggle} />
     <${AsText} run=${run} />
   </section>`;
@@ -312,8 +323,8 @@ function Agreed({ run }) {
   return html`<p><span class="prompt">${run.promptText}</span><span class="certain">${text}</span><span class="open">${rest}</span></p>`;
 }
 
-function Legend() {
-  const kinds = [["best", "the text"], ["live", "beam"], ["accepted", "accepted guess"], ["rejected", "rejected guess"], ["guess", "guess"], ["pruned", "dropped beam"]];
+function Legend({ run }) {
+  const kinds = [["best", "the text"], ["live", "beam"], ["accepted", "accepted guess"], ["rejected", "rejected guess"], ["guess", "guess"], ["pruned", "dropped beam"], ...(run?.hasMasks ? [["masked", "masked token"]] : [])];
   return html`<ul class="legend" aria-label="Colours">${kinds.map(([kind, name]) => html`<li key=${kind}><i class=${kind}></i>${name}</li>`)}<li class="note">thick line: likely token</li></ul>`;
 }
 
@@ -349,9 +360,12 @@ function Tip({ run, hovered: { node, x, y }, box }) {
 }
 
 function Facts({ run, node, choose }) {
-  const tokens = run.likeliest.get(node.parent.id) || [];
-  const state = node.isRejected ? ["rejected", "rejected guess"] : node.isAccepted ? ["accepted", "accepted guess"] : node.kind === "guess" ? ["guess", "guess"] : node.isDropped ? ["pruned", "dropped beam"] : ["live", node.isEnd ? "end of a text" : "beam"];
+  const likeliest = run.likeliest.get(node.parent.id) || [];
+  const isAmong = !likeliest.length || node.logProb === null || likeliest.some((one) => one.token_id === node.token);
+  const tokens = isAmong ? likeliest : [...likeliest, { token_id: node.token, text: node.text, log_prob: node.logProb }];
+  const state = node.kind === "masked" ? ["masked", "masked by the constraint"] : node.isRejected ? ["rejected", "rejected guess"] : node.isAccepted ? ["accepted", "accepted guess"] : node.kind === "guess" ? ["guess", "guess"] : node.isDropped ? ["pruned", "dropped beam"] : ["live", node.isEnd ? "end of a text" : "beam"];
   const instead = node.isRejected ? node.parent.children.find((one) => one.kind === "beam") : null;
+  const mask = (one) => (one.masked ? ", masked by the constraint" : "");
   return html`<h3 class="token">${shown(node.text)}</h3>
     <p class=${`state ${state[0]}`}>${state[1]}${node.rank >= 0 && run.beams.length > 1 ? `, number ${node.rank + 1}` : ""}</p>
     <dl class="facts">
@@ -360,8 +374,8 @@ function Facts({ run, node, choose }) {
       ${instead && html`<div><dt>came instead</dt><dd>${shown(instead.text)}</dd></div>`}
     </dl>
     ${tokens.length > 0 && html`<ol class="likeliest" aria-label="The likeliest tokens here">${tokens.map((one) => {
-      const inside = html`<span class="name">${shown(one.text)}</span><meter min="0" max="1" value=${Math.exp(one.log_prob)} aria-hidden="true"></meter><span class="share">${percent(one.log_prob)}</span>`;
-      return html`<li key=${one.token_id} class=${one.token_id === node.token ? "this" : ""}>${choose ? html`<button onClick=${() => choose(one.token_id)} aria-label=${`Go on with “${shown(one.text)}”, ${percent(one.log_prob)}`}>${inside}</button>` : html`<span class="row">${inside}</span>`}</li>`;
+      const inside = html`<span class="name">${shown(one.text)}${one.masked && html`<span class="hidden">${mask(one)}</span>`}</span><meter min="0" max="1" value=${Math.exp(one.log_prob)} aria-hidden="true"></meter><span class="share">${percent(one.log_prob)}</span>`;
+      return html`<li key=${one.token_id} class=${`${one.token_id === node.token ? "this" : ""} ${one.masked ? "masked" : ""}`} title=${one.masked ? "The constraint masks it" : null}>${choose ? html`<button onClick=${() => choose(one.token_id)} aria-label=${`Go on with “${shown(one.text)}”, ${percent(one.log_prob)}${mask(one)}`}>${inside}</button>` : html`<span class="row">${inside}</span>`}</li>`;
     })}</ol>`}`;
 }
 
@@ -369,10 +383,13 @@ function Details({ run, node, onBranch, close }) {
   return html`<aside class="details" aria-label="The token">
     <button class="close" aria-label="Close" onClick=${close}>✕</button>
     <${Facts} run=${run} node=${node} choose=${onBranch && !run.isLive ? (token) => onBranch(run, node, token) : null} />
-    ${onBranch && node.kind !== "guess" && html`<button class="go" disabled=${run.isLive} onClick=${() => onBranch(run, node)}>Go on after this token</button>`}
+    ${onBranch && node.kind !== "guess" && node.kind !== "masked" && html`<button class="go" disabled=${run.isLive} onClick=${() => onBranch(run, node)}>Go on after this token</button>`}
     ${onBranch && html`<p class="help">${run.isLive ? "Once the search is over, a token here goes on from its place." : "Or take one of the tokens: the text goes on with it. What came before is not read again."}</p>`}
   </aside>`;
 }
+
+// The likely tokens that a constraint masked in a round.
+const maskedOf = ({ likeliest = [] }) => likeliest.flatMap((row) => row.tokens.filter((token) => token.masked));
 
 // The same facts as text. It is made when it is opened.
 function AsText({ run }) {
@@ -383,7 +400,8 @@ function AsText({ run }) {
   return html`<details class="as-text" onToggle=${(e) => setOpen(e.target.open)}><summary>The same as text</summary>
     ${isOpen && html`<ol class="rounds" tabindex="0" aria-label="Rounds">${rounds.map((one, i) => html`<li key=${i}>
       ${one.drafted.length > 0 && html`<p>Guessed: ${one.drafted.map((guess, j) => { const node = run.nodes.get(guess.node); return html`<span key=${j} class=${node?.isAccepted ? "accepted" : "rejected"}>${text(guess)} (${node?.isAccepted ? "accepted" : "rejected"})${j < one.drafted.length - 1 ? ", " : "."}</span>`; })}</p>`}
-      ${one.steps.map((step, k) => html`<p key=${k}>${step.length > 1 ? "Beams: " : "Token: "}${step.map((beam, j) => html`<span key=${j}>${text(beam)} ${percent(beam.log_prob)}, score ${beam.score.toFixed(3)}${j < step.length - 1 ? "; " : "."}</span>`)}</p>`)}
+      ${one.steps.map(possible).map((step, k) => html`<p key=${k}>${step.length > 1 ? "Beams: " : "Token: "}${step.map((beam, j) => html`<span key=${j}>${text(beam)} ${percent(beam.log_prob)}, score ${beam.score.toFixed(3)}${j < step.length - 1 ? "; " : "."}</span>`)}</p>`)}
+      ${maskedOf(one).length > 0 && html`<p>Masked by the constraint: ${maskedOf(one).map((token) => `${text(token)} ${percent(token.log_prob)}`).join("; ")}.</p>`}
       ${one.text && html`<p>Certain now: ${text(one)}.</p>`}
     </li>`)}</ol>
     ${run.end && html`<h3>Texts</h3><ol>${run.end.sequences.map((one, i) => html`<li key=${i}>${one.text} <small>score ${one.score.toFixed(4)}, log-probability ${one.log_prob.toFixed(4)}, ${one.finish_reason}</small></li>`)}</ol>`}`}

@@ -1,5 +1,10 @@
 // A run of the search: events come in, and a tree with its numbers comes out. docs/server.md describes the events.
 
+const LEAST_NUMBER = -9999; // stands for minus infinity
+
+// The beams of a step without places that no possible text takes.
+export const possible = (step) => step.filter((beam) => beam.score > LEAST_NUMBER);
+
 export class Run {
   constructor() {
     this.events = [];
@@ -33,6 +38,7 @@ export class Run {
     this.steps = 0;
     this.best = new Set();
     this.isWhole = false;
+    this.hasMasks = false;
   }
 
   push(event) {
@@ -123,7 +129,7 @@ export class Run {
     for (const step of event.steps) {
       this.steps++;
       this.beams = [];
-      step.forEach((beam, rank) => {
+      possible(step).forEach((beam, rank) => {
         const node = this.add(beam);
         if (!node) return;
         if (node.isGuess && !node.isAccepted) { node.isAccepted = true; node.phase = this.at; this.accepted++; }
@@ -158,7 +164,7 @@ export class Run {
       const node = this.nodes.get(id);
       if (node) { node.isCertain = true; this.certainDepth = Math.max(this.certainDepth, node.depth); }
     }
-    for (const row of event.likeliest || []) this.likeliest.set(row.after, row.tokens);
+    for (const row of event.likeliest || []) { this.likeliest.set(row.after, row.tokens); this.mask(row); }
     this.text += event.text;
     const cost = event.pass;
     this.targetPasses += cost.target_passes;
@@ -166,6 +172,15 @@ export class Run {
     this.evaluated += cost.nodes;
     this.seconds = cost.seconds;
     if (!this.firstSeconds) this.firstSeconds = cost.seconds;
+  }
+
+  // The likeliest token of a place, if a constraint masks it, becomes a node: the model would have taken it.
+  mask({ after, tokens: [token] }) {
+    if (!token || token.masked === undefined) return;
+    this.hasMasks = true;
+    if (!token.masked) return;
+    const node = this.add({ ...token, after, node: `masked-${after}` });
+    if (node) { node.kind = "masked"; node.logProb = token.log_prob; }
   }
 
   finish() {

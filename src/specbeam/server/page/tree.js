@@ -9,7 +9,7 @@ const MARGIN = 0.35; // of the window, drawn on each side
 const REST = 90; // ms
 
 const escaped = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c]));
-const short = (text, most) => { const s = [...shown(text.trim() ? text.replace(/^ /, "") : text)]; return s.length > most ? s.slice(0, most - 1).join("") + "…" : s.join(""); };
+const short = (text, most) => { const s = [...shown(text.trim() ? text.replace(/^ /, "").replace(/^<\|(.+)\|>$/, "$1") : text)]; return s.length > most ? s.slice(0, most - 1).join("") + "…" : s.join(""); };
 
 export class TreeView {
   constructor(box, { onHover, onSelect }) {
@@ -203,7 +203,7 @@ export class TreeView {
           const x0t = hasText ? x0 : X(depth - 1) + cw / 2, x1t = hasText ? x1 : X(depth) + cw / 2, b = hasText ? bend : cw / 2;
           const kind = this.kindOf(node);
           const p = node.logProb === null ? 0.25 : Math.exp(node.logProb);
-          const wide = hasText ? (p > 0.75 ? 5 : p > 0.4 ? 3.5 : p > 0.15 ? 2.2 : 1.2) : kind.startsWith("best") ? 4 : 1;
+          const wide = hasText ? 1 + Math.round(p * 12) / 2 : kind.startsWith("best") ? 4 : 1;
           if (!hasText) { // one line for neighbours in a row, and no curves
             const line = lines.get(parent.id);
             if (line && y0 === y && line.kind === kind && line.row === row) { line.to = x1t; lines.set(node.id, line); } else {
@@ -219,8 +219,8 @@ export class TreeView {
         if (hasText && isSeen && parent) {
           const kind = this.kindOf(node), w = cw - gap, isNew = node.phase === run.at ? " new" : "";
           const label = escaped(short(node.text, Math.max(1, most)));
-          const mark = node.isEnd ? "■" : node.isAccepted ? "✓" : node.isRejected ? "✕" : "";
-          pills.push(`<g data-node="${node.id}" class="pill ${kind}${isNew}${node === this.selected ? " selected" : ""}"><rect x="${one(X(depth))}" y="${one(y - pill / 2)}" width="${one(w)}" height="${one(pill)}" rx="${one(pill / 3)}"/><text x="${one(X(depth) + w / 2)}" y="${one(y + 4.5)}">${label}</text>${mark ? `<circle class="badge" cx="${one(X(depth) + w - 2)}" cy="${one(y - pill / 2 + 1)}" r="6"/><text class="mark" x="${one(X(depth) + w - 2)}" y="${one(y - pill / 2 + 4.2)}">${mark}</text>` : ""}</g>`);
+          const mark = node.isAccepted ? "✓" : node.isRejected ? "✕" : "";
+          pills.push(`<g data-node="${node.id}" class="pill ${kind}${isNew}${node === this.selected ? " selected" : ""}"><rect x="${one(X(depth))}" y="${one(y - pill / 2)}" width="${one(w)}" height="${one(pill)}" rx="${one(pill / 3)}"/><text x="${one(X(depth) + w / 2)}" y="${one(y + 4.5)}">${label}</text>${mark || node.isEnd ? `<circle class="badge" cx="${one(X(depth) + w - 2)}" cy="${one(y - pill / 2 + 1)}" r="6"/>${node.isEnd ? `<path class="mark" d="M${one(X(depth) + w - 4)} ${one(y - pill / 2 - 1)}h4v4h-4z"/>` : `<text class="mark" x="${one(X(depth) + w - 2)}" y="${one(y - pill / 2 + 4.2)}">${mark}</text>`}` : ""}</g>`);
         } else if (hasText && !parent) {
           marks.push(`<circle class="root" cx="${one(X(depth) + cw - gap - 6)}" cy="${one(y)}" r="6"/>`);
         }
@@ -238,6 +238,7 @@ export class TreeView {
   }
 
   kindOf(node) {
+    if (node.kind === "masked") return "masked";
     if (node.isRejected) return node.round === this.run.rounds ? "rejected" : "rejected past";
     if (node.kind === "guess") return "guess";
     if (this.run.best.has(node) || (!this.run.isWhole && node.isCertain)) return node.isAccepted ? "best accepted" : "best";
@@ -245,15 +246,15 @@ export class TreeView {
     return node.isAccepted ? "accepted" : "live";
   }
 
-  isReturned(node) { return this.run.beams.length === 1 && node.kind === "beam"; }
+  isReturned(node) { return this.run.width === 1 && node.kind === "beam"; }
 }
 
-const ORDER = ["pruned", "pruned accepted", "rejected past", "rejected", "guess", "live", "accepted", "best", "best accepted"];
+const ORDER = ["masked", "pruned", "pruned accepted", "rejected past", "rejected", "guess", "live", "accepted", "best", "best accepted"];
 
 // A node in words, for people who do not see the picture.
 export function inWords(run, node) {
-  const state = node.isRejected ? "rejected guess" : node.isAccepted ? "accepted guess" : node.kind === "guess" ? "guess" : node.isEnd ? "end of a text" : "chosen by the model";
+  const state = node.kind === "masked" ? "masked by the constraint" : node.isRejected ? "rejected guess" : node.isAccepted ? "accepted guess" : node.kind === "guess" ? "guess" : node.isEnd ? "end of a text" : "chosen by the model";
   const fate = run.best.has(node) ? ", on the best path" : node.isDropped ? ", dropped" : "";
-  const p = node.logProb === null ? "" : `, probability ${percent(node.logProb)}, path score ${node.score.toFixed(3)}`;
+  const p = node.logProb === null ? "" : `, probability ${percent(node.logProb)}${node.score === null ? "" : `, path score ${node.score.toFixed(3)}`}`;
   return `Step ${node.depth}, token “${shown(node.text)}”: ${state}${fate}${p}`;
 }
