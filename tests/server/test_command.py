@@ -97,7 +97,7 @@ def test_the_demo_opens_the_page(chat_lm, tmp_path):
         (["--grace", "-1"], "--grace"),
         (["--port", "99999999"], "--port"),
         (["--host", "no.such.host.invalid"], "--host"),
-        (["--max-requests", "0"], "max_requests"),
+        (["--max-requests", "0"], "--max-requests"),
     ],
 )
 def test_mistakes_are_one_line(chat_lm, capsys, arguments, says):

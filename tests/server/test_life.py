@@ -165,7 +165,7 @@ def test_a_request_that_fails_fails_alone(start, chat_lm):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(type(backend), "choose", lambda self, logits, wishes: fail(logits, wishes))
             for stream in (False, True):
-                response = server.post("/v1/completions", prompt="a", temperature=0.123, stream=stream)
+                response = server.post("/v1/completions", prompt="abc", temperature=0.123, stream=stream)
                 assert "secret" not in response.text
                 assert '"internal_error"' in response.text
                 assert response.status_code == (200 if stream else 500)

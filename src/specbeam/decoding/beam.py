@@ -88,7 +88,8 @@ def beam_search(tree: Tree, search: Search, record: Record) -> Strategy:
 def _take_steps(search: Search, answer: Answer, record: Record) -> None:
     """Take the step that the answer is about, and the steps of passes that went ahead."""
     for one in answer.passes(len(search.beams)):
-        search.step(one)
+        if not search.step(one):
+            raise RuntimeError("a step needs rows of logits that are gone: the backend went too far ahead")
         record.round()
         record.step(search.beams, search.scores)
         if search.done:
@@ -162,7 +163,7 @@ class BeamSearch:
 
     def evaluation(self) -> Evaluate:
         beams, wish, ahead, first = self.beams, self.wish(self.beams), 0, int(self.beams[0])
-        if self.length and self.wishes.seed is None:
+        if self.length and self.wishes.seed is None and not self.needs_rows:
             ahead = min(self.wishes.process.unchanged(self.tree, first), self.stop.unchanged(self.tree, first))
         if not ahead:
             return Evaluate(beams, wish)

@@ -216,13 +216,15 @@ class RequestState:
             self._release()
             self._is_torn = False
 
-    @property
-    def most_ahead(self) -> int:
-        """How many further passes its backend may run by itself: each is over the tokens that the one before chose."""
+    def most_ahead(self, nodes: Nodes) -> int:
+        """How many further passes its backend may run by itself after one over some pending nodes.
+
+        Each is over the tokens that the one before chose.
+        """
         if not self._step.ahead or self._setup.record.trace is not None or self._alternatives is not None:
             return 0
-        needs_others = self._asked is not self._wanted or len(self.pending) > len(self._asked)
-        return 0 if needs_others else self._step.ahead
+        are_all = len(nodes) == len(self.pending) == len(self._asked) and self._asked is self._wanted
+        return self._step.ahead if are_all else 0
 
     @property
     def ends(self) -> frozenset[int]:

@@ -274,7 +274,7 @@ class Scheduler:
         backend = batch[0][0].backend
         if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):
             return 1
-        most = min(MAX_PASSES_AT_ONCE, *(1 + request.most_ahead for request, _ in batch))
+        most = min(MAX_PASSES_AT_ONCE, *(1 + request.most_ahead(nodes) for request, nodes in batch))
         if most > 1:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)

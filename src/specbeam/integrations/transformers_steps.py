@@ -219,6 +219,10 @@ class CriteriaStopping(Stopping):
         met = self._one_text and bool(self._met(tree, np.array([node]))[0])
         return super().__call__(tree, node) or ("stop" if met else None)
 
+    def unchanged(self, tree: Tree, node: int) -> int:
+        """0: a criterion is asked about each token."""
+        return 0
+
 
 def _beam_indices(tree: Tree, text: Hypothesis, beams: Sequence[Nodes]) -> list[int]:
     """The numbers of the beams that the tokens of a text continue, given the beams before each step."""
