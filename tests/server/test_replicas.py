@@ -1,5 +1,6 @@
 """Replicas of the server on Ray: the answers of one plain server, also while a replica is killed."""
 
+import asyncio
 import contextlib
 import json
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -149,32 +151,31 @@ def test_a_conversation_goes_to_the_replica_that_knows_it(cluster):
         assert usage["prompt_tokens_details"]["cached_tokens"] > 200
 
 
-def test_a_busy_replica_does_not_get_more_of_its_conversation(cluster):
+def test_a_busy_replica_does_not_get_more_of_its_conversation(monkeypatch):
     """Up to 4 requests more than the other replica has stay with the prefix. The next one goes to the other replica."""
-    prompt = "busy " * 60
-    short = {"prompt": prompt, "max_tokens": 1}
+    from ray.serve.request_router import RequestRouter
 
-    def cached():
-        return cluster.post("/v1/completions", **short).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    from specbeam.server.replicas import Asked, PrefixRouter, blocks_of
 
-    cached()
-    assert cached() > 200
-    connections = []
+    monkeypatch.setattr(RequestRouter, "on_send_request", lambda *_: None)  # counts on its own, for Ray
+    router = PrefixRouter.__new__(PrefixRouter)
+    router.initialize_state()
+    replicas = [SimpleNamespace(replica_id=name) for name in "ab"]
+    body = json.dumps({"prompt": "busy " * 60}).encode()
+    request = SimpleNamespace(args=[Asked({}, body, blocks_of(body))])
 
-    def begin():
-        connections.append(
-            connect(cluster, stream=True, **LONG | {"prompt": prompt, "max_tokens": 3500}, headers=HEADERS)
-        )
-        connections[-1].getresponse().read(1)
+    def send():
+        first = asyncio.run(router.choose_replicas(replicas, request))[0][0].replica_id
+        router.on_send_request(first)
+        router.on_request_routed(request, first, None)
+        return first
 
-    for _ in range(4):
-        begin()
-    assert cached() > 200
-    begin()
-    assert cached() == 0
-    for connection in connections:
-        connection.close()
-    cluster.wait_for(lambda: cluster.metrics()[LIVE] == 0)
+    sent = [send() for _ in range(6)]
+    assert sent == [sent[0]] * 5 + [sent[5]]
+    assert sent[5] != sent[0]
+    for _ in range(3):
+        router.on_request_completed(sent[0], "")
+    assert [send() for _ in range(3)] == [sent[5]] * 3  # it has the prefix now
 
 
 JOIN = """
