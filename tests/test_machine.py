@@ -59,6 +59,28 @@ def test_files_that_memory_can_be_taken_from_are_free(machine):
     assert usable_memory(root) == (8 * GB, 6 * GB)
 
 
+@pytest.mark.parametrize(
+    ("cached", "touched", "free"),
+    [
+        pytest.param(0, 0, 4, id="read from the disk later"),
+        pytest.param(3, 0, 4, id="in memory, and not touched yet"),
+        pytest.param(3, 3, 4, id="in memory, and touched"),
+        pytest.param(4, 4, 3, id="in memory beside another process's file"),
+    ],
+)
+def test_files_that_this_process_needs_are_not_free_wherever_they_lie(machine, cached, touched, free):
+    """The container has 1 GB of other data, and this process needs a file of 3 GB."""
+    stat = f"anon {GB}\nactive_file {cached * GB}\nfile_mapped {touched * GB}"
+    limits = group_2("", memory_max=8 * GB, memory_current=(1 + cached) * GB, memory_stat=stat)
+    assert usable_memory(machine("0::/", **limits), mapped=3 * GB) == (8 * GB, free * GB)
+
+
+def test_the_files_of_this_process_are_not_free_on_a_machine(machine):
+    root = machine()
+    assert usable_memory(root, mapped=3 * GB) == (100 * GB, 87 * GB)
+    assert usable_memory(root, mapped=95 * GB) == (100 * GB, 0)
+
+
 @pytest.mark.parametrize("path", ["/docker/0123abcd", "/", "/../../neighbour"])
 def test_version_1_in_a_container(machine, path):
     """A container sees its own group where the host's groups begin, and its path may be the host's."""
@@ -98,7 +120,7 @@ def test_engines_take_a_share_of_the_container(machine, monkeypatch):
     limits = group_2("", memory_max=8 * GB, memory_current=GB, cpu_max="300000 100000")
     root = machine("0::/", **limits)
     monkeypatch.setattr("specbeam.backends.cpu.usable_processors", lambda: usable_processors(root))
-    monkeypatch.setattr(devices, "usable_memory", lambda: usable_memory(root))
+    monkeypatch.setattr(devices, "usable_memory", lambda **_: usable_memory(root))
     monkeypatch.delenv("SPECBEAM_THREADS", raising=False)
     assert choose_threads(None) == 3
     assert devices.memory_for_caches(torch.device("cpu")) == 2 * GB

@@ -6,10 +6,13 @@ A container has the limits of its control group, version 1 or 2, and of all grou
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 UNKNOWN_MEMORY_BYTES = 16 << 30
 """Assumed where the system does not say: outside of Linux and macOS."""
@@ -20,7 +23,8 @@ class Memory(NamedTuple):
 
     Attributes:
         total: the most that this process and its container may use.
-        free: the part of it that can still be taken. Copies of files count as free, unless a process has mapped them.
+        free: the part of it that can still be taken. Copies of files count as free, but mapped ones of a container and
+            the ``mapped`` bytes of this process do not.
     """
 
     total: int
@@ -38,15 +42,33 @@ def usable_processors(root: Path = Path("/")) -> int:
     return max(1, math.ceil(min([processors, *quotas])))
 
 
-def usable_memory(root: Path = Path("/")) -> Memory:
+def usable_memory(root: Path = Path("/"), mapped: int = 0) -> Memory:
     """The memory that this process may use.
 
     Args:
         root: the folder with ``proc`` and ``sys``.
+        mapped: bytes of mapped files that this process needs again and again. They may lie in memory already, as
+            copies that the system counts as free, or come there later.
     """
-    machine = _machine_memory(root)
-    groups = [found for group in _groups("memory", root) if (found := _group_memory(group)) is not None]
+    machine = _machine_memory(root, mapped)
+    groups = [found for group in _groups("memory", root) if (found := _group_memory(group, mapped)) is not None]
     return Memory(*(min(sizes) for sizes in zip(machine, *groups, strict=True)))
+
+
+def keep_in_memory(mapping: mmap.mmap, file: Path) -> None:
+    """Count a mapping of a file as memory that this process needs, as long as the mapping lives."""
+    with _mappings_lock:
+        _mappings[mapping] = file
+
+
+def mapped_bytes() -> int:
+    """The bytes of files that this process has mapped and needs. A file that is mapped twice counts once."""
+    with _mappings_lock:
+        return sum({file: len(mapping) for mapping, file in _mappings.items()}.values())
+
+
+_mappings: WeakKeyDictionary[mmap.mmap, Path] = WeakKeyDictionary()
+_mappings_lock = Lock()
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
@@ -73,30 +95,31 @@ def _quota(group: Path) -> float:
     return limit / length if limit and length else math.inf
 
 
-def _group_memory(group: Path) -> Memory | None:
+def _group_memory(group: Path, mapped: int) -> Memory | None:
     """The memory of a control group, None if it has no limit."""
-    for limit, used, prefix, mapped in (
+    for limit, used, prefix, by_all in (
         ("memory.max", "memory.current", "", "file_mapped"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_", "total_mapped_file"),
     ):
         if (total := _number(_read(group / limit))) is not None:
             facts = _facts(group / "memory.stat")
             cached = facts.get(f"{prefix}active_file", 0) + facts.get(f"{prefix}inactive_file", 0)
-            kept = (_number(_read(group / used)) or 0) - max(0, cached - facts.get(mapped, 0))
+            needed = max(min(cached, facts.get(by_all, 0)), mapped)  # what this process has touched is in both
+            kept = (_number(_read(group / used)) or 0) - cached + needed
             return Memory(total, min(max(0, total - kept), total))
     return None
 
 
-def _machine_memory(root: Path) -> Memory:
+def _machine_memory(root: Path, mapped: int) -> Memory:
     facts = _facts(root / "proc/meminfo")
     if "MemTotal" in facts:
         total = facts["MemTotal"] * 1024
-        return Memory(total, facts.get("MemAvailable", facts["MemTotal"]) * 1024)
+        return Memory(total, max(0, facts.get("MemAvailable", facts["MemTotal"]) * 1024 - mapped))
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         total = UNKNOWN_MEMORY_BYTES
-    return Memory(total, total)
+    return Memory(total, max(0, total - mapped))
 
 
 def _facts(path: Path) -> dict[str, int]:

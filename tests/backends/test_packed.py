@@ -1,5 +1,6 @@
 """Packed weights: which file belongs to a checkpoint, what a load reads of it, and which files are kept."""
 
+import gc
 import os
 import re
 import shutil
@@ -7,16 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from filelock import FileLock
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import load_file, save_file
 
 import specbeam
 from specbeam import SpecbeamError
+from specbeam.backends import devices
 from specbeam.backends.cpu import weights
 from specbeam.checkpoints import open_checkpoint, packed
 from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.cli import main
+from specbeam.machine import Memory, mapped_bytes
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model
 
@@ -61,6 +65,26 @@ def test_the_second_load_maps_the_file(folder, cached, monkeypatch, caplog):
     assert not again
     assert [*cached.glob("*.weights")] == [file]
     assert not caplog.text
+
+
+def test_mapped_weights_leave_less_memory_for_caches(folder, cached, monkeypatch):
+    """They count once, however often the file is mapped, and no longer than the models live."""
+    loaded(folder)  # packs
+    (file,) = cached.glob("*.weights")
+    gc.collect()
+    size, others = file.stat().st_size, mapped_bytes()
+    total = 100 * (size + others)
+    monkeypatch.setattr(devices, "usable_memory", lambda mapped=0: Memory(total, 2 * size + others - mapped))
+
+    def room():
+        return devices.memory_for_caches(torch.device("cpu"))
+
+    assert room() == int(0.8 * 2 * size)
+    models = [loaded(folder), loaded(folder)]
+    assert models[0].backend.memory_for_caches() == room() == int(0.8 * size)
+    del models
+    gc.collect()
+    assert room() == int(0.8 * 2 * size)
 
 
 @pytest.mark.parametrize("damage", ["a bit", "cut", "longer", "header", "empty", "magic"])

@@ -172,8 +172,10 @@ def test_drafts_the_constraint_forbids_cost_nothing(tiny):
 def test_a_constraint_that_leaves_nothing_says_so(tiny):
     _, lm = tiny("llama", vocab_size=8, eos_token_id=7, bos_token_id=0)
     trie = TokenTrie([[5, 5, 5]])
-    for options in ({"min_new_tokens": 6, "max_new_tokens": 8}, {"num_beams": 3, "min_new_tokens": 6}):
-        with pytest.raises(SpecbeamError, match=r"no text is possible|no token"):
+    plain = {"min_new_tokens": 6, "max_new_tokens": 8}
+    drawn = {"temperature": 1.0, "num_return_sequences": 2}
+    for options in (plain, plain | drawn, plain | {"draft": "ngram"}, {"num_beams": 3, "min_new_tokens": 6}):
+        with pytest.raises(SpecbeamError, match="no text is possible under constraint, min_"):
             specbeam.generate(lm, [1], constraint=trie, **options)
     with pytest.raises(SpecbeamError, match="returned no tokens"):
         specbeam.generate(lm, [1], prefix_allowed_tokens_fn=lambda _, ids: [])

@@ -122,12 +122,20 @@ def test_models_that_do_not_fit_into_memory_are_refused_before_they_are_loaded(
         raise Loaded
 
     monkeypatch.setattr("specbeam.model.load", load)
-    monkeypatch.setattr("specbeam.backends.devices.usable_memory", lambda: Memory(10 * size, int(1.5 * size)))
+    monkeypatch.setattr("specbeam.backends.devices.usable_memory", lambda **_: Memory(10 * size, int(1.5 * size)))
     with pytest.raises(Loaded):
         cli.main(command)
     assert cli.main([*command, "--draft", f"b={chat_lm.source}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "of memory are free" in line
+
+
+def test_caches_that_do_not_fit_into_memory_are_refused(chat_lm, capsys):
+    command = ["serve", "--port", "0", "--max-cache-tokens", str(10**12), "--model"]
+    assert cli.main([*command, f"tiny={chat_lm.source}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()[-1:]
+    assert line.startswith("specbeam: --max-cache-tokens=1000000000000 takes ")
+    assert "GB of memory are free" in line
 
 
 def test_a_port_that_is_taken(chat_lm, capsys):

@@ -283,6 +283,10 @@ def test_echo_scores_the_prompt(served, reference, stream, max_tokens):
 def test_echo_without_log_probs(served):
     choices = served.post("/v1/completions", prompt=["abc", "x"], max_tokens=0, echo=True).json()["choices"]
     assert [choice["text"] for choice in choices] == ["abc", "x"]
+    choices = served.post("/v1/completions", prompt=["abc", "x"], max_tokens=0, echo=True, num_beams=3, n=2).json()[
+        "choices"
+    ]
+    assert [(choice["index"], choice["text"]) for choice in choices] == [(0, "abc"), (1, "abc"), (2, "x"), (3, "x")]
 
 
 def test_a_text_ends_before_a_stop_string_and_at_an_end_token(served, chat_lm):

@@ -215,6 +215,7 @@ def test_a_request_that_the_cache_cannot_hold(start, chat_lm):
         error = server.refused("/v1/completions", prompt="a", max_tokens=100)
         assert error["param"] == "max_tokens"
         assert "50" in error["message"]
+        assert "the server's --max-cache-tokens" in error["message"]
         assert server.post("/v1/completions", prompt="a", max_tokens=40).status_code == 200
 
 

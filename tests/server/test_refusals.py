@@ -31,6 +31,7 @@ PROMPT = {"prompt": "Hi"}
             ("stop", {"stop": 5}),
             ("max_tokens", {"max_tokens": -1}),
             ("min_tokens", {"min_tokens": 9, "max_tokens": 3}),
+            ("top_p", {"top_p": 0.9, "temperature": 0, "num_beams": 2}),
             ("stop_token_ids", {"stop_token_ids": [999]}),
             ("frequency_penalty", {"frequency_penalty": 3}),
             ("repetition_penalty", {"repetition_penalty": 0}),
@@ -153,6 +154,7 @@ def test_bodies_that_are_no_request(served, body):
             "include_usage",
         ),
         (b'{"prompt": "\xff"}', None),
+        ('{"prompt": "a"}'.encode("utf-16"), None),
     ],
 )
 def test_a_value_that_would_be_ignored_or_guessed(served, body, param):
@@ -231,6 +233,23 @@ def test_unknown_paths_and_methods(served):
         assert response.status_code == status
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
         assert says in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/metrics", "/v1/models", "/v1/models/tiny", "/openapi.json", "/"])
+def test_head_is_get_without_a_body(served, path):
+    whole, head = served.http.get(path), served.http.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+
+
+def test_messages_name_what_a_client_can_give(served):
+    """Not the library's options: HTTP has no do_sample, no logits_processor."""
+    assert "do_sample" not in served.refused("/v1/completions", **PROMPT, n=4, num_beams=2)["message"]
+    choice = {"structured_outputs": {"choice": ["a"]}, "min_tokens": 5, "max_tokens": 9}
+    for beams in ({}, {"num_beams": 2}):
+        error = served.refused("/v1/completions", **PROMPT, **choice, **beams)
+        assert error["param"] == "structured_outputs"
+        assert "no text is possible under structured_outputs, min_tokens, max_tokens together" in error["message"]
 
 
 def test_tokens_of_texts(served, chat_lm):

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from specbeam.errors import SpecbeamError
-from specbeam.machine import usable_memory
+from specbeam.machine import mapped_bytes, usable_memory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -69,9 +69,9 @@ def memory_for_caches(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a device's memory that this process can still take."""
+    """Bytes of a device's memory that this process can still take, beside the weights that it has mapped."""
     if device.type != "cuda":
-        return usable_memory().free
+        return usable_memory(mapped=mapped_bytes()).free
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

@@ -2,8 +2,9 @@
 
 A strategy yields :class:`Evaluate` with a :class:`Wish`, and is sent the :class:`Answer`: the likeliest tokens at the
 nodes, say. Without a wish it is sent the logits, float32 [nodes, vocab]. It decides which nodes live on
-(``tree.keep``), and returns its hypotheses, best first. It may yield a :class:`Hypothesis` as soon as that is certain
-to be the next best; it is then sent None. It knows nothing of caches, devices or other requests.
+(``tree.keep``), and returns its hypotheses, best first. It returns none, or raises :class:`DeadEnd`, if no text is
+possible. It may yield a :class:`Hypothesis` as soon as that is certain to be the next best; it is then sent None. It
+knows nothing of caches, devices or other requests.
 """
 
 from __future__ import annotations
@@ -15,6 +16,10 @@ from typing import Any
 from specbeam.selection import Answer as Answer
 from specbeam.selection import Beams
 from specbeam.selection import Wish as Wish
+
+
+class DeadEnd(Exception):
+    """No token may follow a text that has not ended. The engine says which options can be the cause."""
 
 
 @dataclass(slots=True)

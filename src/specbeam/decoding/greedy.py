@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy
+from specbeam.decoding import Answer, DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
-from specbeam.errors import SpecbeamError
 from specbeam.selection import MASKED
 from specbeam.tree import Tree
 
@@ -33,11 +32,8 @@ def chosen(answer: Answer, row: int = 0) -> tuple[int, float]:
     """The highest token of a row, and its log-probability.
 
     Raises:
-        SpecbeamError: no token was allowed.
+        DeadEnd: no token was allowed.
     """
     if answer.scores[row, 0] == MASKED:
-        raise SpecbeamError(
-            "no token is allowed where the text now ends: constraint, prefix_allowed_tokens_fn, logits_processor, "
-            "bans (no_repeat_ngram_size, bad_words_ids) and min_new_tokens together leave none"
-        )
+        raise DeadEnd
     return int(answer.tokens[row, 0]), float(answer.log_probs[row, 0])

@@ -17,6 +17,19 @@ from specbeam.results import Piece, Result, Sequence, Stats, TopLogProbs
 from specbeam.streaming import TextStream
 from specbeam.tree import Nodes
 
+MAY_FORBID = (
+    "constraint",
+    "prefix_allowed_tokens_fn",
+    "logits_processor",
+    "bad_words_ids",
+    "logit_bias",
+    "no_repeat_ngram_size",
+    "length_penalty",
+    "min_new_tokens",
+    "max_new_tokens",
+)
+"""The options that can leave no text possible. ``length_penalty`` can put all scores out of range."""
+
 
 @dataclass(frozen=True)
 class Spent:
@@ -87,10 +100,8 @@ class Output:
             SpecbeamError: there is no hypothesis.
         """
         if not hypotheses:
-            raise SpecbeamError(
-                "no text is possible: constraint, prefix_allowed_tokens_fn, logits_processor, bans and length limits "
-                "together allow none, or length_penalty puts all scores out of range"
-            )
+            given = [name for name in MAY_FORBID if getattr(self._setup.options, name)]
+            raise SpecbeamError(f"no text is possible under {', '.join(given)} together: change one of them")
         best, *others = hypotheses
         rest = self._setup.tree.path(best.node)[self._streamed :]
         one_round = self._setup.record.end_round(rest, [hypothesis.node for hypothesis in hypotheses])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from specbeam.backends.contract import Backend, Segment
-from specbeam.decoding import Evaluate, Hypothesis, Strategy
+from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.alternatives import Alternatives
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.costs import SharedCost, pass_times
@@ -359,6 +359,9 @@ class RequestState:
                 step = next(self._strategy)
         except StopIteration as finished:
             self._finish(finished.value)
+            return
+        except DeadEnd:
+            self._finish([])
             return
         finally:
             if isinstance(answer, Answer):

@@ -64,7 +64,7 @@ class StrictRequest(Request):
 
     async def json(self) -> Any:
         try:
-            return json.loads(await self.body(), object_pairs_hook=_unique)
+            return json.loads((await self.body()).decode(), object_pairs_hook=_unique)
         except json.JSONDecodeError:
             raise  # FastAPI says so
         except (ValueError, RecursionError) as error:
@@ -204,6 +204,9 @@ def make_app(
     for path in app.openapi()["paths"].values():
         for operation in path.values():
             operation["responses"].pop("422", None)  # FastAPI's own status for a body of the wrong form; here it is 400
+    for route in app.routes:  # HTTP asks for HEAD wherever there is GET. The interface need not list it
+        if isinstance(route, StrictRoute) and "GET" in route.methods:
+            route.methods.add("HEAD")
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:

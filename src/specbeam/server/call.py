@@ -149,7 +149,7 @@ class Call:
         if self._prompt_top is not None:
             yield from score_prompt(setup.tree, self._prompt_top, scores)
         if not self._writes:
-            return [Hypothesis(setup.tree.tip, 0.0, "length")]
+            return [Hypothesis(setup.tree.tip, 0.0, "length")] * setup.options.num_return_sequences
         return (yield from make_strategy(setup, drafter))
 
     def cancel(self) -> None:

@@ -83,7 +83,8 @@ def refusal_of(error: Exception, names: Mapping[str, str], param: str | None = N
     message = str(error)
     if found := OPTION.search(message):
         param = names.get(found[0], found[0])
-    return Refusal(OPTION.sub(lambda name: names.get(name[0], name[0]), message), param)
+    message = OPTION.sub(lambda name: names.get(name[0], name[0]), message)
+    return Refusal(message.replace("max_cache_tokens", "the server's --max-cache-tokens"), param)
 
 
 def refusal_of_body(errors: list[Any], names: list[str]) -> Refusal:

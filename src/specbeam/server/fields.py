@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from specbeam.errors import SpecbeamError
-from specbeam.options import Options
+from specbeam.options import NEUTRAL_VALUES, Options
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
@@ -167,8 +167,14 @@ class Decoding(Fields):
         width_name = next((name for name in ("num_beams", "best_of") if getattr(self, name)), "n")
         if width > limits.max_beams:
             raise Refusal(f"{width_name}={width} is more than this server's limit of {limits.max_beams}", width_name)
+        if searches and n > beams:
+            raise Refusal(f"n={n} is more than num_beams={beams}: give at most {beams}, or more beams", "n")
         if choices and searches and n > len(choices):
             raise Refusal(f"n={n} is more than the {len(choices)} texts of structured_outputs.choice", "n")
+        if (self.min_tokens or 0) > max_tokens:
+            raise Refusal(
+                f"min_tokens={self.min_tokens} is more than {names['max_new_tokens']}={max_tokens}", "min_tokens"
+            )
         if max_tokens > limits.max_tokens:
             name = names["max_new_tokens"]
             raise Refusal(f"{name}={max_tokens} is more than this server's limit of {limits.max_tokens}", name)
@@ -201,6 +207,10 @@ class Decoding(Fields):
                 options = replace(options, seed=self.seed % SEEDS)
         except SpecbeamError as error:
             raise refusal_of(error, names) from error
+        if searches and not options.samples:
+            for name, neutral in NEUTRAL_VALUES.items():
+                if name != "temperature" and getattr(options, name) not in (None, neutral):
+                    raise Refusal(f"{name} has no effect on beams with temperature 0: leave one out", name)
         return Plan(
             options=options,
             n=n,

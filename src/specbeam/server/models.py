@@ -45,6 +45,26 @@ def check_memory(sources: Sequence[str], placement: Placement) -> None:
             )
 
 
+def check_caches(lms: Mapping[str, LanguageModel], tokens: int) -> None:
+    """Refuse caches that do not fit into the memory that the loaded models have left.
+
+    Args:
+        tokens: cache slots of each model.
+
+    Raises:
+        SpecbeamError: they do not fit.
+    """
+    sizes: dict[torch.device, int] = {}
+    for lm in lms.values():
+        sizes[lm.backend.device] = sizes.get(lm.backend.device, 0) + tokens * lm.backend.slot_bytes
+    for device, size in sizes.items():
+        if size > (free := free_memory(device)):
+            raise SpecbeamError(
+                f"max_cache_tokens={tokens} takes {size / 1e9:.1f} GB for {', '.join(lms)}, and {free / 1e9:.1f} GB of "
+                "memory are free beside the weights: give fewer"
+            )
+
+
 class Load(NamedTuple):
     """The work of a model's engine at a moment."""
 
@@ -116,7 +136,7 @@ class Models:
         default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none".
 
     Raises:
-        SpecbeamError: a model has no tokenizer.
+        SpecbeamError: a model has no tokenizer, or ``limits.max_cache_tokens`` do not fit into memory.
     """
 
     def __init__(
@@ -127,6 +147,8 @@ class Models:
         limits: Limits | None = None,
     ) -> None:
         limits = limits or Limits()
+        if limits.max_cache_tokens is not None:
+            check_caches(lms, limits.max_cache_tokens)
         named = {name: replace(draft, source=name) for name, draft in (drafts or {}).items()}
         self._models = {name: ServedModel(name, lm, named, default_draft, limits) for name, lm in lms.items()}
 

@@ -22,6 +22,7 @@ from specbeam.checkpoints import packed
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
 from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.errors import SpecbeamError
+from specbeam.machine import keep_in_memory
 
 logger = logging.getLogger("specbeam")
 
@@ -224,14 +225,15 @@ def _read(path: Path, plan: list[Part], size: int) -> Weights | None:
                 raise ValueError("its size is wrong")
             if header["fingerprint"] != _fingerprint(path, plan, start):
                 raise ValueError("its content is wrong")
-            data = np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)[start:]
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         logger.warning("%s is damaged (%s) and is packed again", path, error)
         return None
     packed.note_use(path)
-    return Weights(plan, data)
+    keep_in_memory(mapping, path)
+    return Weights(plan, np.frombuffer(mapping, np.uint8)[start:])
 
 
 def _write(path: Path, checkpoint: Checkpoint, plan: list[Part], size: int) -> Weights:
