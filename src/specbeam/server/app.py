@@ -205,8 +205,8 @@ def make_app(
         for operation in path.values():
             operation["responses"].pop("422", None)  # FastAPI's own status for a body of the wrong form; here it is 400
     for route in app.routes:  # HTTP asks for HEAD wherever there is GET. The interface need not list it
-        if isinstance(route, StrictRoute) and "GET" in route.methods:
-            route.methods.add("HEAD")
+        if isinstance(route, StrictRoute) and "GET" in (methods := route.methods or set()):
+            methods.add("HEAD")
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
