@@ -106,6 +106,73 @@ def test_a_replay_and_a_reload_give_the_same_picture(tab, served):
     assert "no recording of specbeam" in tab.get_by_role("alert").inner_text()
 
 
+def recording(beams, steps):
+    """A run of beams that each go on from themselves. Node ``beams * step + row + 1`` is drawn at that step and row."""
+    rounds = []
+    for step in range(steps):
+        nodes = [beams * step + row + 1 for row in range(beams)]
+        line = [
+            {
+                "node": node,
+                "after": max(0, node - beams),
+                "token_id": row,
+                "text": " a",
+                "log_prob": -0.5,
+                "score": -row,
+            }
+            for row, node in enumerate(nodes)
+        ]
+        cost = {"target_passes": 1, "draft_passes": 0, "nodes": beams, "seconds": step + 1.0}
+        empty = {"drafted": [], "ended": [], "dropped": [], "certain": [], "text": ""}
+        rounds.append({"event": "round", **empty, "steps": [line], "pass": cost})
+    sequence = {
+        "text": " a" * steps,
+        "token_ids": [0] * steps,
+        "log_prob": 0.0,
+        "score": 0.0,
+        "finish_reason": "length",
+    }
+    begin = {"event": "begin", "format": 1, "options": {"num_beams": beams}, "prompt": []}
+    events = [begin, *rounds, {"event": "end", "sequences": [sequence], "stats": {}}]
+    return "\n".join(map(json.dumps, events)).encode()
+
+
+MOVE = """async ([frames, event, nodes]) => {
+    const box = document.querySelector(".canvas"), { left, right, top, bottom } = box.getBoundingClientRect();
+    const isSeen = (pill) => {
+        const it = pill.firstChild.getBoundingClientRect();
+        return it.left < right && it.right > left && it.top < bottom && it.bottom > top;
+    };
+    const seen = () => [...document.querySelectorAll(".world:last-child .pill")].filter(isSeen);
+    for (let frame = 0; frame < frames || (seen().length < nodes && frame < frames + 200); frame++) {
+        await new Promise(requestAnimationFrame);
+        const how = frame < frames ? event : { deltaX: 2 * (frame % 2) - 1 };
+        const at = { clientX: left + 500, clientY: top + 200, bubbles: true, cancelable: true };
+        box.dispatchEvent(new WheelEvent("wheel", { ...at, ...how }));
+    }
+    return seen().map((pill) => Number(pill.dataset.node));
+}"""
+"""Wheel events, one per frame, without a rest. Then small ones, until this many nodes are seen. Returns these."""
+
+
+def test_a_movement_without_a_rest_draws_the_nodes_that_come_into_the_window(tab, served):
+    beams, steps = 8, 300
+    show(tab, served)
+    tab.get_by_label("Speed").select_option("Infinity")
+    file = {"name": "run.jsonl", "mimeType": "application/jsonl", "buffer": recording(beams, steps)}
+    tab.locator("input[type=file]").set_input_files(file)
+    tab.locator(f"[data-node='{beams * steps}']").wait_for()  # the tree is shown at its end
+    width = tab.locator(".canvas").bounding_box()["width"]
+    columns = int(width // 92) - 1
+    seen = tab.evaluate(MOVE, [40, {"deltaX": -200, "deltaY": 1}, beams * columns])
+    first = min(seen)
+    assert steps * beams - 8000 // 92 * beams - beams * columns - first < 2 * beams
+    assert {*range(first, first + beams * columns)} <= {*seen}
+    seen = tab.evaluate(MOVE, [20, {"deltaY": 18}, beams * int(columns / 0.6)])  # to 0.56 of the size
+    assert {*range(min(seen), min(seen) + beams * int(columns / 0.6))} <= {*seen}
+    assert tab.locator(".pill").count() < beams * steps / 2  # the others are not drawn
+
+
 def test_keys_go_through_the_tree_and_show_the_likeliest_tokens(tab, served, chat_lm):
     show(tab, served, num_beams=2, draft="none")
     grow(tab)

@@ -112,7 +112,8 @@ export class Run {
 
   // The number of rows of a column.
   heightOf(depth) {
-    return this.columns[depth].reduce((most, node) => Math.max(most, this.rowOf(node) + 1), 1);
+    const below = this.rowsOfBeams(depth);
+    return this.columns[depth].reduce((most, node) => Math.max(most, node.rank >= 0 ? node.rank + 1 : below + node.lane + 1), 1);
   }
 
   draft(event) {

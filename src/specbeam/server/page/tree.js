@@ -1,15 +1,73 @@
-// The tree as SVG. A column is a step, and a row is a rank: the best beam is on top. Only nodes near the window are
-// drawn. While one pans or zooms, the drawn part is moved, and it is drawn again when the hand rests.
+// The tree as SVG. A column is a step, and a row is a rank: the best beam is on top. It is made of tiles, and only tiles
+// near the window are there. While one pans or zooms, the browser moves all tiles as one layer, and each frame adds tiles
+// that come near, as many as fit into its time. So a layer at a new scale takes some frames. It is shown when it is whole.
 
 import { percent, shown } from "./run.js";
 
 const COLUMN = 92, ROW = 38, PILL = 26; // at scale 1, in px
 const LEAST_COLUMN = 46, LEAST_ROW = 16; // below this, there is no text
+const TILE_WIDTH = 460, TILE_HEIGHT = 300, MAX_TILE_COLUMNS = 32; // px, px, steps
 const MARGIN = 0.35; // of the window, drawn on each side
-const REST = 90; // ms
+const LEAST_STRETCH = 0.5, MOST_STRETCH = 2; // of a layer. Beyond it, another layer is made
+const REST = 90, FRAME_WORK = 2; // ms
 
 const escaped = (text) => text.replace(/[&<>"]/g, (c) => ({ "&": "&amp;", "<": "&lt;", ">": "&gt;", '"': "&quot;" }[c]));
+const one = (value) => value.toFixed(1);
+const hasTextAt = ({ kx, ky }) => COLUMN * kx >= LEAST_COLUMN && ROW * ky >= LEAST_ROW;
+const gapOf = (column) => Math.min(26, column * 0.3); // between two pills
 const short = (text, most) => { const s = [...shown(text.trim() ? text.replace(/^ /, "").replace(/^<\|(.+)\|>$/, "$1") : text)]; return s.length > most ? s.slice(0, most - 1).join("") + "…" : s.join(""); };
+
+const create = (name, parent) => parent.appendChild(document.createElementNS("http://www.w3.org/2000/svg", name));
+
+// Tiles at one scale. The layer is moved, and not the picture in it: its texts need no new layout.
+class Layer {
+  constructor(box, { kx, ky }) {
+    this.scale = { kx, ky };
+    this.tiles = new Map(); // by key: the group, and its markup
+    this.world = box.appendChild(document.createElement("div"));
+    this.world.className = "world";
+    this.svg = create("svg", this.world);
+    this.svg.setAttribute("aria-hidden", "true");
+    this.svg.setAttribute("class", hasTextAt(this.scale) ? "" : "far");
+    this.edges = create("g", this.svg);
+    this.pills = create("g", this.svg);
+  }
+
+  // Chromium takes ten times as long to compose texts that lie outside of their picture.
+  resize(columns, rows) {
+    this.svg.setAttribute("width", columns * COLUMN * this.scale.kx);
+    this.svg.setAttribute("height", rows * ROW * this.scale.ky);
+  }
+
+  remove() { this.world.remove(); }
+
+  // How much larger a view is than this layer, in the direction where that is more.
+  stretch({ kx, ky }) {
+    const [x, y] = [kx / this.scale.kx, ky / this.scale.ky];
+    return Math.abs(Math.log(x)) > Math.abs(Math.log(y)) ? x : y;
+  }
+
+  place(view, first) {
+    this.world.style.transform = `translate(${-view.x - first * COLUMN * view.kx}px,${-view.y}px) scale(${view.kx / this.scale.kx},${view.ky / this.scale.ky})`;
+  }
+
+  // Tiles have an order, so that the same tree is the same picture.
+  put({ key, place, isEdges }, markup) {
+    if (!this.tiles.has(key)) {
+      const parent = isEdges ? this.edges : this.pills, group = create("g", parent);
+      group.place = place;
+      parent.insertBefore(group, [...parent.children].find((other) => other.place > place) || null);
+      this.tiles.set(key, { group, markup: "" });
+    }
+    const tile = this.tiles.get(key);
+    if (tile.markup !== markup) tile.group.innerHTML = tile.markup = markup;
+  }
+
+  drop(key) {
+    this.tiles.get(key).group.remove();
+    this.tiles.delete(key);
+  }
+}
 
 export class TreeView {
   constructor(box, { onHover, onSelect }) {
@@ -21,13 +79,8 @@ export class TreeView {
     this.collapses = true;
     this.follows = true;
     this.view = { x: 0, y: 0, kx: 1, ky: 1 };
-    this.drawn = null; // the view that was drawn
-    this.svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-    this.svg.setAttribute("aria-hidden", "true");
-    this.world = document.createElement("div"); // it is moved, and not the picture itself: its texts need no new layout
-    this.world.className = "world";
-    this.world.append(this.svg);
-    box.append(this.world);
+    this.layer = new Layer(box, this.view);
+    this.next = null; // a layer at another scale, which is not whole yet
     this.observer = new ResizeObserver(() => this.resize());
     this.observer.observe(box);
     this.pointers = new Map();
@@ -42,7 +95,7 @@ export class TreeView {
     this.resize();
   }
 
-  close() { this.observer.disconnect(); clearTimeout(this.rest); this.world.remove(); }
+  close() { this.observer.disconnect(); clearTimeout(this.rest); cancelAnimationFrame(this.frame); this.layer.remove(); this.next?.remove(); }
 
   resize() {
     this.width = this.box.clientWidth || 1;
@@ -52,7 +105,9 @@ export class TreeView {
 
   show(run) {
     if (this.run !== run) { this.run = run; this.selected = null; this.follows = true; this.view = { x: -24, y: -24, kx: 1, ky: 1 }; }
+    this.isGrowing = !run.isWhole; // then what is new appears gently
     this.draw();
+    this.isGrowing = false;
   }
 
   get first() { // the first column that is shown
@@ -72,15 +127,15 @@ export class TreeView {
 
   // Space above the first row, so that a low tree stands in the middle.
   above(row) {
-    let rows = 1;
-    for (let depth = this.first; depth < this.run.columns.length; depth++) rows = Math.max(rows, this.run.heightOf(depth));
-    return Math.max(24, (this.height - rows * row) / 2);
+    return Math.max(24, (this.height - this.rowsFrom(this.first) * row) / 2);
   }
+
+  rowsFrom(first) { return this.run.columns.reduce((most, _, depth) => (depth < first ? most : Math.max(most, this.run.heightOf(depth))), 1); }
 
   fit() {
     const { run, view } = this;
     if (!run || !run.columns.length) return;
-    const columns = run.columns.length - this.first, rows = run.columns.slice(this.first).reduce((most, _, i) => Math.max(most, run.heightOf(this.first + i)), 1);
+    const columns = run.columns.length - this.first, rows = this.rowsFrom(this.first);
     view.kx = Math.min(1, (this.width - 48) / (columns * COLUMN));
     view.ky = Math.min(1, (this.height - 48) / (rows * ROW));
     view.x = -24; view.y = -this.above(ROW * view.ky);
@@ -168,73 +223,127 @@ export class TreeView {
   }
 
   moved() {
-    const { drawn, view } = this;
-    if (!drawn) return;
-    const sx = view.kx / drawn.kx, sy = view.ky / drawn.ky;
-    const dx = (drawn.x - drawn.mx) * sx - view.x, dy = (drawn.y - drawn.my) * sy - view.y;
-    this.world.style.transform = `translate(${dx}px,${dy}px) scale(${sx},${sy})`;
+    if (!this.run || !this.run.root) return;
+    this.place();
     clearTimeout(this.rest);
-    this.rest = setTimeout(() => this.draw(), REST);
+    this.rest = setTimeout(() => { this.rests = true; this.drawNear(); }, REST);
+    this.rests = false;
+    this.frame ||= requestAnimationFrame(() => this.drawNear());
   }
 
+  // One frame of a movement.
+  drawNear() {
+    cancelAnimationFrame(this.frame);
+    this.frame = 0;
+    if (!this.run || !this.run.root) return;
+    const [least, most] = this.rests ? [1, 1] : [LEAST_STRETCH, MOST_STRETCH], stretch = this.layer.stretch(this.view);
+    if (!this.next && (stretch < least || stretch > most)) {
+      this.next = new Layer(this.box, this.view);
+      this.next.world.style.opacity = 0;
+      this.place();
+    }
+    const isWhole = this.addTiles(this.next || this.layer, performance.now() + FRAME_WORK);
+    if (isWhole && this.next) this.swap();
+    if (!isWhole || this.rests && this.layer.stretch(this.view) !== 1) this.frame = requestAnimationFrame(() => this.drawNear());
+  }
+
+  swap() {
+    this.layer.remove();
+    this.layer = this.next;
+    this.layer.world.style.opacity = "";
+    this.next = null;
+  }
+
+  place() { for (const layer of [this.layer, this.next]) layer?.place(this.view, this.first); }
+
+  // Draw all tiles near the window at once.
   draw() {
-    const { run } = this;
+    const { run, view } = this, isThere = run && run.root;
     clearTimeout(this.rest);
-    if (!run || !run.root) { this.svg.innerHTML = ""; return; }
-    if (this.follows) this.follow();
-    const { view, width, height } = this;
-    const mx = Math.round(width * MARGIN), my = Math.round(height * MARGIN);
-    const cw = COLUMN * view.kx, rh = ROW * view.ky, first = this.first;
-    const from = Math.max(first, first + Math.floor((view.x - mx) / cw)), to = Math.min(run.columns.length - 1, first + Math.ceil((view.x + width + mx) / cw));
-    const top = (view.y - my) / rh - 1, bottom = (view.y + height + my) / rh + 1;
-    const hasText = cw >= LEAST_COLUMN && rh >= LEAST_ROW;
-    const X = (depth) => (depth - first) * cw - view.x + mx, Y = (row) => (row + 0.5) * rh - view.y + my;
-    const gap = hasText ? Math.min(26, cw * 0.3) : 0, pill = Math.min(PILL, rh - 5), most = Math.floor((cw - gap - 10) / 7.2);
-    const edges = {}, pills = [], marks = [], lines = new Map(), drawn = [];
-    const one = (value) => value.toFixed(1);
-    for (let depth = from; depth <= to; depth++) {
-      const below = run.rowsOfBeams(depth), parentBelow = depth ? run.rowsOfBeams(depth - 1) : 0;
+    if (isThere && this.follows) this.follow();
+    this.next?.remove();
+    this.next = null;
+    if (!isThere || this.layer.stretch(view) !== 1) { this.next = new Layer(this.box, view); this.swap(); }
+    if (!isThere) return;
+    this.place();
+    this.addTiles(this.layer);
+  }
+
+  // Add the tiles near the window to a layer, the nearest ones first, until a time. Returns whether all are there.
+  // Without a time, tiles that are there are drawn again if they have changed.
+  addTiles(layer, until) {
+    if (!until || !layer.tiles.size) layer.resize(this.run.columns.length, this.rowsFrom(0));
+    const wanted = this.tilesNear(layer.scale), keys = new Set(wanted.map((tile) => tile.key));
+    for (const key of layer.tiles.keys()) if (!keys.has(key)) layer.drop(key);
+    for (const tile of wanted) {
+      if (until && layer.tiles.has(tile.key)) continue;
+      if (until && performance.now() > until) return false;
+      layer.put(tile, tile.isEdges ? this.edgesOf(tile, layer.scale) : this.pillsOf(tile, layer.scale));
+    }
+    return true;
+  }
+
+  // The tiles near the window. The edges of some columns are one tile, and the pills of some rows there are another.
+  tilesNear(scale) {
+    const { run, view, width, height, first } = this, hasText = hasTextAt(scale);
+    const columns = Math.max(1, Math.min(MAX_TILE_COLUMNS, Math.round(TILE_WIDTH / (COLUMN * scale.kx)))), rows = Math.round(TILE_HEIGHT / (ROW * scale.ky));
+    const near = (at, size, cell, tile) => [Math.floor((at - MARGIN * size) / cell / tile), Math.floor((at + (1 + MARGIN) * size) / cell / tile)];
+    const [left, right] = near(view.x + first * COLUMN * view.kx, width, COLUMN * view.kx, columns);
+    const [top, bottom] = near(view.y, height, ROW * view.ky, rows);
+    const tiles = [];
+    for (let i = Math.max(left, Math.floor(first / columns)); i <= right && i * columns < run.columns.length; i++) {
+      const from = Math.max(first, i * columns), to = Math.min(run.columns.length, (i + 1) * columns), far = Math.abs(2 * i - left - right);
+      tiles.push({ key: `${i}`, place: i, isEdges: true, from, to, far });
+      for (let j = Math.max(0, top); hasText && j <= bottom; j++) tiles.push({ key: `${i} ${j}`, place: i + j / 1e4, from, to, top: j * rows, bottom: (j + 1) * rows, far: far + Math.abs(2 * j - top - bottom) });
+    }
+    return tiles.sort((a, b) => a.far - b.far);
+  }
+
+  edgesOf({ from, to }, scale) {
+    const { run, first } = this, hasText = hasTextAt(scale);
+    const cw = COLUMN * scale.kx, rh = ROW * scale.ky, gap = hasText ? gapOf(cw) : 0;
+    const edges = {}, lines = new Map(), drawn = [];
+    for (let depth = Math.max(from, first + 1); depth < to; depth++) {
+      const below = run.rowsOfBeams(depth), parentBelow = run.rowsOfBeams(depth - 1);
+      const x0 = depth * cw - (hasText ? gap : cw / 2), x1 = depth * cw + (hasText ? 0 : cw / 2), bend = (x1 - x0) / 2;
       for (const node of run.columns[depth]) {
-        const row = node.rank >= 0 ? node.rank : below + node.lane, y = Y(row);
-        const parent = node.parent, parentRow = parent && (parent.rank >= 0 ? parent.rank : parentBelow + parent.lane);
-        const isSeen = row >= top && row <= bottom;
-        if (parent && depth > first && (isSeen || (parentRow >= top && parentRow <= bottom))) {
-          const x0 = X(depth - 1) + cw - gap, x1 = X(depth), y0 = Y(parentRow), bend = (x1 - x0) * 0.5;
-          const x0t = hasText ? x0 : X(depth - 1) + cw / 2, x1t = hasText ? x1 : X(depth) + cw / 2, b = hasText ? bend : cw / 2;
-          const kind = this.kindOf(node);
-          const p = node.logProb === null ? 0.25 : Math.exp(node.logProb);
-          const wide = hasText ? 1 + Math.round(p * 12) / 2 : kind.startsWith("best") ? 4 : 1;
-          if (!hasText) { // one line for neighbours in a row, and no curves
-            const line = lines.get(parent.id);
-            if (line && y0 === y && line.kind === kind && line.row === row) { line.to = x1t; lines.set(node.id, line); } else {
-              const next = { kind, row, wide, d: y0 === y ? `M${one(x0t)} ${one(y)}` : `M${one(x0t)} ${one(y0)}L${one(x1t)} ${one(y)}`, y, to: x1t };
-              lines.set(node.id, next);
-              drawn.push(next);
-            }
-            continue;
-          }
-          const d = y0 === y ? `M${one(x0t)} ${one(y0)}H${one(x1t)}` : `M${one(x0t)} ${one(y0)}C${one(x0t + b)} ${one(y0)} ${one(x1t - b)} ${one(y)} ${one(x1t)} ${one(y)}`;
+        const parent = node.parent, row = node.rank >= 0 ? node.rank : below + node.lane;
+        const y = (row + 0.5) * rh, y0 = ((parent.rank >= 0 ? parent.rank : parentBelow + parent.lane) + 0.5) * rh;
+        const kind = this.kindOf(node);
+        if (hasText) {
+          const wide = 1 + Math.round((node.logProb === null ? 0.25 : Math.exp(node.logProb)) * 12) / 2;
+          const d = y0 === y ? `M${one(x0)} ${one(y)}H${one(x1)}` : `M${one(x0)} ${one(y0)}C${one(x0 + bend)} ${one(y0)} ${one(x1 - bend)} ${one(y)} ${one(x1)} ${one(y)}`;
           ((edges[kind] ||= {})[wide] ||= []).push(d);
+          continue;
         }
-        if (hasText && isSeen && parent) {
-          const kind = this.kindOf(node), w = cw - gap, isNew = node.phase === run.at ? " new" : "";
-          const label = escaped(short(node.text, Math.max(1, most)));
-          const mark = node.isAccepted ? "✓" : node.isRejected ? "✕" : "";
-          pills.push(`<g data-node="${node.id}" class="pill ${kind}${isNew}${node === this.selected ? " selected" : ""}"><rect x="${one(X(depth))}" y="${one(y - pill / 2)}" width="${one(w)}" height="${one(pill)}" rx="${one(pill / 3)}"/><text x="${one(X(depth) + w / 2)}" y="${one(y + 4.5)}">${label}</text>${mark || node.isEnd ? `<circle class="badge" cx="${one(X(depth) + w - 2)}" cy="${one(y - pill / 2 + 1)}" r="6"/>${node.isEnd ? `<path class="mark" d="M${one(X(depth) + w - 4)} ${one(y - pill / 2 - 1)}h4v4h-4z"/>` : `<text class="mark" x="${one(X(depth) + w - 2)}" y="${one(y - pill / 2 + 4.2)}">${mark}</text>`}` : ""}</g>`);
-        } else if (hasText && !parent) {
-          marks.push(`<circle class="root" cx="${one(X(depth) + cw - gap - 6)}" cy="${one(y)}" r="6"/>`);
-        }
+        const line = lines.get(parent.id); // one line for neighbours in a row, and no curves
+        if (line && y0 === y && line.kind === kind) { line.to = x1; lines.set(node.id, line); continue; }
+        const next = { kind, d: y0 === y ? `M${one(x0)} ${one(y)}` : `M${one(x0)} ${one(y0)}L${one(x1)} ${one(y)}`, to: x1 };
+        lines.set(node.id, next);
+        drawn.push(next);
       }
     }
-    for (const { kind, wide, d, to } of drawn) ((edges[kind] ||= {})[wide] ||= []).push(`${d}H${one(to)}`);
-    this.svg.setAttribute("class", hasText ? "" : "far");
-    let paths = "";
-    for (const kind of ORDER) for (const [wide, parts] of Object.entries(edges[kind] || {})) paths += `<path class="edge ${kind}" stroke-width="${wide}" d="${parts.join("")}"/>`;
-    this.svg.setAttribute("width", width + 2 * mx);
-    this.svg.setAttribute("height", height + 2 * my);
-    this.world.style.transform = `translate(${-mx}px,${-my}px)`;
-    this.svg.innerHTML = paths + marks.join("") + pills.join("");
-    this.drawn = { ...view, mx, my };
+    for (const { kind, d, to } of drawn) ((edges[kind] ||= {})[kind.startsWith("best") ? 4 : 1] ||= []).push(`${d}H${one(to)}`);
+    return ORDER.flatMap((kind) => Object.entries(edges[kind] || {}).map(([wide, parts]) => `<path class="edge ${kind}" stroke-width="${wide}" d="${parts.join("")}"/>`)).join("");
+  }
+
+  pillsOf({ from, to, top, bottom }, scale) {
+    const { run } = this;
+    const cw = COLUMN * scale.kx, rh = ROW * scale.ky, gap = gapOf(cw), w = cw - gap, pill = Math.min(PILL, rh - 5), most = Math.floor((w - 10) / 7.2);
+    const pills = [];
+    for (let depth = from; depth < to; depth++) {
+      const below = run.rowsOfBeams(depth), x = depth * cw;
+      for (const node of run.columns[depth]) {
+        const row = node.rank >= 0 ? node.rank : below + node.lane, y = (row + 0.5) * rh;
+        if (row < top || row >= bottom) continue;
+        if (!node.parent) { pills.push(`<circle class="root" cx="${one(x + w - 6)}" cy="${one(y)}" r="6"/>`); continue; }
+        const classes = `${this.kindOf(node)}${this.isGrowing && node.phase === run.at ? " new" : ""}${node === this.selected ? " selected" : ""}`;
+        const mark = node.isAccepted ? "✓" : node.isRejected ? "✕" : "";
+        const badge = node.isEnd ? `<path class="mark" d="M${one(x + w - 4)} ${one(y - pill / 2 - 1)}h4v4h-4z"/>` : `<text class="mark" x="${one(x + w - 2)}" y="${one(y - pill / 2 + 4.2)}">${mark}</text>`;
+        pills.push(`<g data-node="${node.id}" class="pill ${classes}"><rect x="${one(x)}" y="${one(y - pill / 2)}" width="${one(w)}" height="${one(pill)}" rx="${one(pill / 3)}"/><text x="${one(x + w / 2)}" y="${one(y + 4.5)}">${escaped(short(node.text, Math.max(1, most)))}</text>${mark || node.isEnd ? `<circle class="badge" cx="${one(x + w - 2)}" cy="${one(y - pill / 2 + 1)}" r="6"/>${badge}` : ""}</g>`);
+      }
+    }
+    return pills.join("");
   }
 
   kindOf(node) {
