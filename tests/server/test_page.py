@@ -1,7 +1,10 @@
 """The page in a real browser, on a model that runs."""
 
 import json
+import math
+import re
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +13,34 @@ import pytest
 import specbeam
 from specbeam.server.limits import Access
 from specbeam.server.page import HEADERS
-from tests.server.test_life import Gate
+from tests.conftest import reference_model
+from tests.server.conftest import serving
+from tests.server.test_life import wait_for
 
 PAGE = Path(specbeam.__file__).parent / "server/page"
 AXE = Path(sys.prefix) / "npm/node_modules/axe-core/axe.min.js"
 """Where ``make .venv/npm`` puts it."""
 MAX_SCRIPT_BYTES = 150_000
 PROMPT = "ab ab ab ab"
+REAL = "smollm2-135m-instruct"
+on_a_real_model_too = pytest.mark.parametrize("lm", ["tiny", REAL], indirect=True)
+
+
+@pytest.fixture(scope="module")
+def lm(request, chat_lm):
+    """The served model: a tiny one, or the one that a test asks for."""
+    name = getattr(request, "param", "tiny")
+    return chat_lm if name == "tiny" else specbeam.load(reference_model(name), backend="cpu")
+
+
+@pytest.fixture(scope="module")
+def served(served, chat_lm, lm):
+    """A server of this model."""
+    if lm is chat_lm:
+        yield served
+    else:
+        with serving({REAL: lm}) as running:
+            yield running
 
 
 @pytest.fixture
@@ -55,29 +79,35 @@ def saved(tab):
 BEAMS = {"num_beams": 4, "num_draft_tokens": 3, "draft_width": 3}
 
 
-def test_the_tree_has_every_node_and_score_of_the_trace(tab, served, chat_lm):
+@on_a_real_model_too
+def test_the_tree_has_every_node_and_score_of_the_trace(tab, served, lm):
     show(tab, served, **BEAMS)
     grow(tab)
-    _, *rounds, last = map(json.loads, saved(tab).splitlines())
-    text = specbeam.generate(chat_lm, PROMPT, raw=True, max_new_tokens=12, draft="ngram", trace=True, **BEAMS)
-    assert last["sequences"][0]["token_ids"] == text.token_ids
-    drawn = {int(one.get_attribute("data-node")): one for one in tab.locator(".pill").all()}
-    guesses = {guess["node"] for one in rounds for guess in one["drafted"]}
-    beams = {beam["node"]: beam for one in rounds for step in one["steps"] for beam in step}
-    ended = {one["node"] for entry in rounds for one in entry["ended"]}
+    text = trace_of(lm, **BEAMS)
+    drawn = {
+        int(one.get_attribute("data-node")): one.get_attribute("class").split() for one in tab.locator(".pill").all()
+    }
+    guesses = {guess["node"] for one in text.trace for guess in one["drafted"]}
+    beams = {beam["node"]: beam for one in text.trace for step in one["steps"] for beam in step}
+    ended = {one["node"] for entry in text.trace for one in entry["ended"]}
     assert {*drawn} == guesses | {*beams} | ended
-    for node, pill in drawn.items():
-        classes = pill.get_attribute("class").split()
+    for node, classes in drawn.items():
         assert ("accepted" in classes) == (node in guesses and node in beams)
         assert ("rejected" in classes) == (node in guesses and node not in beams)
-    best = {node for node, pill in drawn.items() if "best" in pill.get_attribute("class").split()}
-    assert best == {*path_of(rounds, text.token_ids)}
+    assert {node for node, classes in drawn.items() if "best" in classes} == {*path_of(text.trace, text.token_ids)}
     tab.get_by_text("The same as text").click()
     tab.locator(".rounds").wait_for()
     shown = tab.locator(".as-text").inner_text()
     for beam in beams.values():
         assert f"score {beam['score']:.3f}" in shown
-    assert shown.count("(accepted)") == last["stats"]["accepted"]
+    assert shown.count("(accepted)") == text.stats.accepted > 0
+
+
+def trace_of(lm, **how):
+    """What the page shows, as ``generate`` finds it."""
+    return specbeam.generate(
+        lm, PROMPT, raw=True, **{"max_new_tokens": 12, "draft": "ngram", **how}, trace=True, top_logprobs=10
+    )
 
 
 def path_of(rounds, tokens):
@@ -91,6 +121,95 @@ def path_of(rounds, tokens):
     return path
 
 
+def test_a_token_under_the_pointer_tells_its_numbers(tab, served, lm):
+    show(tab, served, **BEAMS)
+    grow(tab)
+    rounds = trace_of(lm, **BEAMS).trace
+    beam = rounds[-1]["steps"][-1][1]
+    tab.locator(f"[data-node='{beam['node']}'] rect").hover()
+    tip = tab.locator(".tip")
+    shown = tip.inner_text()
+    assert f"log-probability\n{beam['log_prob']:.4f}" in shown
+    assert f"score of the path\n{beam['score']:.4f}" in shown
+    (likeliest,) = [row["tokens"] for one in rounds for row in one["likeliest"] if row["after"] == beam["after"]]
+    shares = [math.exp(token["log_prob"]) for token in likeliest]
+    assert tip.locator("meter").evaluate_all("(all) => all.map((one) => one.value)")[:10] == pytest.approx(shares)
+    assert f"{100 * shares[0]:.0f} %" in tip.locator(".likeliest li").first.inner_text()
+    tab.mouse.move(5, 5)
+    assert tip.count() == 0
+
+
+def test_a_rejected_guess_tells_what_came_in_its_place(tab, served, lm):
+    show(tab, served, **BEAMS)
+    grow(tab)
+    rounds = trace_of(lm, **BEAMS).trace
+    chosen = {}  # by the node before: the best beam that goes on from it
+    for beam in (beam for one in rounds for step in one["steps"] for beam in step):
+        chosen.setdefault(beam["after"], beam)
+    beams = {beam["node"] for one in rounds for step in one["steps"] for beam in step}
+    rejected = [guess for one in rounds for guess in one["drafted"] if guess["node"] not in beams]
+    replaced = next(guess for guess in rejected if guess["after"] in chosen)
+    nothing = next(guess for guess in rejected if guess["after"] not in chosen)  # a guess after a rejected one
+    about = tab.get_by_label("The token", exact=True)
+    tab.locator(f"[data-node='{replaced['node']}'] rect").click()
+    assert "rejected guess" in about.inner_text()
+    assert f"came instead\n{chosen[replaced['after']]['text']}" in about.inner_text().replace("\u00a0", " ")
+    tab.get_by_role("button", name="Close").click()
+    tab.locator(f"[data-node='{nothing['node']}'] rect").click()
+    assert "came instead" not in about.inner_text()
+
+
+def test_what_all_beams_share_is_a_line_of_text(tab, served, lm):
+    show(tab, served, **BEAMS)
+    grow(tab)
+    rounds = trace_of(lm, **BEAMS).trace
+    phases, certain, nodes = 0, [], {}
+    for one in rounds[:-1]:  # the last one makes the whole text certain
+        phases += 1 + bool(one["drafted"])
+        certain += one["certain"]
+        entries = [*one["drafted"], *(beam for step in one["steps"] for beam in step), *one["ended"]]
+        nodes |= {entry["node"]: entry for entry in entries}
+    assert certain
+    tab.get_by_label("Place in the run").fill(str(phases))
+    assert tab.locator(".agreed .certain").text_content() == "".join(one["text"] for one in rounds[:-1])
+    drawn = lambda: {int(one.get_attribute("data-node")) for one in tab.locator(".pill").all()}  # noqa: E731
+    assert drawn() == {*nodes}
+
+    def depth(node):
+        return 1 + depth(nodes[node]["after"]) if node in nodes else 0
+
+    tab.get_by_role("button", name="Hide agreed").click()
+    assert drawn() == {node for node in nodes if depth(node) >= len(certain)} < {*nodes}
+
+
+def test_a_link_holds_the_prompt_and_all_options(tab, served):
+    show(tab, served)
+    tab.get_by_text("More options").click()
+    given = {
+        "Prompt": "a & b #1\n100 %", "Draft": "suffix", "Beams": "3", "New tokens": "7", "Guesses in a row": "2",
+        "Guesses side by side": "5", "Temperature": "0.7", "Top p": "0.9", "Top k": "40", "Seed": "11", "Texts": "2",
+        "Length penalty": "1.5", "Repetition penalty": "1.1", "No repeated n-grams": "3", "Stop text": "; ",
+        "Only these answers": "é\nab",
+    }  # fmt: skip
+    for label, value in given.items():
+        field = tab.get_by_label(label, exact=True)
+        field.select_option(value) if label == "Draft" else field.fill(value)
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.get_by_role("button", name="Copy link").click()
+    tab.get_by_text("The link is copied").wait_for()
+    link = tab.evaluate("navigator.clipboard.readText()")
+    other = tab.context.new_page()
+    asked = []
+    other.on("request", lambda request: asked.append(request.url))
+    other.goto(link)
+    other.get_by_role("button", name="Grow the tree").wait_for()
+    other.locator("option[value=suffix]").wait_for(state="attached")
+    assert {label: other.get_by_label(label, exact=True).input_value() for label in given} == given
+    assert other.get_by_label("a text to go on from").is_checked()
+    assert [url for url in asked if "100" in url] == []  # what is behind "#" stays here
+
+
+@on_a_real_model_too
 def test_a_replay_and_a_reload_give_the_same_picture(tab, served):
     show(tab, served, **BEAMS)
     grow(tab)
@@ -173,10 +292,10 @@ def test_a_movement_without_a_rest_draws_the_nodes_that_come_into_the_window(tab
     assert tab.locator(".pill").count() < beams * steps / 2  # the others are not drawn
 
 
-def test_keys_go_through_the_tree_and_show_the_likeliest_tokens(tab, served, chat_lm):
+def test_keys_go_through_the_tree_and_show_the_likeliest_tokens(tab, served, lm):
     show(tab, served, num_beams=2, draft="none")
     grow(tab)
-    text = specbeam.generate(chat_lm, PROMPT, raw=True, max_new_tokens=12, num_beams=2, top_logprobs=10)
+    text = specbeam.generate(lm, PROMPT, raw=True, max_new_tokens=12, num_beams=2, top_logprobs=10)
     tab.locator(".canvas").focus()
     tab.keyboard.press("ArrowRight")
     tab.keyboard.press("ArrowLeft")
@@ -188,23 +307,25 @@ def test_keys_go_through_the_tree_and_show_the_likeliest_tokens(tab, served, cha
     assert about.count() == 0
 
 
-def test_a_branch_goes_on_and_the_prefix_is_not_read_again(tab, served, chat_lm):
+@on_a_real_model_too
+def test_a_branch_goes_on_and_the_prefix_is_not_read_again(tab, served, lm):
     show(tab, served, view="branch", num_beams=1, draft="none")
     tab.get_by_role("button", name="Write").click()
     word = tab.locator(".word:not([disabled])").nth(5)
     word.click()
-    first = specbeam.generate(chat_lm, PROMPT, raw=True, max_new_tokens=12, top_logprobs=10)
+    first = specbeam.generate(lm, PROMPT, raw=True, max_new_tokens=12, top_logprobs=10)
     other = [*first.sequences[0].top_logprobs[5]][1]
     tab.locator(".likeliest button").nth(1).click()
     tab.get_by_text("were not read again").wait_for()
-    prompt = [*chat_lm.tokenizer(PROMPT).input_ids, *first.token_ids[:5], other]
+    prompt = [*lm.tokenizer(PROMPT).input_ids, *first.token_ids[:5], other]
     assert tab.locator(".word").all_inner_texts()[-1:] != []
-    here = specbeam.generate(chat_lm, prompt, max_new_tokens=12)
+    here = specbeam.generate(lm, prompt, max_new_tokens=12)
     assert len(tab.locator(".word").all()) == len(here.token_ids)
     assert f"{len(prompt) - 1} of {len(prompt)} tokens" in tab.locator(".page .help").inner_text()
     assert tab.locator(".branches li").count() == 2
 
 
+@on_a_real_model_too
 def test_a_race_ends_with_the_same_text(tab, served):
     show(tab, served, view="race", num_beams=1, max_tokens=24)
     tab.get_by_role("button", name="Race", exact=True).last.click()
@@ -216,21 +337,49 @@ def test_a_race_ends_with_the_same_text(tab, served):
     tab.locator(".verdict button:not([disabled])").wait_for()
 
 
-def test_a_chat_streams_stops_and_shows_how_an_answer_was_made(tab, served):
-    show(tab, served, view="chat", num_beams=1, draft="none", max_tokens=200)
+class Turnstile:
+    """Lets an engine take one pass after the other, until it is opened."""
+
+    def __init__(self, engine):
+        self.reached, self.passes = threading.Event(), threading.Semaphore(0)
+        self.request = engine.submit([65], {"max_new_tokens": 100, "logits_processor": self.wait})
+        assert self.reached.wait(60)
+
+    def wait(self, ids, scores):
+        self.reached.set()
+        assert self.passes.acquire(timeout=60)
+        return scores
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.request.cancel()
+        self.passes.release(200)
+        self.request.result(60)
+
+
+@on_a_real_model_too
+def test_a_chat_streams_stops_and_shows_how_an_answer_was_made(tab, served, lm):
+    show(tab, served, view="chat", num_beams=1, draft="none", max_tokens=50)
+    engine = served.models.get(None).engine
     tab.get_by_label("Message", exact=True).fill("Hi")
-    with Gate(served.models.get("tiny").engine) as gate:  # so that the answer is not there before it is stopped
+    with Turnstile(engine) as turnstile:
         tab.keyboard.press("Enter")
+        wait_for(served, lambda: engine.live == 2)
+        turnstile.passes.release(6)
+        said = tab.locator(".assistant .said")
+        said.filter(has_text=re.compile(r"\S")).wait_for()
+        streamed = said.text_content()
         tab.get_by_role("button", name="Stop").click()
         tab.get_by_role("button", name="Regenerate").wait_for()
-    gate.request.result(60)
+    answer = specbeam.generate(lm, "Hi", max_new_tokens=50).text
+    assert answer.startswith(streamed)
+    assert streamed != answer
     tab.get_by_label("New tokens").fill("8")
     tab.get_by_role("button", name="Regenerate").click()
     tab.get_by_text("8 tokens in 8 passes").wait_for()
-    said = served.post(
-        "/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=8, temperature=0
-    ).json()["choices"][0]["message"]["content"]
-    assert tab.locator(".assistant .said").text_content() == said
+    assert said.text_content() == specbeam.generate(lm, "Hi", max_new_tokens=8).text
     tab.get_by_role("button", name="How was this made?").click()
     tab.locator(".messages .pill").first.wait_for()
     tab.get_by_role("button", name="Edit").click()
@@ -240,13 +389,13 @@ def test_a_chat_streams_stops_and_shows_how_an_answer_was_made(tab, served):
     assert tab.locator(".messages .said").first.inner_text() == "Ho"
 
 
-def test_tokens_that_a_constraint_masks_are_greyed(tab, served, chat_lm):
+def test_tokens_that_a_constraint_masks_are_greyed(tab, served, lm):
     choices = ["abc", "abd", "xyz"]
     show(tab, served, num_beams=3, draft="none", structured_outputs="%0A".join([*choices, ""]))
     grow(tab)
     _, *rounds, last = map(json.loads, saved(tab).splitlines())
-    trie = specbeam.TokenTrie(choices, chat_lm)
-    here = specbeam.generate(chat_lm, PROMPT, raw=True, num_beams=3, max_new_tokens=12, constraint=trie)
+    trie = specbeam.TokenTrie(choices, lm)
+    here = specbeam.generate(lm, PROMPT, raw=True, num_beams=3, max_new_tokens=12, constraint=trie)
     assert last["sequences"][0]["text"] == here.text
     rows = {row["after"]: row["tokens"] for one in rounds for row in one["likeliest"]}
     beams = [beam for one in rounds for step in one["steps"] for beam in step]
@@ -266,6 +415,7 @@ def test_tokens_that_a_constraint_masks_are_greyed(tab, served, chat_lm):
     assert "at most 1000 items" in tab.locator("#field-structured_outputs-help.wrong").inner_text()
 
 
+@on_a_real_model_too
 def test_a_refusal_stands_beside_its_field(tab, served):
     show(tab, served, num_beams=50)
     tab.get_by_role("button", name="Grow the tree").click()
@@ -274,6 +424,39 @@ def test_a_refusal_stands_beside_its_field(tab, served):
     assert beams.get_attribute("aria-invalid") == "true"
     about = tab.locator(f"#{beams.get_attribute('aria-describedby')}").inner_text()
     assert about == "num_beams=50 is more than this server's limit of 32"
+
+
+def test_twenty_tabs_get_their_texts(browser, served, lm):
+    context = browser.new_context()
+    tabs = [context.new_page() for _ in range(20)]
+    for i, tab in enumerate(tabs):
+        show(tab, served, prompt=f"tab {i} tab {i}", num_beams=1 + i % 2)
+    for tab in tabs:
+        tab.get_by_role("button", name="Grow the tree").click()
+    for i, tab in enumerate(tabs):
+        tab.get_by_label("Speed").select_option("Infinity")
+        tab.get_by_role("button", name="Replay", exact=True).wait_for()
+        alone = specbeam.generate(lm, f"tab {i} tab {i}", raw=True, num_beams=1 + i % 2, max_new_tokens=12)
+        assert tab.locator(".agreed .certain").text_content() == alone.text
+    context.close()
+
+
+@pytest.mark.parametrize("lm", [REAL], indirect=True)
+@pytest.mark.parametrize(
+    ("example", "what"),
+    [
+        ("Copied words are guessed", "accepted"),
+        ("Beams with a draft", "accepted"),
+        ("Beams disagree", "pruned"),
+        ("A wide search", "live"),
+        ("Only these answers", "masked"),
+        ("A drawn text", "best"),
+    ],
+)
+def test_an_example_shows_what_it_is_about_within_ten_seconds(tab, served, example, what):
+    tab.goto(served.url)
+    tab.get_by_role("button", name=example).click()
+    tab.locator(f".pill.{what}").first.wait_for(timeout=10_000)
 
 
 def test_a_closed_tab_frees_its_request(browser, served):

@@ -82,7 +82,8 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--record",
         metavar="FILE",
-        help="write the rounds of one text to a file (.jsonl), which the page of specbeam serve replays",
+        help="write the rounds of one text to a file: .html is a page that replays them, and .jsonl opens in the page "
+        "of specbeam serve",
     )
     parser.add_argument("--json", action="store_true", help="print only one JSON object per prompt")
     parser.add_argument(
@@ -181,6 +182,7 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
     from specbeam.jobs.atomic import write_whole
     from specbeam.prompts import show_prompt
     from specbeam.recording import event_line, events
+    from specbeam.replay import replay_page
 
     lm = load_model(given)
     draft = load_draft(given, lm)
@@ -208,8 +210,12 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
             raise KeyboardInterrupt(f"{printer.finished:,} of {len(rows):,} prompts were finished")
         raise KeyboardInterrupt
     if given.record is not None and not printer.failed:
-        lines = events(lm, requests[0].prompt_ids, options[0], given.draft, requests[0].result())
-        write_whole(Path(given.record).resolve(), "".join(f"{event_line(event)}\n" for event in lines))
+        recording = events(lm, requests[0].prompt_ids, options[0], given.draft, requests[0].result())
+        if given.record.endswith(".html"):
+            content = replay_page(recording, shortened(rows[0].prompt))
+        else:
+            content = "".join(f"{event_line(event)}\n" for event in recording)
+        write_whole(Path(given.record).resolve(), content)
     return printer.failed
 
 

@@ -67,14 +67,14 @@ def run(given: argparse.Namespace) -> int:
             )
     from specbeam.study.composition import compose, sweep
     from specbeam.study.config import check
-    from specbeam.study.results import folder_of_sweep
+    from specbeam.study.results import file_name
 
     combinations = [*sweep(given.words)] if given.multirun else [given.words]
     configs = [dict(compose(overrides, given.config_dir)) for overrides in combinations]
     swept = [",".join(word for word in words if word not in given.words) for words in combinations]
     for config, words in zip(configs, swept, strict=True):
         if given.multirun and config["output"] is not None:
-            config["output"] = str(Path(config["output"]) / (folder_of_sweep(words) or "0"))
+            config["output"] = str(Path(config["output"]) / (file_name(words) or "0"))
         check(config)  # every one, before the first runs
     for config, words in zip(configs, swept, strict=True):
         if given.show_config:

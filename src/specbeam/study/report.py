@@ -9,11 +9,14 @@ from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from markupsafe import Markup
 
 from specbeam.jobs.atomic import write_whole
+from specbeam.replay import replay_page
 from specbeam.study import plots
+from specbeam.study.results import file_name
 from specbeam.study.samples import samples
 from specbeam.study.words import between, between_ratios, first_line, number, settled, several, times, too_few
 
@@ -59,13 +62,14 @@ def write_report(
     overhead: float | None = None,
     header: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Write ``report.html`` and ``plots/*.png`` into a folder, each whole or not at all.
+    """Write ``report.html``, ``plots/*.png`` and ``replays/*.html`` into a folder, each whole or not at all.
 
     Args:
         config: the settings, shown as YAML.
         fingerprint: the machine, versions and models, nested to any depth.
         summary: as :func:`specbeam.study.summary.summarize` returns it.
-        records: the generations. The samples show some of their texts and traces; failed ones are listed.
+        records: the generations. The samples show some of their texts and traces; failed ones are listed. Recordings
+            among them become replays.
         overhead: the share of the time that the study took beside the decoding.
         header: facts to show at the top, by name.
 
@@ -77,7 +81,8 @@ def write_report(
         if not record.get("error") and record.get("stats"):
             tokens[record["method"]] += record["stats"].get("new_tokens") or 0
     drawn = plots.draw_all(summary, tokens)
-    page = render(title, config, fingerprint, summary, records, overhead, drawn, header)
+    replays = write_replays(folder, records)
+    page = render(title, config, fingerprint, summary, records, overhead, drawn, header, replays)
     images = folder / "plots"
     images.mkdir(parents=True, exist_ok=True)
     for plot in drawn:
@@ -86,6 +91,29 @@ def write_report(
         (images / f"{name}.png").unlink(missing_ok=True)
     write_whole(folder / "report.html", page.encode(errors="replace"))  # a model may write half a surrogate pair
     return folder / "report.html"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A generation that the report links: its method, its prompt, and the address of the page that replays it."""
+
+    method: str
+    prompt: str
+    address: str
+
+
+def write_replays(folder: Path, records: Iterable[Mapping[str, Any]]) -> list[Replay]:
+    """Write a page for each recording."""
+    made = []
+    for record in records:
+        if record.get("error") or not record.get("recording"):
+            continue
+        method, prompt = record["method"], record["prompt"]
+        path = folder / "replays" / f"{file_name(method)}.html"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, replay_page(record["recording"], f"{method}: {prompt}"))
+        made.append(Replay(method, prompt, quote(f"replays/{path.name}")))
+    return made
 
 
 def render(
@@ -97,6 +125,7 @@ def render(
     overhead: float | None,
     drawn: list[plots.Plot],
     header: Sequence[tuple[str, str]] = (),
+    replays: Sequence[Replay] = (),
 ) -> str:
     """The page."""
     import jinja2
@@ -120,6 +149,7 @@ def render(
         more=more_metrics(methods),
         plots=drawn,
         samples=samples(records),
+        replays=replays,
         config=yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=100),
         fingerprint=[*facts(fingerprint)],
         overhead=overhead,

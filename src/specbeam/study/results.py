@@ -53,18 +53,14 @@ def default_folder(project: str, fingerprint: Mapping[str, Any], swept: str = ""
     return RUNS / f"{_plain_name('-'.join(filter(None, [project, swept])))}-{_short_hash(asked)}"
 
 
-def folder_of_sweep(swept: str) -> str:
-    """The name of the folder of one run of a sweep. A hash tells runs from each other that would have one name.
-
-    Args:
-        swept: the keys and values of a sweep that this run stands for.
-    """
-    name = _plain_name(swept)
-    return name if name == swept else f"{name}-{_short_hash(swept)}"
+def file_name(text: str) -> str:
+    """A text as the name of a file or folder. A hash tells texts from each other that would have one name."""
+    name = _plain_name(text)
+    return name if name == text else f"{name}-{_short_hash(text)}"
 
 
 def _plain_name(text: str) -> str:
-    """A text as the name of a file."""
+    """A text as the name of a file, without what no file system takes."""
     return text.replace("/", "_").encode()[:MAX_NAME_BYTES].decode(errors="ignore")
 
 

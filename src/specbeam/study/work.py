@@ -11,7 +11,9 @@ from typing import Any
 from specbeam.engine import Engine
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, load
+from specbeam.options import Options
 from specbeam.prompts import encode, show_prompt, tokenize
+from specbeam.recording import LIKELIEST, Event, events, finite
 from specbeam.scoring import score
 from specbeam.study.config import Method, Study, check, methods
 from specbeam.study.results import Record
@@ -23,7 +25,7 @@ KEPT_OF_TEXTS = ("text", "token_ids", "score", "log_prob")
 """The attributes of :class:`specbeam.Sequence` that are kept of each text."""
 
 Job = dict[str, Any]
-"""A method's name, a row, the turn and the repeat, and the messages of the conversation so far."""
+"""A method's name, a row, the turn and the repeat, the messages so far, and whether the generation is recorded."""
 
 
 class Work:
@@ -82,7 +84,15 @@ class Work:
             "draft_precision": draft.precision if isinstance(draft, LanguageModel) else None,
             "times": times,
             "trace": result.trace,
+            "recording": self._recording(lm, prompt, options, draft, how) if job["is_recorded"] else None,
         }
+
+    def _recording(self, lm: LanguageModel, prompt: Any, options: Any, draft: Any, how: Any) -> list[Event]:
+        """The events of a generation. It runs once more for them, so that the measured one has no further work."""
+        chosen = Options.of(options | {"trace": True, "top_logprobs": LIKELIEST})
+        result, _ = self._run(lm, prompt, chosen, draft, how)
+        name = draft.source if isinstance(draft, LanguageModel) else draft
+        return [finite(event) for event in events(lm, encode(lm, prompt, **how), chosen, name, result)]
 
     def perplexity(self, name: str, messages: list[dict[str, str]], record: Record) -> float | None:
         """The perplexity of a text given the messages that it answers; None without tokens.
@@ -156,7 +166,8 @@ def make_work(config: Mapping[str, Any]) -> Callable[[], Work]:
 def jobs_of_turn(study: Study, rows: list[Any], turn: int, records: Mapping[str, Record]) -> list[Job]:
     """The jobs of a turn that are not done yet, all methods of a row one after the other.
 
-    The first method changes from row to row, so that a machine that becomes slower favours none.
+    The first method changes from row to row, so that a machine that becomes slower favours none. The first prompt's
+    generations are recorded.
     """
     names = [method.name for method in methods(study)]
     found = []
@@ -178,7 +189,7 @@ def jobs_of_turn(study: Study, rows: list[Any], turn: int, records: Mapping[str,
                 seed = hash_of(study.seed, row.id, turn, repeat)
                 found.append(
                     {"key": key, "method": method, "row": vars(row), "turn": turn, "repeat": repeat, "seed": seed}
-                    | {"messages": messages}
+                    | {"messages": messages, "is_recorded": number == turn == repeat == 0}
                 )
     return found
 

@@ -598,4 +598,16 @@ function ChatOptions({ form, set, model, models, error }) {
   </form>`;
 }
 
-render(html`<${App} />`, document.getElementById("app"));
+// A page that holds a recording. No server answers it, so no text goes on from a token.
+function Recorded({ run }) {
+  const [says, setSays] = useState("");
+  const { model, draft, options } = run.begin;
+  const about = [model, run.width > 1 ? `${run.width} beams` : options.do_sample ? "sampling" : "greedy search", draft && draft !== "none" ? `draft ${draft}` : "no draft"];
+  return html`
+    <header class="top"><h1>specbeam</h1><p class="about">${about.join(", ")}</p></header>
+    <main id="main"><${TreePanel} run=${run} setSays=${setSays} /></main>
+    <p class="says" role="status">${says}</p>`;
+}
+
+const recording = document.getElementById("recording");
+render(recording ? html`<${Recorded} run=${recordingOf(recording.textContent)} />` : html`<${App} />`, document.getElementById("app"));
