@@ -104,7 +104,7 @@ def test_the_tree_has_every_node_and_score_of_the_trace(tab, served, lm):
 
 
 def trace_of(lm, **how):
-    """What the page shows, as ``generate`` finds it."""
+    """The run that the page shows, from ``generate``."""
     return specbeam.generate(
         lm, PROMPT, raw=True, **{"max_new_tokens": 12, "draft": "ngram", **how}, trace=True, top_logprobs=10
     )

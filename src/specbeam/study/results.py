@@ -31,6 +31,8 @@ GENERATIONS, SCORES, FINGERPRINT, CONFIG, SUMMARY = (
 )
 FINGERPRINT_PARTS = ("config", "models", "data", "versions", "machine")
 """They must not change in the middle of a run."""
+NOT_IN_TABLE = ("stats", "recording")
+"""The keys of a generation that are no column: each statistic is one, and recordings are large."""
 RECORD_KEYS = ("key", "method", "row", "turn", "repeat", "mode", "prompt", "error", "wall")
 """The keys that every generation has, also one that failed."""
 
@@ -226,7 +228,7 @@ def write_parquet(path: Path, records: Iterable[Record]) -> None:
 
     rows = []
     for record in records:
-        flat = {name: value for name, value in record.items() if name != "stats"} | record.get("stats", {})
+        flat = {name: value for name, value in record.items() if name not in NOT_IN_TABLE} | record.get("stats", {})
         rows.append({name: _plain(name, value) for name, value in flat.items()})
     with replacing(path) as file:
         pandas.DataFrame(rows).to_parquet(file)
