@@ -50,7 +50,8 @@ def check_replay(tab, result):
 def test_a_recording_is_a_page(lm, tab, tmp_path, capsys):
     file = tmp_path / "run #1.html"
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in BEAMS.items()]
-    assert main(["generate", PROMPT, f"--model={lm.source}", "--draft=ngram", f"--record={file}", *flags]) == 0
+    how = [f"--model={lm.source}", "--backend=cpu", "--dtype=float32", "--draft=ngram", f"--record={file}"]
+    assert main(["generate", PROMPT, *how, *flags]) == 0
     result = specbeam.generate(lm, PROMPT, draft="ngram", trace=True, **BEAMS)
     tab.goto(file.as_uri())
     check_replay(tab, result)
@@ -76,11 +77,10 @@ def test_a_report_links_a_replay_of_each_method(lm, tab, tmp_path):
     assert main(["study", *how, methods, f"data.source={data}", f"output={tmp_path / 'run'}"]) == 0
     lines = (tmp_path / "run" / "generations.jsonl").read_text(encoding="utf-8").splitlines()
     records = {record["key"]: record for record in map(json.loads, lines)}
-    assert {key for key, record in records.items() if record["recording"]} == {"a/b|0|0|0", "beams|0|0|0"}
+    assert {key for key, record in records.items() if record["recording"]} == {"a/b|line 1|0|0", "beams|line 1|0|0"}
     for method, options in {"a/b": {}, "beams": {"draft": "ngram", **BEAMS}}.items():
         tab.goto((tmp_path / "run" / "report.html").as_uri())
         tab.get_by_role("link", name=method, exact=True).click()
         result = specbeam.generate(lm, PROMPT, trace=True, **{"max_new_tokens": 12, **options})
         check_replay(tab, result)
-        (text,) = [record["text"] for record in records.values() if record["key"].startswith(f"{method}|0|")]
-        assert text == result.text
+        assert records[f"{method}|line 1|0|0"]["text"] == result.text

@@ -366,7 +366,7 @@ def test_a_chat_streams_stops_and_shows_how_an_answer_was_made(tab, served, lm):
     tab.get_by_label("Message", exact=True).fill("Hi")
     with Turnstile(engine) as turnstile:
         tab.keyboard.press("Enter")
-        wait_for(served, lambda: engine.live == 2)
+        wait_for(served, lambda: engine.live + engine.waiting == 2)
         turnstile.passes.release(6)
         said = tab.locator(".assistant .said")
         said.filter(has_text=re.compile(r"\S")).wait_for()
