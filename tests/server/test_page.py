@@ -475,16 +475,23 @@ def test_an_example_shows_what_it_is_about_within_ten_seconds(tab, served, examp
 
 
 def test_a_closed_tab_frees_its_request(browser, served):
+    def cancelled():
+        line = 'specbeam_requests_total{endpoint="/rounds/completions",outcome="cancelled"} '
+        return served.http.get("/metrics").text.partition(line)[2].partition("\n")[0]
+
+    engine, before = served.models.get(None).engine, cancelled()
     context = browser.new_context()
     tab = context.new_page()
     show(tab, served, num_beams=4, max_tokens=200, draft="none")
-    tab.get_by_role("button", name="Grow the tree").click()
-    tab.get_by_role("button", name="Stop").wait_for()
-    context.close()
-    engine = served.models.get("tiny").engine
-    assert served.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
-    while engine.live:
-        served.post("/v1/completions", prompt="a", max_tokens=1)
+    with Turnstile(engine) as turnstile:
+        tab.get_by_role("button", name="Grow the tree").click()
+        wait_for(served, lambda: engine.live + engine.waiting == 2)
+        turnstile.passes.release(4)
+        tab.locator(".pill").first.wait_for()
+        context.close()
+        wait_for(served, lambda: cancelled() != before)
+        turnstile.passes.release()
+        wait_for(served, lambda: engine.live + engine.waiting == 1)  # the turnstile alone
 
 
 def test_the_page_asks_for_the_key(browser, start, plain_lm):
