@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.arguments import DEFAULT_MODEL, LOOKUPS, add_placement_to, check_source, completer
@@ -107,8 +108,10 @@ def run(given: argparse.Namespace, when_ready: Callable[[str], object] | None = 
     _check_names("--draft", drafts)
     if not 0 <= given.port < 2**16:
         raise SpecbeamError(f"--port {given.port} is not allowed: give 0 to 65535")
-    if given.grace < 0:
+    if not 0 <= given.grace <= TIMEOUT_MAX:  # nor NaN
         raise SpecbeamError(f"--grace {given.grace} is not allowed: give 0 or more seconds")
+    if given.api_key == "":  # of a shell's variable that is not set, for example
+        raise SpecbeamError("--api-key is empty: give a key, or leave it out for a server that takes all requests")
     for option in ("replicas", "address"):
         if given.launcher != "ray" and getattr(given, option) is not None:
             raise SpecbeamError(f"--{option} goes with --launcher ray")

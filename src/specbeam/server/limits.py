@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+
+from specbeam.errors import SpecbeamError
+
+MAY_BE_ZERO = ("max_waiting", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +26,9 @@ class Limits:
         max_cache_tokens: cache slots for the keys and values of each model's requests. By default all models share a
             quarter of the memory.
         timeout: seconds after which a request ends with the text so far; None for never.
+
+    Raises:
+        SpecbeamError: a limit is less than 1, or is no number. ``max_waiting`` and ``timeout`` may be 0.
     """
 
     max_body_bytes: int = 4_000_000
@@ -32,6 +40,12 @@ class Limits:
     max_waiting: int = 256
     max_cache_tokens: int | None = None
     timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            value, least = getattr(self, name), 0 if name in MAY_BE_ZERO else 1
+            if value is not None and not least <= value < math.inf:
+                raise SpecbeamError(f"{name}={value} is not allowed: give at least {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
