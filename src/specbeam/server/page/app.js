@@ -34,6 +34,7 @@ const PRESETS = [
   { title: "A drawn text", about: "Temperature 0.8 with guesses: the same seed draws the same text.", prompt: "Write one sentence about autumn.", as: "chat", num_beams: 1, draft: "ngram", temperature: 0.8, seed: 7, max_tokens: 40 },
 ];
 const LIKELIEST = 10;
+const ADDRESS_REST = 300; // ms
 const linesOf = (text) => text.split("\n").filter((line) => line.trim());
 
 function fromLink() {
@@ -109,7 +110,10 @@ function App() {
       });
     }).catch((error) => setError({ message: error.message }));
   }, [key]);
-  useEffect(() => { history.replaceState(null, "", toLink(form, view)); }, [form, view]);
+  useEffect(() => { // when one has typed: browsers limit how often the address changes
+    const id = setTimeout(() => history.replaceState(null, "", toLink(form, view)), ADDRESS_REST);
+    return () => clearTimeout(id);
+  }, [form, view]);
   useEffect(() => {
     const changed = () => { const { form: given, view } = fromLink(); setForm((form) => ({ ...given, model: given.model || form.model, draft: given.draft || form.draft })); setView(view); };
     addEventListener("hashchange", changed);
@@ -138,6 +142,14 @@ function App() {
     return run;
   }
 
+  const copyLink = async () => {
+    history.replaceState(null, "", toLink(form, view));
+    try {
+      await navigator.clipboard.writeText(location.href);
+      setSays("The link is copied. It holds the prompt and the options.");
+    } catch { setSays("Copy the address of this page: it holds the prompt and the options."); }
+  };
+
   const common = { form, set, setForm, model, models, start, shared, redraw, setError, setSays, setView };
   const Current = { tree: TreePage, race: RacePage, branch: BranchPage, chat: ChatPage }[view];
   return html`
@@ -145,7 +157,7 @@ function App() {
     <header class="top">
       <h1><img src="/page/icon.svg" alt="" width="26" height="26" /> specbeam</h1>
       <nav aria-label="Views">${VIEWS.map(([name, title]) => html`<button key=${name} class="tab" aria-current=${view === name ? "page" : null} onClick=${() => setView(name)}>${title}</button>`)}</nav>
-      <button class="quiet" onClick=${async () => { try { await navigator.clipboard.writeText(location.href); setSays("The link is copied. It holds the prompt and the options."); } catch { setSays("Copy the address of this page: it holds the prompt and the options."); } }}>Copy link</button>
+      <button class="quiet" onClick=${copyLink}>Copy link</button>
     </header>
     <main id="main" tabindex="-1" class=${view}>
       ${error && !error.param && html`<p class="error" role="alert">${error.message}</p>`}
