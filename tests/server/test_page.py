@@ -211,7 +211,7 @@ def test_a_link_holds_the_prompt_and_all_options(tab, served):
         field.select_option(value) if label == "Draft" else field.fill(value)
     tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
     tab.get_by_role("button", name="Copy link").click()
-    tab.get_by_text("The link is copied").wait_for()
+    tab.get_by_role("button", name="Copied ✓").wait_for()
     link = tab.evaluate("navigator.clipboard.readText()")
     other = tab.context.new_page()
     asked = []
@@ -287,6 +287,34 @@ MOVE = """async ([frames, event, nodes]) => {
     return seen().map((pill) => Number(pill.dataset.node));
 }"""
 """Wheel events, one per frame, without a rest. Then small ones, until this many nodes are seen. Returns these."""
+
+
+def test_a_run_is_saved_as_a_page_of_its_own(tab, served, tmp_path):
+    show(tab, served, prompt="</script> $%26 ab", **BEAMS)
+    grow(tab)
+    text = tab.locator(".agreed").inner_text()
+    with tab.expect_download() as download:
+        tab.get_by_role("button", name="Save page").click()
+    download.value.save_as(tmp_path / "run.html")
+    page = tab.context.new_page()
+    said = []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.set_viewport_size({"width": 1400, "height": 900})
+    page.goto((tmp_path / "run.html").as_uri())
+    page.get_by_label("Speed").select_option("Infinity")
+    page.get_by_role("button", name="Replay", exact=True).wait_for()
+    assert page.locator(".agreed").inner_text() == text
+    assert page.locator(".pill").count() == tab.locator(".pill").count() > 0
+    assert page.get_by_role("button", name="Save page").count() == 0
+    assert said == []
+
+
+def test_the_picture_cannot_be_scrolled_away_from_its_tree(tab, served):
+    show(tab, served, **BEAMS)
+    grow(tab)
+    scroll = "(box) => { box.scrollTop = 200; box.scrollLeft = 200; return [box.scrollTop, box.scrollLeft]; }"
+    assert tab.locator(".canvas").evaluate(scroll) == [0, 0]  # as a search in the page does
 
 
 def test_a_movement_without_a_rest_draws_the_nodes_that_come_into_the_window(tab, served):
@@ -425,7 +453,9 @@ def test_tokens_that_a_constraint_masks_are_greyed(tab, served, lm):
     tab.get_by_text("The same as text").click()
     words = f"“{first[0]['text']}” {100 * np.exp(first[0]['log_prob']):.0f} %"
     assert f"Masked by the constraint: {words}" in tab.locator(".rounds li").first.inner_text()
-    paste = "(field) => { field.value = 'a\\n'.repeat(1001); field.dispatchEvent(new Event('input', {bubbles: true})); }"
+    paste = (
+        "(field) => { field.value = 'a\\n'.repeat(1001); field.dispatchEvent(new Event('input', {bubbles: true})); }"
+    )
     tab.get_by_label("Only these answers").evaluate(paste)
     tab.get_by_role("button", name="Grow the tree").click()
     assert "at most 1000 items" in tab.locator("#field-structured_outputs-help.wrong").inner_text()

@@ -9,6 +9,8 @@ from importlib.resources.abc import Traversable
 from fastapi import FastAPI
 from fastapi.responses import Response
 
+from specbeam.replay import replay_page
+
 PREFIX = "/page/"
 TYPES = {
     "css": "text/css",
@@ -35,10 +37,13 @@ def is_page(path: str) -> bool:
 
 
 def add_page_to(app: FastAPI) -> None:
-    """Add a route for each file of the page."""
-    for name, file in _files(files("specbeam.server") / "page"):
+    """Add a route for each file of the page, and for the page of a replay, which gets its recording in the browser."""
+    contents = {name: file.read_bytes() for name, file in _files(files("specbeam.server") / "page")}
+    contents["replay.html"] = replay_page([], "A run of specbeam").encode()
+    for name, content in contents.items():
         path = "/" if name == "index.html" else PREFIX + name
-        app.add_api_route(path, _sender(file), methods=["GET", "HEAD"], include_in_schema=False)
+        send = _sender(content, TYPES[name.rpartition(".")[2]])
+        app.add_api_route(path, send, methods=["GET", "HEAD"], include_in_schema=False)
 
 
 def _files(folder: Traversable, before: str = "") -> list[tuple[str, Traversable]]:
@@ -52,9 +57,7 @@ def _files(folder: Traversable, before: str = "") -> list[tuple[str, Traversable
     return found
 
 
-def _sender(file: Traversable) -> Callable[[], Awaitable[Response]]:
-    content, kind = file.read_bytes(), TYPES[file.name.rpartition(".")[2]]
-
+def _sender(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:
     async def send() -> Response:
         return Response(content, headers=HEADERS, media_type=kind)
 

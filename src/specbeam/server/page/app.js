@@ -35,13 +35,14 @@ const PRESETS = [
 ];
 const LIKELIEST = 10;
 const ADDRESS_REST = 300; // ms
+const recording = document.getElementById("recording"); // in a page that replays one run
 const linesOf = (text) => text.split("\n").filter((line) => line.trim());
 
 function fromLink() {
   const given = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
   const form = { ...START };
   for (const name of Object.keys(START)) if (name in given) form[name] = given[name];
-  return { form, view: VIEWS.some(([name]) => name === given.view) ? given.view : "tree", isGiven: "prompt" in given };
+  return { form, view: VIEWS.some(([name]) => name === given.view) ? given.view : "tree" };
 }
 
 function toLink(form, view) {
@@ -92,6 +93,7 @@ function App() {
   const [key, setKey] = useState(sessionStorage.getItem("specbeam-key") || "");
   const [needsKey, setNeedsKey] = useState(false);
   const [says, setSays] = useState("");
+  const [isCopied, setCopied] = useState(false);
   const shared = useRef({ tree: null, branches: [], race: null, chat: [] }).current;
   const redraw = useRedraw();
 
@@ -146,6 +148,8 @@ function App() {
     history.replaceState(null, "", toLink(form, view));
     try {
       await navigator.clipboard.writeText(location.href);
+      setCopied(true);
+      setTimeout(() => setCopied(false), 2000);
       setSays("The link is copied. It holds the prompt and the options.");
     } catch { setSays("Copy the address of this page: it holds the prompt and the options."); }
   };
@@ -157,7 +161,7 @@ function App() {
     <header class="top">
       <h1><img src="/page/icon.svg" alt="" width="26" height="26" /> specbeam</h1>
       <nav aria-label="Views">${VIEWS.map(([name, title]) => html`<button key=${name} class="tab" aria-current=${view === name ? "page" : null} onClick=${() => setView(name)}>${title}</button>`)}</nav>
-      <button class="quiet" onClick=${copyLink}>Copy link</button>
+      <button class="quiet" onClick=${copyLink} title="The link holds the prompt and the options">${isCopied ? "Copied ✓" : "Copy link"}</button>
     </header>
     <main id="main" tabindex="-1" class=${view}>
       ${error && !error.param && html`<p class="error" role="alert">${error.message}</p>`}
@@ -343,12 +347,17 @@ function Legend({ run }) {
 function Player({ run, player, speed, setSpeed, redraw, view, isCollapsed, toggle }) {
   const most = run ? run.phases.length : 0;
   const go = (count) => { player.isPlaying = false; run.seek(Math.max(0, Math.min(most, count))); redraw(); };
-  const save = () => {
+  const save = (content, name, type) => {
     const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([run.lines], { type: "application/jsonl" }));
-    link.download = "specbeam-run.jsonl";
+    link.href = URL.createObjectURL(new Blob([content], { type }));
+    link.download = name;
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
+  };
+  const savePage = async () => {
+    const page = await (await fetch("/page/replay.html")).text();
+    const lines = run.lines.replace(/</g, "\\u003c"); // it could end the element that holds them
+    save(page.replace('id="recording">\n', (start) => start + lines), "specbeam-run.html", "text/html");
   };
   const isPlaying = player?.isPlaying && !player.isAtEnd;
   return html`<div class="player" role="group" aria-label="Replay">
@@ -362,7 +371,8 @@ function Player({ run, player, speed, setSpeed, redraw, view, isCollapsed, toggl
     <button disabled=${!run} aria-label="Zoom out" onClick=${() => view.current.zoom(0.7)}>−</button>
     <button disabled=${!run} aria-label="Zoom in" onClick=${() => view.current.zoom(1.4)}>+</button>
     <button disabled=${!run} onClick=${() => view.current.fit()}>Fit</button>
-    <button disabled=${!run?.end} onClick=${save} title="A file that replays without a model">Save</button>
+    <button disabled=${!run?.end} onClick=${() => save(run.lines, "specbeam-run.jsonl", "application/jsonl")} title="A file that this page replays without a model">Save</button>
+    ${!recording && html`<button disabled=${!run?.end} onClick=${savePage} title="A file that shows this run in any browser, without a server">Save page</button>`}
   </div>`;
 }
 
@@ -375,7 +385,7 @@ function Facts({ run, node, choose }) {
   const likeliest = run.likeliest.get(node.parent.id) || [];
   const isAmong = !likeliest.length || node.logProb === null || likeliest.some((one) => one.token_id === node.token);
   const tokens = isAmong ? likeliest : [...likeliest, { token_id: node.token, text: node.text, log_prob: node.logProb }];
-  const state = node.kind === "masked" ? ["masked", "masked by the constraint"] : node.isRejected ? ["rejected", "rejected guess"] : node.isAccepted ? ["accepted", "accepted guess"] : node.kind === "guess" ? ["guess", "guess"] : node.isDropped ? ["pruned", "dropped beam"] : ["live", node.isEnd ? "end of a text" : "beam"];
+  const state = node.kind === "masked" ? ["masked", "masked by the constraint"] : node.isRejected ? ["rejected", "rejected guess"] : node.isAccepted ? ["accepted", "accepted guess"] : node.kind === "guess" ? ["guess", "guess"] : node.isDropped ? ["pruned", "dropped beam"] : ["live", node.isEnd ? "end of a text" : run.width > 1 ? "beam" : "chosen by the model"];
   const instead = node.isRejected ? node.parent.children.find((one) => one.kind === "beam") : null;
   const mask = (one) => (one.masked ? ", masked by the constraint" : "");
   return html`<h3 class="token">${shown(node.text)}</h3>
@@ -531,7 +541,7 @@ function BranchPage(all) {
     <section class="panel" aria-label="Branches">
       <p class="intro">Click a token to see what else could stand there. Take another one, and the text goes on from it. What came before is not read again.</p>
       ${run?.begin && html`<div class="page">
-        <p class="story"><span class="prompt">${run.promptText}</span>${path.map((node) => html`<button key=${node.id} class=${`word ${node === selected ? "selected" : ""} ${node.isAccepted ? "accepted" : ""}`} disabled=${run.isLive} aria-pressed=${node === selected} title=${node.logProb === null ? "" : percent(node.logProb)} onClick=${() => choose(node === selected ? null : node)}>${node.text || "∅"}</button>`)}</p>
+        <p class="story"><span class="prompt">${run.promptText}</span>${path.map((node) => html`<span key=${node.id}>${node.text.trim() && node.text.match(/^\s*/)[0]}<button class=${`word ${node === selected ? "selected" : ""} ${node.isAccepted ? "accepted" : ""}`} disabled=${run.isLive} aria-pressed=${node === selected} title=${node.logProb === null ? "" : percent(node.logProb)} onClick=${() => choose(node === selected ? null : node)}>${node.text.trimStart() || shown(node.text)}</button>${node.text.trim() ? "" : node.text}</span>`)}</p>
         ${run.end && html`<p class="help">${reused ? `${reused} of ${run.end.stats.prompt_tokens} tokens before the new text were not read again.` : `The prompt of ${run.end.stats.prompt_tokens} tokens was read.`} The new text took ${run.end.stats.target_passes} passes.</p>`}
       </div>`}
       ${!run && html`<div class="empty inline"><p>Write something first.</p></div>`}
@@ -580,7 +590,7 @@ function ChatPage(all) {
     <${ChatOptions} ...${all} />
     <section class="panel chat" aria-label="Conversation">
       <ol class="messages" aria-live="polite">${chat.map((message, i) => html`<li key=${i} class=${message.role}>
-        <p class="who">${message.role === "user" ? "You" : form.model}</p>
+        <p class="who">${message.role === "user" ? "You" : message.run.begin?.model || form.model}</p>
         <p class="said">${textOf(message)}${message.run?.isLive && html`<span class="caret" aria-hidden="true"></span>`}</p>
         ${message.run?.error && html`<p class="wrong" role="alert">${message.run.error.message}</p>`}
         <p class="acts">
@@ -621,5 +631,4 @@ function Recorded({ run }) {
     <p class="says" role="status">${says}</p>`;
 }
 
-const recording = document.getElementById("recording");
 render(recording ? html`<${Recorded} run=${recordingOf(recording.textContent)} />` : html`<${App} />`, document.getElementById("app"));
