@@ -5,7 +5,7 @@
 
 It needs Chromium, Playwright, and the model of ``specbeam demo``, which serves the page.
 
-Each gesture is one wheel event per frame, without a rest. Chromium starts at most 60 frames a second, so 16.7 ms is the
+Each gesture is one wheel event per frame, without a rest. Chromium starts a frame every 16.7 ms at most, so that is the
 least time between two frames. The time between them counts everything: Chromium without a GPU rasterizes on the
 processor, and other programs take their share. So the CPU time of the page's own thread is reported too, from
 Chromium's trace. It has scripts, styles, layout and paint lists, and no pixels.

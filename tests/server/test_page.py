@@ -449,7 +449,7 @@ def test_tokens_that_a_constraint_masks_are_greyed(tab, served, lm):
     about = tab.get_by_label("The token", exact=True)
     first = rows[beams[0]["after"]]
     assert about.locator(".likeliest .masked").count() == sum(token["masked"] for token in first) > 0
-    assert about.locator(".masked button").first.get_attribute("aria-label").endswith("masked by the constraint")
+    assert about.locator(".masked button").first.inner_text().endswith("masked by the constraint")
     tab.get_by_text("The same as text").click()
     words = f"“{first[0]['text']}” {100 * np.exp(first[0]['log_prob']):.0f} %"
     assert f"Masked by the constraint: {words}" in tab.locator(".rounds li").first.inner_text()
@@ -539,6 +539,35 @@ def test_the_page_asks_for_the_key(browser, start, plain_lm):
         context.close()
 
 
+def fill_tree(tab):
+    """A tree with masked tokens, guesses, and the details of a token."""
+    tab.get_by_label("Only these answers").fill("abc\nabd\nxyz")
+    grow(tab)
+    tab.locator(".pill.masked").first.click()
+    tab.get_by_label("The token", exact=True).wait_for()
+
+
+def fill_race(tab):
+    tab.get_by_role("button", name="Race", exact=True).last.click()
+    tab.locator(".verdict").wait_for()
+
+
+def fill_branch(tab):
+    """A text, a branch of it, and the likeliest tokens of a place."""
+    tab.get_by_role("button", name="Write").click()
+    tab.locator(".word:not([disabled])").nth(3).click()
+    tab.locator(".likeliest button").nth(1).click()
+    tab.get_by_text("were not read again").wait_for()
+    tab.locator(".word:not([disabled])").nth(1).click()
+
+
+def fill_chat(tab):
+    tab.get_by_label("Message", exact=True).fill("Hi")
+    tab.keyboard.press("Enter")
+    tab.get_by_role("button", name="How was this made?").click()
+    tab.locator(".messages .pill").first.wait_for()
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1400, 390])
 def test_axe_finds_no_serious_fault(browser, served, scheme, width):
@@ -548,16 +577,30 @@ def test_axe_finds_no_serious_fault(browser, served, scheme, width):
         color_scheme=scheme, viewport={"width": width, "height": 844}, bypass_csp=True, reduced_motion="reduce"
     )
     tab = context.new_page()
-    for view in ("tree", "race", "branch", "chat"):
+    fill = {"tree": fill_tree, "race": fill_race, "branch": fill_branch, "chat": fill_chat}
+    for view, act in fill.items():
         show(tab, served, view=view, **BEAMS)
-        if view == "tree":
-            grow(tab)
-            tab.get_by_text("The same as text").click()
         tab.evaluate(AXE.read_text(encoding="utf-8"))
-        found = tab.evaluate("async () => (await axe.run()).violations")
-        bad = [one for one in found if one["impact"] in ("serious", "critical")]
-        assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in bad] == [], view
-        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        for state in ("empty", "filled"):
+            if state == "filled":
+                act(tab)
+            tab.evaluate("document.querySelectorAll('details').forEach((one) => (one.open = true))")
+            found = tab.evaluate("async () => (await axe.run()).violations")
+            bad = [one for one in found if one["impact"] in ("serious", "critical")]
+            assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in bad] == [], (view, state)
+            assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    context.close()
+
+
+def test_the_first_picture_waits_for_no_request_but_its_own_files(browser, served):
+    context = browser.new_context()
+    tab, paths = context.new_page(), []
+    tab.route("**/v1/models", lambda route: paths.append("/held"))  # without an answer
+    tab.on("response", lambda response: paths.append(response.url.removeprefix(served.url)))
+    tab.goto(served.url)
+    tab.get_by_text("Beams grow here.").wait_for()
+    assert tab.evaluate("performance.getEntriesByName('first-contentful-paint').length") == 1
+    assert {path.split("/")[1] for path in paths} == {"", "page", "held"}
     context.close()
 
 

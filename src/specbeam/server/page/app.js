@@ -284,7 +284,7 @@ function TreePanel({ run, onBranch, setSays, compact = false }) {
   const player = playback.current;
   useEffect(() => {
     view.current = new TreeView(box.current, {
-      onHover: (node, e) => setHovered(node && { node, x: e.offsetX, y: e.offsetY }),
+      onHover: (node, x, y) => setHovered(node && { node, x, y }),
       onSelect: (node) => { setSelected(node); if (node) setSays?.(inWords(view.current.run, node)); },
     });
     return () => view.current.close();
@@ -387,7 +387,6 @@ function Facts({ run, node, choose }) {
   const tokens = isAmong ? likeliest : [...likeliest, { token_id: node.token, text: node.text, log_prob: node.logProb }];
   const state = node.kind === "masked" ? ["masked", "masked by the constraint"] : node.isRejected ? ["rejected", "rejected guess"] : node.isAccepted ? ["accepted", "accepted guess"] : node.kind === "guess" ? ["guess", "guess"] : node.isDropped ? ["pruned", "dropped beam"] : ["live", node.isEnd ? "end of a text" : run.width > 1 ? "beam" : "chosen by the model"];
   const instead = node.isRejected ? node.parent.children.find((one) => one.kind === "beam") : null;
-  const mask = (one) => (one.masked ? ", masked by the constraint" : "");
   return html`<h3 class="token">${shown(node.text)}</h3>
     <p class=${`state ${state[0]}`}>${state[1]}${node.rank >= 0 && run.beams.length > 1 ? `, number ${node.rank + 1}` : ""}</p>
     <dl class="facts">
@@ -396,8 +395,8 @@ function Facts({ run, node, choose }) {
       ${instead && html`<div><dt>came instead</dt><dd>${shown(instead.text)}</dd></div>`}
     </dl>
     ${tokens.length > 0 && html`<ol class="likeliest" aria-label="The likeliest tokens here">${tokens.map((one) => {
-      const inside = html`<span class="name">${shown(one.text)}${one.masked && html`<span class="hidden">${mask(one)}</span>`}</span><meter min="0" max="1" value=${Math.exp(one.log_prob)} aria-hidden="true"></meter><span class="share">${percent(one.log_prob)}</span>`;
-      return html`<li key=${one.token_id} class=${`${one.token_id === node.token ? "this" : ""} ${one.masked ? "masked" : ""}`} title=${one.masked ? "The constraint masks it" : null}>${choose ? html`<button onClick=${() => choose(one.token_id)} aria-label=${`Go on with “${shown(one.text)}”, ${percent(one.log_prob)}${mask(one)}`}>${inside}</button>` : html`<span class="row">${inside}</span>`}</li>`;
+      const inside = html`${choose && html`<span class="hidden">Go on with </span>`}<span class="name">${shown(one.text)}</span><meter min="0" max="1" value=${Math.exp(one.log_prob)} aria-hidden="true"></meter><span class="share">${percent(one.log_prob)}</span>${one.masked && html`<span class="hidden">, masked by the constraint</span>`}`;
+      return html`<li key=${one.token_id} class=${`${one.token_id === node.token ? "this" : ""} ${one.masked ? "masked" : ""}`} title=${one.masked ? "The constraint masks it" : null}>${choose ? html`<button onClick=${() => choose(one.token_id)}>${inside}</button>` : html`<span class="row">${inside}</span>`}</li>`;
     })}</ol>`}`;
 }
 
@@ -406,7 +405,7 @@ function Details({ run, node, onBranch, close }) {
     <button class="close" aria-label="Close" onClick=${close}>✕</button>
     <${Facts} run=${run} node=${node} choose=${onBranch && !run.isLive ? (token) => onBranch(run, node, token) : null} />
     ${onBranch && node.kind !== "guess" && node.kind !== "masked" && html`<button class="go" disabled=${run.isLive} onClick=${() => onBranch(run, node)}>Go on after this token</button>`}
-    ${onBranch && html`<p class="help">${run.isLive ? "Once the search is over, a token here goes on from its place." : "Or take one of the tokens: the text goes on with it. What came before is not read again."}</p>`}
+    ${onBranch && html`<p class="help">${run.isLive ? "Once the search is over, a token here goes on from its place." : "Take one of the tokens, and the text goes on with it. What came before is not read again."}</p>`}
   </aside>`;
 }
 

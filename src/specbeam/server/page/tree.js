@@ -90,7 +90,7 @@ export class TreeView {
     on("pointermove", (e) => this.move(e));
     on("pointerup", (e) => this.up(e));
     on("pointercancel", (e) => this.pointers.delete(e.pointerId));
-    on("pointerleave", () => this.onHover(null));
+    on("pointerleave", () => this.hover(null));
     on("keydown", (e) => this.key(e));
     this.resize();
   }
@@ -169,7 +169,7 @@ export class TreeView {
 
   move(e) {
     const was = this.pointers.get(e.pointerId);
-    if (!was) { this.onHover(this.nodeAt(e), e); return; }
+    if (!was) { this.hover(this.nodeAt(e), e); return; }
     const now = [e.clientX, e.clientY];
     if (this.pointers.size === 2) {
       const [other] = [...this.pointers].filter(([id]) => id !== e.pointerId).map(([, at]) => at);
@@ -184,6 +184,13 @@ export class TreeView {
   up(e) {
     this.pointers.delete(e.pointerId);
     if (this.dragged < 5) this.select(this.nodeAt(e));
+  }
+
+  hover(node, e) {
+    if (node === this.hovered) return;
+    const { left, top } = this.box.getBoundingClientRect();
+    this.hovered = node;
+    this.onHover(node, node && e.clientX - left, node && e.clientY - top);
   }
 
   nodeAt(e) {
