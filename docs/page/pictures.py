@@ -1,6 +1,6 @@
-"""Make the pictures of the page: one of each view, and a film of a recorded run for the README.
+"""Make the pictures of the page: each view, each view with 64 beams, and a film of a recorded run for the README.
 
-    python docs/page/pictures.py
+    python docs/page/pictures.py [tree race64 film ...]
 
 It needs Chromium, Playwright and Pillow, and the model of ``specbeam demo``.
 """
@@ -8,15 +8,19 @@ It needs Chromium, Playwright and Pillow, and the model of ``specbeam demo``.
 import io
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
 
 HERE = Path(__file__).parent
 CHROMIUM = "/usr/bin/chromium"
-WIDE, NARROW = {"width": 1440, "height": 960}, {"width": 390, "height": 844}
-COLOURS = 128
+SIZES: dict[str, ViewportSize] = {"wide": {"width": 1440, "height": 960}, "narrow": {"width": 390, "height": 844}}
+MANY_BEAMS = "&prompt=Once upon a time&as=raw&num_beams=64&draft=none&max_tokens=48"
+SHAPES = [(scheme, width) for scheme in ("light", "dark") for width in ("wide", "narrow")]
+SHAPES_OF_64 = [("light", "wide"), ("dark", "narrow")]
+FILM_COLOURS = 128
 FILM_WIDTH = 760
 FRAME_MS, LAST_FRAME_MS = 260, 4000
 REPEAT = 'Repeat this: "The tea is in the red box, the sugar is in the blue box, and the coffee is in the green box."'
@@ -25,6 +29,14 @@ REPEAT = 'Repeat this: "The tea is in the red box, the sugar is in the blue box,
 def tree(page: Page) -> None:
     page.get_by_role("button", name="Beams with a draft").click()
     replay(page).wait_for()
+
+
+def answers(page: Page) -> None:
+    page.get_by_role("button", name="Only these answers").click()
+    replay(page).wait_for()
+    page.locator(".canvas").focus()
+    for key in ["ArrowRight", *["ArrowLeft"] * 7]:  # from the end of the text to its first token
+        page.keyboard.press(key)
 
 
 def race(page: Page) -> None:
@@ -43,6 +55,30 @@ def chat(page: Page) -> None:
     page.get_by_role("button", name="Regenerate").wait_for()
     page.get_by_role("button", name="How was this made?").click()
     replay(page).wait_for()
+
+
+# The same views with 64 beams. The options stand in the link.
+
+
+def tree64(page: Page) -> None:
+    page.get_by_role("button", name="Grow the tree").click()
+    replay(page).wait_for()
+    page.get_by_role("button", name="Fit").click()
+
+
+def race64(page: Page) -> None:
+    page.get_by_label("greedy against beams").check()
+    page.get_by_role("button", name="Race", exact=True).last.click()
+    page.locator(".verdict").wait_for()
+
+
+def branch64(page: Page) -> None:
+    page.get_by_role("button", name="Write", exact=True).click()
+    page.locator(".word:not([disabled])").nth(3).click()
+
+
+def chat64(page: Page) -> None:
+    chat(page)
 
 
 def replay(page: Page) -> object:
@@ -64,11 +100,32 @@ def film(page: Page, recording: Path) -> None:
     for _ in range(int(place.get_attribute("max") or 0)):
         image = picture(page)
         image = image.crop((0, 0, image.width, image.height - 60))
-        frames.append(image.resize((FILM_WIDTH, FILM_WIDTH * image.height // image.width)).quantize(COLOURS))
+        frames.append(image.resize((FILM_WIDTH, FILM_WIDTH * image.height // image.width)).quantize(FILM_COLOURS))
         page.get_by_role("button", name="One step on").click()
         page.wait_for_timeout(50)
     times = [FRAME_MS] * (len(frames) - 1) + [LAST_FRAME_MS]
     frames[0].save(HERE / "film.gif", save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True)
+
+
+def still(browser: Browser, url: str, act: Callable[[Page], None], scheme: str, width: str) -> None:
+    name = act.__name__
+    page = browser.new_page(color_scheme=scheme, viewport=SIZES[width], reduced_motion="reduce")
+    page.set_default_timeout(300_000)
+    view = name.removesuffix("64").replace("answers", "tree")
+    page.goto(f"{url}#view={view}{MANY_BEAMS if name.endswith('64') else ''}")
+    page.locator("option[value=ngram]").wait_for(state="attached")
+    act(page)
+    page.wait_for_timeout(500)
+    image = Image.open(io.BytesIO(page.screenshot(full_page=width == "narrow"))).convert("RGB")
+    # Maximum coverage keeps the colours of thin lines, which are few pixels, and k-means the shades of shadows.
+    image = image.quantize(256, method=Image.Quantize.MAXCOVERAGE, kmeans=3)
+    image.save(HERE / f"{name}-{scheme}-{width}.png", optimize=True)
+    page.close()
+
+
+def wanted(act: Callable[..., None]) -> bool:
+    """Whether a picture was asked for by its name, or all were."""
+    return not sys.argv[1:] or act.__name__ in sys.argv[1:]
 
 
 def main() -> None:
@@ -77,32 +134,23 @@ def main() -> None:
     specbeam = [sys.executable, "-m", "specbeam"]
     generate = ["generate", REPEAT, "--max-new-tokens", "30", *how, "--record", str(recording)]
     subprocess.run([*specbeam, *generate], check=True)
-    with (
-        subprocess.Popen(
-            [*specbeam, "demo", "--port", "0", "--no-browser"], stderr=subprocess.PIPE, text=True
-        ) as server,
-        sync_playwright() as playwright,
-    ):
-        url = next(line.split()[-1] for line in server.stderr or () if "the page is" in line)
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        for act in (tree, race, branch, chat):
-            for scheme in ("light", "dark"):
-                for name, size in {"wide": WIDE, "narrow": NARROW}.items():
-                    page = browser.new_page(color_scheme=scheme, viewport=size, reduced_motion="reduce")
-                    page.set_default_timeout(120_000)
-                    page.goto(f"{url}#view={act.__name__}")
-                    page.locator("option[value=ngram]").wait_for(state="attached")
-                    act(page)
-                    page.wait_for_timeout(300)
-                    image = Image.open(io.BytesIO(page.screenshot(full_page=name == "narrow"))).convert("RGB")
-                    image.quantize(COLOURS).save(HERE / f"{act.__name__}-{scheme}-{name}.png", optimize=True)
-                    page.close()
-        page = browser.new_page(viewport={"width": 1240, "height": 900}, reduced_motion="reduce")
-        page.goto(url)
-        page.locator("option[value=ngram]").wait_for(state="attached")
-        film(page, recording)
-        browser.close()
-        server.terminate()
+    demo = [*specbeam, "demo", "--port", "0", "--no-browser"]
+    with subprocess.Popen(demo, stderr=subprocess.PIPE, text=True) as server, sync_playwright() as playwright:
+        try:
+            url = next(line.split()[-1] for line in server.stderr or () if "the page is" in line)
+            browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+            shapes = dict.fromkeys((tree, answers, race, branch, chat), SHAPES)
+            shapes |= dict.fromkeys((tree64, race64, branch64, chat64), SHAPES_OF_64)
+            for act in shapes:
+                for scheme, width in shapes[act] if wanted(act) else []:
+                    still(browser, url, act, scheme, width)
+            if wanted(film):
+                page = browser.new_page(viewport={"width": 1240, "height": 900}, reduced_motion="reduce")
+                page.goto(url)
+                page.locator("option[value=ngram]").wait_for(state="attached")
+                film(page, recording)
+        finally:
+            server.terminate()
 
 
 if __name__ == "__main__":

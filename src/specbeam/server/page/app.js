@@ -36,6 +36,7 @@ const PRESETS = [
 const LIKELIEST = 10;
 const ADDRESS_REST = 300; // ms
 const recording = document.getElementById("recording"); // in a page that replays one run
+const TIP_WIDTH = 250, TIP_HEIGHT = 380; // px
 const linesOf = (text) => text.split("\n").filter((line) => line.trim());
 
 function fromLink() {
@@ -377,8 +378,8 @@ function Player({ run, player, speed, setSpeed, redraw, view, isCollapsed, toggl
 }
 
 function Tip({ run, hovered: { node, x, y }, box }) {
-  const right = x > box.clientWidth - 240, low = y > box.clientHeight - 220;
-  return html`<div class="tip" style=${{ left: `${right ? x - 236 : x + 16}px`, top: `${low ? Math.max(4, y - 230) : y + 16}px` }}><${Facts} run=${run} node=${node} /></div>`;
+  const left = x > box.clientWidth - TIP_WIDTH - 24 ? x - TIP_WIDTH - 16 : x + 16, top = Math.max(4, Math.min(y + 16, box.clientHeight - TIP_HEIGHT));
+  return html`<div class="tip" style=${{ left: `${left}px`, top: `${top}px` }}><${Facts} run=${run} node=${node} /></div>`;
 }
 
 function Facts({ run, node, choose }) {
