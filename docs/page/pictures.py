@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from PIL import Image
+from PIL import Image, ImageOps
 from playwright.sync_api import Browser, Page, ViewportSize, sync_playwright
 
 HERE = Path(__file__).parent
@@ -21,7 +21,7 @@ MANY_BEAMS = "&prompt=Once upon a time&as=raw&num_beams=64&draft=none&max_tokens
 SHAPES = [(scheme, width) for scheme in ("light", "dark") for width in ("wide", "narrow")]
 SHAPES_OF_64 = [("light", "wide"), ("dark", "narrow")]
 FILM_COLOURS = 128
-FILM_WIDTH = 760
+FILM_WIDTH, FILM_EDGE = 760, 16  # px
 FRAME_MS, LAST_FRAME_MS = 260, 4000
 REPEAT = 'Repeat this: "The tea is in the red box, the sugar is in the blue box, and the coffee is in the green box."'
 
@@ -86,7 +86,12 @@ def replay(page: Page) -> object:
 
 
 def picture(page: Page) -> Image.Image:
-    return Image.open(io.BytesIO(page.locator(".panel").screenshot())).convert("RGB")
+    """The panel down to its legend, with an edge."""
+    height = page.evaluate("document.querySelector('.player').offsetTop - document.querySelector('.panel').offsetTop")
+    image = Image.open(io.BytesIO(page.locator(".panel").screenshot())).convert("RGB")
+    image = image.crop((0, 0, image.width, height))
+    image = ImageOps.expand(image, FILM_EDGE, image.getpixel((image.width - 1, 0)))
+    return image.resize((FILM_WIDTH, FILM_WIDTH * image.height // image.width))
 
 
 def film(page: Page, recording: Path) -> None:
@@ -98,11 +103,16 @@ def film(page: Page, recording: Path) -> None:
     place.fill("1")
     frames = []
     for _ in range(int(place.get_attribute("max") or 0)):
-        image = picture(page)
-        image = image.crop((0, 0, image.width, image.height - 60))
-        frames.append(image.resize((FILM_WIDTH, FILM_WIDTH * image.height // image.width)).quantize(FILM_COLOURS))
+        frames.append(picture(page))
         page.get_by_role("button", name="One step on").click()
         page.wait_for_timeout(50)
+    # With one palette, pixels that stay the same cost nothing.
+    sample = frames[:: len(frames) // 4]
+    column = Image.new("RGB", (FILM_WIDTH, frames[0].height * len(sample)))
+    for i, frame in enumerate(sample):
+        column.paste(frame, (0, i * frame.height))
+    palette = column.quantize(FILM_COLOURS, method=Image.Quantize.MAXCOVERAGE, kmeans=1)
+    frames = [frame.quantize(palette=palette, dither=Image.Dither.NONE) for frame in frames]
     times = [FRAME_MS] * (len(frames) - 1) + [LAST_FRAME_MS]
     frames[0].save(HERE / "film.gif", save_all=True, append_images=frames[1:], duration=times, loop=0, optimize=True)
 
