@@ -380,6 +380,35 @@ def test_a_race_ends_with_the_same_text(tab, served):
     tab.locator(".verdict button:not([disabled])").wait_for()
 
 
+def test_a_race_of_greedy_search_and_beams_tells_where_the_texts_differ(tab, served, lm):
+    show(tab, served, view="race", num_beams=4)
+    tab.get_by_label("greedy against beams").check()
+    tab.get_by_role("button", name="Race", exact=True).last.click()
+    tab.locator(".verdict").wait_for()
+    greedy, beams = (trace_of(lm, num_beams=count).sequences[0] for count in (1, 4))
+    place = next(i for i, pair in enumerate(zip(greedy.token_ids, beams.token_ids, strict=True), 1) if len({*pair}) > 1)
+    verdict = f"from token {place} on. Log-probabilities: greedy {greedy.log_prob:.3f}, beams {beams.log_prob:.3f}."
+    assert verdict in tab.locator(".verdict").inner_text()
+
+
+def test_the_text_goes_on_from_a_token_of_a_beam_that_lost(tab, served, lm):
+    show(tab, served, **BEAMS)
+    grow(tab)
+    tab.get_by_role("button", name="Fit").click()
+    rounds = trace_of(lm, **BEAMS).trace
+    nodes = {beam["node"]: beam for one in rounds for step in one["steps"] for beam in step}
+    node = lost = rounds[-1]["steps"][-1][-1]["node"]
+    path = []
+    while node in nodes:
+        path.insert(0, nodes[node]["token_id"])
+        node = nodes[node]["after"]
+    pill(tab, lost).click()
+    tab.get_by_role("button", name="Go on after this token").click()
+    tab.get_by_text("were not read again").wait_for()
+    text = specbeam.generate(lm, [*lm.tokenizer(PROMPT).input_ids, *path], num_beams=4, max_new_tokens=12).text
+    assert tab.locator(".branches .snippet").last.text_content() == text
+
+
 class Turnstile:
     """Lets an engine take one pass after the other, until it is opened."""
 

@@ -274,7 +274,7 @@ const branchFrom = ({ form, shared, start, setView, redraw, setSays }) => (run, 
 
 const textOfToken = (run, node, token) => (run.likeliest.get(node.parent.id) || []).find((one) => one.token_id === token)?.text || "";
 
-function TreePanel({ run, onBranch, setSays, compact = false }) {
+function TreePanel({ run, onBranch, setSays, setError }) {
   const box = useRef(null), view = useRef(null), playback = useRef(null);
   const [hovered, setHovered] = useState(null);
   const [selected, setSelected] = useState(null);
@@ -317,7 +317,7 @@ function TreePanel({ run, onBranch, setSays, compact = false }) {
       ${selected && html`<${Details} run=${run} node=${selected} onBranch=${onBranch} close=${() => view.current.select(null)} />`}
     </div>
     <${Legend} run=${run} />
-    <${Player} run=${run} player=${player} speed=${speed} setSpeed=${(value) => { setSpeed(value); if (player) player.speed = value; }} redraw=${redraw} view=${view} isCollapsed=${isCollapsed} toggle=${toggle} />
+    <${Player} run=${run} player=${player} speed=${speed} setSpeed=${(value) => { setSpeed(value); if (player) player.speed = value; }} redraw=${redraw} view=${view} isCollapsed=${isCollapsed} toggle=${toggle} setError=${setError} />
     <${AsText} run=${run} />
   </section>`;
 }
@@ -345,7 +345,7 @@ function Legend({ run }) {
   return html`<ul class="legend" aria-label="Colours">${kinds.map(([kind, name]) => html`<li key=${kind}><i class=${kind}></i>${name}</li>`)}<li class="note">thick line: likely token</li></ul>`;
 }
 
-function Player({ run, player, speed, setSpeed, redraw, view, isCollapsed, toggle }) {
+function Player({ run, player, speed, setSpeed, redraw, view, isCollapsed, toggle, setError }) {
   const most = run ? run.phases.length : 0;
   const go = (count) => { player.isPlaying = false; run.seek(Math.max(0, Math.min(most, count))); redraw(); };
   const save = (content, name, type) => {
@@ -356,7 +356,8 @@ function Player({ run, player, speed, setSpeed, redraw, view, isCollapsed, toggl
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   };
   const savePage = async () => {
-    const page = await (await fetch("/page/replay.html")).text();
+    const page = await fetch("/page/replay.html").then((response) => response.text(), () => null);
+    if (page === null) { setError({ message: "The page cannot be saved, since the server does not answer. Save writes the recording." }); return; }
     const lines = run.lines.replace(/</g, "\\u003c"); // it could end the element that holds them
     save(page.replace('id="recording">\n', (start) => start + lines), "specbeam-run.html", "text/html");
   };
@@ -599,7 +600,7 @@ function ChatPage(all) {
           ${message.run && message.run.phases.length > 0 && html`<button class="quiet" aria-expanded=${shownTree === message.run} onClick=${() => showTree(shownTree === message.run ? null : message.run)}>How was this made?</button>`}
           ${message.run?.end && html`<small>${message.run.end.stats.new_tokens} tokens in ${message.run.end.stats.target_passes} passes${message.run.end.stats.drafted ? `, ${message.run.end.stats.accepted} of ${message.run.end.stats.drafted} guesses accepted` : ""}</small>`}
         </p>
-        ${shownTree === message.run && message.run && html`<${TreePanel} run=${message.run} onBranch=${branchFrom(all)} setSays=${setSays} />`}
+        ${shownTree === message.run && message.run && html`<${TreePanel} run=${message.run} onBranch=${branchFrom(all)} setSays=${setSays} setError=${all.setError} />`}
       </li>`)}</ol>
       ${!chat.length && html`<div class="empty inline"><p>Say something to ${form.model}.</p><p>Every answer can show how it was made.</p></div>`}
       <form class="composer" ref=${end} onSubmit=${send}>
