@@ -116,9 +116,8 @@ class Options:
         draft_temperature, draft_top_k: shape the distribution that a draft model draws its guesses from, when texts are
             drawn [the text's own temperature and top_k]. They change how many guesses are accepted, and no probability
             of a text.
-        bound_rule: a speculative step of beam search may do without beams that provably cannot matter
-            (docs/exactness.md). False waits for all of them. The resulting beams are the same. Without beams False is
-            refused.
+        bound_rule: a step of beam search may do without beams that provably cannot matter (docs/exactness.md). False
+            waits for all of them. The resulting texts are the same. Without beams False is refused.
         seed: the seed of this request's random draws. It gives the same text whatever else runs in the batch. Without
             draws it is refused.
         eos_token_id: one id or several (kept as a tuple) that end the text [the checkpoint's].

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -79,14 +80,13 @@ class Search(Protocol):
 def beam_search(tree: Tree, search: Search, record: Record) -> Strategy:
     """Take steps until the outcome is certain."""
     while not search.done:
-        _take_steps(search, (yield search.evaluation()), record)
-        tree.keep(search.beams, search.finished_nodes)
-        yield from search.certain()
+        yield from beam_round(tree, search, record)
     return search.hypotheses()
 
 
-def _take_steps(search: Search, answer: Answer, record: Record) -> None:
-    """Take the step that the answer is about, and the steps of passes that went ahead."""
+def beam_round(tree: Tree, search: Search, record: Record) -> Strategy:
+    """Evaluate all beams. Take the step that the answer is about, and the steps of passes that went ahead."""
+    answer = yield search.evaluation()
     for one in answer.passes(len(search.beams)):
         if not search.step(one):
             raise RuntimeError("a step needs rows of logits that are gone: the backend went too far ahead")
@@ -94,6 +94,9 @@ def _take_steps(search: Search, answer: Answer, record: Record) -> None:
         record.step(search.beams, search.scores)
         if search.done:
             break
+    tree.keep(search.beams, search.finished_nodes)
+    yield from search.certain()
+    return []
 
 
 class BeamSearch:
@@ -200,37 +203,44 @@ class BeamSearch:
         self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None
     ) -> Candidates | None:
         """The best continuations of some of the beams; None if it needs all beams to tell, or whole rows."""
-        scores = answer.scores + self.scores[rows, None]
-        if scores.size < self.num_beams:
-            return None
-        ranks = scores if answer.noise is None else scores + answer.noise
-        best = (-ranks).ravel().argsort(kind="stable")[: self.num_candidates + 1]
         missing = len(rows) < self.num_beams
-        tied = answer.noise is None and self._are_tied(ranks.ravel()[best], missing)
+        if answer.scores.size < self.num_beams:
+            return None
+        best = self._best(answer, rows)
+        tied = answer.noise is None and self._are_tied(best.scores, missing)
         if tied and missing:
             return None  # with the other beams, ``topk`` may order equal scores in another way
         if tied and not answer.sources:
             return None
         if tied or token_penalties is not None:
-            beam, token, of_candidates, log_probs = self._of_whole_rows(answer, rows, token_penalties)
-        else:
-            best = best[: self.num_candidates]
-            beam, of_candidates = best // scores.shape[1], scores.ravel()[best]
-            token, log_probs = answer.tokens.ravel()[best], answer.log_probs.ravel()[best]
-            if answer.noise is None and possible(of_candidates[self.num_beams - 1]) and self._go_on(token):
-                first = slice(self.num_beams)  # they are the new beams, and the others do not matter
-                nodes = self.tree.add(self.beams[rows[beam[first]]], token[first], log_probs[first])
-                return Candidates(nodes, of_candidates[first], self._none, self._none, None, False, falling=True)
-        nodes = self.tree.add(self.beams[rows[beam]], token, log_probs)
+            best = self._best_of_whole_rows(answer, rows, token_penalties)
+        best = best.take(slice(self.num_candidates))
+        in_order = answer.noise is None and not tied
+        unpenalized = in_order and token_penalties is None
+        if unpenalized and possible(best.scores[self.num_beams - 1]) and self._go_on(best.tokens):
+            best = best.take(slice(self.num_beams))  # they are the new beams, and the others do not matter
+            nodes = best.add(self.tree, self.beams)
+            return Candidates(nodes, best.scores, self._none, self._none, None, False, falling=True)
+        return self.continuations(best.add(self.tree, self.beams), best.scores, in_order and not self.only_possible)
+
+    def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
+        """The best continuations of some of the beams, and one more. Equal ones come in the order of the beams."""
+        scores = answer.scores + self.scores[rows, None]
+        ranks = scores if answer.noise is None else scores + answer.noise
+        best = (-ranks).ravel().argsort(kind="stable")[: self.num_candidates + 1]
+        tokens, log_probs = answer.tokens.ravel()[best], answer.log_probs.ravel()[best]
+        return Continuations(rows[best // scores.shape[1]], tokens, scores.ravel()[best], log_probs)
+
+    def continuations(self, nodes: Nodes, scores: Scores, falling: bool = False) -> Candidates:
+        """Candidates at nodes, int64 [k], with their scores, float32 [k]."""
         ended = self.stop.ended(self.tree, nodes)
         any_ended = bool(ended.any())
-        competing = ended & possible(of_candidates) if self.only_possible and any_ended else ended
+        competing = ended & possible(scores) if self.only_possible and any_ended else ended
         texts = None
         if self.distinct:
             both = zip(nodes.tolist(), competing.tolist(), strict=True)
             texts = [self.text(node) if competes else object() for node, competes in both]
-        falling = answer.noise is None and not tied and not self.only_possible
-        return Candidates(nodes, of_candidates, ended, competing, texts, any_ended, falling)
+        return Candidates(nodes, scores, ended, competing, texts, any_ended, falling)
 
     def _go_on(self, tokens: Nodes) -> bool:
         """Whether none of these tokens after beams, int64 [n], ends its text."""
@@ -250,10 +260,10 @@ class BeamSearch:
             tied &= possible(best[1:])
         return bool(tied.any())
 
-    def _of_whole_rows(
-        self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64], Scores, Scores]:
-        """The rows, tokens, scores and log-probabilities of the candidates, as transformers chooses among all tokens.
+    def _best_of_whole_rows(
+        self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None = None
+    ) -> Continuations:
+        """The best continuations of some of the beams, as transformers chooses among all tokens.
 
         Where scores are equal, its beams depend on the order in which ``topk`` has them.
         """
@@ -265,7 +275,7 @@ class BeamSearch:
         best, chosen = scores.topk(min(self.num_candidates, len(scores)))
         log_probs = (logits - normalizers[:, None]).flatten()[chosen]
         beam, token = np.divmod(chosen.cpu().numpy(), logits.shape[-1])
-        return beam, token, best.cpu().numpy(), log_probs.cpu().numpy()
+        return Continuations(rows[beam], token, best.cpu().numpy(), log_probs.cpu().numpy())
 
     def text(self, node: int) -> Hashable:
         """Equal for finished texts that may not both be returned."""
@@ -303,13 +313,17 @@ class BeamSearch:
             return True
         if self.only_possible and not possible(self.scores[0]):
             return True  # every possible text is finished
-        return self.bounded and bool(self.finished.scores[self.num_return_sequences - 1] > self._bound())
+        return self.bounded and bool(self.finished.scores[self.num_return_sequences - 1] > self.reach)
 
-    def _bound(self) -> float:
-        """No text that is unfinished now will score above this."""
+    @property
+    def reach(self) -> float:
+        """No text that is unfinished now will have a score above this."""
+        return self._best_score_of(self.scores[0], self.length) if self.bounded else float("inf")
+
+    def _best_score_of(self, unfinished: np.float32, length: int) -> float:
+        """No continuation of an unfinished text with this log-probability and length has a score above this."""
         penalty = self.finished.length_penalty
-        length = self.max_new_tokens if penalty > 0 else self.length + 1
-        return float(normalized(self.scores[0], length, penalty))
+        return float(normalized(unfinished, self.max_new_tokens if penalty > 0 else length + 1, penalty))
 
     def _unsettled_above(self) -> float:
         """The search goes on in any case while its best beam scores above this and no text ends.
@@ -336,10 +350,9 @@ class BeamSearch:
 
     def certain(self) -> Iterator[Hypothesis]:
         if np.count_nonzero(self.finished.possible) > self.num_reported:
-            bound = float("-inf") if self.done else self._bound() if self.bounded else float("inf")
             for hypothesis in self.hypotheses()[self.num_reported :]:
                 equal = np.count_nonzero(self.finished.scores == hypothesis.score)
-                if hypothesis.score <= bound or (equal > 1 and not self.done):
+                if not self.done and (hypothesis.score <= self.reach or equal > 1):
                     break  # a later step may change the order of equal scores, because ``topk`` does
                 self.num_reported += 1
                 yield hypothesis
@@ -355,6 +368,31 @@ class BeamSearch:
         places = np.flatnonzero(wanted)[: self.num_return_sequences]
         ends = zip(self.finished.nodes[places].tolist(), self.finished.scores[places].tolist(), strict=True)
         return [Hypothesis(node, score, self.stop(self.tree, node) or "length") for node, score in ends]
+
+
+@dataclass
+class Continuations:
+    """Tokens after beams, best first.
+
+    Attributes:
+        beams: the numbers of the beams, int64 [k].
+        tokens: int64 [k].
+        scores: of the beams with their tokens, float32 [k].
+        log_probs: of the tokens, by the model itself, float32 [k].
+    """
+
+    beams: NDArray[np.int64]
+    tokens: Nodes
+    scores: Scores
+    log_probs: Scores
+
+    def take(self, places: slice) -> Continuations:
+        """Some of them."""
+        return Continuations(self.beams[places], self.tokens[places], self.scores[places], self.log_probs[places])
+
+    def add(self, tree: Tree, beams: Nodes) -> Nodes:
+        """Add them to the tree below their beams, which end at these nodes. Return the new nodes, int64 [k]."""
+        return tree.add(beams[self.beams], self.tokens, self.log_probs)
 
 
 @dataclass
@@ -378,6 +416,19 @@ class Candidates:
     texts: list[Hashable] | None
     any_ended: bool
     falling: bool
+
+    def followed_by(self, more: Candidates) -> Candidates:
+        """These candidates, and then more."""
+        texts = None if self.texts is None or more.texts is None else [*self.texts, *more.texts]
+        return Candidates(
+            np.append(self.nodes, more.nodes),
+            np.append(self.scores, more.scores),
+            np.append(self.ended, more.ended),
+            np.append(self.competing, more.competing),
+            texts,
+            self.any_ended or more.any_ended,
+            falling=False,
+        )
 
     @cached_property
     def first(self) -> Mask:
@@ -487,9 +538,20 @@ class Finished:
         """Whether transformers' rules end the search, given the best beam's log-probability and its length."""
         if self.early_stopping is True and self.full:
             return True
-        hopeful = max_new_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
         worst = float(self.scores[-1]) if self.full else FORBIDDEN_SCORE
-        return float(normalized(best_running, hopeful, self.length_penalty)) <= worst
+        return self.hope(best_running, length, max_new_tokens) <= worst
+
+    def hope(self, best_running: np.float32, length: int, max_new_tokens: int) -> float:
+        """The score that transformers' rules compare with the worst finished text, for the best beam."""
+        hopeful = max_new_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
+        return float(normalized(best_running, hopeful, self.length_penalty))
+
+    def copy(self) -> Finished:
+        """The same places, to be changed independently."""
+        same = copy(self)
+        same.nodes, same.ended, same.possible = self.nodes.copy(), self.ended.copy(), self.possible.copy()
+        same.scores, same.texts = self.scores.copy(), [*self.texts]
+        return same
 
 
 class DiverseBeamSearch:

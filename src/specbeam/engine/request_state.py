@@ -74,7 +74,7 @@ class RequestState:
         self._setup = setup = make_setup(lm, prompt_ids, options)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
-        self._target_cost = SharedCost(pass_times(lm.backend), setup.options.num_beams)
+        self._target_cost = setup.cost if draft is None else SharedCost(pass_times(lm.backend), setup.options.num_beams)
         self._draft_cost = SharedCost(pass_times(draft.backend), 1) if isinstance(draft, LanguageModel) else None
         costs = self._target_cost, self._draft_cost
         self._drafter = None if draft is None else make_drafter(setup, lm, draft, len(prompt_ids), *costs)

@@ -8,6 +8,7 @@ from specbeam.decoding.processors import Processors, check_token_ids, processors
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes, some_seed, warpers_of
+from specbeam.engine.costs import SharedCost, pass_times
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
@@ -24,6 +25,7 @@ class Setup:
         wish: makes the wishes: what to ask for at nodes, with the request's processors, warpers and noise.
         stop: decides where texts end.
         record: counts guesses, and remembers rounds for the trace.
+        cost: of the target's passes for this request, in which it may evaluate any number of nodes.
     """
 
     options: Options
@@ -31,6 +33,7 @@ class Setup:
     wish: Wishes
     stop: Stopping
     record: Record
+    cost: SharedCost
 
 
 def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Setup:
@@ -69,4 +72,5 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Se
         wish=Wishes(process, *((warpers_of(options), some_seed(options.seed)) if options.samples else ())),
         stop=Stopping(eos, max_length, options.stop_strings, None if lm.tokenizer is None else lm.decode),
         record=Record(tree, lm.decode_token if options.trace else None),
+        cost=SharedCost(pass_times(backend), 1),
     )

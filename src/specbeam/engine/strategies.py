@@ -7,12 +7,17 @@ from functools import partial
 
 from specbeam.decoding import Strategy
 from specbeam.decoding.beam import BeamSearch, DiverseBeamSearch, beam_search
+from specbeam.decoding.deferring import LikelyNeeded
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.greedy import greedy
+from specbeam.decoding.lazy_beam import LazyBeamSearch, lazy_beam_search
 from specbeam.decoding.sampling import sample_several
 from specbeam.decoding.speculative import speculative
 from specbeam.decoding.speculative_beam import speculative_beam_search
 from specbeam.engine.setup import Setup
+
+MIN_LAZY_BEAMS = 16
+"""Fewer beams are all evaluated: passes over few nodes cost nearly as much."""
 
 MakeStrategy = Callable[[Setup, Drafter | None], Strategy]
 
@@ -21,6 +26,11 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
     """The strategy that the options ask for: greedy search, sampling or beam search, speculative with a drafter."""
     options, tree, wish, stop, record = setup.options, setup.tree, setup.wish, setup.stop, setup.record
     if options.num_beams > 1:
+        if drafter is None and is_lazy(setup):
+            search = make_search(setup, LazyBeamSearch)
+            assert isinstance(search, LazyBeamSearch)
+            policy = LikelyNeeded(search.max_new_tokens, options.num_beams, setup.cost)
+            return lazy_beam_search(search, record, policy)
         if drafter is not None:
             return speculative_beam_search(tree, make_search(setup), record, drafter)
         return beam_search(tree, make_search(setup), record)
@@ -29,6 +39,19 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
     if options.num_return_sequences > 1:
         return sample_several(tree, wish, stop, record, options.num_return_sequences)
     return greedy(tree, wish, stop, record)
+
+
+def is_lazy(setup: Setup) -> bool:
+    """Whether some beams may be left out, and that may pay: no score rises, no draw, and nothing counts all beams."""
+    options, process = setup.options, setup.wish.process
+    calls = options.prefix_allowed_tokens_fn is not None or bool(process.functions)
+    counts = options.early_stopping is True or options.trace  # finished texts; the beams of each step
+    return (
+        options.bound_rule
+        and options.num_beams >= MIN_LAZY_BEAMS
+        and options.num_beam_groups == 1
+        and not (options.samples or process.raises or calls or counts)
+    )
 
 
 def make_search(setup: Setup, kind: Callable[..., BeamSearch] = BeamSearch) -> BeamSearch | DiverseBeamSearch:

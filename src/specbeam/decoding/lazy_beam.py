@@ -1,0 +1,305 @@
+"""Lazy beam search: exactly what beam search returns, but only beams that can matter are evaluated.
+
+No continuation of a text scores above the text. So what is known of a step may decide its best candidates, although
+some beams before it are *deferred*: known, and not evaluated. See Meister, Vieira and Cotterell 2020, "Best-First Beam
+Search", 3. docs/exactness.md has the proof.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam.decoding import Answer, Evaluate, Strategy
+from specbeam.decoding.beam import (
+    BeamSearch,
+    Candidates,
+    Continuations,
+    Finished,
+    Mask,
+    Scores,
+    beam_round,
+    normalized,
+    possible,
+)
+from specbeam.decoding.deferring import Deferred, Policy
+from specbeam.decoding.record import Record
+from specbeam.decoding.speculative_beam import Known
+from specbeam.tree import NO_NODES, Nodes
+
+NOTHING = float("-inf")
+"""The bound of unknown texts if no text is unknown."""
+
+
+@dataclass
+class Level:
+    """The known part of one step of the plain search.
+
+    Attributes:
+        length: of its texts, in new tokens.
+        candidates: the first candidates, in their order.
+        beams: the ends of the first beams, int64 [b].
+        scores: of these beams, float32 [b].
+        expanded: which of these beams are known, bool [b].
+        bound: no unknown candidate scores above this.
+        whole: no candidate is unknown.
+        closed: no unknown candidate is a beam, or takes a place of finished texts.
+        finished: the known texts among the finished ones.
+        hidden: no unknown finished text up to this length scores above this, divided by its length ** length_penalty.
+    """
+
+    length: int
+    candidates: Candidates
+    beams: Nodes
+    scores: Scores
+    expanded: Mask
+    bound: float
+    whole: bool
+    closed: bool
+    finished: Finished
+    hidden: float = NOTHING
+
+    def equals(self, other: Level) -> bool:
+        """Whether as much is known of another version of this level."""
+        same = len(self.candidates.nodes) == len(other.candidates.nodes) and self.whole == other.whole
+        bounds = self.bound == other.bound and self.hidden == other.hidden
+        return same and bounds and np.array_equal(self.finished.nodes, other.finished.nodes)
+
+
+def lazy_beam_search(search: LazyBeamSearch, record: Record, policy: Policy) -> Strategy:
+    """Beam search, in which beams are deferred while that pays."""
+    tree, known = search.tree, Known()
+    while not search.done:
+        if not search.levels and not search.tied and policy.pays(search.scores, search.length):
+            search.defer()
+        if not search.levels:
+            yield from beam_round(tree, search, record)
+            continue
+        wanted = search.wanted(policy)
+        known.add(wanted, (yield Evaluate(wanted, search.wish(wanted))))
+        record.round()
+        for level in search.advance(known, tree.depths(wanted) - tree.prompt_length + 1):
+            record.step(level.beams, level.scores)
+        known.keep(np.intersect1d(known.nodes, search.growing), whole_rows=False)
+        tree.keep(search.growing, search.finished_nodes)
+        yield from search.certain()
+    return search.hypotheses()
+
+
+class LazyBeamSearch(BeamSearch):
+    """A :class:`BeamSearch` that can also take steps where only some of the beams are known.
+
+    Decisions stay when more beams become known: the candidates and the beams of a level only grow.
+
+    Attributes:
+        levels: the last step that is known as a whole, and those after it. Empty while no beam is deferred.
+        tied: finished texts that may be returned have equal scores. Only all beams tell their order, so the search
+            has gone back to its first level, and defers no beam any more.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.levels: list[Level] = []
+        self.tied = False
+
+    def defer(self) -> None:
+        """Begin to defer beams, unless equal scores forbid that."""
+        self.tied = self._are_equal(self.finished.scores[self.finished.possible])
+        if self.tied:
+            return
+        none, unknown = self.continuations(self.beams[:0], self.scores[:0]), np.zeros(self.num_beams, bool)
+        now = Level(self.length, none, self.beams, self.scores, unknown, NOTHING, True, True, self.finished)
+        self.levels = [now]
+        self._decide()
+
+    def go_on_from(self, level: Level) -> None:
+        """Go on with all beams from a level that is known as a whole."""
+        self.beams, self.scores, self.length, self.finished = level.beams, level.scores, level.length, level.finished
+        self.levels = []
+
+    def advance(self, known: Known, lengths: NDArray[np.int64]) -> list[Level]:
+        """Take every step that the known beams decide. Return the levels that became certain.
+
+        Args:
+            lengths: of the beams that became known, in new tokens, int64 [n].
+        """
+        first = self.levels[0].length
+        evaluated, place, changed = {*(lengths - first).tolist()}, int(lengths.min()) - first, False
+        while place < len(self.levels) and self._stops(level := self.levels[place]) is False:
+            changed |= place in evaluated
+            place += 1
+            if not changed:
+                continue
+            before = self.levels[place] if place < len(self.levels) else None
+            answer, level.expanded = known.at(level.beams)
+            if before is not None and before.closed:
+                after = replace(before)
+            elif answer is not None:
+                after = self._continue(level, answer, before)
+            else:
+                break
+            self._compete(level, after)
+            changed = before is None or not after.equals(before)
+            if changed:
+                self.levels[place : place + 1] = [after]
+        del self.levels[place + 1 :]  # with more known texts, the search may be found to stop earlier
+        self._decide()
+        return self._close()
+
+    def _close(self) -> list[Level]:
+        """Forget the levels before the last one that is known as a whole. Return the levels that became certain."""
+        if self.tied:
+            self.done = False
+            self.go_on_from(self.levels[0])
+            return []
+        if self.done:
+            return self.levels[1:]
+        open_levels = [place for place, level in enumerate(self.levels) if not level.closed]
+        last = open_levels[0] - 1 if open_levels else len(self.levels) - 1
+        closed, self.levels = self.levels[1 : last + 1], self.levels[last:]
+        if not open_levels:
+            self.go_on_from(self.levels[0])
+        return closed
+
+    def _continue(self, level: Level, answer: Answer, before: Level | None) -> Level:
+        """The part of the next level that a level's expanded beams decide.
+
+        Args:
+            answer: at the expanded beams.
+            before: the part that was known before.
+        """
+        self.beams, self.scores = level.beams, level.scores
+        rows = np.flatnonzero(level.expanded)
+        best, bound, whole = self._best(answer, rows), NOTHING, len(rows) == self.num_beams
+        tied = self._are_tied(best.scores, missing=not whole)
+        if tied and whole and answer.sources:
+            best, tied = self._best_of_whole_rows(answer, rows), False
+        if not whole or tied:
+            equal = best.scores[1:][best.scores[1:] == best.scores[:-1]]
+            bound = float(max([self._unknown(level), *equal[:1]]))
+            best = best.take(slice(int((best.scores > bound).sum())))
+            whole = len(best.scores) >= self.num_candidates
+        best = best.take(slice(self.num_candidates))
+        candidates = self._grown(None if before is None else before.candidates, best)
+        if whole:
+            survivors, scores = self._survivors(candidates)
+        else:
+            survivors = np.flatnonzero(~candidates.ended)[: self.num_beams]
+            scores = candidates.scores[survivors]
+        beams, length = candidates.nodes[survivors], level.length + 1
+        places = candidates.first.sum() if length == self.max_new_tokens else len(beams)
+        closed = whole or bool(places >= self.num_beams)
+        return Level(length, candidates, beams, scores, np.zeros(len(beams), bool), bound, whole, closed, self.finished)
+
+    def _unknown(self, level: Level) -> float:
+        """No text that continues an unknown beam of this level, or one that is not expanded, scores above this."""
+        unknown = level.bound if len(level.beams) < self.num_beams else NOTHING
+        return float(max([unknown, *level.scores[~level.expanded][:1]]))
+
+    def _grown(self, before: Candidates | None, best: Continuations) -> Candidates:
+        """The candidates that were known before, and then the new ones."""
+        new = best.take(slice(0 if before is None else len(before.nodes), None))
+        more = self.continuations(new.add(self.tree, self.beams), new.scores)
+        return more if before is None else before.followed_by(more)
+
+    def _compete(self, level: Level, after: Level) -> None:
+        """Let the known candidates of a level compete for the places of finished texts, after those before it."""
+        after.finished, after.hidden = level.finished.copy(), level.hidden
+        if not after.whole and after.candidates.first.sum() < self.num_beams:
+            penalty = after.finished.length_penalty
+            after.hidden = max(after.hidden, float(normalized(np.float32(after.bound), after.length, penalty)))
+        after.finished.compete(after.candidates, after.length)
+        if after.candidates.any_ended:
+            ended = after.candidates.scores[after.candidates.competing & after.candidates.possible]
+            scores = normalized(ended, after.length, level.finished.length_penalty)
+            self.tied |= self._are_equal(np.append(level.finished.scores[level.finished.possible], scores))
+
+    def _are_equal(self, finished: Scores) -> bool:
+        """Whether finished texts that may be returned have equal scores: then each ``topk`` may change their order."""
+        best = -np.sort(-finished)[: self.num_return_sequences + 1]
+        return bool((best[1:] == best[:-1]).any())
+
+    def _stops(self, level: Level) -> bool | None:
+        """Whether the plain search stops after a level. None if unknown texts decide that."""
+        if level is self.levels[0]:
+            return False
+        if level.length == self.max_new_tokens or (level.whole and bool(level.candidates.ended.all())):
+            return True
+        if not len(level.beams):
+            return None
+        finished, best, nothing_hidden = level.finished, level.scores[0], level.hidden == NOTHING
+        if self.only_possible and not possible(best):
+            return True
+        if finished.settled(best, level.length, self.max_new_tokens):
+            return True if finished.full or nothing_hidden else None
+        if nothing_hidden:
+            return bool(finished.scores[self.num_return_sequences - 1] > self._reach(level))
+        return False if finished.hope(best, level.length, self.max_new_tokens) > level.hidden else None
+
+    def _reach(self, level: Level) -> float:
+        """No text that is unknown or unfinished after a level will have a score above this."""
+        unfinished = max([NOTHING if level.closed else level.bound, *level.scores[:1].tolist()])
+        return max(level.hidden, self._best_score_of(np.float32(unfinished), level.length))
+
+    @property
+    def reach(self) -> float:
+        if not self.levels:
+            return super().reach
+        return self.levels[-1].hidden if self.stops else self._reach(self.levels[-1])
+
+    def _decide(self) -> None:
+        """Compare the known texts with the bounds of the unknown ones."""
+        last = self.levels[-1]
+        self.finished, self.stops = last.finished, self._stops(last)
+        known = bool(self.finished.scores[self.num_return_sequences - 1] > self.reach)
+        self.done = known or (self.stops is True and last.hidden == NOTHING)
+
+    @property
+    def open(self) -> list[Level]:
+        """The levels whose beams matter: the next level is not closed."""
+        return [level for level, after in zip(self.levels, self.levels[1:], strict=False) if not after.closed]
+
+    def wanted(self, policy: Policy) -> Nodes:
+        """The beams to evaluate next.
+
+        Where all beams of a step are expanded, and equal scores leave the next one open, ``topk`` tells their order. It
+        needs the rows of all beams at once. They are evaluated again once beams are wanted that score less.
+        """
+        deferred = self.deferred
+        wanted = policy.choose(deferred) if len(deferred.nodes) else deferred.leading
+        lowest = min(deferred.scores[wanted].tolist(), default=NOTHING)
+        for level, after in zip(self.levels, self.levels[1:], strict=False):
+            tied = not after.closed and len(level.beams) == self.num_beams and bool(level.expanded.all())
+            if tied and lowest <= after.bound:
+                return level.beams
+        return np.unique(deferred.nodes[wanted])
+
+    @property
+    def deferred(self) -> Deferred:
+        """The beams that may have to be evaluated."""
+        levels = [*self.open, *self.levels[-1:]] if self.stops is False else self.open
+        nodes = [NO_NODES, *(level.beams[~level.expanded] for level in levels)]
+        scores = [NO_NODES.astype(np.float32), *(level.scores[~level.expanded] for level in levels)]
+        lengths = np.repeat([level.length for level in levels], [int((~level.expanded).sum()) for level in levels])
+        leading = lengths == self.levels[-1].length
+        return Deferred(np.concatenate(nodes), np.concatenate(scores), lengths, leading)
+
+    @property
+    def growing(self) -> Nodes:
+        """The nodes below which texts may be added. Where few candidates are unfinished, others fill up the beams."""
+        if not self.levels:
+            return self.beams
+        candidates = [level.candidates.nodes for level in self.levels if not level.closed]
+        return np.concatenate([self.levels[-1].beams, *(level.beams for level in self.open), *candidates])
+
+    @property
+    def finished_nodes(self) -> Nodes:
+        """Texts of the first level have places again if the search goes on from there."""
+        if not self.levels:
+            return super().finished_nodes
+        first = self.levels[0].finished
+        nodes = np.union1d(first.nodes[first.ended], super().finished_nodes)
+        return nodes[self.tree.live_among(nodes)]  # a text may lose its place, and get it back below the returned ones

@@ -1,0 +1,311 @@
+"""Lazy beam search returns what beam search returns, bit for bit, whichever beams it evaluates first."""
+
+import zlib
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specbeam
+from specbeam import Engine, Options, TokenTrie
+from specbeam.decoding import Evaluate, Hypothesis
+from specbeam.decoding.beam import BeamSearch, beam_search
+from specbeam.decoding.deferring import LikelyNeeded
+from specbeam.decoding.lazy_beam import LazyBeamSearch, lazy_beam_search
+from specbeam.decoding.processors import Processors
+from specbeam.decoding.record import Record
+from specbeam.decoding.stopping import Stopping
+from specbeam.decoding.wishes import Wishes
+from specbeam.engine.strategies import make_search
+from specbeam.selection import select
+from specbeam.tree import Tree
+from tests.conftest import beams_of_transformers, examples, in_thorough_mode, random_model
+
+PROMPT = [0, 1]
+
+
+def logits_after(tokens, vocab_size, seed, kind):
+    """The logits of a model that is a table of random numbers, float32 [vocab]."""
+    random = np.random.default_rng([seed, zlib.crc32(np.array(tokens).tobytes())])
+    sharpness = {"flat": 0.3, "usual": 2.0, "peaked": 8.0, "ties": 1.0}[kind]
+    logits = sharpness * random.standard_normal(vocab_size)
+    return np.round(logits) if kind == "ties" else logits
+
+
+def run(strategy, tree, logits_of):
+    """The hypotheses of a strategy with their tokens, those it yielded, and the number of nodes in each pass."""
+    yielded, sizes, times, answer = [], [], Counter(), None
+    try:
+        while True:
+            step = strategy.send(answer)
+            if answer is not None:
+                answer.sources = ()  # as the engine does it: no strategy can use the rows of earlier passes
+            answer = None
+            if isinstance(step, Hypothesis):
+                yielded.append((tree.new_tokens(step.node), step.score, step.finish_reason))
+            else:
+                assert isinstance(step, Evaluate)
+                sizes.append(len(step.nodes))
+                times.update({*step.nodes.tolist()})
+                assert max(times.values()) <= 20  # again where scores are equal, but there is no loop
+                rows = [logits_of(tree.tokens(tree.path(node)).tolist()) for node in step.nodes]
+                answer = select(torch.tensor(np.stack(rows), dtype=torch.float32), step.wish)
+    except StopIteration as end:
+        found = [(tree.new_tokens(h.node), h.score, h.finish_reason) for h in end.value]
+        return found, yielded, sizes
+
+
+def searched(kind, options, vocab_size, eos, logits_of, **more):
+    """A tree, a search over it, and its record."""
+    tree = Tree(PROMPT)
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    decode = lambda ids, skip_special_tokens=True: "".join(letters[i] for i in ids)  # noqa: E731
+    stop = Stopping(frozenset(eos), len(PROMPT) + options.max_new_tokens, options.stop_strings, decode)
+    wishes = Wishes(Processors(options, frozenset(eos), vocab_size))
+    search = kind(
+        tree,
+        wishes,
+        stop,
+        options.num_beams,
+        options.num_return_sequences,
+        options.length_penalty,
+        options.early_stopping,
+        **more,
+    )
+    record = Record(tree)
+    return tree, search, record
+
+
+class SomeBeams:
+    """A policy that evaluates random beams, and defers none in random steps."""
+
+    def __init__(self, seed, eagerness, plain=0.0):
+        self.random = np.random.default_rng(seed)
+        self.eagerness, self.plain = eagerness, plain
+
+    def pays(self, scores, length):
+        return self.random.random() >= self.plain
+
+    def choose(self, deferred):
+        chosen = self.random.random(len(deferred.nodes)) < self.eagerness
+        chosen[self.random.integers(len(chosen))] = True
+        return chosen
+
+
+class BestFirst:
+    """Go on with the best beam; else evaluate the best of the beams that decide whether that may be done."""
+
+    def pays(self, scores, length):
+        return True
+
+    def choose(self, deferred):
+        scores = np.where(deferred.leading | ~deferred.leading.any(), deferred.scores, -np.inf)
+        chosen = np.zeros(len(scores), bool)
+        chosen[scores.argmax()] = True
+        return chosen
+
+
+LENGTH_PENALTIES = [1.0, 0.0, 2.0, -1.0, 0.5]
+STOP_STRINGS = [(), (), ("ab",), ("a", "cc"), ("b", "c", "d", "e", "f")]
+POLICIES = ["best first", "one", "few", "many", "in parts", "ours"]
+COSTS = [lambda nodes: 1.0, lambda nodes: 1 + 0.2 * nodes, lambda nodes: 1.0 * nodes]
+
+
+def make_policy(name, seed, options):
+    random = {"one": (0.0, 0.0), "few": (0.3, 0.0), "many": (0.7, 0.0), "in parts": (0.2, 0.5)}
+    if name in random:
+        return SomeBeams(seed, *random[name])
+    if name == "best first":
+        return BestFirst()
+    return LikelyNeeded(options.max_new_tokens, options.num_beams, COSTS[seed % len(COSTS)])
+
+
+def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, **more):
+    """Compare both searches. Return how many nodes each evaluated."""
+    made = vocab_size, eos, lambda tokens: logits_after(tokens, vocab_size, seed, kind)
+    tree, search, record = searched(BeamSearch, options, *made, **more)
+    plain, nbest, of_all = run(beam_search(tree, search, record), tree, made[2])
+    tree, search, lazy_record = searched(LazyBeamSearch, options, *made, **more)
+    lazy, yielded, sizes = run(lazy_beam_search(search, lazy_record, make_policy(policy, seed, options)), tree, made[2])
+    assert lazy == plain
+    assert yielded == lazy
+    assert nbest == plain
+    return sum(sizes), sum(of_all)
+
+
+@settings(max_examples=examples(5))
+@given(
+    vocab_size=st.integers(3, 12),
+    kind=st.sampled_from(["flat", "usual", "peaked", "ties"]),
+    policy=st.sampled_from(POLICIES),
+    num_beams=st.integers(2, 8),
+    max_new_tokens=st.integers(1, 9),
+    more=st.fixed_dictionaries({"distinct": st.booleans(), "constrained": st.booleans()}),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_lazy_beams_are_beams(vocab_size, kind, policy, num_beams, max_new_tokens, more, seed, data):
+    token = st.integers(0, vocab_size - 1)
+    words = st.lists(st.lists(token, min_size=1, max_size=2), max_size=3)
+    eos = data.draw(st.sets(token, min_size=0, max_size=vocab_size - 2))
+    options = Options(
+        num_beams=num_beams,
+        num_return_sequences=data.draw(st.integers(1, num_beams)),
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=data.draw(st.integers(0, max_new_tokens)),
+        length_penalty=data.draw(st.sampled_from(LENGTH_PENALTIES)),
+        early_stopping=data.draw(st.sampled_from([False, "never"])),
+        repetition_penalty=data.draw(st.sampled_from([1.0, 1.0, 1.4])),
+        bad_words_ids=data.draw(words) or None,
+        stop_strings=data.draw(st.sampled_from(STOP_STRINGS)),
+    )
+    assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, **more)
+
+
+class Counted:
+    """A policy that counts the passes in which beams are deferred."""
+
+    def __init__(self, policy):
+        self.policy, self.passes = policy, 0
+        self.pays = policy.pays
+
+    def choose(self, deferred):
+        self.passes += 1
+        return self.policy.choose(deferred)
+
+
+@settings(max_examples=1000 if in_thorough_mode() else examples())
+@given(
+    vocab_size=st.sampled_from([8, 20, 200]),
+    sharpness=st.sampled_from([0.05, 0.25, 1.0]),
+    policy=st.sampled_from(["best first", "few", "in parts"]),
+    num_beams=st.integers(2, 9),
+    max_new_tokens=st.integers(2, 14),
+    length_penalty=st.sampled_from([1.0, 0.0, 2.0, -1.0, 0.6]),
+    early_stopping=st.sampled_from([False, "never"]),
+    penalty=st.sampled_from([1.0, 1.0, 1.4]),
+    seed=st.integers(0, 2**32),
+    data=st.data(),
+)
+def test_lazy_beams_are_those_of_transformers(
+    tiny, vocab_size, sharpness, policy, num_beams, max_new_tokens, length_penalty, early_stopping, penalty, seed, data
+):
+    model, lm = tiny("llama", vocab_size=vocab_size, eos_token_id=1, bos_token_id=0, initializer_range=sharpness)
+    token = st.integers(0, vocab_size - 1)
+    prompt = data.draw(st.lists(token, min_size=1, max_size=12))
+    options = {
+        "num_beams": num_beams,
+        "num_return_sequences": data.draw(st.integers(1, num_beams)),
+        "max_new_tokens": max_new_tokens,
+        "min_new_tokens": data.draw(st.integers(0, max_new_tokens)),
+        "length_penalty": length_penalty,
+        "early_stopping": early_stopping,
+        "repetition_penalty": penalty,
+        "eos_token_id": sorted(data.draw(st.sets(token, min_size=1, max_size=min(6, vocab_size - 2)))),
+    }
+    counted = []
+
+    def lazily(setup, drafter):
+        counted.append(Counted(make_policy(policy, seed, setup.options)))
+        return lazy_beam_search(make_search(setup, LazyBeamSearch), setup.record, counted[0])
+
+    expected, scores = beams_of_transformers(model, prompt, **options)
+    engine = Engine(lm)
+    request = engine.submit(prompt, options, strategy=lazily)
+    engine.run()
+    found = request.result().sequences
+    assert policy == "in parts" or counted[0].passes  # it was lazy
+    assert len(found) == sum(score > -1e6 for score in scores)  # with this score, transformers fills empty places
+    for got, tokens, score in zip(found, expected, scores, strict=False):
+        assert got.token_ids == tokens[: len(got.token_ids)]
+        assert got.score == pytest.approx(score, abs=1e-4, rel=1e-5)
+
+
+WIDE = [
+    {"num_beams": 16, "min_new_tokens": 24},
+    {"num_beams": 16, "num_return_sequences": 16, "length_penalty": 0.0},
+    {"num_beams": 16, "num_return_sequences": 3, "length_penalty": -1.0, "early_stopping": "never"},
+    {"num_beams": 16, "num_return_sequences": 4, "constraint": TokenTrie([[a, b, 5] for a in (5, 6) for b in (8, 9)])},
+    {"num_beams": 16, "frequency_penalty": 0.7, "eos_token_id": [1, 3, 5]},
+    {"num_beams": 16, "early_stopping": True, "eos_token_id": [1, 3, 5]},
+    {"num_beams": 16, "trace": True},
+    {"num_beams": 16, "temperature": 0.8, "seed": 1},
+    {"num_beams": 16, "presence_penalty": -0.5},
+    {"num_beams": 16, "prefix_allowed_tokens_fn": lambda batch, ids: [*range(4, 40)]},
+]
+
+
+@pytest.fixture(scope="module")
+def twins(save):
+    """A model whose tokens come in pairs that are always equally likely."""
+    model = random_model("llama")
+    model.lm_head.weight.data[1::2] = model.lm_head.weight.data[:-1:2]
+    return specbeam.load(save(model), backend="cpu")
+
+
+@pytest.mark.parametrize("scale", [0.02, 0.2, 1.0, "twins"])
+def test_wide_beams_of_an_engine_are_plain_beams(request, tiny, save, scale):
+    """``bound_rule=False`` evaluates all beams. The searches share passes, and pause for want of memory."""
+    if scale == "twins":
+        lm = request.getfixturevalue("twins")
+    else:
+        lm = specbeam.load(save(random_model("llama", initializer_range=scale)), backend="cpu")
+    engine = Engine(lm, max_batch_tokens=50, max_cache_tokens=400)
+    pairs = [
+        [engine.submit([97, 98, 99], {"max_new_tokens": 24, **options, **how}) for how in ({}, {"bound_rule": False})]
+        for options in WIDE
+    ]
+    engine.run()
+    for lazy, plain in pairs:
+        assert lazy.result().sequences == plain.result().sequences
+
+
+class Confident:
+    """A model whose best text loses little with each token. Every other token loses about 6 more.
+
+    Args:
+        falls: one token of this many costs the best text as much as the others: then what was deferred is needed.
+    """
+
+    def __init__(self, falls=10**9):
+        self.falls = falls
+
+    def __call__(self, tokens):
+        logits = np.where(np.arange(12) == (tokens[-1] + 5) % 12, 6.0, 0.0) + logits_after(tokens, 12, 0, "flat")
+        return 0.01 * logits if len(tokens) % self.falls == 0 else logits
+
+
+def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8):
+    """The numbers of nodes in the passes of our policy, and in the passes of plain search."""
+    options = Options(num_beams=num_beams, max_new_tokens=max_new_tokens, length_penalty=1.0, early_stopping=False)
+    tree, search, record = searched(BeamSearch, options, 12, set(), logits_of)
+    plain, _, of_plain = run(beam_search(tree, search, record), tree, logits_of)
+    tree, search, record = searched(LazyBeamSearch, options, 12, set(), logits_of)
+    lazy, _, sizes = run(
+        lazy_beam_search(search, record, LikelyNeeded(max_new_tokens, num_beams, cost)), tree, logits_of
+    )
+    assert lazy == plain
+    return sizes, of_plain
+
+
+def test_a_confident_model_evaluates_few_of_its_beams():
+    sizes, of_plain = passes_of_our_policy(Confident(), lambda nodes: float(nodes))
+    assert sum(of_plain) == 8 * 20
+    assert sum(sizes) < 40
+
+
+def test_where_passes_over_all_beams_cost_no_more_all_are_evaluated():
+    sizes, of_plain = passes_of_our_policy(Confident(), lambda nodes: 1.0)
+    assert sizes == of_plain
+
+
+@pytest.mark.parametrize("falls", [5, 11])
+@pytest.mark.parametrize("cost", [lambda nodes: 1.0 + 0.1 * nodes, lambda nodes: float(nodes)])
+def test_wrong_expectations_cost_few_steps(falls, cost):
+    """The policy loses a few steps, and then it rests."""
+    sizes, of_plain = passes_of_our_policy(Confident(falls), cost, max_new_tokens=120)
+    assert sum(map(cost, sizes)) <= 1.05 * sum(map(cost, of_plain))
+    assert cost(2) == 2 or sizes[-60:] == of_plain[-60:]
