@@ -222,6 +222,8 @@ def test_a_link_holds_the_prompt_and_all_options(tab, served):
     assert {label: other.get_by_label(label, exact=True).input_value() for label in given} == given
     assert other.get_by_label("a text to go on from").is_checked()
     assert [url for url in asked if "100" in url] == []  # what is behind "#" stays here
+    other.get_by_role("button", name="Chat", exact=True).click()
+    assert other.get_by_label("Only these answers").is_visible()  # it has an effect here, too
 
 
 @on_a_real_model_too

@@ -185,7 +185,6 @@ function KeyForm({ setKey, wrong }) {
 
 function Controls({ form, set, setForm, model, models, error, onGo, run, go, children, hasPresets = true, only }) {
   const shownFields = FIELDS.filter((field) => !only || only(field));
-  const isOpen = shownFields.some((field) => field.more && ((error && error.param === field.name) || (field.kind === "lines" && form[field.name])));
   const one = (field) => html`<${Field} key=${field.name} field=${field} value=${form[field.name]} set=${set} error=${error && error.param === field.name ? error.message : null}
     choices=${field.name === "model" ? models.map((one) => one.id) : field.name === "draft" && model ? model.drafts : []}
     off=${field.needs === "draft" && (form.draft === "none" || !form.draft)} />`;
@@ -214,9 +213,12 @@ function Controls({ form, set, setForm, model, models, error, onGo, run, go, chi
       : html`<button key="go" class="go" disabled=${!model || !form.prompt}>${go}</button>`}</div>
     ${error && error.param && !known.includes(error.param) && html`<p class="wrong" role="alert">${error.param}: ${error.message}</p>`}
     <div class="fields">${shownFields.filter((field) => !field.more).map(one)}</div>
-    <details class="more" open=${isOpen || undefined}><summary>More options</summary><div class="fields">${shownFields.filter((field) => field.more).map(one)}</div></details>
+    <details class="more" open=${hasMore(form, error) || undefined}><summary>More options</summary><div class="fields">${shownFields.filter((field) => field.more).map(one)}</div></details>
   </form>`;
 }
+
+// Whether an option that is not shown at first has an effect, or is refused.
+const hasMore = (form, error) => FIELDS.some(({ name, more }) => more && (error?.param === name || String(form[name]) !== String(START[name])));
 
 function Field({ field, value, set, error, choices, off }) {
   const { name, label, kind, help, least, most, step, wide } = field, id = `field-${name}`;
@@ -617,7 +619,7 @@ function ChatOptions({ form, set, model, models, error }) {
     choices=${field.name === "model" ? models.map((one) => one.id) : field.name === "draft" && model ? model.drafts : []} off=${field.needs === "draft" && (form.draft === "none" || !form.draft)} />`;
   return html`<form class="controls" aria-label="Options" onSubmit=${(e) => e.preventDefault()}>
     <div class="fields">${FIELDS.filter((field) => !field.more).map(one)}</div>
-    <details class="more"><summary>More options</summary><div class="fields">${FIELDS.filter((field) => field.more).map(one)}</div></details>
+    <details class="more" open=${hasMore(form, error) || undefined}><summary>More options</summary><div class="fields">${FIELDS.filter((field) => field.more).map(one)}</div></details>
   </form>`;
 }
 
