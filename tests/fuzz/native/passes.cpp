@@ -38,7 +38,7 @@ ModelConfig config_of(Input &in) {
   c.context = in.number(8, 64);
   if (in.rarely()) c.heads = in.wild();
   if (in.rarely()) c.kv_heads = in.wild();
-  for (int64_t *flag : {&c.layer_norm, &c.gated, &c.parallel, &c.half_cache}) *flag = in.number(0, 1);
+  for (int64_t *flag : {&c.layer_norm, &c.gated, &c.parallel, &c.whole_cache}) *flag = in.number(0, 1);
   c.activation = in.number(SILU, GELU_TANH);
   c.norm_eps = 1e-5, c.attention_scale = 0.25, c.embedding_scale = 1;
   for (double *softcap : {&c.attention_softcap, &c.logits_softcap}) *softcap = in.ConsumeBool() ? 30 : 0;

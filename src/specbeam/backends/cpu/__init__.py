@@ -62,7 +62,7 @@ class CpuBackend:
         quantize: "keep" (the values of a quantized GGUF file), "int8", "int4", "float32" or "auto". "auto" is "keep"
             for a quantized GGUF file, else "int8".
         threads: the number of threads per pass [$SPECBEAM_THREADS, else the processors this process may use].
-        isa: the instruction set, "avx512_bf16", "avx512", "avx2" or "portable" [the best of this machine].
+        isa: the instruction set, "avx512", "avx2" or "portable" [the best of this machine].
 
     Raises:
         SpecbeamError: an argument is not allowed, the kernels were not built, or the checkpoint cannot be loaded.
@@ -84,17 +84,17 @@ class CpuBackend:
         self._library = library()
         if self._library.specbeam_isa(isa.encode()) is None:
             raise SpecbeamError(
-                f"isa={isa!r} is not available on this machine: give avx512_bf16, avx512, avx2 or portable"
+                f"isa={isa!r} is not available on this machine: give avx512, avx2 or portable"
             )
         self._weights = load_weights(checkpoint, self.quantize)
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         self.window = config.window
-        # Exact weights deserve an exact cache. Quantized weights are rounded already, so float16 is enough.
-        half = self.quantize != "float32"
+        # Exact weights deserve an exact cache. Quantized weights are rounded already, so whole numbers are enough.
+        whole = self.quantize != "float32"
         width = -(-config.head_dim // 16) * 16
-        head_bytes = 2 * width * 2 + 4 if half else 2 * width * 4
+        head_bytes = width * (2 + 1) + 2 * 4 if whole else 2 * width * 4  # keys, values and their scales
         self.slot_bytes = config.num_layers * config.num_kv_heads * head_bytes
-        self._model = _new_model(checkpoint, self.threads, half, isa)
+        self._model = _new_model(checkpoint, self.threads, whole, isa)
         _free_with(self, self._library.specbeam_model_delete, self._model)
         self._fill(config)
         if (started := self._library.specbeam_model_threads(self._model)) < self.threads:
@@ -255,7 +255,7 @@ def _free_with(owner: object, free: Callable[[int], None], handle: int) -> None:
     weakref.finalize(owner, free, handle).atexit = False
 
 
-def _new_model(checkpoint: Checkpoint, threads: int, half: bool, isa: str) -> int:
+def _new_model(checkpoint: Checkpoint, threads: int, whole: bool, isa: str) -> int:
     config = checkpoint.config
     numbers = ModelConfigStruct(
         vocab=config.vocab_size,
@@ -270,7 +270,7 @@ def _new_model(checkpoint: Checkpoint, threads: int, half: bool, isa: str) -> in
         activation=ACTIVATIONS.index(config.activation),
         gated=config.gated_mlp,
         parallel=config.parallel,
-        half_cache=half,
+        whole_cache=whole,
         norm_eps=config.norm_eps,
         attention_scale=config.attention_scale,
         embedding_scale=config.embedding_scale,

@@ -28,7 +28,7 @@ class ModelConfigStruct(ctypes.Structure):
             (name, c_int64)
             for name in ("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "context")
         ),
-        *((name, c_int64) for name in ("layer_norm", "activation", "gated", "parallel", "half_cache")),
+        *((name, c_int64) for name in ("layer_norm", "activation", "gated", "parallel", "whole_cache")),
         *((name, c_double) for name in ("norm_eps", "attention_scale", "embedding_scale")),
         *((name, c_double) for name in ("attention_softcap", "logits_softcap")),
     ]

@@ -34,24 +34,10 @@ static const char *const OUT_OF_MEMORY = "out of memory";
   namespace isa {           \
   extern const Table TABLE; \
   }
-#define SPECBEAM_ATTENTION(isa)            \
-  namespace isa {                          \
-  extern const AttentionKernels ATTENTION; \
-  }
 SPECBEAM_TABLE(portable)
 #if defined(SPECBEAM_X86)
 SPECBEAM_TABLE(avx2)
 SPECBEAM_TABLE(avx512)
-SPECBEAM_ATTENTION(avx512_bf16)
-// AVX-512 with dot products of bfloat16 in attention.
-static const Table &avx512_bf16_table() {
-  static const Table table = [] {
-    Table t = avx512::TABLE;
-    t.name = "avx512_bf16", t.attention = &avx512_bf16::ATTENTION;
-    return t;
-  }();
-  return table;
-}
 #elif defined(SPECBEAM_ARM)
 SPECBEAM_TABLE(neon)
 #endif
@@ -70,12 +56,6 @@ static const Table *table_named(const char *name) {
   const bool two = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
   const bool five = two && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-  // __builtin_cpu_supports does not know bfloat16 in Clang 14.
-  static const bool bf16 = [] {
-    unsigned a, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & 1 << 5;
-  }();
-  if (five && bf16 && (!*name || is(avx512_bf16_table()))) return &avx512_bf16_table();
   if (five && (!*name || is(avx512::TABLE))) return &avx512::TABLE;
   if (two && (!*name || is(avx2::TABLE))) return &avx2::TABLE;
 #elif defined(SPECBEAM_ARM)
@@ -142,7 +122,7 @@ static const char *wrong(const ModelConfig &c) {
   if (c.heads % c.kv_heads) return "the number of heads is not a multiple of the number of key heads";
   if (c.heads > INT32_MAX / 3 / c.head_dim || c.inner > INT32_MAX / 2) return "a layer is too wide";
   if (c.activation < SILU || c.activation > GELU_TANH) return "the activation is not known";
-  for (int64_t flag : {c.layer_norm, c.gated, c.parallel, c.half_cache})
+  for (int64_t flag : {c.layer_norm, c.gated, c.parallel, c.whole_cache})
     if (flag != 0 && flag != 1) return "a flag is neither 0 nor 1";
   for (double number : {c.norm_eps, c.attention_scale, c.embedding_scale, c.attention_softcap, c.logits_softcap})
     if (!std::isfinite(number)) return "a number is not finite";

@@ -26,68 +26,72 @@ constexpr int64_t RUNS_AT_ONCE = 4, VALUES_AT_ONCE = 128;  // read at a time, to
 // Where at least this many keys lie side by side, their whole panel is multiplied in place. Other keys are gathered.
 constexpr int64_t MIN_RUN_LENGTH = 4;
 constexpr int64_t STEPS_PER_FETCH = 8, VALUES_PER_FETCH = 16;  // a width has a multiple of 8 steps
+constexpr int64_t LINE_BYTES = 64;                             // of the cache
 
-// A lane of 32 bits holds one float32, or two numbers of a cache of two bytes. Keys of such a cache are always in
-// pairs. Values are in pairs where the processor multiplies pairs of bfloat16. Elsewhere values are float16, and become
-// float32 once per tile.
-template <class Item> constexpr int PER_KEY_LANE = sizeof(Item) == 2 ? 2 : 1;
-#if defined(__AVX512BF16__)
-template <class Item> constexpr int PER_VALUE_LANE = PER_KEY_LANE<Item>;
-typedef uint16_t Half __attribute__((vector_size(32)));
+// The largest shares, so that a sum of SPLIT products with values fits into 32 bits. The values of a cache of whole
+// numbers are at most LARGEST_VALUE.
+constexpr float LARGEST_SHARE = 32767, LARGEST_VALUE = 127;
+static_assert(SPLIT * int64_t(LARGEST_SHARE) * int64_t(LARGEST_VALUE) <= INT32_MAX);
 
-inline void store_item(uint16_t *p, F32 x) { store(p, (Half)_mm512_cvtneps_pbh((__m512)x)); }
-#else
-template <class Item> constexpr int PER_VALUE_LANE = 1;
-
-inline void store_item(uint16_t *p, F32 x) { store_half(p, x); }
-inline F32 load_item(const uint16_t *p) { return load_half(p); }
-#endif
-inline void store_item(float *p, F32 x) { store(p, x); }
-inline F32 load_item(const float *p) { return load<F32>(p); }
-
-// Adds to each lane the product of its numbers with `numbers`.
-template <int N> inline F32 multiply_lanes(F32 sum, U32 lanes, uint32_t numbers) {
-#if defined(__AVX512BF16__)
-  if constexpr (N == 2)
-    return (F32)_mm512_dpbf16_ps((__m512)sum, (__m512bh)(__m512i)lanes, (__m512bh)_mm512_set1_epi32(int32_t(numbers)));
-#endif
+// Adds to each lane the product of its numbers with `numbers`: one float32, or two whole numbers of 16 bits.
+inline F32 multiply_lanes(F32 sum, U32 lanes, uint32_t numbers) {
   return multiply_add((F32)lanes, (F32)all(int32_t(numbers)), sum);
 }
+inline I32 multiply_lanes(I32 sum, U32 lanes, uint32_t numbers) { return dot2(sum, lanes, numbers); }
 
-// Rounds to whole numbers of 16 bits, as large as they may be if a sum of `width` products must fit into 32 bits.
-// Returns what they are to be multiplied by. Keys and queries in this form are at least as precise as in float16, and
-// their products are exact, in any order.
-inline float store_whole(int16_t *to, const float *x, int64_t size, int64_t width) {
+inline void store_some_whole(int16_t *p, I32 x) { store_shorts(p, x); }
+inline void store_some_whole(int8_t *p, I32 x) { store_bytes(p, x); }
+
+// Rounds to whole numbers, at most `largest`. Returns what they are to be multiplied by.
+template <class Whole> inline float store_whole(Whole *to, const float *x, int64_t size, int64_t width, float largest) {
   const I32 sign = all(int32_t(0x7fffffff));
   F32 magnitudes{};
   for (int64_t i = 0; i < size; i += LANES)
     magnitudes = larger((F32)((I32)load_some(x + i, size - i) & sign), magnitudes);
-  const float largest = std::floor(std::sqrt(float(INT32_MAX) / float(width + 1))), most = max(magnitudes);
-  const float inverse = most > 0 ? largest / most : 0;
+  const float most = max(magnitudes), inverse = most > 0 ? largest / most : 0;
   for (int64_t i = 0; i < width; i += LANES)
-    store_shorts(to + i, rounded(load_some(x + i, size - i) * inverse, largest));
+    store_some_whole(to + i, rounded(load_some(x + i, size - i) * inverse, largest));
   return most / largest;
 }
 
-#if defined(__AVX512BF16__)
-// The pairs of two rows of V * 16 numbers.
-template <int V> inline void zip(const uint16_t *a, const uint16_t *b, U32 *out) {
+// The largest numbers of keys and queries, so that a sum of `width` products fits into 32 bits. Keys and queries in
+// this form are at least as precise as in float16, and their products are exact, in any order.
+inline float largest_of_key(int64_t width) { return std::floor(std::sqrt(float(INT32_MAX) / float(width + 1))); }
+
+inline I32 load_values(const int8_t *p) {
+#if defined(__AVX512F__)
+  return (I32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__AVX2__)
+  I32 out;
+  for (int half = 0; half < 2; half++) {
+    const __m256i x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8 * half)));
+    std::memcpy((char *)&out + 32 * half, &x, 32);
+  }
+  return out;
+#else
+  typedef int8_t Bytes __attribute__((vector_size(16)));
+  return __builtin_convertvector(load<Bytes>(p), I32);
+#endif
+}
+
+// The pairs of two rows of V * 16 values.
+template <int V> inline void zip(const int8_t *a, const int8_t *b, U32 *out) {
   int v = 0;
+#if defined(__AVX512BW__)
+#pragma GCC unroll 2
   for (; v + 2 <= V; v += 2) {
     const I32 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    const __m512i first = (__m512i)(lanes | (lanes + 32) << 16), x = _mm512_loadu_si512(a + v * LANES),
-                  y = _mm512_loadu_si512(b + v * LANES), sixteen = _mm512_set1_epi16(16);
-    out[v] = (U32)_mm512_permutex2var_epi16(x, first, y);
-    out[v + 1] = (U32)_mm512_permutex2var_epi16(x, _mm512_add_epi16(first, sixteen), y);
-  }
-  if (v < V) {
-    const auto wide = [v](const uint16_t *p) {
-      return (U32)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(p + v * LANES)));
+    const auto wide = [v](const int8_t *p) {
+      return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)(p + v * LANES)));
     };
-    out[v] = wide(a) | wide(b) << 16;
+    const __m512i x = wide(a), y = wide(b), first = (__m512i)(lanes | (lanes + 32) << 16);
+    out[v] = (U32)_mm512_permutex2var_epi16(x, first, y);
+    out[v + 1] = (U32)_mm512_permutex2var_epi16(x, _mm512_add_epi16(first, _mm512_set1_epi16(16)), y);
   }
-}
 #endif
+#pragma GCC unroll 4
+  for (; v < V; v++) out[v] = (U32)((load_values(a + v * LANES) & 0xffff) | load_values(b + v * LANES) << 16);
+}
 
 // Calls f(a constant number of rows, the first row) until all rows have had their turn.
 template <int M = ROWS, class F> inline void in_groups(int64_t first, int64_t last, const F &f) {
@@ -129,11 +133,14 @@ struct Sums {
 
 // One item. Rows are the query heads of the tile's nodes: [node, head of the group]. Positions count from the start of
 // the split.
-template <class Item> class Work {
+// WHOLE: keys, queries, values and shares are whole numbers, and a lane of 32 bits holds N = 2 of them. Else they are
+// float32.
+template <bool WHOLE> class Work {
   static_assert(LANES == Cache::PANEL_SLOTS);
-  static constexpr bool WHOLE = PER_KEY_LANE<Item> == 2;  // queries and keys are whole numbers
-  static constexpr int N = PER_VALUE_LANE<Item>;
-  using Share = std::conditional_t<N == 2, uint16_t, float>;
+  static constexpr int N = WHOLE ? 2 : 1;
+  using Value = std::conditional_t<WHOLE, int8_t, float>;
+  using Share = std::conditional_t<WHOLE, int16_t, float>;
+  using Dot = std::conditional_t<WHOLE, I32, F32>;
 
   const Attention &a;
   const AttentionItem &item;
@@ -141,11 +148,12 @@ template <class Item> class Work {
   const Segment &segment;
   const int64_t group, rows, width, steps;  // steps: lanes of 32 bits for a query or a key
   int64_t start = 0;                        // the first position of the split
-  const int64_t lanes;                      // of 32 bits for a key and its scale
+  const int64_t lanes;                      // of 32 bits for a key and the scales of the slot
   uint32_t *queries, *values;               // [steps, rows], [VALUES_AT_ONCE / N, width]
   uint32_t *gathered;                       // [RUNS_AT_ONCE, lanes, LANES]
   float *scores, *sums, *split_sums;        // [rows, SPLIT], [rows, width + 2] twice
-  float *query_scales;                      // [rows]
+  float *query_scales, *share_scales;       // [rows]
+  float *value_scales;                      // [nodes of the tile, SPLIT]
   Share *shares;                            // [rows, SPLIT]
   int64_t *begin, *end;                     // of the positions that each node sees in the split
   int64_t *slots;                           // [SPLIT]
@@ -164,17 +172,18 @@ template <class Item> class Work {
         group(a.group()),
         rows(tile.count * group),
         width(a.cache.width),
-        steps(width / PER_KEY_LANE<Item>),
-        lanes(steps + WHOLE) {
+        steps(width / N),
+        lanes(a.cache.lanes) {
     static thread_local std::vector<uint32_t> numbers_of_32_bits;
     static thread_local std::vector<float> numbers;
     static thread_local std::vector<Share> of_shares;
     static thread_local std::vector<int64_t> whole_numbers;
     queries = room(numbers_of_32_bits, rows * steps + RUNS_AT_ONCE * lanes * LANES + VALUES_AT_ONCE / N * width);
     gathered = queries + rows * steps, values = gathered + RUNS_AT_ONCE * lanes * LANES;
-    scores = room(numbers, rows * (SPLIT + 2 * (width + 2) + 1));
+    scores = room(numbers, rows * (SPLIT + 2 * (width + 2) + 2) + tile.count * SPLIT);
     sums = scores + rows * SPLIT, split_sums = sums + rows * (width + 2);
-    query_scales = split_sums + rows * (width + 2);
+    query_scales = split_sums + rows * (width + 2), share_scales = query_scales + rows;
+    value_scales = share_scales + rows;
     shares = room(of_shares, rows * SPLIT);
     begin = room(whole_numbers, 2 * tile.count + SPLIT), end = begin + tile.count;
     slots = end + tile.count;
@@ -217,7 +226,7 @@ template <class Item> class Work {
     }
   }
 
-  const Item *value(int64_t t) const { return (const Item *)(base + a.cache.value_at(slots[t])); }
+  const Value *value(int64_t t) const { return (const Value *)(base + a.cache.value_at(slots[t])); }
 
   // The keys that are read after this split.
   void look_ahead(int64_t split) {
@@ -243,7 +252,7 @@ template <class Item> class Work {
   // for memory.
   __attribute__((always_inline)) void prefetch_values(int64_t some) {
     for (; some > 0 && fetched < found; some--, fetched++)
-      for (int64_t i = 0; i < width; i += sizeof(U32) / sizeof(Item)) prefetch(value(fetched) + i);
+      for (int64_t i = 0; i < width; i += LINE_BYTES / sizeof(Value)) prefetch(value(fetched) + i);
   }
 
   // Where a row has its numbers for the first lane, as 32 bits.
@@ -259,7 +268,9 @@ template <class Item> class Work {
       const float *from =
           a.queries + (tile.node + row / group) * a.stride + (item.kv_head * group + row % group) * a.config.head_dim;
       uint32_t *query = gathered;  // free until keys are gathered
-      if constexpr (WHOLE) query_scales[row] = scale * store_whole((int16_t *)query, from, a.config.head_dim, width);
+      if constexpr (WHOLE)
+        query_scales[row] =
+            scale * store_whole((int16_t *)query, from, a.config.head_dim, width, largest_of_key(width));
       else
         for (int64_t i = 0; i < width; i += LANES)
           store((float *)query + i, load_some(from + i, a.config.head_dim - i) * scale);
@@ -298,6 +309,10 @@ template <class Item> class Work {
     add_values(0, tile.count, deepest, from, all_shared, into);
     for (int64_t n = 0; n < tile.count; n++)
       if (all_shared < end[n]) add_values(n, n + 1, n, std::max(all_shared, begin[n] / LANES * LANES), end[n], into);
+    if constexpr (WHOLE)
+      for (int64_t row = 0; row < rows; row++)
+        for (float *v = Sums(into + row * (width + 2)).values, *last = v + width; v < last; v += LANES)
+          store(v, to_float(load<I32>(v)) * share_scales[row]);
   }
 
   // The keys of `count` positions: slots of a panel, from its slot `first` on.
@@ -341,6 +356,9 @@ template <class Item> class Work {
       int64_t count = 0;
       for (; count < RUNS_AT_ONCE && from < to; count++) {
         runs[count] = run_from(from, to, gathered + count * lanes * LANES);
+        if constexpr (WHOLE)
+          for (int64_t n = first; n < last; n++)
+            store_positions(value_scales + n * SPLIT, runs[count], load<F32>(runs[count].panel + (lanes - 1) * LANES));
         from += runs[count].count;
       }
       found = from;
@@ -353,20 +371,19 @@ template <class Item> class Work {
     }
   }
 
-  using Dot = std::conditional_t<WHOLE, I32, F32>;
-
-  static Dot multiply_key(Dot sum, U32 lanes, uint32_t numbers) {
-    if constexpr (WHOLE) return dot2(sum, lanes, numbers);
-    else return multiply_lanes<1>(sum, lanes, numbers);
+  // Stores the lanes of a run where its positions are.
+  static void store_positions(float *to, const Run &run, F32 of_panel) {
+    if (run.count == LANES) store(to + run.position, of_panel);
+    else std::memcpy(to + run.position, (const float *)&of_panel + run.first, run.count * sizeof(float));
   }
 
   void store_scores(int64_t row, const Run &run, Dot dots) {
-    float *to = scores + row * SPLIT + run.position;
-    F32 all_scores;
-    if constexpr (WHOLE) all_scores = to_float(dots) * (load<F32>(run.panel + steps * LANES) * query_scales[row]);
-    else all_scores = dots;
-    if (run.count == LANES) store(to, all_scores);
-    else std::memcpy(to, (const float *)&all_scores + run.first, run.count * sizeof(float));
+    if constexpr (WHOLE) {
+      const F32 scale = load<F32>(run.panel + steps * LANES) * query_scales[row];
+      store_positions(scores + row * SPLIT, run, to_float(dots) * scale);
+    } else {
+      store_positions(scores + row * SPLIT, run, dots);
+    }
   }
 
   template <int M, int V> void multiply_keys(int64_t row, const Run *runs) {
@@ -381,7 +398,7 @@ template <class Item> class Work {
 #pragma GCC unroll 6
         for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-          for (int v = 0; v < V; v++) s[m][v] = multiply_key(s[m][v], keys[v], q[m]);
+          for (int v = 0; v < V; v++) s[m][v] = multiply_lanes(s[m][v], keys[v], q[m]);
       }
     }
 #pragma GCC unroll 6
@@ -407,13 +424,25 @@ template <class Item> class Work {
       for (int64_t t = start; t < to; t += LANES) store(s + t, softcap * tanh(load<F32>(s + t) / softcap));
     if (from % LANES) hide(start);
     if (to % LANES) hide(to / LANES * LANES);
-    F32 most = all(-INFINITY), total{};
+    F32 most = all(-INFINITY), total{}, most_scaled{};
     for (int64_t t = start; t < to; t += LANES) most = larger(load<F32>(s + t), most);
     const float top = max(most);
     for (int64_t t = start; t < to; t += LANES) {
       const F32 e = exp(load<F32>(s + t) - top);
       total = total + e;
-      store_item(out + t, e);
+      if constexpr (WHOLE) {  // what a row does not see may have any scale
+        const F32 scaled = e * select(e > 0, load<F32>(value_scales + row / group * SPLIT + t), F32{});
+        store(s + t, scaled);
+        most_scaled = larger(scaled, most_scaled);
+      } else {
+        store(out + t, e);
+      }
+    }
+    if constexpr (WHOLE) {
+      const float largest = max(most_scaled), inverse = largest > 0 ? LARGEST_SHARE / largest : 0;
+      for (int64_t t = start; t < to; t += LANES)
+        store_shorts(out + t, rounded(load<F32>(s + t) * inverse, LARGEST_SHARE));
+      share_scales[row] = largest / LARGEST_SHARE;
     }
     *sum.most = top;
     *sum.total = specbeam::SPECBEAM_ISA::sum(total);
@@ -467,10 +496,10 @@ template <class Item> class Work {
   template <int M, int V, bool STRAIGHT = false>
   void add_products(int64_t row, int64_t low, int64_t high, int64_t origin, int64_t vector, float *into) {
     if (low >= high) return;
-    F32 o[M][V];
+    Dot o[M][V];
     const auto place = [&](int m, int v) { return into + (row + m) * (width + 2) + 2 + (vector + v) * LANES; };
     for (int m = 0; m < M; m++)
-      for (int v = 0; v < V; v++) o[m][v] = load<F32>(place(m, v));
+      for (int v = 0; v < V; v++) o[m][v] = load<Dot>(place(m, v));
     const Share *p = shares + row * SPLIT;
     const uint32_t *from = values + (low - origin) / N * width + vector * LANES;
     for (int64_t t = low; t < high; t += N, from += width) {
@@ -486,14 +515,13 @@ template <class Item> class Work {
 #pragma GCC unroll 6
       for (int m = 0; m < M; m++)
 #pragma GCC unroll 4
-        for (int v = 0; v < V; v++) o[m][v] = multiply_lanes<N>(o[m][v], lanes[v], bits(p + m * SPLIT + t));
+        for (int v = 0; v < V; v++) o[m][v] = multiply_lanes(o[m][v], lanes[v], bits(p + m * SPLIT + t));
     }
     for (int m = 0; m < M; m++)
       for (int v = 0; v < V; v++) store(place(m, v), o[m][v]);
   }
 
-  // The same for one row, at those positions from `low` up to `high` that it sees. A pair may be seen by half. The
-  // other half is not multiplied, because it may be infinite.
+  // The same for one row, at those positions from `low` up to `high` that it sees. A pair may be seen by half.
   void add_edge(int64_t row, int64_t low, int64_t high, int64_t origin, float *into) {
     const int64_t n = row / group;
     low = std::max(low, begin[n] / N * N), high = std::min(high, end[n]);
@@ -504,7 +532,7 @@ template <class Item> class Work {
       const uint32_t *from = values + (t - origin) / N * width, numbers = bits(shares + row * SPLIT + t);
       float *to = into + row * (width + 2) + 2;
       for (int64_t i = 0; i < width; i += LANES)
-        store(to + i, multiply_lanes<N>(load<F32>(to + i), load<U32>(from + i) & seen, numbers));
+        store(to + i, multiply_lanes(load<Dot>(to + i), load<U32>(from + i) & seen, numbers));
     }
   }
 
@@ -528,43 +556,42 @@ template <class Item> class Work {
 
   // The values of the position t, in pairs with the next position. From `to` on they are 0.
   template <int V> void read_values(int64_t t, [[maybe_unused]] int64_t to, int64_t vector, U32 *lanes) const {
-    const Item *row = value(t) + vector * LANES;
-#if defined(__AVX512BF16__)
-    if constexpr (N == 2) {
-      alignas(64) static constexpr uint16_t ZEROS[V * LANES] = {};
+    const Value *row = value(t) + vector * LANES;
+    if constexpr (WHOLE) {
+      static constexpr int8_t ZEROS[V * LANES] = {};
       zip<V>(row, t + 1 < to ? value(t + 1) + vector * LANES : ZEROS, lanes);
+    } else {
+      for (int v = 0; v < V; v++) lanes[v] = load<U32>(row + v * LANES);
     }
-#endif
-    if constexpr (N == 1)
-      for (int v = 0; v < V; v++) lanes[v] = (U32)load_item(row + v * LANES);
   }
 };
 
 void put(const ModelConfig &c, const Cache &cache, int64_t layer, int64_t slot, const float *keys,
          const float *values) {
   static thread_local std::vector<uint32_t> numbers;
-  const int64_t lanes = cache.panel / Cache::PANEL_SLOTS / sizeof(uint32_t);
-  uint32_t *key = room(numbers, lanes);
+  uint32_t *key = room(numbers, cache.lanes);
   for (int64_t h = 0; h < c.kv_heads; h++, keys += c.head_dim, values += c.head_dim) {
     uint8_t *base = cache.first_block(layer, h), *value = base + cache.value_at(slot);
-    if (cache.item == 2) {
-      const float scale = store_whole((int16_t *)key, keys, c.head_dim, cache.width);
-      std::memcpy(key + lanes - 1, &scale, sizeof scale);
-    }
-    for (int64_t i = 0; i < cache.width; i += LANES) {
-      if (cache.item == 4) store_item((float *)key + i, load_some(keys + i, c.head_dim - i));
-      const F32 some = load_some(values + i, c.head_dim - i);
-      if (cache.item == 2) store_item((uint16_t *)value + i, some);
-      else store_item((float *)value + i, some);
+    if (cache.whole) {
+      const float scales[] = {
+          store_whole((int16_t *)key, keys, c.head_dim, cache.width, largest_of_key(cache.width)),
+          store_whole((int8_t *)value, values, c.head_dim, cache.width, LARGEST_VALUE),
+      };
+      std::memcpy(key + cache.lanes - 2, scales, sizeof scales);
+    } else {
+      for (int64_t i = 0; i < cache.width; i += LANES) {
+        store((float *)key + i, load_some(keys + i, c.head_dim - i));
+        store((float *)value + i, load_some(values + i, c.head_dim - i));
+      }
     }
     auto *panel = (uint32_t *)(base + cache.panel_at(slot)) + slot % Cache::PANEL_SLOTS;
-    for (int64_t i = 0; i < lanes; i++) panel[i * Cache::PANEL_SLOTS] = key[i];
+    for (int64_t i = 0; i < cache.lanes; i++) panel[i * Cache::PANEL_SLOTS] = key[i];
   }
 }
 
 void attend(const Attention &a, int64_t item) {
-  if (a.cache.item == 2) Work<uint16_t>(a, a.items[item]).run();
-  else Work<float>(a, a.items[item]).run();
+  if (a.cache.whole) Work<true>(a, a.items[item]).run();
+  else Work<false>(a, a.items[item]).run();
 }
 
 void join(const Attention &a, int64_t node) {

@@ -22,7 +22,7 @@ enum Activation : int64_t { SILU, GELU, GELU_TANH };
 // The numbers of checkpoints/config.py. ModelConfigStruct in library.py mirrors this structure field by field.
 struct ModelConfig {
   int64_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, context;
-  int64_t layer_norm, activation, gated, parallel, half_cache;  // activation: an Activation; the others: 0 or 1
+  int64_t layer_norm, activation, gated, parallel, whole_cache;  // activation: an Activation; the others: 0 or 1
   double norm_eps, attention_scale, embedding_scale;
   double attention_softcap, logits_softcap;  // 0: no softcap
 };
@@ -87,15 +87,16 @@ struct Model {
 inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
 // Keys and values of all texts of a model: [block of slots, layer, kv head, keys and values, SLOTS_PER_BLOCK, padded
-// head_dim]. They are float32, or two bytes: then keys are whole numbers with a scale per slot. Keys lie in panels of
-// PANEL_SLOTS slots: [lane of 32 bits, slot], and the scales follow as one more lane. So a vector holds the same lane
-// of the keys of neighbouring slots. Memory is reserved once and never moves. The system gives a page when it is first
-// written.
+// head_dim]. They are float32, or whole numbers: keys of 16 bits and values of 8 bits, with two scales per slot. Keys
+// lie in panels of PANEL_SLOTS slots: [lane of 32 bits, slot], and the scales of keys and of values follow as two more
+// lanes. So a vector holds the same lane of the keys of neighbouring slots. Memory is reserved once and never moves.
+// The system gives a page when it is first written.
 class Cache {
  public:
   static constexpr int64_t SLOTS_PER_BLOCK = 256, PANEL_SLOTS = 16;
-  const int64_t width, item;       // the padded head_dim; bytes per number
-  const int64_t panel;             // bytes of a panel
+  const bool whole;                // keys and values are whole numbers
+  const int64_t width, lanes;      // the padded head_dim; lanes of 32 bits for a key and the scales of its slot
+  const int64_t value, panel;      // bytes of a value; of a panel
   const int64_t keys, head;        // bytes of a block for a head's keys; for its keys and values
   const int64_t block;             // bytes of a block
   int64_t capacity = 0;            // all slots in use are below it
@@ -103,11 +104,13 @@ class Cache {
   static constexpr int32_t EMPTY = -1;
 
   explicit Cache(const ModelConfig &c)
-      : width(padded(c.head_dim)),
-        item(c.half_cache ? 2 : 4),
-        panel(PANEL_SLOTS * (width * item + (item == 2 ? int64_t(sizeof(float)) : 0))),
+      : whole(c.whole_cache),
+        width(padded(c.head_dim)),
+        lanes(whole ? width / 2 + 2 : width),
+        value(whole ? width : width * int64_t(sizeof(float))),
+        panel(PANEL_SLOTS * lanes * int64_t(sizeof(float))),
         keys(SLOTS_PER_BLOCK / PANEL_SLOTS * panel),
-        head(keys + SLOTS_PER_BLOCK * width * item),
+        head(keys + SLOTS_PER_BLOCK * value),
         block(c.layers * c.kv_heads * head),
         heads(c.kv_heads) {}
   ~Cache() {
@@ -143,7 +146,7 @@ class Cache {
     return int64_t(slot / SLOTS_PER_BLOCK) * block + int64_t(slot % SLOTS_PER_BLOCK / PANEL_SLOTS) * panel;
   }
   int64_t value_at(uint64_t slot) const {
-    return int64_t(slot / SLOTS_PER_BLOCK) * block + keys + int64_t(slot % SLOTS_PER_BLOCK) * width * item;
+    return int64_t(slot / SLOTS_PER_BLOCK) * block + keys + int64_t(slot % SLOTS_PER_BLOCK) * value;
   }
 
  private:
