@@ -83,9 +83,7 @@ class CpuBackend:
         config = checkpoint.config
         self._library = library()
         if self._library.specbeam_isa(isa.encode()) is None:
-            raise SpecbeamError(
-                f"isa={isa!r} is not available on this machine: give avx512, avx2 or portable"
-            )
+            raise SpecbeamError(f"isa={isa!r} is not available on this machine: give avx512, avx2 or portable")
         self._weights = load_weights(checkpoint, self.quantize)
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         self.window = config.window

@@ -25,8 +25,8 @@ constexpr int ROWS = 1, VECTORS = 2;
 constexpr int64_t RUNS_AT_ONCE = 4, VALUES_AT_ONCE = 128;  // read at a time, to stay in the first-level cache
 // Where at least this many keys lie side by side, their whole panel is multiplied in place. Other keys are gathered.
 constexpr int64_t MIN_RUN_LENGTH = 4;
-constexpr int64_t STEPS_PER_FETCH = 8, VALUES_PER_FETCH = 16;  // a width has a multiple of 8 steps
-constexpr int64_t LINE_BYTES = 64;                             // of the cache
+constexpr int64_t STEPS_PER_FETCH = 8, SLOTS_PER_FETCH = 6;  // a width has a multiple of 8 steps
+constexpr int64_t LINE_BYTES = 64;
 
 // The largest shares, so that a sum of SPLIT products with values fits into 32 bits. The values of a cache of whole
 // numbers are at most LARGEST_VALUE.
@@ -90,7 +90,7 @@ template <int V> inline void zip(const int8_t *a, const int8_t *b, U32 *out) {
   }
 #endif
 #pragma GCC unroll 4
-  for (; v < V; v++) out[v] = (U32)((load_values(a + v * LANES) & 0xffff) | load_values(b + v * LANES) << 16);
+  for (; v < V; v++) out[v] = ((U32)load_values(a + v * LANES) & 0xffff) | (U32)load_values(b + v * LANES) << 16;
 }
 
 // Calls f(a constant number of rows, the first row) until all rows have had their turn.
@@ -158,10 +158,9 @@ template <bool WHOLE> class Work {
   int64_t *begin, *end;                     // of the positions that each node sees in the split
   int64_t *slots;                           // [SPLIT]
   const uint8_t *base;                      // the first block
-  int64_t found = 0, fetched = 0;           // the ends of the positions whose keys are read, and of the fetched values
-  const uint8_t *next_base = nullptr;       // the first block of the keys to prefetch
-  const int64_t *next_slots = nullptr;      // theirs
-  int64_t next_count = 0;
+  const uint8_t *next_base = nullptr;       // the first block of the next split
+  const int64_t *next_slots = nullptr;      // its slots
+  int64_t next_count = 0, fetched = 0;      // their number, and how many of them are prefetched
 
  public:
   Work(const Attention &all, const AttentionItem &one)
@@ -228,12 +227,12 @@ template <bool WHOLE> class Work {
 
   const Value *value(int64_t t) const { return (const Value *)(base + a.cache.value_at(slots[t])); }
 
-  // The keys that are read after this split.
+  // Finds the slots that are read after this split.
   void look_ahead(int64_t split) {
     const AttentionItem *next = split + 1 < item.end                          ? &item
                                 : &item + 1 < a.items.data() + a.items.size() ? &item + 1
                                                                               : nullptr;
-    next_count = 0;
+    next_count = fetched = 0;
     if (!next) return;
     const int64_t first = (next == &item ? split + 1 : next->split) * SPLIT;
     const Segment &s = *a.tiles[next->tile].segment;
@@ -241,18 +240,16 @@ template <bool WHOLE> class Work {
     next_slots = s.trunk + first, next_count = std::min(SPLIT, s.trunk_length - first);
   }
 
-  // Prefetches a slot's share of the lines of its panel. Neighbouring slots fetch all lines together.
-  __attribute__((always_inline)) void prefetch_next(int64_t t) const {
-    if (t >= next_count) return;
-    const int64_t slot = std::max<int64_t>(next_slots[t], 0), place = slot % LANES;
-    const uint8_t *panel = next_base + a.cache.panel_at(slot);
-    for (int64_t i = place * lanes / LANES; i < (place + 1) * lanes / LANES; i++) prefetch(panel + i * sizeof(U32));
-  }
-  // Prefetches the next values of the positions whose keys are being multiplied. A few at a time do not have to wait
-  // for memory.
-  __attribute__((always_inline)) void prefetch_values(int64_t some) {
-    for (; some > 0 && fetched < found; some--, fetched++)
-      for (int64_t i = 0; i < width; i += LINE_BYTES / sizeof(Value)) prefetch(value(fetched) + i);
+  // Prefetches the keys and values of some more slots of the next split. These requests are spread over the whole
+  // split, because a processor can have few of them under way. Neighbouring slots fetch the lines of their panel
+  // together.
+  __attribute__((always_inline)) void prefetch_next(int64_t some) {
+    for (; some > 0 && fetched < next_count; some--, fetched++) {
+      const int64_t slot = std::max<int64_t>(next_slots[fetched], 0), place = slot % LANES;
+      const uint8_t *panel = next_base + a.cache.panel_at(slot), *value = next_base + a.cache.value_at(slot);
+      for (int64_t i = place * lanes / LANES; i < (place + 1) * lanes / LANES; i++) prefetch(panel + i * LINE_BYTES);
+      for (int64_t i = 0; i < a.cache.value; i += LINE_BYTES) prefetch(value + i);
+    }
   }
 
   // Where a row has its numbers for the first lane, as 32 bits.
@@ -350,7 +347,6 @@ template <bool WHOLE> class Work {
   // `last`. Scores beyond what a row sees are not used.
   void score(int64_t first, int64_t last, int64_t node, int64_t from, int64_t to) {
     find(node, from, to);
-    fetched = from;
     while (from < to) {
       Run runs[RUNS_AT_ONCE];
       int64_t count = 0;
@@ -361,13 +357,11 @@ template <bool WHOLE> class Work {
             store_positions(value_scales + n * SPLIT, runs[count], load<F32>(runs[count].panel + (lanes - 1) * LANES));
         from += runs[count].count;
       }
-      found = from;
       in_groups(first * group, last * group, [&](auto m, int64_t row) {
         int64_t r = 0;
         for (; r + VECTORS <= count; r += VECTORS) multiply_keys<m.value, VECTORS>(row, runs + r);
         for (; r < count; r++) multiply_keys<m.value, 1>(row, runs + r);
       });
-      prefetch_values(found - fetched);
     }
   }
 
@@ -390,7 +384,7 @@ template <bool WHOLE> class Work {
     Dot s[M][V] = {};
     const uint32_t *q = queries + row;
     for (int64_t i = 0; i < steps;) {
-      prefetch_values(VALUES_PER_FETCH);
+      prefetch_next(SLOTS_PER_FETCH);
       for (const int64_t stop = i + STEPS_PER_FETCH; i < stop; i++, q += rows) {
         U32 keys[V];
 #pragma GCC unroll 4
@@ -428,6 +422,7 @@ template <bool WHOLE> class Work {
     for (int64_t t = start; t < to; t += LANES) most = larger(load<F32>(s + t), most);
     const float top = max(most);
     for (int64_t t = start; t < to; t += LANES) {
+      prefetch_next(1);
       const F32 e = exp(load<F32>(s + t) - top);
       total = total + e;
       if constexpr (WHOLE) {  // what a row does not see may have any scale
@@ -505,8 +500,7 @@ template <bool WHOLE> class Work {
     for (int64_t t = low; t < high; t += N, from += width) {
       U32 lanes[V];
       if constexpr (STRAIGHT) {
-        if (vector == 0)
-          for (int i = 0; i < N; i++) prefetch_next(t + i);
+        if (vector == 0) prefetch_next(1);
         read_values<V>(t, t + N, vector, lanes);
       } else {
 #pragma GCC unroll 4
@@ -540,7 +534,7 @@ template <bool WHOLE> class Work {
   void unpack_values(int64_t from, int64_t to) {
     for (int64_t t = from; t < to; t += N) {
       uint32_t *out = values + (t - from) / N * width;
-      for (int i = 0; i < N; i++) prefetch_next(t + i);
+      prefetch_next(1);
       const int64_t vectors = width / LANES;
       int64_t v = 0;
       for (; v + VECTORS <= vectors; v += VECTORS) unpack<VECTORS>(t, to, v, out);
