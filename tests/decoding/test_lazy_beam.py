@@ -14,6 +14,7 @@ from specbeam import Engine, Options, TokenTrie
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.decoding.beam import BeamSearch, beam_search
 from specbeam.decoding.deferring import LikelyNeeded
+from specbeam.decoding.drafter import Guesses
 from specbeam.decoding.lazy_beam import LazyBeamSearch, lazy_beam_search
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.record import Record
@@ -89,6 +90,9 @@ class SomeBeams:
     def pays(self, scores, length):
         return self.random.random() >= self.plain
 
+    def add_drafted(self, steps):
+        assert steps >= 0
+
     def choose(self, deferred):
         chosen = self.random.random(len(deferred.nodes)) < self.eagerness
         chosen[self.random.integers(len(chosen))] = True
@@ -98,6 +102,9 @@ class SomeBeams:
 class BestFirst:
     """Go on with the best beam; else evaluate the best of the beams that decide whether that may be done."""
 
+    def add_drafted(self, steps):
+        assert steps >= 0
+
     def pays(self, scores, length):
         return True
 
@@ -106,6 +113,31 @@ class BestFirst:
         chosen = np.zeros(len(scores), bool)
         chosen[scores.argmax()] = True
         return chosen
+
+
+class SomeGuesses:
+    """A drafter that guesses chains below the best beam, and below all beams. Half of its tokens are the likeliest."""
+
+    def __init__(self, tree, stop, logits_of, seed):
+        self.tree, self.stop, self.logits_of = tree, stop, logits_of
+        self.random = np.random.default_rng(seed)
+        self.pace = self.of_best = self
+
+    def propose(self, tips, scores):
+        nodes = []
+        for end in np.unique(tips).tolist():
+            for _ in range(self.random.integers(5)):
+                logits = self.logits_of(self.tree.tokens(self.tree.path(end)).tolist())
+                token = int(logits.argmax() if self.random.random() < 0.5 else self.random.integers(len(logits)))
+                if token in self.stop.eos_token_ids or self.tree.depths([end])[0] + 2 >= self.stop.max_length:
+                    break
+                end = int(self.tree.guess(np.array([end]), np.array([token]))[0])
+                nodes.append(end)
+        return Guesses(np.unique(np.array(nodes, dtype=np.int64)))
+        yield
+
+    def learn(self, guesses, tree, steps):
+        assert all(len(ends) for ends in steps)
 
 
 LENGTH_PENALTIES = [1.0, 0.0, 2.0, -1.0, 0.5]
@@ -123,13 +155,15 @@ def make_policy(name, seed, options):
     return LikelyNeeded(options.max_new_tokens, options.num_beams, COSTS[seed % len(COSTS)])
 
 
-def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, **more):
+def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, drafts=False, **more):
     """Compare both searches. Return how many nodes each evaluated."""
     made = vocab_size, eos, lambda tokens: logits_after(tokens, vocab_size, seed, kind)
     tree, search, record = searched(BeamSearch, options, *made, **more)
     plain, nbest, of_all = run(beam_search(tree, search, record), tree, made[2])
     tree, search, lazy_record = searched(LazyBeamSearch, options, *made, **more)
-    lazy, yielded, sizes = run(lazy_beam_search(search, lazy_record, make_policy(policy, seed, options)), tree, made[2])
+    drafter = SomeGuesses(tree, search.stop, made[2], seed) if drafts else None
+    strategy = lazy_beam_search(search, lazy_record, make_policy(policy, seed, options), drafter)
+    lazy, yielded, sizes = run(strategy, tree, made[2])
     assert lazy == plain
     assert yielded == lazy
     assert nbest == plain
@@ -143,7 +177,7 @@ def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, **
     policy=st.sampled_from(POLICIES),
     num_beams=st.integers(2, 8),
     max_new_tokens=st.integers(1, 9),
-    more=st.fixed_dictionaries({"distinct": st.booleans(), "constrained": st.booleans()}),
+    more=st.fixed_dictionaries({"distinct": st.booleans(), "constrained": st.booleans(), "drafts": st.booleans()}),
     seed=st.integers(0, 2**32),
     data=st.data(),
 )
@@ -258,6 +292,23 @@ def test_wide_beams_of_an_engine_are_plain_beams(request, tiny, save, scale):
         [engine.submit([97, 98, 99], {"max_new_tokens": 24, **options, **how}) for how in ({}, {"bound_rule": False})]
         for options in WIDE
     ]
+    engine.run()
+    for lazy, plain in pairs:
+        assert lazy.result().sequences == plain.result().sequences
+
+
+@pytest.mark.parametrize("draft", ["ngram", "suffix", "model", "itself"])
+@pytest.mark.parametrize("scale", [0.02, 0.3, 1.0])
+def test_wide_beams_with_drafts_are_plain_beams(save, draft, scale):
+    lm = specbeam.load(save(random_model("llama", initializer_range=scale)), backend="cpu")
+    drafts = {"itself": lm}
+    if draft == "model":
+        drafts["model"] = specbeam.load(save(random_model("llama", seed=1, initializer_range=scale)), backend="cpu")
+    engine, pairs = Engine(lm), []
+    for options in WIDE[:5]:
+        options = {"max_new_tokens": 24, **options}
+        one = engine.submit([97, 98, 99, 97, 98], options, draft=drafts.get(draft, draft))
+        pairs.append([one, engine.submit([97, 98, 99, 97, 98], {**options, "bound_rule": False})])
     engine.run()
     for lazy, plain in pairs:
         assert lazy.result().sequences == plain.result().sequences

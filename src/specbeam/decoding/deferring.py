@@ -63,6 +63,9 @@ class Policy(Protocol):
     def choose(self, deferred: Deferred) -> Mask:
         """The beams to evaluate in the next pass, at least one of them, bool [n]."""
 
+    def add_drafted(self, steps: int) -> None:
+        """Count steps that were taken thanks to drafts, beside the one step of the pass."""
+
 
 class LikelyNeeded:
     """Defers the beams that the best text will probably not fall below.
@@ -115,6 +118,9 @@ class LikelyNeeded:
             chosen = np.isin(np.arange(len(chances)), likeliest[:count])
         self._spent += costs[min(int(chosen.sum()), self._num_beams) - 1]
         return chosen
+
+    def add_drafted(self, steps: int) -> None:
+        self._spent += steps * self._cost(1)  # drafts are made only where they cost less
 
     def _loses(self, deferred: Deferred, chances: NDArray[np.float64], costs: NDArray[np.float64]) -> bool:
         """Whether plain steps would have been cheaper, by more than may be lost."""

@@ -61,6 +61,9 @@ class Drafter(Protocol):
     def tree(self) -> Tree:
         """The tree whose nodes it asks its model about: the request's tree, unless it keeps another."""
 
+    of_best: Drafter | None
+    """Guesses below the best beam alone while lazy beam search defers the others. None if it does not."""
+
     @property
     def pace(self) -> DraftPace:
         """The sizes of its drafts. The strategy reports the outcome of each round here."""

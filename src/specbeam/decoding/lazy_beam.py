@@ -26,8 +26,9 @@ from specbeam.decoding.beam import (
     possible,
 )
 from specbeam.decoding.deferring import Deferred, Policy
+from specbeam.decoding.drafter import Drafter, Guesses
 from specbeam.decoding.record import Record
-from specbeam.decoding.speculative_beam import Known
+from specbeam.decoding.speculative_beam import Known, speculative_round
 from specbeam.tree import NO_NODES, Nodes
 
 NOTHING = float("-inf")
@@ -69,24 +70,51 @@ class Level:
         return same and bounds and np.array_equal(self.finished.nodes, other.finished.nodes)
 
 
-def lazy_beam_search(search: LazyBeamSearch, record: Record, policy: Policy) -> Strategy:
-    """Beam search, in which beams are deferred while that pays."""
-    tree, known = search.tree, Known()
+def lazy_beam_search(
+    search: LazyBeamSearch, record: Record, policy: Policy, drafter: Drafter | None = None
+) -> Strategy:
+    """Beam search, in which beams are deferred while that pays. Drafts then go below the best beam alone."""
+    known = Known()
     while not search.done:
-        if not search.levels and not search.tied and policy.pays(search.scores, search.length):
+        if not search.tied and policy.pays(search.scores, search.length):
             search.defer()
-        if not search.levels:
-            yield from beam_round(tree, search, record)
-            continue
-        wanted = search.wanted(policy)
-        known.add(wanted, (yield Evaluate(wanted, search.wish(wanted))))
-        record.round()
-        for level in search.advance(known, tree.depths(wanted) - tree.prompt_length + 1):
-            record.step(level.beams, level.scores)
-        known.keep(np.intersect1d(known.nodes, search.growing), whole_rows=False)
-        tree.keep(search.growing, search.finished_nodes)
-        yield from search.certain()
+            known = Known()
+            while search.levels and not search.done:
+                yield from lazy_round(search, record, policy, None if drafter is None else drafter.of_best, known)
+            known = Known()
+        elif drafter is None:
+            yield from beam_round(search.tree, search, record)
+        else:
+            yield from speculative_round(search.tree, search, record, drafter, known)
     return search.hypotheses()
+
+
+def lazy_round(
+    search: LazyBeamSearch, record: Record, policy: Policy, drafter: Drafter | None, known: Known
+) -> Strategy:
+    """Evaluate the beams that the policy chooses, and guesses below the best one. Take every step that they decide."""
+    tree, wanted, guesses = search.tree, search.wanted(policy), Guesses()
+    tip = np.intersect1d(search.levels[-1].beams[:1], wanted)  # from which the search may go on
+    if drafter is not None and len(tip):
+        guesses = yield from drafter.propose(tip, search.levels[-1].scores[:1].astype(np.float64))
+    guessed = np.setdiff1d(known.missing(guesses.nodes), wanted)
+    wanted = np.union1d(wanted, guessed)
+    known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
+    record.round(guessed, rests=guesses.declined)
+    length = search.levels[-1].length
+    closed = search.advance(known, tree.depths(wanted) - tree.prompt_length + 1)
+    for level in closed:
+        record.step(level.beams, level.scores)
+    if drafter is not None and len(tip):
+        bests = {level.length: level.beams[:1] for level in [*closed, *search.levels]}
+        steps = [best for at, best in bests.items() if at > length and len(best)]
+        drafter.pace.learn(guesses, tree, steps)
+        policy.add_drafted(max(0, len(steps) - 1))
+    promising = known.nodes[tree.below(known.nodes, search.growing)]
+    known.keep(promising, whole_rows=False)
+    tree.keep(np.concatenate([search.growing, promising]), search.finished_nodes)
+    yield from search.certain()
+    return []
 
 
 class LazyBeamSearch(BeamSearch):

@@ -23,23 +23,29 @@ def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter:
     """
     known = Known()
     while not search.done:
-        guesses = yield from drafter.propose(search.beams, search.scores.astype(np.float64))
-        wanted = known.missing(np.concatenate([search.beams, guesses.nodes]))
-        guessed = np.setdiff1d(wanted, search.beams)
-        known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
-        record.round(guessed, rests=guesses.declined)
-        steps = []
-        while not search.done and search.step(*known.at(search.beams)):
-            record.step(search.beams, search.scores)
-            steps.append(search.beams)
-        promising = known.nodes[tree.below(known.nodes, search.beams)]
-        if not search.done and not len(known.missing(search.beams)):  # the step needed whole rows
-            promising = np.setdiff1d(promising, search.beams)
-        drafter.pace.learn(guesses, tree, steps)
-        known.keep(promising, search.needs_rows)
-        tree.keep(np.concatenate([search.beams, promising]), search.finished_nodes)
-        yield from search.certain()
+        yield from speculative_round(tree, search, record, drafter, known)
     return search.hypotheses()
+
+
+def speculative_round(tree: Tree, search: Search, record: Record, drafter: Drafter, known: Known) -> Strategy:
+    """Evaluate all beams and guesses below them. Take every step whose answers are known."""
+    guesses = yield from drafter.propose(search.beams, search.scores.astype(np.float64))
+    wanted = known.missing(np.concatenate([search.beams, guesses.nodes]))
+    guessed = np.setdiff1d(wanted, search.beams)
+    known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
+    record.round(guessed, rests=guesses.declined)
+    steps = []
+    while not search.done and search.step(*known.at(search.beams)):
+        record.step(search.beams, search.scores)
+        steps.append(search.beams)
+    promising = known.nodes[tree.below(known.nodes, search.beams)]
+    if not search.done and not len(known.missing(search.beams)):  # the step needed whole rows
+        promising = np.setdiff1d(promising, search.beams)
+    drafter.pace.learn(guesses, tree, steps)
+    known.keep(promising, search.needs_rows)
+    tree.keep(np.concatenate([search.beams, promising]), search.finished_nodes)
+    yield from search.certain()
+    return []
 
 
 class Known:

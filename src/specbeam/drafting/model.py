@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from specbeam.decoding import Answer, Evaluate
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
-from specbeam.drafting import DECLINED, Guesses, Proposal
+from specbeam.drafting import DECLINED, Drafter, Guesses, Proposal
 from specbeam.drafting.pace import Pace
 from specbeam.tree import NO_NODES, Nodes, Tree
 
@@ -56,6 +56,7 @@ class ModelDrafter:
         self.context = context
         self.special = sorted(special)
         self.pace = pace
+        self.of_best: Drafter | None = None
         self._eos = np.array(sorted(stop.eos_token_ids), dtype=np.int64)
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import DECLINED, Proposal
+from specbeam.drafting import DECLINED, Drafter, Proposal
 from specbeam.drafting.chains import Chains
 from specbeam.tree import Tree
 
@@ -24,6 +24,7 @@ class NgramDrafter:
         self.tree = tree
         self.chains = chains
         self.pace = chains.pace
+        self.of_best: Drafter | None = None
 
     def propose(self, tips: Any, scores: NDArray[np.float64]) -> Proposal:
         self.pace.begin_round()

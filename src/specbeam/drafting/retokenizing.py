@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from specbeam.decoding import Evaluate, Wish
 from specbeam.detokenizing import INCOMPLETE, Detokenizer, TextEnd
-from specbeam.drafting import DECLINED, Guesses, Proposal
+from specbeam.drafting import DECLINED, Drafter, Guesses, Proposal
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.encoding import EncodedEnd, extend, shorten
 from specbeam.errors import SpecbeamError
@@ -62,6 +62,7 @@ class RetokenizingDrafter:
         self.text_tree = tree
         self.chains = chains
         self.pace = chains.pace
+        self.of_best: Drafter | None = None
         self.encode, self.decode = both_ways(target)
         self.draft_encode, self.draft_decode = both_ways(draft)
         self.context = draft.backend.context_length

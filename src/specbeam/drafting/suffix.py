@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import DECLINED, Proposal
+from specbeam.drafting import DECLINED, Drafter, Proposal
 from specbeam.drafting.chains import Chains
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -117,6 +117,7 @@ class SuffixDrafter:
         self.tree = tree
         self.chains = chains
         self.pace = chains.pace
+        self.of_best: Drafter | None = None
         self._own = SuffixAutomaton()
         self._read = 0  # tokens of the trunk that the automaton has
         self._earlier = earlier

@@ -26,12 +26,19 @@ Draft = LanguageModel | SuffixAutomaton | str | os.PathLike[str]
 
 
 def make_drafter(
-    setup: Setup, lm: LanguageModel, draft: Draft, prompt_length: int, target_cost: Cost, draft_cost: Cost | None
+    setup: Setup,
+    lm: LanguageModel,
+    draft: Draft,
+    prompt_length: int,
+    target_cost: Cost,
+    draft_cost: Cost | None,
+    num_texts: int,
 ) -> Drafter:
     """The drafter of one request.
 
     Args:
         draft: has passed :func:`check_draft`.
+        num_texts: below which it guesses at once: the number of beams, or 1.
         target_cost, draft_cost: of the request's passes; None for a draft that is no model.
         prompt_length: in tokens.
 
@@ -39,7 +46,7 @@ def make_drafter(
         SpecbeamError: the draft has another vocabulary, which text cannot bridge.
     """
     shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
-    pace = _make_pace(setup.options, prompt_length, target_cost, draft_cost, chains=not shares_tokenizer)
+    pace = _make_pace(setup.options, prompt_length, target_cost, draft_cost, num_texts, chains=not shares_tokenizer)
     if isinstance(draft, LanguageModel) and shares_tokenizer:
         return _make_model_drafter(setup, lm, draft, pace)
     chains = Chains(setup.tree, setup.wish.process, setup.stop, lm.backend.vocab_size, pace)
@@ -50,12 +57,14 @@ def make_drafter(
     return SuffixDrafter(setup.tree, chains, draft if isinstance(draft, SuffixAutomaton) else None)
 
 
-def _make_pace(options: Options, prompt_length: int, target: Cost, draft: Cost | None, chains: bool) -> Pace:
+def _make_pace(
+    options: Options, prompt_length: int, target: Cost, draft: Cost | None, num_beams: int, chains: bool
+) -> Pace:
     sizes = Sizes(
         num_draft_tokens=options.draft_size("num_draft_tokens"),
         draft_width=options.draft_size("draft_width"),
         draft_budget=options.draft_size("draft_budget"),
-        num_beams=options.num_beams,
+        num_beams=num_beams,
         target=target,
         draft=draft,
         chains=chains,

@@ -24,7 +24,7 @@ from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
 from specbeam.engine.request import Request
 from specbeam.engine.setup import make_setup
-from specbeam.engine.strategies import MakeStrategy, make_strategy
+from specbeam.engine.strategies import MakeStrategy, is_lazy, make_strategy
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -74,10 +74,16 @@ class RequestState:
         self._setup = setup = make_setup(lm, prompt_ids, options)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
-        self._target_cost = setup.cost if draft is None else SharedCost(pass_times(lm.backend), setup.options.num_beams)
+        num_beams = setup.options.num_beams
+        self._target_cost = setup.cost if draft is None else SharedCost(pass_times(lm.backend), num_beams)
         self._draft_cost = SharedCost(pass_times(draft.backend), 1) if isinstance(draft, LanguageModel) else None
         costs = self._target_cost, self._draft_cost
-        self._drafter = None if draft is None else make_drafter(setup, lm, draft, len(prompt_ids), *costs)
+        self._drafter = None
+        if draft is not None:
+            self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), *costs, num_beams)
+            if is_lazy(setup) and not isinstance(draft, LanguageModel):
+                costs = setup.cost, self._draft_cost
+                self._drafter.of_best = make_drafter(setup, lm, draft, len(prompt_ids), *costs, 1)
         pace = None if self._drafter is None else self._drafter.pace
         size = prompt_ids, setup.stop.max_length - setup.tree.prompt_length, setup.options.num_texts
         shares = setup.options.share_prefix
@@ -261,9 +267,10 @@ class RequestState:
             requests: the number of requests in the pass.
         """
         self._state.seconds += seconds
-        cost = self._draft_cost if self.drafting else self._target_cost
-        if cost is not None:
-            cost.join(other_nodes, requests)
+        costs = {self._draft_cost} if self.drafting else {self._target_cost, self._setup.cost}
+        for cost in costs:
+            if cost is not None:
+                cost.join(other_nodes, requests)
 
     def wishes(self, nodes: Nodes) -> list[Wish]:
         """The wishes about the logits at the wanted ones among some pending nodes.

@@ -26,11 +26,11 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
     """The strategy that the options ask for: greedy search, sampling or beam search, speculative with a drafter."""
     options, tree, wish, stop, record = setup.options, setup.tree, setup.wish, setup.stop, setup.record
     if options.num_beams > 1:
-        if drafter is None and is_lazy(setup):
+        if is_lazy(setup) and (drafter is None or drafter.of_best is not None):
             search = make_search(setup, LazyBeamSearch)
             assert isinstance(search, LazyBeamSearch)
             policy = LikelyNeeded(search.max_new_tokens, options.num_beams, setup.cost)
-            return lazy_beam_search(search, record, policy)
+            return lazy_beam_search(search, record, policy, drafter)
         if drafter is not None:
             return speculative_beam_search(tree, make_search(setup), record, drafter)
         return beam_search(tree, make_search(setup), record)
@@ -42,15 +42,19 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
 
 
 def is_lazy(setup: Setup) -> bool:
-    """Whether some beams may be left out, and that may pay: no score rises, no draw, and nothing counts all beams."""
+    """Whether some beams may be left out, and that may pay: no score rises, no draw, and nothing counts all beams.
+
+    Sizes of drafts that were asked for are sizes below all beams.
+    """
     options, process = setup.options, setup.wish.process
+    fixed = any(options.draft_size(name) is not None for name in ("num_draft_tokens", "draft_width", "draft_budget"))
     calls = options.prefix_allowed_tokens_fn is not None or bool(process.functions)
     counts = options.early_stopping is True or options.trace  # finished texts; the beams of each step
     return (
         options.bound_rule
         and options.num_beams >= MIN_LAZY_BEAMS
         and options.num_beam_groups == 1
-        and not (options.samples or process.raises or calls or counts)
+        and not (options.samples or process.raises or calls or counts or fixed)
     )
 
 
