@@ -75,15 +75,14 @@ class RequestState:
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
         num_beams = setup.options.num_beams
-        self._target_cost = setup.cost if draft is None else SharedCost(pass_times(lm.backend), num_beams)
-        self._draft_cost = SharedCost(pass_times(draft.backend), 1) if isinstance(draft, LanguageModel) else None
-        costs = self._target_cost, self._draft_cost
+        draft_cost = SharedCost(pass_times(draft.backend), 1) if isinstance(draft, LanguageModel) else None
+        self._target_costs, self._draft_costs = [setup.cost], [] if draft_cost is None else [draft_cost]
         self._drafter = None
         if draft is not None:
-            self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), *costs, num_beams)
-            if is_lazy(setup) and not isinstance(draft, LanguageModel):
-                costs = setup.cost, self._draft_cost
-                self._drafter.of_best = make_drafter(setup, lm, draft, len(prompt_ids), *costs, 1)
+            self._target_costs.append(cost := SharedCost(pass_times(lm.backend), num_beams))
+            self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), cost, draft_cost, num_beams)
+            if is_lazy(setup) and draft_cost is None:
+                self._drafter.of_best = make_drafter(setup, lm, draft, len(prompt_ids), setup.cost, None, num_texts=1)
         pace = None if self._drafter is None else self._drafter.pace
         size = prompt_ids, setup.stop.max_length - setup.tree.prompt_length, setup.options.num_texts
         shares = setup.options.share_prefix
@@ -267,10 +266,8 @@ class RequestState:
             requests: the number of requests in the pass.
         """
         self._state.seconds += seconds
-        costs = {self._draft_cost} if self.drafting else {self._target_cost, self._setup.cost}
-        for cost in costs:
-            if cost is not None:
-                cost.join(other_nodes, requests)
+        for cost in self._draft_costs if self.drafting else self._target_costs:
+            cost.join(other_nodes, requests)
 
     def wishes(self, nodes: Nodes) -> list[Wish]:
         """The wishes about the logits at the wanted ones among some pending nodes.
