@@ -5,7 +5,7 @@ import threading
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import specbeam
@@ -140,9 +140,21 @@ def test_conversations_are_the_same_bit_for_bit(conversing, turns, tokens):
                 assert got.stats.peak_slots <= anew.stats.peak_slots
 
 
+DIVIDED = {
+    "kind": ({"max_new_tokens": 6, "num_beams": 2, "num_draft_tokens": 2}, "other vocabulary"),
+    "who": 0,
+    "said": [100, 101, 106, 117],
+    "forgotten": 0,
+    "ends": None,
+    "passes": 0,
+}
+"""The draft reads 18 nodes in two passes. The second pass has two nodes, and only one of the two asked about."""
+
+
 @pytest.mark.parametrize("backend", ["torch", "transformers"])
 @settings(max_examples=examples(0.3))
 @given(turns=st.lists(TURN, min_size=2, max_size=4), tokens=MEMORY)
+@example(turns=[DIVIDED], tokens=None)
 def test_conversations_are_the_same_on_every_backend(conversing, backend, turns, tokens):
     for got, anew, _ in converse(*conversing(backend), turns, tokens):
         if got.finish_reason == "cancelled":

@@ -229,7 +229,7 @@ class RequestState:
         if not self._step.ahead or self._setup.record.trace is not None or self._alternatives is not None:
             return 0
         are_all = len(nodes) == len(self.pending) == len(self._asked) and self._asked is self._wanted
-        return self._step.ahead if are_all else 0
+        return self._step.ahead if are_all and not self._received else 0
 
     @property
     def ends(self) -> frozenset[int]:
@@ -243,7 +243,7 @@ class RequestState:
 
     def segment(self, nodes: Nodes, ahead: int = 0) -> Segment:
         """The request's part of a pass over some of its pending nodes, or of ``ahead`` more passes."""
-        if len(nodes) == len(self._asked) == len(self.pending):  # all that were asked for, and no ancestors of them
+        if len(nodes) == len(self._asked) == len(self.pending) and not self._received:  # all of them, no ancestors
             wanted = np.arange(len(nodes))
         else:
             first, end = self._asked.searchsorted((nodes[0], nodes[-1] + 1))
