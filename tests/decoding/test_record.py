@@ -7,6 +7,7 @@ import pytest
 
 import specbeam
 from specbeam.cli.trace import show_trace
+from specbeam.engine.costs import PassTimes, nominal_cost, pass_times
 
 HOW = {
     "greedy": {},
@@ -188,9 +189,11 @@ def test_the_statistics_say_why_a_draft_was_not_used(lm, options, note):
     assert (stats.drafted == 0) == (note is not None or "draft" not in options)
 
 
-def test_the_statistics_say_that_a_draft_rested_in_most_rounds(tiny):
-    """The drawn texts have nothing in common with the texts of the larger draft: guesses soon stop to pay."""
+def test_the_statistics_say_that_a_draft_rested_in_most_rounds(tiny, monkeypatch):
+    """The drawn texts have nothing in common with the texts of the draft: guesses soon stop to pay."""
     lm, other = tiny("llama")[1], tiny("llama", seed=7, num_hidden_layers=8)[1]
+    seconds = {pass_times(lm.backend): 1.0, pass_times(other.backend): 0.7}
+    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: seconds[times] * nominal_cost(nodes))
     options = {"max_new_tokens": 60, "temperature": 2.0, "seed": 1, "eos_token_id": [], "trace": True}
     result = specbeam.generate(lm, [1, 2, 3], draft=other, **options)
     resting = sum(not entry["drafted"] for entry in result.trace)
