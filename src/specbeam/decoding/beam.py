@@ -1,11 +1,8 @@
-"""Beam search, beam sampling and diverse beam search. Texts are finished by transformers' rules."""
+"""Beam search and beam sampling. Texts are finished by transformers' rules."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from copy import copy
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,20 +10,25 @@ import torch
 from numpy.typing import NDArray
 
 from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
+from specbeam.decoding.candidates import (
+    FORBIDDEN_SCORE,
+    Candidates,
+    Continuations,
+    Mask,
+    Scores,
+    forbid,
+    possible,
+    topk,
+)
+from specbeam.decoding.finished import Finished, normalized
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
 from specbeam.selection import MASKED, Beams, changed
-from specbeam.tree import NO_NODES, Nodes, Tree
-
-FORBIDDEN_SCORE = -1e9
-"""Marks the scores of candidates that must not be chosen. Finite as in transformers, so that ties fall as there."""
+from specbeam.tree import Nodes, Tree
 
 ROUNDING = 1e-5
 """The relative error of comparisons in float32 is far below this."""
-
-Scores = NDArray[np.float32]
-Mask = NDArray[np.bool_]
 
 
 class Search(Protocol):
@@ -368,256 +370,3 @@ class BeamSearch:
         places = np.flatnonzero(wanted)[: self.num_return_sequences]
         ends = zip(self.finished.nodes[places].tolist(), self.finished.scores[places].tolist(), strict=True)
         return [Hypothesis(node, score, self.stop(self.tree, node) or "length") for node, score in ends]
-
-
-@dataclass
-class Continuations:
-    """Tokens after beams, best first.
-
-    Attributes:
-        beams: the numbers of the beams, int64 [k].
-        tokens: int64 [k].
-        scores: of the beams with their tokens, float32 [k].
-        log_probs: of the tokens, by the model itself, float32 [k].
-    """
-
-    beams: NDArray[np.int64]
-    tokens: Nodes
-    scores: Scores
-    log_probs: Scores
-
-    def take(self, places: slice) -> Continuations:
-        """Some of them."""
-        return Continuations(self.beams[places], self.tokens[places], self.scores[places], self.log_probs[places])
-
-    def add(self, tree: Tree, beams: Nodes) -> Nodes:
-        """Add them to the tree below their beams, which end at these nodes. Return the new nodes, int64 [k]."""
-        return tree.add(beams[self.beams], self.tokens, self.log_probs)
-
-
-@dataclass
-class Candidates:
-    """Continuations of beams, best first.
-
-    Attributes:
-        nodes: int64 [k].
-        scores: sums of processed log-probabilities, float32 [k].
-        ended: bool [k].
-        competing: which candidates may take a place of finished texts, bool [k].
-        texts: equal for candidates that may not both have a place, [k]; None if each is a text of its own.
-        any_ended: whether any of them has ended.
-        falling: whether each score is known to be below the one before.
-    """
-
-    nodes: Nodes
-    scores: Scores
-    ended: Mask
-    competing: Mask
-    texts: list[Hashable] | None
-    any_ended: bool
-    falling: bool
-
-    def followed_by(self, more: Candidates) -> Candidates:
-        """These candidates, and then more."""
-        texts = None if self.texts is None or more.texts is None else [*self.texts, *more.texts]
-        return Candidates(
-            np.append(self.nodes, more.nodes),
-            np.append(self.scores, more.scores),
-            np.append(self.ended, more.ended),
-            np.append(self.competing, more.competing),
-            texts,
-            self.any_ended or more.any_ended,
-            falling=False,
-        )
-
-    @cached_property
-    def first(self) -> Mask:
-        """Which candidates are the best of their text, bool [k]."""
-        if self.texts is None or len({*self.texts}) == len(self.texts):
-            return np.ones(len(self.nodes), dtype=bool)
-        best: dict[Hashable, int] = {}
-        for i in (-self.scores).argsort(kind="stable").tolist():  # candidates may come as they were drawn
-            best.setdefault(self.texts[i], i)
-        first = np.zeros(len(self.nodes), dtype=bool)
-        first[[*best.values()]] = True
-        return first
-
-    @property
-    def are_sorted(self) -> bool:
-        """Whether no score is above one before it. Drawn candidates need not be."""
-        return bool((self.scores[1:] <= self.scores[:-1]).all())
-
-    @property
-    def possible(self) -> Mask:
-        """Which candidates are texts in their own right, bool [k]; see :func:`possible`."""
-        return possible(self.scores)
-
-
-def topk(scores: Scores, k: int) -> tuple[Scores, NDArray[np.int64]]:
-    """The k highest scores of [n] and their places. It is transformers' function, so that ties fall as there."""
-    values, places = torch.from_numpy(scores).topk(k)
-    return values.numpy(), places.numpy()
-
-
-def forbid(scores: Scores, mask: Mask) -> Scores:
-    """Scores [n] with FORBIDDEN_SCORE added where the mask, bool [n], is true."""
-    return np.where(mask, scores + np.float32(FORBIDDEN_SCORE), scores)
-
-
-def normalized(scores: Any, length: int, length_penalty: float) -> Any:
-    """Log-probabilities / length ** length_penalty, in float32 as in transformers."""
-    divisor = length**length_penalty
-    if 1e-20 < divisor < 1e20:
-        return scores / np.float32(divisor)
-    with np.errstate(all="ignore"):
-        return scores / np.float32(divisor)
-
-
-def possible(scores: Any) -> Any:
-    """Which scores, float32 [...], FORBIDDEN_SCORE is no part of. No sum of log-probabilities is nearly as low.
-
-    Forbidden are tokens that a processor masks, beams that only fill up places, and the continuations of both.
-    """
-    return scores > FORBIDDEN_SCORE / 2
-
-
-class Finished:
-    """The places for finished texts, best first.
-
-    Attributes:
-        nodes: the ends of the texts, int64 [places]; -1 where a place is empty.
-        ended: bool [places]. False for empty places, and for unfinished texts. Rounding lets these take empty places.
-        possible: bool [places]. False also for forbidden texts that took a place because there were fewer candidates
-            than places.
-        scores: log-probability / length ** length_penalty, float32 [places].
-        texts: as of candidates, [places].
-        full: whether every place has an ended text.
-    """
-
-    def __init__(self, places: int, length_penalty: float, early_stopping: bool | str) -> None:
-        self.nodes: Nodes = np.full(places, -1)
-        self.ended = np.zeros(places, dtype=bool)
-        self.possible = np.zeros(places, dtype=bool)
-        self.scores = np.full(places, FORBIDDEN_SCORE, np.float32)
-        self.texts: list[Hashable] = [object() for _ in range(places)]
-        self.length_penalty = length_penalty
-        self.early_stopping = early_stopping
-        self.full = False
-
-    def compete(self, candidates: Candidates, length: int) -> None:
-        """Let candidates compete for the places. Of equal texts, the best keeps its place or gets one.
-
-        Only the first texts among the candidates take part, as many as there are places. The others fill up the beams.
-        """
-        if not candidates.any_ended or (self.early_stopping is True and self.full) or not candidates.competing.any():
-            return
-        places = len(self.nodes)
-        competing = candidates.competing & candidates.first & (candidates.first.cumsum() <= places)
-        scores = normalized(candidates.scores, length, self.length_penalty)
-        texts = candidates.texts or [object() for _ in candidates.nodes]
-        for i in np.flatnonzero(competing).tolist():
-            if texts[i] in self.texts:
-                place = self.texts.index(texts[i])
-                if scores[i] > self.scores[place]:
-                    self._empty(place)
-                else:
-                    competing[i] = False
-        self.scores, best = topk(np.concatenate([self.scores, forbid(scores, ~competing)]), places)
-        self.nodes = np.concatenate([self.nodes, candidates.nodes])[best]
-        self.ended = np.concatenate([self.ended, competing])[best]
-        self.full = bool(self.ended.all())
-        self.possible = np.concatenate([self.possible, competing & candidates.possible])[best]
-        texts = [*self.texts, *texts]
-        self.texts = [texts[i] for i in best.tolist()]
-
-    def _empty(self, place: int) -> None:
-        self.nodes[place], self.scores[place], self.texts[place] = -1, FORBIDDEN_SCORE, object()
-        self.ended[place] = self.possible[place] = False
-
-    def settled(self, best_running: np.float32, length: int, max_new_tokens: int) -> bool:
-        """Whether transformers' rules end the search, given the best beam's log-probability and its length."""
-        if self.early_stopping is True and self.full:
-            return True
-        worst = float(self.scores[-1]) if self.full else FORBIDDEN_SCORE
-        return self.hope(best_running, length, max_new_tokens) <= worst
-
-    def hope(self, best_running: np.float32, length: int, max_new_tokens: int) -> float:
-        """The score that transformers' rules compare with the worst finished text, for the best beam."""
-        hopeful = max_new_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
-        return float(normalized(best_running, hopeful, self.length_penalty))
-
-    def copy(self) -> Finished:
-        """The same places, to be changed independently."""
-        same = copy(self)
-        same.nodes, same.ended, same.possible = self.nodes.copy(), self.ended.copy(), self.possible.copy()
-        same.scores, same.texts = self.scores.copy(), [*self.texts]
-        return same
-
-
-class DiverseBeamSearch:
-    """Groups of beams that take their steps one after the other, each kept off the tokens of the groups before it.
-
-    A token loses diversity_penalty for each beam of an earlier group that chose it in the same step. The finished texts
-    of all groups are ranked together (Vijayakumar et al. 2018, "Diverse Beam Search", 3, with Hamming diversity).
-
-    Args:
-        groups: the groups' searches over one tree, all with the same number of beams.
-    """
-
-    def __init__(self, groups: list[BeamSearch], diversity_penalty: float) -> None:
-        self.groups = groups
-        self.diversity_penalty = diversity_penalty
-        self.stepped = groups  # by the last step
-        self.needs_rows = True
-        self.reported = False
-
-    @property
-    def beams(self) -> Nodes:
-        return np.concatenate([group.beams for group in self.live])
-
-    @property
-    def scores(self) -> Scores:
-        return np.concatenate([group.scores for group in self.live])
-
-    @property
-    def live(self) -> list[BeamSearch]:
-        """The groups that go on. When all are done: the groups that took the last step."""
-        return [group for group in self.groups if not group.done] or self.stepped
-
-    @property
-    def done(self) -> bool:
-        return all(group.done for group in self.groups)
-
-    def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
-        return self.groups[0].wish(nodes, guesses)
-
-    def evaluation(self) -> Evaluate:
-        return Evaluate(self.beams, self.wish(self.beams))
-
-    def step(self, answer: Answer | None, known: Mask | None = None) -> bool:
-        if answer is None or (known is not None and not known.all()):
-            return False
-        chosen: Nodes = NO_NODES
-        self.stepped = self.live
-        vocab = answer.logits.shape[-1]
-        for group, rows in zip(self.stepped, np.split(np.arange(len(answer.tokens)), len(self.stepped)), strict=True):
-            times_chosen = np.bincount(chosen, minlength=vocab).astype(np.float32)
-            group.step(answer.take(rows), token_penalties=np.float32(self.diversity_penalty) * times_chosen)
-            chosen = np.concatenate([chosen, group.tree.tokens(group.beams)])
-        return True
-
-    @property
-    def finished_nodes(self) -> Nodes:
-        return np.concatenate([group.finished_nodes for group in self.groups])
-
-    def certain(self) -> Iterator[Hypothesis]:
-        if self.done and not self.reported:
-            self.reported = True
-            yield from self.hypotheses()
-
-    def hypotheses(self) -> list[Hypothesis]:
-        found = sorted((h for group in self.groups for h in group.hypotheses()), key=lambda h: -h.score)
-        best: dict[Hashable, Hypothesis] = {}
-        for hypothesis in found:
-            best.setdefault(self.groups[0].text(hypothesis.node), hypothesis)
-        return [*best.values()][: self.groups[0].num_return_sequences]

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding.beam import Mask, Scores
+from specbeam.decoding.candidates import Mask, Scores
 from specbeam.tree import Nodes
 
 Cost = Callable[[int], float]

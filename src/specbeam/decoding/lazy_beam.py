@@ -14,19 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.decoding import Answer, Evaluate, Strategy
-from specbeam.decoding.beam import (
-    BeamSearch,
-    Candidates,
-    Continuations,
-    Finished,
-    Mask,
-    Scores,
-    beam_round,
-    normalized,
-    possible,
-)
+from specbeam.decoding.beam import BeamSearch, beam_round
+from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores, possible
 from specbeam.decoding.deferring import Deferred, Policy
 from specbeam.decoding.drafter import Drafter, Guesses
+from specbeam.decoding.finished import Finished, normalized
 from specbeam.decoding.record import Record
 from specbeam.decoding.speculative_beam import Known, speculative_round
 from specbeam.tree import NO_NODES, Nodes

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 from specbeam.decoding import Strategy
-from specbeam.decoding.beam import BeamSearch, DiverseBeamSearch, beam_search
+from specbeam.decoding.beam import BeamSearch, beam_search
 from specbeam.decoding.deferring import LikelyNeeded
+from specbeam.decoding.diverse_beam import DiverseBeamSearch
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.greedy import greedy
 from specbeam.decoding.lazy_beam import LazyBeamSearch, lazy_beam_search

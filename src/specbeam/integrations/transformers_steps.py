@@ -18,7 +18,8 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
-from specbeam.decoding.beam import BeamSearch, Mask, beam_search
+from specbeam.decoding.beam import BeamSearch, beam_search
+from specbeam.decoding.candidates import Mask
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.record import Record
 from specbeam.decoding.speculative_beam import speculative_beam_search

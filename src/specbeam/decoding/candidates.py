@@ -1,0 +1,122 @@
+"""The candidates of a step of beam search: continuations of beams, which may become beams or finished texts."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from specbeam.tree import Nodes, Tree
+
+FORBIDDEN_SCORE = -1e9
+"""Marks the scores of candidates that must not be chosen. Finite as in transformers, so that ties fall as there."""
+
+Scores = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+
+
+@dataclass
+class Continuations:
+    """Tokens after beams, best first.
+
+    Attributes:
+        beams: the numbers of the beams, int64 [k].
+        tokens: int64 [k].
+        scores: of the beams with their tokens, float32 [k].
+        log_probs: of the tokens, by the model itself, float32 [k].
+    """
+
+    beams: NDArray[np.int64]
+    tokens: Nodes
+    scores: Scores
+    log_probs: Scores
+
+    def take(self, places: slice) -> Continuations:
+        """Some of them."""
+        return Continuations(self.beams[places], self.tokens[places], self.scores[places], self.log_probs[places])
+
+    def add(self, tree: Tree, beams: Nodes) -> Nodes:
+        """Add them to the tree below their beams, which end at these nodes. Return the new nodes, int64 [k]."""
+        return tree.add(beams[self.beams], self.tokens, self.log_probs)
+
+
+@dataclass
+class Candidates:
+    """Continuations of beams, best first.
+
+    Attributes:
+        nodes: int64 [k].
+        scores: sums of processed log-probabilities, float32 [k].
+        ended: bool [k].
+        competing: which candidates may take a place of finished texts, bool [k].
+        texts: equal for candidates that may not both have a place, [k]; None if each is a text of its own.
+        any_ended: whether any of them has ended.
+        falling: whether each score is known to be below the one before.
+    """
+
+    nodes: Nodes
+    scores: Scores
+    ended: Mask
+    competing: Mask
+    texts: list[Hashable] | None
+    any_ended: bool
+    falling: bool
+
+    def followed_by(self, more: Candidates) -> Candidates:
+        """These candidates, and then more."""
+        texts = None if self.texts is None or more.texts is None else [*self.texts, *more.texts]
+        return Candidates(
+            np.append(self.nodes, more.nodes),
+            np.append(self.scores, more.scores),
+            np.append(self.ended, more.ended),
+            np.append(self.competing, more.competing),
+            texts,
+            self.any_ended or more.any_ended,
+            falling=False,
+        )
+
+    @cached_property
+    def first(self) -> Mask:
+        """Which candidates are the best of their text, bool [k]."""
+        if self.texts is None or len({*self.texts}) == len(self.texts):
+            return np.ones(len(self.nodes), dtype=bool)
+        best: dict[Hashable, int] = {}
+        for i in (-self.scores).argsort(kind="stable").tolist():  # candidates may come as they were drawn
+            best.setdefault(self.texts[i], i)
+        first = np.zeros(len(self.nodes), dtype=bool)
+        first[[*best.values()]] = True
+        return first
+
+    @property
+    def are_sorted(self) -> bool:
+        """Whether no score is above one before it. Drawn candidates need not be."""
+        return bool((self.scores[1:] <= self.scores[:-1]).all())
+
+    @property
+    def possible(self) -> Mask:
+        """Which candidates are texts in their own right, bool [k]; see :func:`possible`."""
+        return possible(self.scores)
+
+
+def topk(scores: Scores, k: int) -> tuple[Scores, NDArray[np.int64]]:
+    """The k highest scores of [n] and their places. It is transformers' function, so that ties fall as there."""
+    values, places = torch.from_numpy(scores).topk(k)
+    return values.numpy(), places.numpy()
+
+
+def forbid(scores: Scores, mask: Mask) -> Scores:
+    """Scores [n] with FORBIDDEN_SCORE added where the mask, bool [n], is true."""
+    return np.where(mask, scores + np.float32(FORBIDDEN_SCORE), scores)
+
+
+def possible(scores: Any) -> Any:
+    """Which scores, float32 [...], FORBIDDEN_SCORE is no part of. No sum of log-probabilities is nearly as low.
+
+    Forbidden are tokens that a processor masks, beams that only fill up places, and the continuations of both.
+    """
+    return scores > FORBIDDEN_SCORE / 2

@@ -1,0 +1,82 @@
+"""Diverse beam search: groups of beams that are kept apart."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import numpy as np
+
+from specbeam.decoding import Answer, Evaluate, Hypothesis, Wish
+from specbeam.decoding.beam import BeamSearch
+from specbeam.decoding.candidates import Mask, Scores
+from specbeam.tree import NO_NODES, Nodes
+
+
+class DiverseBeamSearch:
+    """Groups of beams that take their steps one after the other, each kept off the tokens of the groups before it.
+
+    A token loses diversity_penalty for each beam of an earlier group that chose it in the same step. The finished texts
+    of all groups are ranked together (Vijayakumar et al. 2018, "Diverse Beam Search", 3, with Hamming diversity).
+
+    Args:
+        groups: the groups' searches over one tree, all with the same number of beams.
+    """
+
+    def __init__(self, groups: list[BeamSearch], diversity_penalty: float) -> None:
+        self.groups = groups
+        self.diversity_penalty = diversity_penalty
+        self.stepped = groups  # by the last step
+        self.needs_rows = True
+        self.reported = False
+
+    @property
+    def beams(self) -> Nodes:
+        return np.concatenate([group.beams for group in self.live])
+
+    @property
+    def scores(self) -> Scores:
+        return np.concatenate([group.scores for group in self.live])
+
+    @property
+    def live(self) -> list[BeamSearch]:
+        """The groups that go on. When all are done: the groups that took the last step."""
+        return [group for group in self.groups if not group.done] or self.stepped
+
+    @property
+    def done(self) -> bool:
+        return all(group.done for group in self.groups)
+
+    def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
+        return self.groups[0].wish(nodes, guesses)
+
+    def evaluation(self) -> Evaluate:
+        return Evaluate(self.beams, self.wish(self.beams))
+
+    def step(self, answer: Answer | None, known: Mask | None = None) -> bool:
+        if answer is None or (known is not None and not known.all()):
+            return False
+        chosen: Nodes = NO_NODES
+        self.stepped = self.live
+        vocab = answer.logits.shape[-1]
+        for group, rows in zip(self.stepped, np.split(np.arange(len(answer.tokens)), len(self.stepped)), strict=True):
+            times_chosen = np.bincount(chosen, minlength=vocab).astype(np.float32)
+            group.step(answer.take(rows), token_penalties=np.float32(self.diversity_penalty) * times_chosen)
+            chosen = np.concatenate([chosen, group.tree.tokens(group.beams)])
+        return True
+
+    @property
+    def finished_nodes(self) -> Nodes:
+        return np.concatenate([group.finished_nodes for group in self.groups])
+
+    def certain(self) -> Iterator[Hypothesis]:
+        if self.done and not self.reported:
+            self.reported = True
+            yield from self.hypotheses()
+
+    def hypotheses(self) -> list[Hypothesis]:
+        found = sorted((h for group in self.groups for h in group.hypotheses()), key=lambda h: -h.score)
+        best: dict[Hashable, Hypothesis] = {}
+        for hypothesis in found:
+            best.setdefault(self.groups[0].text(hypothesis.node), hypothesis)
+        return [*best.values()][: self.groups[0].num_return_sequences]
