@@ -476,8 +476,8 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
   if (!reason) reason = wrong_ancestors(loaded.model, cache, segments, count);
   try {
     if (!reason)
-      loaded.table->forward(loaded.model, cache, *loaded.table->attention, loaded.pool(), loaded.workspace, segments,
-                            count, wanted, wanted_count, vocab, logits);
+      loaded.table->forward(loaded.model, cache, loaded.pool(), loaded.workspace, segments, count, wanted, wanted_count,
+                            vocab, logits);
   } catch (const std::exception &) {
     reason = OUT_OF_MEMORY;
   }

@@ -8,7 +8,6 @@
 #include <type_traits>
 
 #include "simd.h"
-#include "tables.h"
 
 namespace specbeam::SPECBEAM_ISA {
 
@@ -560,6 +559,8 @@ template <bool WHOLE> class Work {
   }
 };
 
+}  // namespace
+
 void put(const ModelConfig &c, const Cache &cache, int64_t layer, int64_t slot, const float *keys,
          const float *values) {
   static thread_local std::vector<uint32_t> numbers;
@@ -600,9 +601,5 @@ void join(const Attention &a, int64_t node) {
     sums.finish(a.out + (node * a.config.heads + h) * a.config.head_dim, a.config.head_dim);
   }
 }
-
-}  // namespace
-
-extern const AttentionKernels ATTENTION = {put, attend, join};
 
 }  // namespace specbeam::SPECBEAM_ISA

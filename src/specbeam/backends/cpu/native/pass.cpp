@@ -60,15 +60,13 @@ struct Pass {
   const Model &model;
   const ModelConfig &c;
   const Cache &cache;
-  const AttentionKernels &kernels;
   Threads &threads;
   Workspace &space;
   const Segment *segments;
   int64_t nodes = 0;
 
-  Pass(const Model &m, const Cache &kv, const AttentionKernels &k, Threads &t, Workspace &w, const Segment *s,
-       int64_t count)
-      : model(m), c(m.config), cache(kv), kernels(k), threads(t), space(w), segments(s) {
+  Pass(const Model &m, const Cache &kv, Threads &t, Workspace &w, const Segment *s, int64_t count)
+      : model(m), c(m.config), cache(kv), threads(t), space(w), segments(s) {
     const int64_t most = std::max<int64_t>(1, ROWS_PER_TILE / (c.heads / c.kv_heads));  // nodes of a tile
     space.segment_of.clear(), space.row_in.clear(), space.tile_of.clear(), space.tiles.clear();
     for (int64_t i = 0; i < count; i++)
@@ -204,14 +202,14 @@ struct Pass {
           rotate(head, model.ropes[layer.rope], &space.cos[at], &space.sin[at]);
         }
       }
-      kernels.put(c, cache, l, segment(n).slots[space.row_in[n]], row + c.heads * c.head_dim, row + heads * c.head_dim);
+      put(c, cache, l, segment(n).slots[space.row_in[n]], row + c.heads * c.head_dim, row + heads * c.head_dim);
     });
 
     const Attention attention = plan(l, wide, qkv_rows, attended);
-    threads.each(attention.items.size(), 1, [&](int64_t i) { kernels.attend(attention, i); });
+    threads.each(attention.items.size(), 1, [&](int64_t i) { attend(attention, i); });
     a.resize(nodes, layer.output.parts);
     threads.each(nodes, 4, [&](int64_t n) {
-      kernels.join(attention, n);
+      join(attention, n);
       a.set(n, attended + n * c.heads * c.head_dim);
     });
     multiply(layer.output, threads, a, out);
@@ -277,10 +275,9 @@ struct Pass {
 void *new_workspace() { return new Workspace; }
 void delete_workspace(void *workspace) { delete static_cast<Workspace *>(workspace); }
 
-void forward(const Model &model, const Cache &cache, const AttentionKernels &attention, Threads &threads,
-             void *workspace, const Segment *segments, int64_t count, const int64_t *wanted, int64_t wanted_count,
-             int64_t vocab, float *logits) {
-  Pass pass(model, cache, attention, threads, *static_cast<Workspace *>(workspace), segments, count);
+void forward(const Model &model, const Cache &cache, Threads &threads, void *workspace, const Segment *segments,
+             int64_t count, const int64_t *wanted, int64_t wanted_count, int64_t vocab, float *logits) {
+  Pass pass(model, cache, threads, *static_cast<Workspace *>(workspace), segments, count);
   const Threads::Awake awake(threads);
   pass.run(wanted, wanted_count, vocab, logits);
 }
@@ -298,8 +295,6 @@ float weight(const Matrix &w, int64_t row, int64_t column) { return weight_at(w,
 
 }  // namespace
 
-extern const AttentionKernels ATTENTION;
-extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward, choose,
-                            multiply_one,      weight,        &ATTENTION};
+extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward, choose, multiply_one, weight};
 
 }  // namespace specbeam::SPECBEAM_ISA
