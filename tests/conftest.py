@@ -239,6 +239,39 @@ def beams_of_transformers(model, prompt, **options):
     return out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist()
 
 
+def assert_are_beams_of_transformers(sequences, expected, scores):
+    """Compare texts with those of :func:`beams_of_transformers`."""
+    real = [score > -1e6 for score in scores]  # transformers fills empty places with texts of this score
+    assert len(sequences) == sum(real)
+    for got, tokens, score in zip(sequences, expected, scores, strict=False):
+        assert got.token_ids == tokens[: len(got.token_ids)]
+        assert set(tokens[len(got.token_ids) :]) <= {EOS}  # padding
+        assert got.score == pytest.approx(score, abs=1e-4, rel=1e-5)  # float32 has 7 digits
+
+
+def prompt_and_beam_options(data, vocab_size, early_stopping=(False, True, "never"), least_new_tokens=1):
+    """A prompt, and options of beam search.
+
+    Args:
+        early_stopping: the values to draw from.
+        least_new_tokens: the lowest max_new_tokens.
+    """
+    token = st.integers(0, vocab_size - 1)
+    prompt = data.draw(st.lists(token, min_size=1, max_size=12), "prompt")
+    drawn = {
+        "num_beams": st.integers(2, 9),
+        "max_new_tokens": st.integers(least_new_tokens, 14),
+        "length_penalty": st.sampled_from([1.0, 0.0, 2.0, -1.0, 0.6]),
+        "early_stopping": st.sampled_from(early_stopping),
+        "repetition_penalty": st.sampled_from([1.0, 1.0, 1.4]),
+        "eos_token_id": st.sets(token, min_size=1, max_size=min(6, vocab_size - 2)).map(sorted),
+    }
+    options = data.draw(st.fixed_dictionaries(drawn), "options")
+    options["num_return_sequences"] = data.draw(st.integers(1, options["num_beams"]), "num_return_sequences")
+    options["min_new_tokens"] = data.draw(st.integers(0, options["max_new_tokens"]), "min_new_tokens")
+    return prompt, options
+
+
 def biases_and_bans(data, vocab_size, prompt_length):
     """Options of ours, or none, and the options with which transformers does the same.
 

@@ -10,7 +10,14 @@ import specbeam
 from specbeam.engine.slots import Slots
 from specbeam.errors import SpecbeamError
 from specbeam.tree import Tree
-from tests.conftest import LLAMA3_ROPE, LONGROPE, beams_of_transformers, examples, random_model
+from tests.conftest import (
+    LLAMA3_ROPE,
+    LONGROPE,
+    assert_are_beams_of_transformers,
+    beams_of_transformers,
+    examples,
+    random_model,
+)
 
 BACKENDS = ["torch", "cpu", "transformers", "transformers, eager"]
 
@@ -135,10 +142,8 @@ def test_texts_equal_the_texts_of_transformers(tiny, family):
     beams, scores = beams_of_transformers(theirs, prompt, num_beams=4, num_return_sequences=4, max_new_tokens=24)
     for draft in (None, "ngram"):
         assert specbeam.generate(lm, prompt, max_new_tokens=24, draft=draft).token_ids == expected
-        options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 24, "draft": draft}
-        for got, tokens, score in zip(specbeam.generate(lm, prompt, **options).sequences, beams, scores, strict=True):
-            assert got.token_ids == tokens[: len(got.token_ids)]
-            assert got.score == pytest.approx(score, abs=1e-4)
+        result = specbeam.generate(lm, prompt, num_beams=4, num_return_sequences=4, max_new_tokens=24, draft=draft)
+        assert_are_beams_of_transformers(result.sequences, beams, scores)
 
 
 @pytest.mark.parametrize("backend", ["torch", "transformers"])

@@ -4,7 +4,7 @@ import pytest
 
 import specbeam
 from specbeam import Engine
-from tests.conftest import beams_of_transformers, random_model
+from tests.conftest import assert_are_beams_of_transformers, beams_of_transformers, random_model
 
 STEP_BY_STEP = {"stop_strings": ["a stop string that no text has"]}  # it is looked for after each token
 KINDS = [
@@ -111,10 +111,7 @@ def test_beams_ahead_are_those_of_transformers(save, monkeypatch, num_beams):
         options |= {"eos_token_id": ends, "length_penalty": 0.7}
         expected, scores = beams_of_transformers(model, prompt, **options)
         found = specbeam.generate(exact, prompt, **options).sequences
-        assert [one.token_ids for one in found] == [
-            text[: len(one.token_ids)] for one, text in zip(found, expected, strict=True)
-        ]
-        assert [one.score for one in found] == pytest.approx(scores, abs=1e-4)
+        assert_are_beams_of_transformers(found, expected, scores)
     assert max(calls) > 1
 
 
