@@ -240,7 +240,7 @@ def beams_of_transformers(model, prompt, **options):
 
 
 def assert_are_beams_of_transformers(sequences, expected, scores):
-    """Compare texts with those of :func:`beams_of_transformers`."""
+    """Compare texts with the beams that :func:`beams_of_transformers` found."""
     real = [score > -1e6 for score in scores]  # transformers fills empty places with texts of this score
     assert len(sequences) == sum(real)
     for got, tokens, score in zip(sequences, expected, scores, strict=False):

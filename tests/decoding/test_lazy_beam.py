@@ -68,7 +68,7 @@ def run(strategy, tree, logits_of):
 
 
 def decode(ids, skip_special_tokens=True):
-    """The text of tokens, each of which is a letter."""
+    """The text of tokens. Each token is a letter."""
     return "".join(string.ascii_lowercase[i] for i in ids)
 
 

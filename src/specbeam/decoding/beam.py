@@ -123,6 +123,12 @@ class BeamSearch:
             under ``early_stopping``.
         distinct: the places of finished texts hold different texts (:meth:`Stopping.text`), of equal ones the best.
             Each text counts once among the candidates, too. Only possible texts take a place.
+
+    Attributes:
+        num_candidates: the candidates of a step, enough that ``num_beams`` of them have not ended.
+        length: of the beams, in new tokens.
+        max_new_tokens: the greatest length.
+        finished: the places of finished texts.
     """
 
     def __init__(
@@ -146,15 +152,13 @@ class BeamSearch:
         self.bounded = bounded
         self.only_possible = constrained or distinct
         self.distinct = distinct
-        self._every = np.arange(num_beams)
-        self._none = np.zeros(num_beams, dtype=bool)
+        self._beam_numbers = np.arange(num_beams)
+        self._none_ended = np.zeros(num_beams, dtype=bool)
         self.beams: Nodes = np.full(num_beams, tree.tip)
-        self.scores = np.full(
-            num_beams, FORBIDDEN_SCORE, np.float32
-        )  # at first all beams are the prompt: only one counts
-        self.scores[0] = 0.0
+        self.scores = np.full(num_beams, FORBIDDEN_SCORE, np.float32)
+        self.scores[0] = 0.0  # at first all beams are the prompt: only one counts
         self.num_candidates = max(2, 1 + len(stop.eos_token_ids)) * num_beams
-        self.length = 0  # of the beams, in new tokens
+        self.length = 0
         self.max_new_tokens = stop.max_length - tree.prompt_length
         self.finished = Finished(num_beams, length_penalty, early_stopping)
         self.num_reported = 0
@@ -183,7 +187,7 @@ class BeamSearch:
         Args:
             token_penalties: lower the score of every token in this step, float32 [vocab].
         """
-        rows = self._every if known is None else np.flatnonzero(known)
+        rows = self._beam_numbers if known is None else np.flatnonzero(known)
         missing = len(rows) < self.num_beams
         if answer is None or (missing and not self.bounded):
             return False
@@ -221,9 +225,9 @@ class BeamSearch:
         unpenalized = in_order and token_penalties is None
         if unpenalized and possible(best.scores[self.num_beams - 1]) and self._go_on(best.tokens):
             best = best.take(slice(self.num_beams))  # they are the new beams, and the others do not matter
-            nodes = best.add(self.tree, self.beams)
-            return Candidates(nodes, best.scores, self._none, self._none, None, False, falling=True)
-        return self.continuations(best.add(self.tree, self.beams), best.scores, in_order and not self.only_possible)
+            nodes, none = best.add(self.tree, self.beams), self._none_ended
+            return Candidates(nodes, best.scores, none, none, texts=None, any_ended=False, falling=True)
+        return self.candidates_at(best.add(self.tree, self.beams), best.scores, in_order and not self.only_possible)
 
     def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
         """The best continuations of some of the beams, and one more. Equal ones come in the order of the beams."""
@@ -233,7 +237,7 @@ class BeamSearch:
         tokens, log_probs = answer.tokens.ravel()[best], answer.log_probs.ravel()[best]
         return Continuations(rows[best // scores.shape[1]], tokens, scores.ravel()[best], log_probs)
 
-    def continuations(self, nodes: Nodes, scores: Scores, falling: bool = False) -> Candidates:
+    def candidates_at(self, nodes: Nodes, scores: Scores, falling: bool = False) -> Candidates:
         """Candidates at nodes, int64 [k], with their scores, float32 [k]."""
         ended = self.stop.ended(self.tree, nodes)
         any_ended = bool(ended.any())
@@ -289,7 +293,7 @@ class BeamSearch:
         At the greatest length all candidates have ended. Groups and traces then show the best texts as beams.
         """
         if candidates.falling and not candidates.any_ended and possible(candidates.scores[self.num_beams - 1]):
-            return self._every, candidates.scores[: self.num_beams]
+            return self._beam_numbers, candidates.scores[: self.num_beams]
         out = ~candidates.first if candidates.ended.all() else candidates.ended
         going = np.flatnonzero(~out)[: self.num_beams]
         scores = candidates.scores[going]

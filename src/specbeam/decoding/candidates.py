@@ -37,11 +37,11 @@ class Continuations:
     log_probs: Scores
 
     def take(self, places: slice) -> Continuations:
-        """Some of them."""
+        """The continuations at these places."""
         return Continuations(self.beams[places], self.tokens[places], self.scores[places], self.log_probs[places])
 
     def add(self, tree: Tree, beams: Nodes) -> Nodes:
-        """Add them to the tree below their beams, which end at these nodes. Return the new nodes, int64 [k]."""
+        """Add the tokens to the tree below their beams, which end at these nodes. Return the new nodes, int64 [k]."""
         return tree.add(beams[self.beams], self.tokens, self.log_probs)
 
 

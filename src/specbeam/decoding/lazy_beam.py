@@ -41,7 +41,7 @@ class Level:
         whole: no candidate is unknown.
         closed: no unknown candidate is a beam, or takes a place of finished texts.
         finished: the known texts among the finished ones.
-        hidden: no unknown finished text up to this length scores above this, divided by its length ** length_penalty.
+        hidden: no unknown finished text up to this length has a log-probability / length ** length_penalty above this.
     """
 
     length: int
@@ -118,20 +118,22 @@ class LazyBeamSearch(BeamSearch):
         levels: the last step that is known as a whole, and those after it. Empty while no beam is deferred.
         tied: finished texts that may be returned have equal scores. Only all beams tell their order, so the search
             has gone back to its first level, and defers no beam any more.
+        stops: whether the plain search stops after the last level. None if unknown texts decide that.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.levels: list[Level] = []
         self.tied = False
+        self.stops: bool | None = None
 
     def defer(self) -> None:
         """Begin to defer beams, unless equal scores forbid that."""
         self.tied = self._are_equal(self.finished.scores[self.finished.possible])
         if self.tied:
             return
-        none, unknown = self.continuations(self.beams[:0], self.scores[:0]), np.zeros(self.num_beams, bool)
-        now = Level(self.length, none, self.beams, self.scores, unknown, NOTHING, True, True, self.finished)
+        none, expanded = self.candidates_at(self.beams[:0], self.scores[:0]), np.zeros(self.num_beams, bool)
+        now = Level(self.length, none, self.beams, self.scores, expanded, NOTHING, True, True, self.finished)
         self.levels = [now]
         self._decide()
 
@@ -222,7 +224,7 @@ class LazyBeamSearch(BeamSearch):
     def _grown(self, before: Candidates | None, best: Continuations) -> Candidates:
         """The candidates that were known before, and then the new ones."""
         new = best.take(slice(0 if before is None else len(before.nodes), None))
-        more = self.continuations(new.add(self.tree, self.beams), new.scores)
+        more = self.candidates_at(new.add(self.tree, self.beams), new.scores)
         return more if before is None else before.followed_by(more)
 
     def _compete(self, level: Level, after: Level) -> None:

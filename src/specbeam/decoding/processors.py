@@ -83,8 +83,8 @@ class Processors:
         self.forbids = bool(self.bans) or self.constraint is not None or self.prefix_allowed_tokens_fn is not None
         penalties = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
         ends = self.eos_token_ids and self.min_new_tokens
-        self._look_at_texts = bool(penalties or self.forbids or self.functions)
-        self.is_plain = not (self._look_at_texts or ends or self.logit_bias)
+        self._looks_at_texts = bool(penalties or self.forbids or self.functions)
+        self.is_plain = not (self._looks_at_texts or ends or self.logit_bias)
         self._dead_ends: set[int] = set()  # guesses at which prefix_allowed_tokens_fn allows no token
 
     def __call__(self, tree: Tree, nodes: Any, guesses: Any = ()) -> dict[str, Any]:
@@ -114,7 +114,7 @@ class Processors:
         """For how many further tokens below this node, whatever they are, the processors change scores alike."""
         if self.is_plain:
             return sys.maxsize
-        if self._look_at_texts:
+        if self._looks_at_texts:
             return 0
         too_short = self.min_new_tokens - (int(tree.depths(node)) + 1 - tree.prompt_length)
         return too_short - 1 if too_short > 0 else sys.maxsize
