@@ -60,10 +60,11 @@ class ModelState:
         self.passes = self.answered = self.nodes = 0
         self.seconds = 0.0
         self.source: Any = None
-        self._encoded = None if backend.start_token_ids is None else prompt_ids
-        self.source_bytes = len(self._encoded or ()) * backend.slot_bytes
+        self._encoder_prompt = None if backend.start_token_ids is None else prompt_ids
+        self.source_bytes = len(self._encoder_prompt or ()) * backend.slot_bytes
         self._cache = cache
-        self._shares = shares and self._encoded is None  # after an encoder, equal tokens have other keys and values
+        # After an encoder, equal tokens have other keys and values.
+        self._shares = shares and self._encoder_prompt is None
         self._slots: Slots | None = None
         self._peak_slots = 0  # until the last close
         self._reused_tokens: int | None = None  # when it began; read again after a pause, it may find its own tokens
@@ -85,7 +86,7 @@ class ModelState:
     @property
     def unread_source(self) -> list[int] | None:
         """Token ids that the encoder has to read before the next pass, if there are any."""
-        return self._encoded if self.source is None else None
+        return self._encoder_prompt if self.source is None else None
 
     def segment(self, nodes: Nodes, wanted: Nodes, vocab: int | None, ahead: int = 0) -> Segment:
         """The request's part of a pass over these nodes, or of it and of passes that go ``ahead``."""

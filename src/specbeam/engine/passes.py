@@ -66,14 +66,15 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
 
 
 def _forward(batch: Batch, passes: int, halt: NDArray[np.int32]) -> tuple[Tensor, list[slice], list[list[Answer]], int]:
-    """The logits of a pass, and for each request its rows of them, and the answers to its wishes about them.
+    """Run a pass, or several where the backend goes on by itself.
 
     Args:
         passes: the most that the backend may run by itself, each over the tokens that the one before has chosen.
         halt: int32 [1], not 0 if the pass that runs is to be the last.
 
     Returns:
-        How many there were, last. If several were allowed, there are no logits, and answers have rows for each pass.
+        The logits, float32 [n, vocab], each request's rows of them, and the answers to its wishes about them. Last, the
+        number of passes. If several were allowed, there are no logits, and answers have rows for each pass.
     """
     backend = batch[0][0].backend
     start = time.perf_counter()

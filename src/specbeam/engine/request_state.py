@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -84,27 +85,21 @@ class RequestState:
             if is_lazy(setup) and draft_cost is None:
                 self._drafter.of_best = make_drafter(setup, lm, draft, len(prompt_ids), setup.cost, None, num_texts=1)
         pace = None if self._drafter is None else self._drafter.pace
-        size = prompt_ids, setup.stop.max_length - setup.tree.prompt_length, setup.options.num_texts
-        shares = setup.options.share_prefix
-        guesses = 0 if pace is None else pace.most_guesses
-        most_nodes, cache = memory.max_batch_tokens, memory.cache_of(lm.backend)
-        self._target = ModelState(
-            lm.backend, setup.tree, *size, guesses, most_nodes=most_nodes, cache=cache, shares=shares
+        model_state = partial(
+            ModelState,
+            prompt_ids=prompt_ids,
+            new_tokens=setup.stop.max_length - setup.tree.prompt_length,
+            texts=setup.options.num_texts,
+            most_nodes=memory.max_batch_tokens,
+            shares=setup.options.share_prefix,
         )
+        guesses = 0 if pace is None else pace.most_guesses
+        self._target = model_state(lm.backend, setup.tree, guesses=guesses, cache=memory.cache_of(lm.backend))
         self._draft: ModelState | None = None
         if isinstance(draft, LanguageModel) and self._drafter is not None and pace is not None:
             length = self._drafter.prompt_length if isinstance(self._drafter, RetokenizingDrafter) else len(prompt_ids)
             tree, cache = self._drafter.tree, memory.cache_of(draft.backend)
-            self._draft = ModelState(
-                draft.backend,
-                tree,
-                *size,
-                pace.most_drafted,
-                length,
-                most_nodes=most_nodes,
-                cache=cache,
-                shares=shares,
-            )
+            self._draft = model_state(draft.backend, tree, guesses=pace.most_drafted, prompt_length=length, cache=cache)
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
         self._trees = [*{state.tree for state in self._states}]
         self._state = self._target  # on the model that is to evaluate the pending nodes

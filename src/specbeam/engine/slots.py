@@ -51,14 +51,14 @@ class Slots:
         self.begin: NDArray[np.int64] | None = None
         self.left = 0
         self.is_closed = False
-        self._first = NOWHERE
+        self._first = NOWHERE  # the first node that was asked for
         self._has_begun = False
-        self._ahead: tuple[Slots, int] | None = None
+        self._awaited: tuple[Slots, int] | None = None  # a tree that reads the same tokens, and how many of these
         self._slot = np.full(len(tree), NOWHERE, dtype=np.int64)  # by node
         self._trunk = np.empty(len(tree) + 64, dtype=np.int64)  # slots by position
         self._placed = 0  # nodes of the trunk that have got slots, which are in _trunk
         self._unseen = 0  # the first ones of these, which lost their slots because no later node sees them
-        self._lost = self.store.join(self)
+        self._finalizer = self.store.join(self)
 
     @property
     def held(self) -> NDArray[np.int64]:
@@ -222,14 +222,14 @@ class Slots:
             others: trees that began before this one.
         """
         while self.is_fresh:
-            if (ahead := self._ahead) is None:
-                ahead = self._ahead = self._farthest(others)
-                if ahead is None:
+            if (awaited := self._awaited) is None:
+                awaited = self._awaited = self._farthest(others)
+                if awaited is None:
                     return False
-            other, common = ahead
+            other, common = awaited
             if not other.is_closed and other.left < common:
                 return True
-            self._ahead = None
+            self._awaited = None
             self._begin(self._first)  # find what the other one has read
         return False
 
@@ -257,7 +257,7 @@ class Slots:
         self.lent = []
         if len(free):
             self.store.runs.give_back(free)
-        self._lost.detach()
+        self._finalizer.detach()
 
     def _begin(self, node: int) -> None:
         """Begin with the ancestors of the first node that is asked for, up to the last one that was read before."""

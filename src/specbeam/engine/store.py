@@ -84,9 +84,9 @@ class Store:
         """
         with self.lock:  # another thread may be counting
             (self._caches if isinstance(who, EngineCache) else self._trees).add(who)  # type: ignore[arg-type]
-        lost = weakref.finalize(who, self._lose)
-        lost.atexit = False
-        return lost
+        finalizer = weakref.finalize(who, self._lose)
+        finalizer.atexit = False
+        return finalizer
 
     def _lose(self) -> None:
         self.has_lost = True
