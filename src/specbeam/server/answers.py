@@ -59,6 +59,7 @@ class Answer(ABC):
 
     Attributes:
         kind, chunk_kind: OpenAI's names of the objects.
+        prefix: with which the answer's id begins.
     """
 
     kind: str

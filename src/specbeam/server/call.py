@@ -14,7 +14,7 @@ from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.prompt_scores import PromptScores, score_prompt
 from specbeam.engine import Request
 from specbeam.engine.setup import Setup
-from specbeam.engine.strategies import make_strategy
+from specbeam.engine.strategies import MakeStrategy, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
 from specbeam.prompts import encode
@@ -120,17 +120,15 @@ class Call:
         return ids
 
     def _submit_one(self, ids: list[int], options: Options, number: int) -> None:
-        plan, strategy = self.plan, None
+        plan = self.plan
+        strategy: MakeStrategy | None = None
         if options.seed is not None:
             options = replace(options, seed=(options.seed + number) % SEEDS)
         if self._prompt_top is not None or not self._writes:
             scores = PromptScores()
             self.prompt_scores.append(scores)
             options = replace(options, share_prefix=self._prompt_top is None)
-
-            def strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
-                return self._strategy(setup, drafter, scores)
-
+            strategy = partial(self._strategy, scores=scores)
         try:
             request = self.model.engine.submit(
                 ids,

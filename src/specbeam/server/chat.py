@@ -78,8 +78,7 @@ class ChatRequest(Decoding):
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The requests to the engine."""
-        if not model.lm.tokenizer.chat_template:
-            raise Refusal(f"{model.name} has no chat template: use /v1/completions", "model", "no_chat_template")
+        model.check_chat_template()
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             raise Refusal("max_tokens and max_completion_tokens are the same limit: leave one out", "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:

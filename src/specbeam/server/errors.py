@@ -30,6 +30,7 @@ class Refusal(Exception):
         message: the mistake, and what to do.
         param: the field of the request that was wrong.
         code: a name for programs.
+        status: of HTTP.
     """
 
     message: str

@@ -219,7 +219,6 @@ class Decoding(Fields):
             draft=model.draft(self.draft),
             priority=self.priority or 0,
             names=names,
-            returns_token_ids=bool(self.return_token_ids),
             choices=choices or (),
         )
 
@@ -244,5 +243,4 @@ class Plan:
     draft: Any
     priority: int
     names: dict[str, str]
-    returns_token_ids: bool
     choices: tuple[str, ...] = ()

@@ -126,6 +126,15 @@ class ServedModel:
             )
         return self._drafts[name]
 
+    def check_chat_template(self) -> None:
+        """Refuse a conversation if the model has no form for one.
+
+        Raises:
+            Refusal: there is no chat template.
+        """
+        if not self.lm.tokenizer.chat_template:
+            raise Refusal(f"{self.name} has no chat template: use /v1/completions", "model", "no_chat_template")
+
 
 class Models:
     """The models by name. The first one answers requests that name none.

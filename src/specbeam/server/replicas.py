@@ -155,6 +155,7 @@ class Replica:
         default_draft, limits: as for :class:`specbeam.server.models.Models`.
         sharers: the replicas that share the memory of this machine.
         threads: for models that are loaded without a number of threads.
+        logs_prompts: as for :func:`specbeam.server.app.make_app`.
     """
 
     def __init__(

@@ -80,8 +80,7 @@ class ResponseRequest(Decoding):
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The request to the engine."""
-        if not model.lm.tokenizer.chat_template:
-            raise Refusal(f"{model.name} has no chat template: use /v1/completions", "model", "no_chat_template")
+        model.check_chat_template()
         if self.top_logprobs is not None and not self.include:
             raise Refusal(f'top_logprobs goes with include: ["{LOGPROBS}"]', "top_logprobs")
         most = limits.max_tokens if self.max_output_tokens is None else self.max_output_tokens
