@@ -5,12 +5,15 @@ import random
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import specbeam
 from specbeam import Engine, SpecbeamError
+from specbeam.engine import engine_thread
+from specbeam.engine.passes import run_pass
 from tests.conftest import in_thorough_mode, lines_run
 
 LONG_WAIT = 60.0  # seconds; only a test that fails waits for it
@@ -474,3 +477,28 @@ def test_threads_that_fight_for_the_interpreter_lose_no_wake_up(lm, expected):
                 assert [tokens_of(pieces) for pieces in found] == expected[:4]
     finally:
         sys.setswitchinterval(before)
+
+
+def test_requests_that_come_together_share_their_first_pass(lm, monkeypatch):
+    passes, engine = [], Engine(lm)
+
+    class Clock:
+        monotonic = staticmethod(time.monotonic)
+
+        @staticmethod
+        def sleep(_):
+            """While the engine waits, three more requests come, one in each of its waits."""
+            if len(requests) < 4:
+                requests.append(engine.submit([2, 3, 4], OPTIONS))
+
+    def watched(batch, *how, **options):
+        passes.append(len(batch))
+        return run_pass(batch, *how, **options)
+
+    monkeypatch.setattr(engine_thread, "time", Clock)
+    monkeypatch.setattr(engine_thread, "MAX_SECONDS_FOR_OTHERS", LONG_WAIT)
+    monkeypatch.setattr("specbeam.engine.engine.run_pass", watched)
+    requests = [engine.submit([1, 2, 3], OPTIONS)]
+    with engine:
+        requests[0].result(LONG_WAIT)
+    assert len(requests) == passes[0] == 4

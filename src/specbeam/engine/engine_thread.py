@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 
 from specbeam.engine.request_state import RequestState
@@ -13,6 +14,10 @@ from specbeam.errors import SpecbeamError
 from specbeam.whole_steps import InterpreterEnds, whole_step
 
 logger = logging.getLogger("specbeam")
+SECONDS_FOR_ANOTHER = 0.0005
+"""Before its first pass, a request waits this long for another. As long as further ones come, it waits again."""
+MAX_SECONDS_FOR_OTHERS = 0.01
+"""In all, it waits no longer than this."""
 
 
 class EngineThread:
@@ -98,6 +103,7 @@ class EngineThread:
         try:
             while not (self._is_stopping and self._scheduler.is_empty):
                 self._has_work.wait()
+                self._wait_for_others()
                 self._has_work.clear()  # before a round looks for new requests
                 more = True
                 while more:
@@ -110,6 +116,14 @@ class EngineThread:
         except BaseException as error:
             logger.exception("the engine's thread ended with an error")
             self._end(f"the engine's thread ended with {type(error).__name__}: {error}. Start the engine again")
+
+    def _wait_for_others(self) -> None:
+        """Requests that come together share their first pass. Else all but the first would wait for its end."""
+        end = time.monotonic() + MAX_SECONDS_FOR_OTHERS
+        seen = 0
+        while (waiting := self._scheduler.waiting) > seen and time.monotonic() < end:
+            seen = waiting
+            time.sleep(SECONDS_FOR_ANOTHER)
 
     @whole_step
     def _cancel_all(self) -> None:

@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 
 import specbeam
+from specbeam.server.arrivals import Arrivals
 from specbeam.server.call import Call
 from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest
@@ -37,6 +38,11 @@ from specbeam.server.tokenizing import DetokenizeRequest, TokenizeRequest, token
 logger = logging.getLogger("specbeam.server")
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status in the log for a client that went away. Nobody receives it."""
+MAX_SHORT_BODY_BYTES = 8192
+"""Such a prompt becomes tokens in less time than a thread takes to begin. Other prompts become tokens in a thread.
+
+So requests that come together are submitted together, and their prompts share a pass.
+"""
 
 
 class ErrorBody(BaseModel):
@@ -102,7 +108,7 @@ def make_app(
         logs_prompts: the log has the prompts, too.
     """
     limits, access, life = limits or Limits(), access or Access(), Life()
-    metrics = Metrics()
+    metrics, arrivals = Metrics(), Arrivals()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -133,7 +139,11 @@ def make_app(
             notes["call"] = call
             if logs_prompts:
                 notes["prompts"] = call.prompts
-            await while_connected(request.receive, call.submit(), call)
+            await arrivals.pause()
+            if call.is_one_text and len(await request.body()) <= MAX_SHORT_BODY_BYTES:
+                call.submit()
+            else:
+                await while_connected(request.receive, asyncio.to_thread(call.submit), call)
             if "turn" in notes:  # it is in the process of the client's connection
                 notes["turn"].close()
             answer = fields.answer(call)

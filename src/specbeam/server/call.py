@@ -70,14 +70,19 @@ class Call:
         self._writes = writes
         self._is_cancelled = False
 
-    async def submit(self) -> None:
-        """Submit the requests, in a thread, because tokenizers and chat templates take long for long prompts.
+    @property
+    def is_one_text(self) -> bool:
+        """Whether it stands for one request to the engine."""
+        return len(self.prompts) * self.plan.draws == 1
+
+    def submit(self) -> None:
+        """Submit the requests. Tokenizers and chat templates take long for long prompts.
 
         Raises:
             Refusal: a prompt is too long or of a wrong kind, or the queue is full.
         """
         try:
-            await asyncio.to_thread(self._submit)
+            self._submit()
         except BaseException:
             self.cancel()
             raise
