@@ -15,6 +15,7 @@ OTHER_NAMES = {
         "n_predict",
         "num_predict",
     ),
+    "max_output_tokens": ("max_tokens", "max_completion_tokens", "max_new_tokens"),
     "min_new_tokens": ("min_tokens", "min_length", "min_decoding_length"),
     "do_sample": ("sample", "sampling", "greedy", "use_sampling"),
     "temperature": ("temp", "sampling_temperature"),

@@ -93,6 +93,7 @@ def test_a_client_that_goes_away_frees_its_place_before_the_next_pass(start, cha
         assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
         assert engine.live == engine.waiting == 0
         metrics = server.http.get("/metrics").text
+        assert f'specbeam_prompt_tokens_total{{model="tiny"}} {3 * texts + 1}.0' in metrics  # counted when they ended
         assert 'specbeam_requests_total{endpoint="/v1/completions",outcome="cancelled"} 1.0' in metrics
         assert engine.cache_tokens == 0
 

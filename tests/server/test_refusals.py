@@ -172,6 +172,7 @@ def test_a_body_without_its_type(served):
 
 def test_the_nearest_name_is_suggested(served):
     assert "temperature" in served.refused("/v1/completions", **PROMPT, temprature=1)["message"]
+    assert "max_output_tokens" in served.refused("/v1/responses", input="Hi", max_tokens=1)["message"]
 
 
 def test_clients_raise_their_own_errors(served):

@@ -6,6 +6,7 @@ import asyncio
 import hmac
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +14,8 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specbeam.engine import Request
+from specbeam.server.call import Call
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics, Tally
@@ -132,9 +135,13 @@ class Guard:
         outcome = notes.get("outcome") or OUTCOMES.get(status)
         if outcome is None:
             outcome = "finished" if status < 400 else "refused" if status < 500 else "failed"
-        settle(scope)
+        call: Call | None = notes.get("call")
+        left = [] if call is None else [request for request in call.requests if request.outcome is None]
+        settle(scope, left)
         endpoint, tally = notes["endpoint"], notes.get("tally")
         self._metrics.count(endpoint, outcome, tally)
+        if call is not None:
+            self._metrics.count_later(call.model.name, left)
         line = f"{scope['method']} {endpoint} {status} {outcome} {seconds:.3f} s"
         if tally is not None:
             line += f" model={tally.model} prompt_tokens={tally.prompt_tokens} new_tokens={tally.new_tokens}"
@@ -143,13 +150,17 @@ class Guard:
         logger.info(line)
 
 
-def settle(scope: Scope) -> dict[str, Any]:
-    """The notes of a request that has ended, as plain data, which another process can read."""
+def settle(scope: Scope, left: Sequence[Request] = ()) -> dict[str, Any]:
+    """The notes of a request that has ended, as plain data, which another process can read.
+
+    Args:
+        left: its requests to the engine that have not ended. They are not in the tally.
+    """
     notes: dict[str, Any] = scope["specbeam"]
     if "endpoint" not in notes:
         notes["endpoint"] = getattr(scope.get("route"), "path", "other")
     if (call := notes.pop("call", None)) is not None:
-        notes["tally"] = Tally.of(call)
+        notes["tally"] = Tally.of(call, left)
     return notes
 
 

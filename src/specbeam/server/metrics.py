@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from specbeam.engine import Request
 from specbeam.results import Result, Stats
 from specbeam.server.call import Call
 from specbeam.server.models import Load
@@ -46,17 +49,24 @@ class Tally:
     results: list[tuple[Stats, int]]
 
     @classmethod
-    def of(cls, call: Call) -> Tally:
-        done = [request.outcome for request in call.requests if isinstance(request.outcome, Result)]
+    def of(cls, call: Call, left: Sequence[Request] = ()) -> Tally:
+        """The cost of a call without the requests that are left, because they have not ended."""
+        outcomes = [request.outcome for request in call.requests if request not in left]
+        done = [outcome for outcome in outcomes if isinstance(outcome, Result)]
         return cls(
             call.model.name,
             sum(len(request.prompt_ids) for request in call.requests[:: call.plan.draws]),
-            [(result.stats, sum(len(text.token_ids) for text in result.sequences)) for result in done],
+            [(result.stats, new_tokens_of(result)) for result in done],
         )
 
     @property
     def new_tokens(self) -> int:
         return sum(tokens for _, tokens in self.results)
+
+
+def new_tokens_of(result: Result) -> int:
+    """The tokens of all texts of a request."""
+    return sum(len(text.token_ids) for text in result.sequences)
 
 
 class Metrics:
@@ -90,6 +100,16 @@ class Metrics:
         if tally is not None:
             for stats, new_tokens in tally.results:
                 self._count_result(tally.model, stats, new_tokens)
+
+    def count_later(self, model: str, left: Iterable[Request]) -> None:
+        """Count the requests of a client that went away, once the engine has ended them."""
+        call_soon = asyncio.get_running_loop().call_soon_threadsafe
+        for request in left:
+            request.add_done_callback(partial(self._count_request, model), call_soon)
+
+    def _count_request(self, model: str, request: Request) -> None:
+        if isinstance(request.outcome, Result):
+            self._count_result(model, request.outcome.stats, new_tokens_of(request.outcome))
 
     def _count_result(self, model: str, stats: Stats, new_tokens: int) -> None:
         for name, counter in self._counts.items():
