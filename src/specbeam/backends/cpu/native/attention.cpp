@@ -7,6 +7,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "buffer.h"
 #include "simd.h"
 
 namespace specbeam::SPECBEAM_ISA {
@@ -98,22 +99,18 @@ template <int M = ROWS, class F> inline void in_groups(int64_t first, int64_t la
   if constexpr (M > 1) in_groups<(M + 1) / 2>(first, last, f);
 }
 
-template <class T> T *room(std::vector<T> &v, size_t n) {
-  if (v.size() < n) v.resize(n);
-  return v.data();
-}
-
-// The result of a row for the splits so far: the largest score, the sum of the shares, and the values times their
-// shares. A share is e^(score - largest score). The sum is 0 if the row saw nothing yet. It lies in [width + 2] floats.
+// The result of a row for the splits so far: the values times their shares, the largest score, and the sum of the
+// shares. A share is e^(score - largest score). The sum is 0 if the row saw nothing yet. They lie in sums_size(width)
+// floats, the values first: so each of their vectors is a cache line.
 struct Sums {
-  float *most, *total, *values;
-  explicit Sums(float *p) : most(p), total(p + 1), values(p + 2) {}
+  float *values, *most, *total;
+  Sums(float *p, int64_t width) : values(p), most(p + width), total(p + width + 1) {}
 
   // Adds the next split.
   void add(const Sums &next, int64_t width) {
     if (*next.total == 0) return;
     if (*total == 0) {
-      std::copy_n(next.most, width + 2, most);
+      std::copy_n(next.values, width + 2, values);
       return;
     }
     const float larger = *most > *next.most ? *most : *next.most;
@@ -150,7 +147,7 @@ template <bool WHOLE> class Work {
   const int64_t lanes;                      // of 32 bits for a key and the scales of the slot
   uint32_t *queries, *values;               // [steps, rows], [VALUES_AT_ONCE / N, width]
   uint32_t *gathered;                       // [RUNS_AT_ONCE, lanes, LANES]
-  float *scores, *sums, *split_sums;        // [rows, SPLIT], [rows, width + 2] twice
+  float *scores, *sums, *split_sums;        // [rows, SPLIT], [rows, sums_size(width)] twice
   float *query_scales, *share_scales;       // [rows]
   float *value_scales;                      // [nodes of the tile, SPLIT]
   Share *shares;                            // [rows, SPLIT]
@@ -172,16 +169,16 @@ template <bool WHOLE> class Work {
         width(a.cache.width),
         steps(width / N),
         lanes(a.cache.lanes) {
-    static thread_local std::vector<uint32_t> numbers_of_32_bits;
-    static thread_local std::vector<float> numbers;
-    static thread_local std::vector<Share> of_shares;
-    static thread_local std::vector<int64_t> whole_numbers;
-    queries = room(numbers_of_32_bits, rows * steps + RUNS_AT_ONCE * lanes * LANES + VALUES_AT_ONCE / N * width);
-    gathered = queries + rows * steps, values = gathered + RUNS_AT_ONCE * lanes * LANES;
-    scores = room(numbers, rows * (SPLIT + 2 * (width + 2) + 2) + tile.count * SPLIT);
-    sums = scores + rows * SPLIT, split_sums = sums + rows * (width + 2);
-    query_scales = split_sums + rows * (width + 2), share_scales = query_scales + rows;
-    value_scales = share_scales + rows;
+    static thread_local Buffer<uint32_t> numbers_of_32_bits;
+    static thread_local Buffer<float> numbers;
+    static thread_local Buffer<Share> of_shares;
+    static thread_local Buffer<int64_t> whole_numbers;
+    gathered = room(numbers_of_32_bits, RUNS_AT_ONCE * lanes * LANES + VALUES_AT_ONCE / N * width + rows * steps);
+    values = gathered + RUNS_AT_ONCE * lanes * LANES, queries = values + VALUES_AT_ONCE / N * width;
+    scores = room(numbers, rows * (SPLIT + 2 * sums_size(width) + 2) + tile.count * SPLIT);
+    value_scales = scores + rows * SPLIT, sums = value_scales + tile.count * SPLIT;
+    split_sums = sums + rows * sums_size(width);
+    query_scales = split_sums + rows * sums_size(width), share_scales = query_scales + rows;
     shares = room(of_shares, rows * SPLIT);
     begin = room(whole_numbers, 2 * tile.count + SPLIT), end = begin + tile.count;
     slots = end + tile.count;
@@ -191,22 +188,20 @@ template <bool WHOLE> class Work {
   void run() {
     const bool whole = tile.parts < 0;
     load_queries();
-    if (whole)
-      for (int64_t row = 0; row < rows; row++) *Sums(sums + row * (width + 2)).total = 0;
     for (int64_t split = item.split; split < item.end; split++) {
-      float *into = split_sums;
+      float *into = split == item.split ? sums : split_sums;
       if (!whole)
-        into =
-            a.parts + tile.parts + (item.kv_head * (tile.end - tile.split) + split - tile.split) * rows * (width + 2);
+        into = a.parts + tile.parts +
+               (item.kv_head * (tile.end - tile.split) + split - tile.split) * rows * sums_size(width);
       one_split(split, into);
-      if (whole)
-        for (int64_t row = 0; row < rows; row++)
-          Sums(sums + row * (width + 2)).add(Sums(into + row * (width + 2)), width);
+      if (into != split_sums) continue;
+      for (int64_t row = 0; row < rows; row++)
+        Sums(sums + row * sums_size(width), width).add(Sums(into + row * sums_size(width), width), width);
     }
     if (!whole) return;
     const int64_t head_dim = a.config.head_dim;
     for (int64_t row = 0; row < rows; row++)
-      Sums(sums + row * (width + 2))
+      Sums(sums + row * sums_size(width), width)
           .finish(a.out + ((tile.node + row / group) * a.config.heads + item.kv_head * group + row % group) * head_dim,
                   head_dim);
   }
@@ -274,7 +269,7 @@ template <bool WHOLE> class Work {
     }
   }
 
-  // into: [rows, width + 2]
+  // into: [rows, sums_size(width)]
   void one_split(int64_t split, float *into) {
     start = split * SPLIT;
     int64_t from = SPLIT, to = 0, deepest = 0;
@@ -286,7 +281,7 @@ template <bool WHOLE> class Work {
       from = std::min(from, begin[n] / LANES * LANES);
       if (end[n] > to) to = end[n], deepest = n;
     }
-    for (int64_t row = 0; row < rows; row++) *Sums(into + row * (width + 2)).total = 0;
+    for (int64_t row = 0; row < rows; row++) *Sums(into + row * sums_size(width), width).total = 0;
     if (from >= to) return;
     look_ahead(split);
     // All nodes share the slots up to here. One node shares all slots with itself.
@@ -298,7 +293,7 @@ template <bool WHOLE> class Work {
     for (int64_t row = 0; row < rows; row++) {
       const int64_t n = row / group;
       if (begin[n] >= end[n]) continue;
-      Sums s(into + row * (width + 2));
+      Sums s(into + row * sums_size(width), width);
       share(row, begin[n], end[n], s);
       std::fill_n(s.values, width, 0.0f);
     }
@@ -307,7 +302,7 @@ template <bool WHOLE> class Work {
       if (all_shared < end[n]) add_values(n, n + 1, n, std::max(all_shared, begin[n] / LANES * LANES), end[n], into);
     if constexpr (WHOLE)
       for (int64_t row = 0; row < rows; row++)
-        for (float *v = Sums(into + row * (width + 2)).values, *last = v + width; v < last; v += LANES)
+        for (float *v = Sums(into + row * sums_size(width), width).values, *last = v + width; v < last; v += LANES)
           store(v, to_float(load<I32>(v)) * share_scales[row]);
   }
 
@@ -491,7 +486,7 @@ template <bool WHOLE> class Work {
   void add_products(int64_t row, int64_t low, int64_t high, int64_t origin, int64_t vector, float *into) {
     if (low >= high) return;
     Dot o[M][V];
-    const auto place = [&](int m, int v) { return into + (row + m) * (width + 2) + 2 + (vector + v) * LANES; };
+    const auto place = [&](int m, int v) { return into + (row + m) * sums_size(width) + (vector + v) * LANES; };
     for (int m = 0; m < M; m++)
       for (int v = 0; v < V; v++) o[m][v] = load<Dot>(place(m, v));
     const Share *p = shares + row * SPLIT;
@@ -523,7 +518,7 @@ template <bool WHOLE> class Work {
       if (N == 2 && t < begin[n]) seen &= 0xffff0000;
       if (N == 2 && t + 1 >= end[n]) seen &= 0x0000ffff;
       const uint32_t *from = values + (t - origin) / N * width, numbers = bits(shares + row * SPLIT + t);
-      float *to = into + row * (width + 2) + 2;
+      float *to = into + row * sums_size(width);
       for (int64_t i = 0; i < width; i += LANES)
         store(to + i, multiply_lanes(load<Dot>(to + i), load<U32>(from + i) & seen, numbers));
     }
@@ -563,7 +558,7 @@ template <bool WHOLE> class Work {
 
 void put(const ModelConfig &c, const Cache &cache, int64_t layer, int64_t slot, const float *keys,
          const float *values) {
-  static thread_local std::vector<uint32_t> numbers;
+  static thread_local Buffer<uint32_t> numbers;
   uint32_t *key = room(numbers, cache.lanes);
   for (int64_t h = 0; h < c.kv_heads; h++, keys += c.head_dim, values += c.head_dim) {
     uint8_t *base = cache.first_block(layer, h), *value = base + cache.value_at(slot);
@@ -595,9 +590,10 @@ void join(const Attention &a, int64_t node) {
   const int64_t group = a.group(), rows = tile.count * group, width = a.cache.width;
   for (int64_t h = 0; h < a.config.heads; h++) {
     const int64_t row = (node - tile.node) * group + h % group, splits = tile.end - tile.split;
-    float *parts = a.parts + tile.parts + (h / group * splits * rows + row) * (width + 2);
-    const Sums sums(parts);
-    for (int64_t split = 1; split < splits; split++) Sums(parts).add(Sums(parts + split * rows * (width + 2)), width);
+    float *parts = a.parts + tile.parts + (h / group * splits * rows + row) * sums_size(width);
+    Sums sums(parts, width);
+    for (int64_t split = 1; split < splits; split++)
+      sums.add(Sums(parts + split * rows * sums_size(width), width), width);
     sums.finish(a.out + (node * a.config.heads + h) * a.config.head_dim, a.config.head_dim);
   }
 }

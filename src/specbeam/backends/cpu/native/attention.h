@@ -12,6 +12,9 @@ namespace specbeam {
 // order. So the order of all additions depends on the node's position alone, and threads can share a long text.
 constexpr int64_t SPLIT = 256;
 
+// The size of a row's result for a split: a value of `width` features, and two numbers more. It is whole cache lines.
+inline int64_t sums_size(int64_t width) { return width + 16; }
+
 // Some nodes of a segment, one after the other. They read the slots that they share together.
 struct Tile {
   const Segment *segment;
@@ -36,7 +39,7 @@ struct Attention {
   const std::vector<Tile> &tiles;
   const std::vector<AttentionItem> &items;
   const std::vector<int32_t> &tile_of;  // by node
-  float *parts;                         // [kv head, split, row of the tile, width + 2] for each tile
+  float *parts;                         // [kv head, split, row of the tile, sums_size(width)] for each tile
 
   int64_t group() const { return config.heads / config.kv_heads; }
   int64_t first_seen(int64_t position) const { return specbeam::first_seen(position, window); }

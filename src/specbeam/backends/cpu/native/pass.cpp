@@ -19,7 +19,7 @@ namespace {
 
 // The buffers of a pass, kept for the next one.
 struct Workspace {
-  std::vector<float> x, normed, wide, attended, out, cos, sin, attention_parts;
+  Buffer<float> x, normed, wide, attended, out, cos, sin, attention_parts;
   std::vector<int32_t> segment_of, row_in, tile_of;  // by node
   std::vector<Tile> tiles;
   std::vector<AttentionItem> attention_items;
@@ -28,31 +28,35 @@ struct Workspace {
 
 constexpr int64_t SWEEP_BYTES = 256 * 1024;  // of int8 activations, per sweep over the weights
 constexpr int64_t ROWS_PER_TILE = 96;        // at most, of queries that read keys and values together
+constexpr int64_t BLOCKS_PER_THREAD = 16;    // at least, of a product whose items are several blocks
 constexpr int64_t ITEMS_PER_THREAD = 8;      // at least, of attention, where a text is long enough
 
-float *room(std::vector<float> &v, size_t n) {
-  if (v.size() < n) v.resize(n);
-  return v.data();
-}
+// The distance of a buffer's rows: an odd number of cache lines. So the lines of neighbouring rows have different
+// places in a cache. A multiple of 64 lines would give all rows the same few places.
+int64_t stride_of(int64_t columns) { return ((columns + LANES - 1) / LANES | 1) * LANES; }
 
-// out[x.rows, p.rows()]
-void multiply(const Product &p, Threads &threads, const Activations &x, float *out) {
-  const int64_t stride = p.rows();
-  int64_t blocks = 0;
+// Writes the first p.rows() columns of out[x.rows, stride].
+void multiply(const Product &p, Threads &threads, const Activations &x, float *out, int64_t stride) {
+  int64_t blocks = 0, items = 0;
+  for (const Matrix &part : p.parts) blocks += blocks_of(part.rows);
+  // An item is some neighbouring blocks, where there are enough items for all threads.
+  const int64_t together = x.rows >= TILE_ROWS && blocks >= threads.count() * BLOCKS_PER_THREAD ? TILE_BLOCKS : 1;
   std::array<int64_t, MAX_PARTS> starts{};
-  for (size_t i = 0; i < p.parts.size(); i++) starts[i] = blocks, blocks += blocks_of(p.parts[i].rows);
+  for (size_t i = 0; i < p.parts.size(); i++)
+    starts[i] = items, items += (blocks_of(p.parts[i].rows) + together - 1) / together;
   // Rows go in sweeps. A sweep's activations stay in the second-level cache while all weights go by.
   const int64_t most = std::max<int64_t>(64, SWEEP_BYTES / x.columns), least = (x.rows + most - 1) / most;
   const int64_t sweep = (x.rows + least * TILE_ROWS - 1) / (least * TILE_ROWS) * TILE_ROWS,
                 sweeps = (x.rows + sweep - 1) / sweep;
-  const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(16, sweeps * blocks / (threads.count() * 8)));
-  threads.each(sweeps * blocks, chunk, [&](int64_t item) {
-    const int64_t block = item % blocks, first = item / blocks * sweep, end = std::min(first + sweep, x.rows);
+  const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(16, sweeps * items / (threads.count() * 8)));
+  threads.each(sweeps * items, chunk, [&](int64_t number) {
+    const int64_t item = number % items, first = number / items * sweep, end = std::min(first + sweep, x.rows);
     size_t i = 0;
-    while (i + 1 < p.parts.size() && block >= starts[i + 1]) i++;
+    while (i + 1 < p.parts.size() && item >= starts[i + 1]) i++;
     int64_t row = 0;
     for (size_t j = 0; j < i; j++) row += p.parts[j].rows;
-    product_block(p.parts[i], block - starts[i], x, first, end, out + row, stride, p.bias ? p.bias + row : nullptr);
+    const int64_t block = (item - starts[i]) * together, count = std::min(together, blocks_of(p.parts[i].rows) - block);
+    product_blocks(p.parts[i], block, count, x, first, end, out + row, stride, p.bias ? p.bias + row : nullptr);
   });
 }
 
@@ -100,7 +104,7 @@ struct Pass {
     for (Tile &tile : space.tiles) {
       const bool whole = threads.count() == 1 || tile.end - tile.split <= run;
       tile.parts = whole ? -1 : parts;
-      if (!whole) parts += c.heads * (tile.end - tile.split) * tile.count * (cache.width + 2);
+      if (!whole) parts += c.heads * (tile.end - tile.split) * tile.count * sums_size(cache.width);
       for (int64_t h = 0; h < c.kv_heads; h++)
         for (int64_t split = tile.split; split < tile.end; split += whole ? tile.end : run)
           space.attention_items.push_back(
@@ -173,18 +177,20 @@ struct Pass {
     const Layer &layer = model.layers[l];
     const int64_t heads = c.heads + c.kv_heads, qkv_rows = (c.heads + 2 * c.kv_heads) * c.head_dim;
     const int64_t inner_rows = c.inner * (c.gated ? 2 : 1);
+    const int64_t qkv_stride = stride_of(qkv_rows), inner_stride = stride_of(inner_rows),
+                  out_stride = stride_of(c.hidden);
     Activations &a = space.activations;
     float *normed = room(space.normed, nodes * c.hidden);
-    float *wide = room(space.wide, nodes * std::max(qkv_rows, inner_rows));
+    float *wide = room(space.wide, nodes * std::max(qkv_stride, inner_stride));
     float *attended = room(space.attended, nodes * c.heads * c.head_dim);
-    float *out = room(space.out, nodes * c.hidden);
+    float *out = room(space.out, nodes * out_stride);
 
     a.resize(nodes, layer.qkv.parts);
     threads.each(nodes, 4, [&](int64_t n) {
       norm_row(layer.attention_norm, x + n * c.hidden, normed + n * c.hidden, c.hidden);
       a.set(n, normed + n * c.hidden);
     });
-    multiply(layer.qkv, threads, a, wide);
+    multiply(layer.qkv, threads, a, wide, qkv_stride);
 
     int64_t rope_start = 0, rope_total = 0;
     for (size_t r = 0; r < model.ropes.size(); r++) {
@@ -192,7 +198,7 @@ struct Pass {
       rope_total += int64_t(model.ropes[r].frequencies.size());
     }
     threads.each(nodes, 4, [&](int64_t n) {
-      float *row = wide + n * qkv_rows;
+      float *row = wide + n * qkv_stride;
       for (int64_t h = 0; h < heads; h++) {
         float *head = row + h * c.head_dim;
         const Norm &norm = h < c.heads ? layer.q_norm : layer.k_norm;
@@ -205,35 +211,35 @@ struct Pass {
       put(c, cache, l, segment(n).slots[space.row_in[n]], row + c.heads * c.head_dim, row + heads * c.head_dim);
     });
 
-    const Attention attention = plan(l, wide, qkv_rows, attended);
+    const Attention attention = plan(l, wide, qkv_stride, attended);
     threads.each(attention.items.size(), 1, [&](int64_t i) { attend(attention, i); });
     a.resize(nodes, layer.output.parts);
     threads.each(nodes, 4, [&](int64_t n) {
       join(attention, n);
       a.set(n, attended + n * c.heads * c.head_dim);
     });
-    multiply(layer.output, threads, a, out);
+    multiply(layer.output, threads, a, out, out_stride);
 
     a.resize(nodes, layer.up.parts);
     threads.each(nodes, 4, [&](int64_t n) {
-      float *row = x + n * c.hidden, *o = out + n * c.hidden, *from = normed + n * c.hidden;
+      float *row = x + n * c.hidden, *o = out + n * out_stride, *from = normed + n * c.hidden;
       if (layer.post_attention_norm) norm_row(layer.post_attention_norm, o, o, c.hidden);
       if (c.parallel && layer.mlp_norm) norm_row(layer.mlp_norm, row, from, c.hidden);
       for (int64_t i = 0; i < c.hidden; i++) row[i] += o[i];
       if (!c.parallel) norm_row(layer.mlp_norm, row, from, c.hidden);
       a.set(n, from);
     });
-    multiply(layer.up, threads, a, wide);
+    multiply(layer.up, threads, a, wide, inner_stride);
     a.resize(nodes, layer.down.parts);
     threads.each(nodes, 1, [&](int64_t n) {
-      static thread_local std::vector<float> activated;
+      static thread_local Buffer<float> activated;
       float *row = room(activated, c.inner);
-      activate_row(wide + n * inner_rows, row);
+      activate_row(wide + n * inner_stride, row);
       a.set(n, row);
     });
-    multiply(layer.down, threads, a, out);
+    multiply(layer.down, threads, a, out, out_stride);
     threads.each(nodes, 4, [&](int64_t n) {
-      float *row = x + n * c.hidden, *o = out + n * c.hidden;
+      float *row = x + n * c.hidden, *o = out + n * out_stride;
       if (layer.post_mlp_norm) norm_row(layer.post_mlp_norm, o, o, c.hidden);
       for (int64_t i = 0; i < c.hidden; i++) row[i] += o[i];
     });
@@ -262,7 +268,7 @@ struct Pass {
       norm_row(model.norm, x + wanted[i] * c.hidden, normed + i * c.hidden, c.hidden);
       a.set(i, normed + i * c.hidden);
     });
-    multiply(head, threads, a, logits);
+    multiply(head, threads, a, logits, vocab);
     if (c.logits_softcap > 0) {
       const float softcap = float(c.logits_softcap);
       threads.each(count, 1, [&](int64_t i) {
@@ -288,7 +294,7 @@ void multiply_one(const Matrix &w, Threads &threads, const float *values, int64_
   x.resize(rows, p.parts);
   const Threads::Awake awake(threads);
   threads.each(rows, 8, [&](int64_t row) { x.set(row, values + row * w.columns); });
-  multiply(p, threads, x, out);
+  multiply(p, threads, x, out, w.rows);
 }
 
 float weight(const Matrix &w, int64_t row, int64_t column) { return weight_at(w, row, column); }

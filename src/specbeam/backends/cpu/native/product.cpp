@@ -58,12 +58,12 @@ struct Ahead {
   int lines;  // cache lines of 64 bytes, per group
 };
 
-// The product of M rows of activations, from `row` on, with a block: sixteen outputs per row.
-template <Format FORMAT, int M>
+// The product of M rows of activations, from `row` on, with B neighbouring blocks: sixteen outputs per row and block.
+template <Format FORMAT, int M, int B>
 inline void block_product(const uint8_t *block, int64_t columns, const Activations &x, int64_t row, Ahead ahead,
-                          F32 *out) {
-  const int64_t groups = x.groups;
-  F32 y[M] = {};
+                          F32 (*out)[B]) {
+  const int64_t groups = x.groups, size = block_bytes(FORMAT, columns);
+  F32 y[M][B] = {};
   const uint8_t *weights = block;
   const uint8_t *scales = block + weight_bytes(FORMAT, columns), *super = scales;
   for (int64_t g = 0; g < groups; g++) {
@@ -71,56 +71,71 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
       if (g % GROUPS_PER_SUPER == 0) super = scales, scales += LAYOUTS[FORMAT].super_scales;
     for (int j = 0; j < ahead.lines; j++, ahead.from += 64) prefetch(ahead.from);
     const int64_t at = row * groups + g * M;  // of the first row
-    const Scales s = scales_at<FORMAT>(scales, super);
+    Scales s[B];
+#pragma GCC unroll 2
+    for (int b = 0; b < B; b++) s[b] = scales_at<FORMAT>(scales + b * size, super + b * size);
     scales += LAYOUTS[FORMAT].group_scales;
     // Integer sums are exact in any order. PARTIAL_SUMS of them run side by side, so that they need not wait for each
     // other.
     constexpr int PARTIAL_SUMS = M == 1 ? 4 : M <= 4 ? 2 : 1;
-    I32 dots[M][PARTIAL_SUMS];
-    F32 first[M];  // the scaled sum of the first half: Q6_K has a scale for each half
+    I32 dots[M][B][PARTIAL_SUMS];
+    F32 first[M][B];  // the scaled sum of the first half: Q6_K has a scale for each half
 #pragma GCC unroll 2
     for (int half = 0; half < 2; half++) {
       if (half == 0 || FORMAT == Q6_K) {
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
           const int32_t *sums = &x.halves[2 * (at + m)];
-          for (int part = 0; part < PARTIAL_SUMS; part++) dots[m][part] = I32{};
-          if constexpr (ZERO_POINT<FORMAT> != 0)
-            dots[m][0] = all(-ZERO_POINT<FORMAT> * (FORMAT == Q6_K ? sums[half] : sums[0] + sums[1]));
+#pragma GCC unroll 2
+          for (int b = 0; b < B; b++) {
+            for (int part = 0; part < PARTIAL_SUMS; part++) dots[m][b][part] = I32{};
+            if constexpr (ZERO_POINT<FORMAT> != 0)
+              dots[m][b][0] = all(-ZERO_POINT<FORMAT> * (FORMAT == Q6_K ? sums[half] : sums[0] + sums[1]));
+          }
         }
       }
-      U8 w[4];
-      unpack<LAYOUTS[FORMAT].bits>(weights, half, w);
+      U8 w[B][4];
+#pragma GCC unroll 2
+      for (int b = 0; b < B; b++) unpack<LAYOUTS[FORMAT].bits>(weights + b * size, half, w[b]);
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {
 #pragma GCC unroll 8
         for (int m = 0; m < M; m++) {
           const int32_t *q = (const int32_t *)&x.bytes[(at + m) * GROUP_COLUMNS] + 4 * half;
-          I32 &dot = dots[m][j % PARTIAL_SUMS];
-          dot = dot4(dot, w[j], q[j]);
+#pragma GCC unroll 2
+          for (int b = 0; b < B; b++) {
+            I32 &dot = dots[m][b][j % PARTIAL_SUMS];
+            dot = dot4(dot, w[b][j], q[j]);
+          }
         }
       }
       if (half == 0 && FORMAT != Q6_K) continue;
 #pragma GCC unroll 8
       for (int m = 0; m < M; m++) {
-        I32 total = dots[m][0];
-        for (int part = 1; part < PARTIAL_SUMS; part++) total += dots[m][part];
-        const F32 scale = all(x.scales[at + m]), sum = to_float(total);
-        if constexpr (FORMAT == Q6_K) {
-          if (half == 0) first[m] = sum * s.first;
-          else y[m] = multiply_add(multiply_add(sum, s.second, first[m]), scale, y[m]);
-        } else {
-          y[m] = multiply_add(sum * scale, s.first, y[m]);
-          if constexpr (HAS_MINIMUM<FORMAT>) y[m] = multiply_add(all(x.sums[at + m]), s.minimum, y[m]);
+        const F32 scale = all(x.scales[at + m]);
+#pragma GCC unroll 2
+        for (int b = 0; b < B; b++) {
+          I32 total = dots[m][b][0];
+          for (int part = 1; part < PARTIAL_SUMS; part++) total += dots[m][b][part];
+          const F32 sum = to_float(total);
+          if constexpr (FORMAT == Q6_K) {
+            if (half == 0) first[m][b] = sum * s[b].first;
+            else y[m][b] = multiply_add(multiply_add(sum, s[b].second, first[m][b]), scale, y[m][b]);
+          } else {
+            y[m][b] = multiply_add(sum * scale, s[b].first, y[m][b]);
+            if constexpr (HAS_MINIMUM<FORMAT>) y[m][b] = multiply_add(all(x.sums[at + m]), s[b].minimum, y[m][b]);
+          }
         }
       }
     }
     weights += LAYOUTS[FORMAT].bits * 64;
   }
-  for (int m = 0; m < M; m++) out[m] = y[m];
+  for (int m = 0; m < M; m++)
+    for (int b = 0; b < B; b++) out[m][b] = y[m][b];
 }
 
-template <int M> inline void block_product_float(const uint8_t *block, const Activations &x, int64_t row, F32 *out) {
+template <int M> inline void block_product_float(const uint8_t *block, const Activations &x, int64_t row,
+                                                 F32 (*out)[1]) {
   F32 even[M] = {}, odd[M] = {};
   const float *w = (const float *)block;
   for (int64_t k = 0; k < x.columns; k++) {
@@ -131,48 +146,65 @@ template <int M> inline void block_product_float(const uint8_t *block, const Act
       y = multiply_add(all(x.values[(row + m) * x.columns + k]), lanes, y);
     }
   }
-  for (int m = 0; m < M; m++) out[m] = even[m] + odd[m];
+  for (int m = 0; m < M; m++) out[m][0] = even[m] + odd[m];
 }
 
 template <Format FORMAT, int M = TILE_ROWS>
 inline void tile(int m, const Matrix &w, const uint8_t *block, const Activations &x, int64_t row, Ahead ahead,
-                 F32 *out) {
+                 F32 (*out)[1]) {
   if constexpr (M > 1)
     if (m < M) return tile<FORMAT, M - 1>(m, w, block, x, row, ahead, out);
   if constexpr (FORMAT == F32_ROWS) block_product_float<M>(block, x, row, out);
-  else block_product<FORMAT, M>(block, w.columns, x, row, ahead, out);
+  else block_product<FORMAT, M, 1>(block, w.columns, x, row, ahead, out);
+}
+
+// Multiplies the rows from `row` up to `end` with B neighbouring blocks. With more than one block, all tiles are full.
+template <Format FORMAT, int B>
+inline void rows_product(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out,
+                         int64_t stride, const float *bias) {
+  const uint8_t *data = w.data + block * block_bytes(FORMAT, w.columns);
+  const int64_t first = block * BLOCK_ROWS;
+  // A single tile prefetches the weights PREFETCH_BYTES_AHEAD, in this block or a later one. Of several tiles, each
+  // prefetches a share of the next blocks.
+  const int64_t size = B * block_bytes(FORMAT, w.columns), groups = x.groups,
+                tiles = (end - row + TILE_ROWS - 1) / TILE_ROWS;
+  const int64_t share = (size / 64 + groups * tiles - 1) / (groups * tiles);  // cache lines per group
+  Ahead ahead{data + (tiles > 1 ? size : PREFETCH_BYTES_AHEAD), int(share)};
+  while (row < end) {
+    F32 y[TILE_ROWS][B];
+    const int m = tile_rows(row, x.rows);
+    // Each row's outputs are in a line of their own. A store to a line that is far away would hold up the stores after
+    // it.
+    if (tiles > 1)
+      for (int i = 0; i < m; i++)
+        for (int b = 0; b < B; b++) prefetch_to_write(out + (row + i) * stride + first + b * BLOCK_ROWS);
+    if constexpr (B > 1) block_product<FORMAT, TILE_ROWS, B>(data, w.columns, x, row, ahead, y);
+    else tile<FORMAT>(m, w, data, x, row, ahead, y);
+    ahead.from += share * groups * 64;
+    for (int i = 0; i < m; i++, row++)
+      for (int b = 0; b < B; b++) {
+        const int64_t output = first + b * BLOCK_ROWS, lanes = w.rows - output;
+        store_some(out + row * stride + output, bias ? y[i][b] + load_some(bias + output, lanes) : y[i][b], lanes);
+      }
+  }
 }
 
 }  // namespace
 
 template <Format FORMAT>
-void block_rows(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out,
-                int64_t stride, const float *bias) {
-  const uint8_t *data = w.data + block * block_bytes(w.format, w.columns);
-  const int64_t first = block * BLOCK_ROWS, lanes = w.rows - first < LANES ? w.rows - first : LANES;
-  const F32 b = bias ? load_some(bias + first, lanes) : F32{};
-  // A single tile prefetches the weights PREFETCH_BYTES_AHEAD, in this block or a later one. Of several tiles, each
-  // prefetches a share of the next block.
-  const int64_t size = block_bytes(FORMAT, w.columns), groups = x.groups,
-                tiles = (end - row + TILE_ROWS - 1) / TILE_ROWS;
-  const int64_t share = (size / 64 + groups * tiles - 1) / (groups * tiles);  // cache lines per group
-  Ahead ahead{data + (tiles > 1 ? size : PREFETCH_BYTES_AHEAD), int(share)};
-  while (row < end) {
-    F32 y[TILE_ROWS];
-    const int m = tile_rows(row, x.rows);
-    // Each row's outputs are in a line of their own. A store to a line that is far away would hold up the stores after
-    // it.
-    if (tiles > 1)
-      for (int i = 0; i < m; i++) prefetch_to_write(out + (row + i) * stride + first);
-    tile<FORMAT>(m, w, data, x, row, ahead, y);
-    ahead.from += share * groups * 64;
-    for (int i = 0; i < m; i++, row++) {
-      store_some(out + row * stride + first, bias ? y[i] + b : y[i], lanes);
+void block_rows(const Matrix &w, int64_t block, int64_t count, const Activations &x, int64_t row, int64_t end,
+                float *out, int64_t stride, const float *bias) {
+  if constexpr (TILE_BLOCKS > 1 && FORMAT != F32_ROWS)
+    if (count == TILE_BLOCKS && end - row >= TILE_ROWS) {
+      const int64_t full = row + (end - row) / TILE_ROWS * TILE_ROWS;
+      rows_product<FORMAT, TILE_BLOCKS>(w, block, x, row, full, out, stride, bias);
+      row = full;
     }
-  }
+  if (row < end)
+    for (int64_t i = 0; i < count; i++) rows_product<FORMAT, 1>(w, block + i, x, row, end, out, stride, bias);
 }
 
-template void block_rows<SPECBEAM_FORMAT>(const Matrix &, int64_t, const Activations &, int64_t, int64_t, float *,
-                                          int64_t, const float *);
+template void block_rows<SPECBEAM_FORMAT>(const Matrix &, int64_t, int64_t, const Activations &, int64_t, int64_t,
+                                          float *, int64_t, const float *);
 
 }  // namespace specbeam::SPECBEAM_ISA

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "buffer.h"
 #include "formats.h"
 #include "simd.h"
 
@@ -16,6 +17,13 @@ constexpr int TILE_ROWS = 8;
 #else
 constexpr int TILE_ROWS = 2;
 #endif
+// The number of neighbouring blocks of weights that a full tile is multiplied with at a time. A number of the
+// activations is then loaded once for all of them. It takes 32 registers.
+#if defined(__AVX512F__)
+constexpr int TILE_BLOCKS = 2;
+#else
+constexpr int TILE_BLOCKS = 1;
+#endif
 inline int tile_rows(int64_t first, int64_t rows) { return rows - first < TILE_ROWS ? int(rows - first) : TILE_ROWS; }
 
 // Rows of activations, quantized or in float32, as the formats of the matrices require. The bytes, scales and sums of a
@@ -23,22 +31,22 @@ inline int tile_rows(int64_t first, int64_t rows) { return rows - first < TILE_R
 struct Activations {
   int64_t rows = 0, columns = 0, groups = 0;
   bool quantized = false, exact = false;
-  std::vector<float> values;    // [rows, columns]
-  std::vector<int8_t> bytes;    // [tile, group, row of the tile, 32]
-  std::vector<float> scales;    // [tile, group, row of the tile]
-  std::vector<float> sums;      // [tile, group, row of the tile]: the sum of the quantized values, for the minimum
-  std::vector<int32_t> halves;  // [tile, group, row of the tile, 2]: the sums of 16 bytes each, for the zero point
+  Buffer<float> values;    // [rows, columns]
+  Buffer<int8_t> bytes;    // [tile, group, row of the tile, 32]
+  Buffer<float> scales;    // [tile, group, row of the tile]
+  Buffer<float> sums;      // [tile, group, row of the tile]: the sum of the quantized values, for the minimum
+  Buffer<int32_t> halves;  // [tile, group, row of the tile, 2]: the sums of 16 bytes each, for the zero point
 
   void resize(int64_t n, const std::vector<Matrix> &parts) {
     rows = n, columns = parts[0].columns, groups = groups_of(columns);
     quantized = exact = false;
     for (const Matrix &part : parts) (part.format == F32_ROWS ? exact : quantized) = true;
-    if (exact) grow(values, n * columns);
+    if (exact) room(values, n * columns);
     if (!quantized) return;
-    grow(bytes, n * groups * GROUP_COLUMNS);
-    grow(scales, n * groups);
-    grow(sums, n * groups);
-    grow(halves, n * groups * 2);
+    room(bytes, n * groups * GROUP_COLUMNS);
+    room(scales, n * groups);
+    room(sums, n * groups);
+    room(halves, n * groups * 2);
   }
 
   void set(int64_t row, const float *x) {
@@ -77,28 +85,25 @@ struct Activations {
       halves[at * 2 + 1] = sb;
     }
   }
-
-  template <class T> static void grow(std::vector<T> &v, size_t n) {
-    if (v.size() < n) v.resize(n);
-  }
 };
 
-// Multiplies the rows from `row` up to `end` with one block of outputs: out[row * stride + output]. bias may be null.
+// Multiplies the rows from `row` up to `end` with `count` blocks of outputs, at most TILE_BLOCKS:
+// out[row * stride + output]. bias may be null.
 template <Format FORMAT>
-void block_rows(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out,
-                int64_t stride, const float *bias);
+void block_rows(const Matrix &w, int64_t block, int64_t count, const Activations &x, int64_t row, int64_t end,
+                float *out, int64_t stride, const float *bias);
 
-inline void product_block(const Matrix &w, int64_t block, const Activations &x, int64_t row, int64_t end, float *out,
-                          int64_t stride, const float *bias) {
+inline void product_blocks(const Matrix &w, int64_t block, int64_t count, const Activations &x, int64_t row,
+                           int64_t end, float *out, int64_t stride, const float *bias) {
   switch (w.format) {
-    case F32_ROWS: return block_rows<F32_ROWS>(w, block, x, row, end, out, stride, bias);
-    case Q8: return block_rows<Q8>(w, block, x, row, end, out, stride, bias);
-    case Q6_K: return block_rows<Q6_K>(w, block, x, row, end, out, stride, bias);
-    case Q5: return block_rows<Q5>(w, block, x, row, end, out, stride, bias);
-    case Q5_MIN: return block_rows<Q5_MIN>(w, block, x, row, end, out, stride, bias);
-    case Q5_K: return block_rows<Q5_K>(w, block, x, row, end, out, stride, bias);
-    case Q4_MIN: return block_rows<Q4_MIN>(w, block, x, row, end, out, stride, bias);
-    case Q4_K: return block_rows<Q4_K>(w, block, x, row, end, out, stride, bias);
+    case F32_ROWS: return block_rows<F32_ROWS>(w, block, count, x, row, end, out, stride, bias);
+    case Q8: return block_rows<Q8>(w, block, count, x, row, end, out, stride, bias);
+    case Q6_K: return block_rows<Q6_K>(w, block, count, x, row, end, out, stride, bias);
+    case Q5: return block_rows<Q5>(w, block, count, x, row, end, out, stride, bias);
+    case Q5_MIN: return block_rows<Q5_MIN>(w, block, count, x, row, end, out, stride, bias);
+    case Q5_K: return block_rows<Q5_K>(w, block, count, x, row, end, out, stride, bias);
+    case Q4_MIN: return block_rows<Q4_MIN>(w, block, count, x, row, end, out, stride, bias);
+    case Q4_K: return block_rows<Q4_K>(w, block, count, x, row, end, out, stride, bias);
     default: return;
   }
 }

@@ -10,6 +10,7 @@
 #include <limits>
 #include <vector>
 
+#include "buffer.h"
 #include "simd.h"
 #include "tables.h"
 
@@ -193,7 +194,8 @@ struct LogSum {
 
 // Memory for one row, kept for the next.
 struct Space {
-  std::vector<float> scores, highest, piece_highest, piece_sums, read;
+  Buffer<float> scores, highest, piece_highest, piece_sums, read;
+  std::vector<bool> edited;  // by block
   std::vector<Candidate> kept;
   std::vector<Best> parts;
   std::vector<int64_t> tokens;
@@ -272,6 +274,15 @@ class Row {
       for (int64_t i = 0; i < pieces(); i++) piece(i);
   }
 
+  static float highest_of(const float *p, int64_t count) {
+    F32 h[4] = {all(LOWEST), all(LOWEST), all(LOWEST), all(LOWEST)};
+    int64_t i = 0;
+    for (; i + 4 * LANES <= count; i += 4 * LANES)
+      for (int j = 0; j < 4; j++) h[j] = higher(load<F32>(p + i + j * LANES), h[j]);
+    for (; i < count; i += LANES) h[0] = higher(load_scores(p + i, count - i), h[0]);
+    return max(higher(higher(h[0], h[1]), higher(h[2], h[3])));
+  }
+
   // The logarithm of the sum of e^score. A piece is added up in one order, and so are the pieces.
   // note: whether the highest score of each block is noted. Otherwise it is known.
   LogSum log_sum(const float *from, bool note) {
@@ -282,15 +293,7 @@ class Row {
       float highest = LOWEST;
       for (int64_t block = first; block < last; block += BLOCK_TOKENS) {
         float &of_block = space.highest[block / BLOCK_TOKENS];
-        if (note) {
-          const int64_t end = std::min(block + BLOCK_TOKENS, last);
-          F32 h[4] = {all(LOWEST), all(LOWEST), all(LOWEST), all(LOWEST)};
-          int64_t i = block;
-          for (; i + 4 * LANES <= end; i += 4 * LANES)
-            for (int j = 0; j < 4; j++) h[j] = higher(load<F32>(from + i + j * LANES), h[j]);
-          for (; i < end; i += LANES) h[0] = higher(load_scores(from + i, end - i), h[0]);
-          of_block = max(higher(higher(h[0], h[1]), higher(h[2], h[3])));
-        }
+        if (note) of_block = highest_of(from + block, std::min(block + BLOCK_TOKENS, last) - block);
         highest = std::max(highest, of_block);
       }
       const float base = highest == LOWEST ? 0 : highest;
@@ -334,9 +337,11 @@ class Row {
     if (!wish.normalize && !edited && !masked && !divided) return;
     if (edited) {
       rewrite(wish.normalize, false, 1);
+      space.edited.assign(blocks(), false);
       edit();
       keep_likeliest();
-      rewrite(false, masked, float(wish.temperature));
+      if (masked || divided) rewrite(false, masked, float(wish.temperature));
+      else note_edited();
     } else {
       rewrite(wish.normalize, masked, float(wish.temperature));
     }
@@ -344,7 +349,7 @@ class Row {
 
   // Rewrites `scores` into the space, and notes the highest score of each block.
   void rewrite(bool normalize, bool masked, float divisor) {
-    if (int64_t(space.scores.size()) < vocab) space.scores.resize(vocab);
+    room(space.scores, vocab);
     const float *from = scores;
     float *to = space.scores.data();
     const auto changed = [vocab = vocab, normalize, divisor, subtracted = normalizer,
@@ -360,27 +365,32 @@ class Row {
     each_piece([this, from, to, changed](int64_t first, int64_t last, int64_t) {
       for (int64_t block = first; block < last; block += BLOCK_TOKENS) {
         const int64_t end = std::min(block + BLOCK_TOKENS, last);
-        F32 highest = all(LOWEST);
         int64_t i = block;
-        for (; i + LANES <= end; i += LANES) {
-          const F32 v = changed(load<F32>(from + i), i);
-          store(to + i, v);
-          highest = higher(v, highest);
-        }
-        if (i < end) {
-          const F32 v = changed(load_scores(from + i, end - i), i);
-          store_some(to + i, v, end - i);
-          highest = higher(v, highest);
-        }
-        space.highest[block / BLOCK_TOKENS] = max(highest);
+        for (; i + LANES <= end; i += LANES) store(to + i, changed(load<F32>(from + i), i));
+        if (i < end) store_some(to + i, changed(load_scores(from + i, end - i), i), end - i);
+        space.highest[block / BLOCK_TOKENS] = highest_of(to + block, end - block);
       }
     });
     scores = to;
   }
 
+  // Notes the highest score again in each block with a token that was changed.
+  void note_edited() {
+    for (int64_t block = 0; block < blocks(); block++)
+      if (space.edited[block]) {
+        const int64_t first = block * BLOCK_TOKENS;
+        space.highest[block] = highest_of(scores + first, std::min(BLOCK_TOKENS, vocab - first));
+      }
+  }
+
+  void set(int64_t token, float score) {
+    space.scores[token] = score;
+    space.edited[token / BLOCK_TOKENS] = true;
+  }
+
   // An edit reads all its scores before it changes one: so a token that it names twice is changed once.
   void edit() {
-    float *changed = space.scores.data();
+    const float *changed = space.scores.data();
     for (const Entry *first = entries, *last = first; first != entries_end; first = last) {
       const Edit &edit = c.edits[first->edit];
       space.read.clear();
@@ -394,14 +404,14 @@ class Row {
                                                 : score / value);
       }
       for (const Entry *e = first; e != last; e++)
-        if (const int32_t token = c.edit_tokens[e->place]; token < vocab) changed[token] = space.read[e - first];
+        if (const int32_t token = c.edit_tokens[e->place]; token < vocab) set(token, space.read[e - first]);
     }
   }
 
   // Of the tokens of one_of, only the likeliest keeps its score, if it is allowed.
   void keep_likeliest() {
     if (wish.one_of_begin == wish.one_of_end) return;
-    float *changed = space.scores.data();
+    const float *changed = space.scores.data();
     const uint8_t *allowed = mask();
     int64_t likeliest = -1;
     float highest = LOWEST;
@@ -410,9 +420,9 @@ class Row {
       if (token >= vocab) continue;
       if (!allowed || allowed[token / 8] >> token % 8 & 1)
         if (changed[token] > highest) highest = changed[token], likeliest = token;
-      changed[token] = LOWEST;
+      set(token, LOWEST);
     }
-    if (likeliest >= 0) changed[likeliest] = highest;
+    if (likeliest >= 0) set(likeliest, highest);
   }
 
   // Calls f(token) for each token whose score may be above bound(), in order.
@@ -430,7 +440,7 @@ class Row {
     Best &best = part(0);
     best.start(most, LOWEST);
     if (most <= blocks()) {  // as many blocks have such a score or a higher one, and so as many tokens
-      std::vector<float> &highest = space.read;
+      Buffer<float> &highest = space.read;
       highest.assign(space.highest.begin(), space.highest.end());
       std::nth_element(highest.begin(), highest.begin() + (most - 1), highest.end(), std::greater<float>());
       best.bound = std::nextafter(highest[most - 1], LOWEST);
