@@ -78,7 +78,7 @@ struct Activations {
       int8_t *q = &bytes[at * GROUP_COLUMNS];
       store_bytes(q, qa);
       store_bytes(q + LANES, qb);
-      const int32_t sa = sum(qa), sb = sum(qb);
+      const int32_t sa = sum_of_bytes(qa), sb = sum_of_bytes(qb);
       scales[at] = scale;
       sums[at] = scale * float(sa + sb);
       halves[at * 2] = sa;

@@ -270,8 +270,24 @@ template <class F, class V> inline F sum(V v) {
   const Four y = load<Four>((const F *)&x) + load<Four>((const F *)&x + 4);
   return (y[0] + y[2]) + (y[1] + y[3]);
 }
-inline float sum(F32 x) { return sum<float>(x); }
 inline int32_t sum(I32 x) { return sum<int32_t>(x); }
+
+#if defined(__AVX512DQ__)
+// The same orders in registers.
+inline float sum(F32 v) {
+  const __m256 x = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+  const __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 z = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
+}
+inline float max(F32 v) {
+  const __m256 x = _mm256_max_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+  const __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  const __m128 z = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
+}
+#else
+inline float sum(F32 x) { return sum<float>(x); }
 
 inline float max(F32 v) {
   typedef float Eight __attribute__((vector_size(32)));
@@ -282,6 +298,19 @@ inline float max(F32 v) {
   const Four c = load<Four>((const float *)&x), d = load<Four>((const float *)&x + 4), y = c > d ? c : d;
   const float left = y[0] > y[2] ? y[0] : y[2], right = y[1] > y[3] ? y[1] : y[3];
   return left > right ? left : right;
+}
+#endif
+
+// The sum of lanes that are signed bytes.
+inline int32_t sum_of_bytes(I32 x) {
+#if defined(__AVX512F__)
+  // One instruction adds up the distances of unsigned bytes from 0.
+  const __m128i bytes = _mm_xor_si128(_mm512_cvtepi32_epi8((__m512i)x), _mm_set1_epi8(-128));
+  const __m128i halves = _mm_sad_epu8(bytes, _mm_setzero_si128());
+  return _mm_cvtsi128_si32(halves) + _mm_extract_epi16(halves, 4) - LANES * 128;
+#else
+  return sum(x);
+#endif
 }
 
 inline F32 larger(F32 a, F32 b) {
