@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +19,9 @@ MIN_SAVING = 0.2
 """Defer beams if that is expected to save this share of the seconds to come."""
 PRIOR_LOSS, PRIOR_TOKENS = 2.0, 16
 """Assume that a text lost this much log-probability in this many tokens before its first one."""
-MAX_LOST_STEPS = 1.0
-"""Stop deferring once its passes, and those still to come for its steps, cost this many plain steps too much."""
-MAX_LOSS_SHARE = 0.01
-"""Deferring rests until lost seconds are this share of the plain steps since."""
+OVERALL_WEIGHT, RECENT_WEIGHT = 0.6, 0.2
+"""The loss per token to come, in that of all tokens so far and that of the recent ones. Texts get more certain."""
+RECENT_TOKENS = 8
 LOGISTIC = 1.7
 """A logistic function of this many standard deviations is nearly a normal distribution."""
 
@@ -63,15 +62,13 @@ class Policy(Protocol):
     def choose(self, deferred: Deferred) -> Mask:
         """The beams to evaluate in the next pass, at least one of them, bool [n]."""
 
-    def add_drafted(self, steps: int) -> None:
-        """Count steps that were taken thanks to drafts, beside the one step of the pass."""
-
 
 class LikelyNeeded:
     """Defers the beams that the best text will probably not fall below.
 
     A beam is needed if the best text loses more log-probability until its end than the beam is below it now. The text
-    is expected to go on losing what it has lost per token so far. The variance of the loss is assumed to be its mean.
+    is expected to go on losing nearly what it has lost per token so far. The variance of the loss is assumed to be its
+    mean.
 
     Args:
         longest: the length of the longest texts, in new tokens.
@@ -83,59 +80,62 @@ class LikelyNeeded:
         self._longest = longest
         self._num_beams = num_beams
         self._cost = cost
-        self._begin: int | None = None  # the length at which it began to defer
-        self._spent = 0.0  # seconds of passes since
-        self._gave_up = False
-        self._rests_until = 0.0  # this length
+        self._best = {0: 0.0}  # the score of the best text, by its length, since RECENT_TOKENS ago
 
     def pays(self, scores: Scores, length: int) -> bool:
-        costs = self._costs()
-        if self._begin is not None:
-            lost_steps = self._spent / costs[-1] - (length - self._begin)
-            self._rests_until = length + max(0.0, lost_steps) / MAX_LOSS_SHARE
-            self._begin = None
-        needed = self._chances(scores, float(scores[0]), length)
-        needed[0] = 1.0
-        expected = (needed * np.diff(costs, prepend=0.0)).sum()
-        if length < self._rests_until or expected > (1 - MIN_SAVING) * costs[-1]:
-            return False
-        self._begin, self._spent, self._gave_up = length, 0.0, False
-        return True
+        costs, chances = self._costs(), self._chances(scores, 0, length)
+        wanted = self._cheapest(chances, np.full(len(scores), length), costs)
+        return bool(costs[wanted.sum() - 1] <= (1 - MIN_SAVING) * costs[-1])
 
     def choose(self, deferred: Deferred) -> Mask:
-        costs, best = self._costs(), deferred.best
-        chances = self._chances(deferred.scores, float(deferred.scores[best]), int(deferred.lengths[best]))
-        self._gave_up |= self._loses(deferred, chances, costs)
-        if self._gave_up:  # all beams of one length after the other, as plain search
-            chosen = deferred.lengths == deferred.lengths.min()
-        else:
-            chances[best] = np.inf
-            likeliest = (-chances).argsort(kind="stable")[: self._num_beams]
-            others = chances[likeliest[1:]]
-            # A needed beam costs a further pass over one node if it is evaluated later.
-            gains = others * costs[0] - (1 - others) * np.diff(costs)[: len(others)]
-            count = 1 + int(np.cumsum([0.0, *gains]).argmax())
-            chosen = np.isin(np.arange(len(chances)), likeliest[:count])
-        self._spent += costs[min(int(chosen.sum()), self._num_beams) - 1]
-        return chosen
+        best = deferred.best
+        chances = self._chances(deferred.scores, best, int(deferred.lengths[best]))
+        return self._cheapest(chances, deferred.lengths, self._costs())
 
-    def add_drafted(self, steps: int) -> None:
-        self._spent += steps * self._cost(1)  # drafts are made only where they cost less
+    def _cheapest(self, chances: NDArray[np.float64], lengths: NDArray[np.int64], costs: NDArray[np.float64]) -> Mask:
+        """The likeliest beams, as many as have the lowest expected costs, bool [n].
 
-    def _loses(self, deferred: Deferred, chances: NDArray[np.float64], costs: NDArray[np.float64]) -> bool:
-        """Whether plain steps would have been cheaper, by more than may be lost."""
-        assert self._begin is not None
-        needed = np.bincount(deferred.lengths[(chances > 0.5) & ~deferred.leading], minlength=1)
-        to_come = np.append(0.0, costs)[np.minimum(needed, self._num_beams)].sum()
-        steps = int(deferred.lengths.max()) - self._begin
-        return bool(self._spent + to_come > (steps + MAX_LOST_STEPS) * costs[-1])
+        A beam that is deferred but needed costs what it adds to a later pass. All beams of one length can share that
+        pass. So the pass itself is needed with the chance of the likeliest deferred beam of this length.
+
+        Args:
+            chances: that each beam is needed, float64 [n].
+            lengths: of the beams, in new tokens, int64 [n].
+        """
+        likeliest = (-chances).argsort(kind="stable")
+        chances, lengths = chances[likeliest], lengths[likeliest]
+        by_length = lengths.argsort(kind="stable")
+        first, second = by_length[:-1], by_length[1:]
+        next_chances = np.zeros(len(chances))
+        next_chances[first] = np.where(lengths[first] == lengths[second], chances[second], 0.0)
+        added = (costs[-1] - costs[0]) / max(1, len(costs) - 1)
+        later = chances * added + (chances - next_chances) * costs[0]
+        most = min(len(chances), len(costs))
+        count = 1 + int(np.cumsum(np.diff(costs[:most], prepend=0.0) - later[:most]).argmin())
+        return np.isin(np.arange(len(chances)), likeliest[:count])
 
     def _costs(self) -> NDArray[np.float64]:
         """Of passes over 1 node, 2 nodes, and so on up to all beams, float64 [num_beams]."""
         return np.maximum.accumulate([self._cost(nodes) for nodes in range(1, self._num_beams + 1)])
 
-    def _chances(self, scores: Any, best: float, length: int) -> NDArray[np.float64]:
-        """The chances that beams with these scores, float [n], are needed, given the best one's score and length."""
-        loss = (PRIOR_LOSS - best) / (PRIOR_TOKENS + length) * max(1, self._longest - length)
-        deviations = (scores.astype(np.float64) - best + loss) / np.sqrt(loss)
-        return np.asarray(1 / (1 + np.exp(np.clip(-LOGISTIC * deviations, -50, 50))))
+    def _chances(self, scores: Scores, best: int, length: int) -> NDArray[np.float64]:
+        """The chances that beams with these scores, float32 [n], are needed. The best one surely is.
+
+        Args:
+            best: its place.
+            length: of the best beam, in new tokens.
+        """
+        score = float(scores[best])
+        loss = self._loss_per_token(score, length) * max(1, self._longest - length)
+        deviations = (scores.astype(np.float64) - score + loss) / np.sqrt(loss)
+        chances = np.asarray(1 / (1 + np.exp(np.clip(-LOGISTIC * deviations, -30, 30))))
+        chances[best] = 1.0
+        return chances
+
+    def _loss_per_token(self, score: float, length: int) -> float:
+        """The log-probability that the best text, with this score and length, will probably lose per token."""
+        self._best[length] = score
+        before = max((known for known in self._best if known <= length - RECENT_TOKENS), default=min(self._best))
+        self._best = {known: best for known, best in self._best.items() if known >= before}
+        recent = max(0.0, self._best[before] - score) / max(1, length - before)
+        return OVERALL_WEIGHT * (PRIOR_LOSS - score) / (PRIOR_TOKENS + length) + RECENT_WEIGHT * recent

@@ -101,7 +101,6 @@ def lazy_round(
         bests = {level.length: level.beams[:1] for level in [*closed, *search.levels]}
         steps = [best for at, best in bests.items() if at > length and len(best)]
         drafter.pace.learn(guesses, tree, steps)
-        policy.add_drafted(max(0, len(steps) - 1))
     promising = known.nodes[tree.below(known.nodes, search.growing)]
     known.keep(promising, whole_rows=False)
     tree.keep(np.concatenate([search.growing, promising]), search.finished_nodes)
