@@ -1,10 +1,15 @@
-"""Lazy beams against plain beams: seconds, passes and evaluated beams, and whether the texts are the same.
+"""Lazy beams against plain beams: seconds, passes, evaluated beams, and the most that deferring alone could save.
 
-    python bench/lazy.py TARGET [--num-beams 8 16] [--tokens 64] [--prompts 2] [--json FILE]
+    python bench/lazy.py TARGET [--draft DRAFT ...] [--data FILE ...] [--num-beams 4 16 64] [--tokens 64] [--prompts 2]
+        [--repeats 2] [--ends] [--json FILE]
 
-TARGET is a .gguf file or a folder. Plain beams are the search that evaluates all beams, and goes ahead of itself. Both
-methods take turns on every prompt. Seconds are the best of the repeats, summed over the prompts of a kind. They include
-the prompts' reading. Ratios are plain seconds / seconds.
+TARGET is a .gguf file or a folder, DRAFT too, or ngram or suffix. FILE is a data set in the format of HumanEval or
+Spec-Bench; each of its categories is a kind of prompt. Without a file, the prompts are those of ``bench/prompts.py``.
+
+Plain beams are the search that evaluates all beams, and goes ahead of itself. All methods take turns on every prompt.
+Seconds are the best of the repeats, summed over the prompts of a kind. They include the prompts' reading. Ratios are
+plain seconds / seconds. "needed" is the share of the beams that score above the text that is returned: only these must
+be evaluated. "bound" is the ratio if nothing else were, at the measured costs of passes, without drafts.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 from figures import Figures, add_json_option
 from machine import describe
@@ -22,25 +28,52 @@ from specbeam import Engine
 from specbeam.decoding import Strategy
 from specbeam.decoding.beam import beam_search
 from specbeam.decoding.drafter import Drafter
+from specbeam.decoding.record import Record
 from specbeam.engine.setup import Setup
-from specbeam.engine.strategies import make_search, make_strategy
+from specbeam.engine.strategies import make_search
+from specbeam.study.config import Data
+from specbeam.study.data import read_rows
+from specbeam.tree import Tree
 
 REPEATED = "Repeat this text three times. The early bird catches the worm, but the second mouse gets the cheese.\n" * 4
-KINDS = {"code": CODING, "prose": PROSE, "repeated text": [REPEATED]}
 
 
-def plain_beams(setup: Setup, drafter: Drafter | None) -> Strategy:
-    """The search that evaluates all beams of every step."""
-    return beam_search(setup.tree, make_search(setup), setup.record)
+class PlainBeams:
+    """The search that evaluates all beams of every step.
 
+    Attributes:
+        levels: the scores of the beams after each step of the last request.
+        cost: of its passes.
+    """
 
-METHODS = {"plain": plain_beams, "lazy": make_strategy}
+    def __call__(self, setup: Setup, drafter: Drafter | None) -> Strategy:
+        self.levels: list[list[float]] = []
+        self.cost = setup.cost
+        return beam_search(setup.tree, make_search(setup), self.Scores(setup.tree, self.levels))
+
+    class Scores(Record):
+        """Remembers the scores of the beams."""
+
+        def __init__(self, tree: Tree, levels: list[list[float]]) -> None:
+            super().__init__(tree)
+            self.levels = levels
+
+        def step(self, nodes: Any, scores: Any = None) -> None:
+            super().step(nodes, scores)
+            self.levels.append(scores.tolist())
+
+    def needed(self, log_prob: float) -> list[int]:
+        """How many beams of each evaluated step score above the text that is returned; at least one."""
+        return [max(1, sum(score > log_prob for score in level)) for level in self.levels[:-1]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--num-beams", type=int, nargs="+", default=[8, 16])
+    parser.add_argument("--draft", nargs="+", default=[])
+    parser.add_argument("--data", nargs="+", default=[])
+    parser.add_argument("--categories", nargs="+", help="of the data sets; default: all")
+    parser.add_argument("--num-beams", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompts", type=int, default=2, help="of each kind")
     parser.add_argument("--repeats", type=int, default=2)
@@ -50,20 +83,23 @@ def main() -> None:
     print(describe())
     figures = Figures.of_this_run()
     lm = specbeam.load(given.target)
+    drafts = {Path(d).stem: d if d in ("ngram", "suffix") else specbeam.load(d) for d in given.draft}
     length = {"max_new_tokens": given.tokens, "min_new_tokens": 0 if given.ends else given.tokens}
     for num_beams in given.num_beams:
-        options = {"num_beams": num_beams, **length}
-        for kind, prompts in KINDS.items():
-            seconds = dict.fromkeys(METHODS, 0.0)
-            passes, nodes = dict.fromkeys(METHODS, 0), dict.fromkeys(METHODS, 0)
-            same = True
-            for prompt in prompts[: given.prompts]:
+        options = {"num_beams": num_beams, **length, "share_prefix": False}
+        for kind, prompts in kinds(given.data, given.categories, given.prompts).items():
+            plain = PlainBeams()
+            methods: dict[str, dict[str, Any]] = {"plain": {"strategy": plain}, "lazy": {}}
+            methods |= {f"with {name}": {"draft": draft} for name, draft in drafts.items()}
+            seconds, passes, nodes = (dict.fromkeys(methods, 0.0) for _ in range(3))
+            same, needed, possible, costs, least = True, 0, 0, 0.0, 0.0
+            for prompt in prompts:
                 results: dict[str, specbeam.Result] = {}
-                times: dict[str, list[float]] = {name: [] for name in METHODS}
+                times: dict[str, list[float]] = {name: [] for name in methods}
                 for _ in range(given.repeats):
-                    for name, strategy in METHODS.items():
+                    for name, how in methods.items():
                         engine = Engine(lm)
-                        request = engine.submit(prompt, {**options, "share_prefix": False}, strategy=strategy)
+                        request = engine.submit(prompt, options, **how)
                         begin = time.perf_counter()
                         engine.run()
                         times[name].append(time.perf_counter() - begin)
@@ -72,15 +108,37 @@ def main() -> None:
                     seconds[name] += min(times[name])
                     passes[name] += result.stats.target_passes
                     nodes[name] += result.stats.nodes_evaluated - result.stats.prompt_tokens
-                same &= results["lazy"].sequences == results["plain"].sequences
-            for name in METHODS:
+                same &= all(result.sequences == results["plain"].sequences for result in results.values())
+                best = results["plain"].sequences[0]
+                of_steps = plain.needed(best.score * len(best.token_ids))
+                needed, possible = needed + sum(of_steps), possible + len(of_steps) * num_beams
+                costs += len(of_steps) * plain.cost(num_beams)
+                least += sum(map(plain.cost, of_steps))
+            place = kind, f"{num_beams} beams"
+            figures.add(*place, "needed", unit="needed beams / beams", samples=[needed / possible])
+            figures.add(*place, "bound", unit="plain seconds / seconds", samples=[costs / least])
+            print(f"{kind:16} {num_beams:3} beams  needed {needed / possible:.3f}  bound {costs / least:.2f}")
+            for name in methods:
                 ratio = seconds["plain"] / seconds[name]
-                figures.add(kind, f"{num_beams} beams", name, unit="plain seconds / seconds", samples=[ratio])
+                figures.add(*place, name, unit="plain seconds / seconds", samples=[ratio])
                 print(
-                    f"{kind:14} {num_beams:3} beams  {name:12} {seconds[name]:7.2f} s {ratio:5.2f}  "
-                    f"{passes[name]:5} passes {nodes[name]:6} nodes  {'same' if same else 'DIFFERENT'}"
+                    f"    {name:32} {seconds[name]:7.2f} s {ratio:5.2f}  {passes[name]:5.0f} passes "
+                    f"{nodes[name]:6.0f} nodes  {'same' if same else 'DIFFERENT'}",
+                    flush=True,
                 )
     figures.write(given.json)
+
+
+def kinds(files: list[str], categories: list[str] | None, per_kind: int) -> dict[str, list[str]]:
+    """The prompts of each kind: the first of the bench's own, or drawn from data sets."""
+    if not files:
+        return {"code": CODING[:per_kind], "prose": PROSE[:per_kind], "repeated text": [REPEATED]}
+    prompts: dict[str, list[str]] = {}
+    for file in files:
+        for row in read_rows(Data(source=file, per_category=per_kind), [], seed=0):
+            if categories is None or row.category in (None, *categories):
+                prompts.setdefault(row.category or Path(file).name.split(".")[0], []).append(row.turns[0])
+    return prompts
 
 
 if __name__ == "__main__":

@@ -20,7 +20,10 @@ MIN_SAVING = 0.2
 PRIOR_LOSS, PRIOR_TOKENS = 2.0, 16
 """Assume that a text lost this much log-probability in this many tokens before its first one."""
 OVERALL_WEIGHT, RECENT_WEIGHT = 0.6, 0.2
-"""The loss per token to come, in that of all tokens so far and that of the recent ones. Texts get more certain."""
+"""The expected loss per token has these shares of the loss of all tokens so far, and of the last few ones.
+
+Together they are below 1, because texts get more certain.
+"""
 RECENT_TOKENS = 8
 LOGISTIC = 1.7
 """A logistic function of this many standard deviations is nearly a normal distribution."""
