@@ -4,12 +4,12 @@
         [--repeats 2] [--ends] [--json FILE]
 
 TARGET is a .gguf file or a folder, DRAFT too, or ngram or suffix. FILE is a data set in the format of HumanEval or
-Spec-Bench; each of its categories is a kind of prompt. Without a file, the prompts are those of ``bench/prompts.py``.
+Spec-Bench; each of its categories is a kind of prompt. Without a file, the prompts come from ``bench/prompts.py``.
 
 Plain beams are the search that evaluates all beams, and goes ahead of itself. All methods take turns on every prompt.
 Seconds are the best of the repeats, summed over the prompts of a kind. They include the prompts' reading. Ratios are
 plain seconds / seconds. "needed" is the share of the beams that score above the text that is returned: only these must
-be evaluated. "bound" is the ratio if nothing else were, at the measured costs of passes, without drafts.
+be evaluated. "bound" is the ratio without drafts if no other beam were evaluated, at the measured costs of passes.
 """
 
 from __future__ import annotations

@@ -145,6 +145,21 @@ class SomeGuesses:
         assert all(len(ends) for ends in steps)
 
 
+class RightGuesses(SomeGuesses):
+    """Four guesses below each tip, which are the likeliest tokens."""
+
+    def propose(self, tips, scores):
+        nodes = []
+        for end in np.unique(tips).tolist():
+            room = self.stop.max_length - 2 - int(self.tree.depths([end])[0])
+            for _ in range(min(4, room)):
+                token = int(self.logits_of(self.tree.tokens(self.tree.path(end)).tolist()).argmax())
+                end = int(self.tree.guess(np.array([end]), np.array([token]))[0])
+                nodes.append(end)
+        return Guesses(np.array(nodes, dtype=np.int64))
+        yield
+
+
 LENGTH_PENALTIES = [1.0, 0.0, 2.0, -1.0, 0.5]
 STOP_STRINGS = [(), (), ("ab",), ("a", "cc"), ("b", "c", "d", "e", "f")]
 POLICIES = ["best first", "one", "few", "many", "in parts", "ours"]
@@ -280,16 +295,19 @@ def test_wide_beams_of_an_engine_are_plain_beams(request, tiny, save, scale):
         assert lazy.result().sequences == plain.result().sequences
 
 
+@pytest.mark.parametrize("num_beams", [2, 5, 16])
 @pytest.mark.parametrize("draft", ["ngram", "suffix", "model", "itself"])
 @pytest.mark.parametrize("scale", [0.02, 0.3, 1.0])
-def test_wide_beams_with_drafts_are_plain_beams(save, draft, scale):
+def test_beams_with_drafts_are_plain_beams(save, draft, scale, num_beams):
     lm = specbeam.load(save(random_model("llama", initializer_range=scale)), backend="cpu")
     drafts = {"itself": lm}
     if draft == "model":
         drafts["model"] = specbeam.load(save(random_model("llama", seed=1, initializer_range=scale)), backend="cpu")
     engine, pairs = Engine(lm), []
     for options in WIDE[:5]:
-        options = {"max_new_tokens": 24, **options}
+        num_return_sequences = min(num_beams, options.get("num_return_sequences", 1))
+        beams = {"num_beams": num_beams, "num_return_sequences": num_return_sequences}
+        options = {"max_new_tokens": 24, **options, **beams}
         one = engine.submit([97, 98, 99, 97, 98], options, draft=drafts.get(draft, draft))
         pairs.append([one, engine.submit([97, 98, 99, 97, 98], {**options, "bound_rule": False})])
     engine.run()
@@ -312,15 +330,19 @@ class Confident:
         return 0.01 * logits if len(tokens) % self.falls == 0 else logits
 
 
-def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8):
-    """The numbers of nodes in the passes of our policy, and in the passes of plain search."""
+def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts=False):
+    """The numbers of nodes in the passes of our policy, and in the passes of plain search.
+
+    Args:
+        drafts: guess the next four tokens of the best text, and guess right.
+    """
     options = Options(num_beams=num_beams, max_new_tokens=max_new_tokens, length_penalty=1.0, early_stopping=False)
     tree, search, record = searched(BeamSearch, options, 12, set(), logits_of)
     plain, _, of_plain = run(beam_search(tree, search, record), tree, logits_of)
     tree, search, record = searched(LazyBeamSearch, options, 12, set(), logits_of)
-    lazy, _, sizes = run(
-        lazy_beam_search(search, record, LikelyNeeded(max_new_tokens, num_beams, cost)), tree, logits_of
-    )
+    drafter = RightGuesses(tree, search.stop, logits_of, seed=0) if drafts else None
+    policy = LikelyNeeded(max_new_tokens, num_beams, cost, drafts)
+    lazy, _, sizes = run(lazy_beam_search(search, record, policy, drafter), tree, logits_of)
     assert lazy == plain
     return sizes, of_plain
 
@@ -329,6 +351,14 @@ def test_a_confident_model_evaluates_few_of_its_beams():
     sizes, of_plain = passes_of_our_policy(Confident(), lambda nodes: float(nodes))
     assert sum(of_plain) == 8 * 20
     assert sum(sizes) < 40
+
+
+@pytest.mark.parametrize("num_beams", [2, 4, 8])
+def test_with_drafts_a_confident_text_goes_on_alone(num_beams):
+    """Although passes over all beams cost no more: each of its passes takes several steps."""
+    sizes, of_plain = passes_of_our_policy(Confident(), lambda nodes: 1.0, num_beams=num_beams, drafts=True)
+    assert len(of_plain) == 20
+    assert len(sizes) <= 7
 
 
 def test_where_passes_over_all_beams_cost_no_more_all_are_evaluated():

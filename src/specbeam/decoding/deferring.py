@@ -17,6 +17,8 @@ Cost = Callable[[int], float]
 
 MIN_SAVING = 0.2
 """Defer beams if that is expected to save this share of the seconds to come."""
+MAX_CHANCE = 0.5
+"""With drafts, defer beams if no beam but the best is needed with a higher chance."""
 PRIOR_LOSS, PRIOR_TOKENS = 2.0, 16
 """Assume that a text lost this much log-probability in this many tokens before its first one."""
 OVERALL_WEIGHT, RECENT_WEIGHT = 0.6, 0.2
@@ -77,18 +79,22 @@ class LikelyNeeded:
         longest: the length of the longest texts, in new tokens.
         num_beams: of the search.
         cost: of a pass.
+        drafts: whether guesses go below the best beam. Then each pass of a text that goes on alone can take several
+            steps.
     """
 
-    def __init__(self, longest: int, num_beams: int, cost: Cost) -> None:
+    def __init__(self, longest: int, num_beams: int, cost: Cost, drafts: bool = False) -> None:
         self._longest = longest
         self._num_beams = num_beams
         self._cost = cost
+        self._drafts = drafts
         self._best = {0: 0.0}  # the score of the best text, by its length, since RECENT_TOKENS ago
 
     def pays(self, scores: Scores, length: int) -> bool:
         costs, chances = self._costs(), self._chances(scores, 0, length)
         wanted = self._cheapest(chances, np.full(len(scores), length), costs)
-        return bool(costs[wanted.sum() - 1] <= (1 - MIN_SAVING) * costs[-1])
+        alone = self._drafts and chances[1:].max() < MAX_CHANCE
+        return bool(alone or costs[wanted.sum() - 1] <= (1 - MIN_SAVING) * costs[-1])
 
     def choose(self, deferred: Deferred) -> Mask:
         best = deferred.best

@@ -25,7 +25,7 @@ from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
 from specbeam.engine.request import Request
 from specbeam.engine.setup import make_setup
-from specbeam.engine.strategies import MakeStrategy, is_lazy, make_strategy
+from specbeam.engine.strategies import MakeStrategy, make_strategy, may_be_lazy
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -82,7 +82,7 @@ class RequestState:
         if draft is not None:
             self._target_costs.append(cost := SharedCost(pass_times(lm.backend), num_beams))
             self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), cost, draft_cost, num_beams)
-            if is_lazy(setup) and draft_cost is None:
+            if may_be_lazy(setup) and draft_cost is None:
                 self._drafter.of_best = make_drafter(setup, lm, draft, len(prompt_ids), setup.cost, None, num_texts=1)
         pace = None if self._drafter is None else self._drafter.pace
         model_state = partial(

@@ -18,7 +18,7 @@ from specbeam.decoding.speculative_beam import speculative_beam_search
 from specbeam.engine.setup import Setup
 
 MIN_LAZY_BEAMS = 16
-"""Fewer beams are all evaluated: passes over few nodes cost nearly as much."""
+"""Without drafts, fewer beams are all evaluated: passes over few nodes cost nearly as much."""
 
 MakeStrategy = Callable[[Setup, Drafter | None], Strategy]
 
@@ -27,10 +27,11 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
     """The strategy that the options ask for: greedy search, sampling or beam search, speculative with a drafter."""
     options, tree, wish, stop, record = setup.options, setup.tree, setup.wish, setup.stop, setup.record
     if options.num_beams > 1:
-        if is_lazy(setup) and (drafter is None or drafter.of_best is not None):
+        pays = options.num_beams >= MIN_LAZY_BEAMS if drafter is None else drafter.of_best is not None
+        if pays and may_be_lazy(setup):
             search = make_search(setup, LazyBeamSearch)
             assert isinstance(search, LazyBeamSearch)
-            policy = LikelyNeeded(search.max_new_tokens, options.num_beams, setup.cost)
+            policy = LikelyNeeded(search.max_new_tokens, options.num_beams, setup.cost, drafter is not None)
             return lazy_beam_search(search, record, policy, drafter)
         if drafter is not None:
             return speculative_beam_search(tree, make_search(setup), record, drafter)
@@ -42,8 +43,8 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
     return greedy(tree, wish, stop, record)
 
 
-def is_lazy(setup: Setup) -> bool:
-    """Whether some beams may be left out, and that may pay: no score rises, no draw, and nothing counts all beams.
+def may_be_lazy(setup: Setup) -> bool:
+    """Whether beams of a search may be left out: no score rises, nothing is drawn, and nothing counts all beams.
 
     Sizes of drafts that were asked for are sizes below all beams.
     """
@@ -53,7 +54,7 @@ def is_lazy(setup: Setup) -> bool:
     counts = options.early_stopping is True or options.trace  # finished texts; the beams of each step
     return (
         options.bound_rule
-        and options.num_beams >= MIN_LAZY_BEAMS
+        and options.num_beams > 1
         and options.num_beam_groups == 1
         and not (options.samples or process.raises or calls or counts or fixed)
     )
