@@ -75,6 +75,8 @@ class Stats:
         drafted: guesses that the target checked.
         accepted: guesses that became part of the text, or of a beam.
         acceptance_rate: accepted / drafted; None without drafts. The guesses of a tree cannot all be accepted.
+        evaluated_beams: the share of the beams of all steps that the target evaluated; None without beams. It is below
+            1 where beams were left out, because they could not change the outcome.
         steps_per_target_pass: new tokens, or steps of beam search, per pass of the target. Chunks of a long prompt do
             not count. 1 without drafts.
         peak_memory: bytes. On a GPU it is the most device memory allocated so far, on a CPU the most memory that the
@@ -109,6 +111,7 @@ class Stats:
     draft_note: str | None = None
     reused_tokens: int = 0
     acceptance_histogram: list[int] | None = None
+    evaluated_beams: float | None = None
 
 
 @dataclass(frozen=True)

@@ -313,6 +313,7 @@ def test_beams_with_drafts_are_plain_beams(save, draft, scale, num_beams):
     engine.run()
     for lazy, plain in pairs:
         assert lazy.result().sequences == plain.result().sequences
+        assert 0 < lazy.result().stats.evaluated_beams <= plain.result().stats.evaluated_beams == 1
 
 
 class Confident:
@@ -344,6 +345,9 @@ def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts
     policy = LikelyNeeded(max_new_tokens, num_beams, cost, drafts)
     lazy, _, sizes = run(lazy_beam_search(search, record, policy, drafter), tree, logits_of)
     assert lazy == plain
+    if not drafts:  # no beam is evaluated twice, or in vain; at first all beams are the prompt
+        evaluated = num_beams + sum(sizes[1:])
+        assert record.evaluated(num_beams) == pytest.approx(evaluated / sum(of_plain), abs=0.02)
     return sizes, of_plain
 
 

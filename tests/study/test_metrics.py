@@ -111,6 +111,7 @@ def test_the_metrics_of_a_record():
         "target_passes": 7,
         "draft_passes": 2,
         "acceptance_rate": 0.4,
+        "evaluated_beams": None,
         "steps_per_target_pass": 1.5,
         "peak_memory": 1000,
         "new_tokens": 3,

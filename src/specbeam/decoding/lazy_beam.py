@@ -8,6 +8,7 @@ Search", 3. docs/exactness.md has the proof.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -93,9 +94,10 @@ def lazy_round(
     wanted = np.union1d(wanted, guessed)
     known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
     record.round(guessed, rests=guesses.declined)
-    length = search.levels[-1].length
+    first, length = search.levels[0], search.levels[-1].length
     closed = search.advance(known, tree.depths(wanted) - tree.prompt_length + 1)
-    for level in closed:
+    for before, level in pairwise([first, *closed]):
+        record.left_out += search.num_beams - int(before.expanded.sum())
         record.step(level.beams, level.scores)
     if drafter is not None and len(tip):
         bests = {level.length: level.beams[:1] for level in [*closed, *search.levels]}

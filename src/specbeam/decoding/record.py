@@ -22,13 +22,14 @@ class Record:
         drafted: guesses that the target checked.
         accepted: guesses that became part of the text, or a beam.
         rounds: passes of the target that the strategy waited for.
+        left_out: beams of steps that the target did not evaluate.
         rested: rounds without guesses because none would have paid.
         checks: for each round with guesses, how many were accepted in it.
         trace: the rounds as plain data (see :class:`specbeam.Result`); None if they are not remembered.
     """
 
     def __init__(self, tree: Tree, decode: Callable[[list[int]], str] | None = None) -> None:
-        self.steps = self.drafted = self.accepted = self.rounds = self.rested = 0
+        self.steps = self.drafted = self.accepted = self.left_out = self.rounds = self.rested = 0
         self.checks: list[int] = []
         self.trace: list[dict[str, Any]] | None = None if decode is None else []
         self._tree = tree
@@ -100,6 +101,10 @@ class Record:
     def acceptance_histogram(self) -> list[int] | None:
         """How many rounds with guesses accepted 0 of them, 1, 2, and so on; None without such rounds."""
         return np.bincount(self.checks).tolist() if self.checks else None
+
+    def evaluated(self, num_beams: int) -> float | None:
+        """The share of the beams of all steps that the target evaluated; None without beams, or without a step."""
+        return 1 - self.left_out / (num_beams * self.steps) if num_beams > 1 and self.steps else None
 
     def draft_note(self) -> str | None:
         """Why a drafter was not used, or hardly used; None if it was used, and before the first round."""

@@ -35,7 +35,11 @@ def speculative_round(tree: Tree, search: Search, record: Record, drafter: Draft
     known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
     record.round(guessed, rests=guesses.declined)
     steps = []
-    while not search.done and search.step(*known.at(search.beams)):
+    while not search.done:
+        answer, evaluated = known.at(search.beams)
+        if not search.step(answer, evaluated):
+            break
+        record.left_out += int((~evaluated).sum())
         record.step(search.beams, search.scores)
         steps.append(search.beams)
     promising = known.nodes[tree.below(known.nodes, search.beams)]

@@ -201,4 +201,5 @@ class Output:
             draft_note=record.draft_note() if drafted else None,
             reused_tokens=target.reused_tokens,
             acceptance_histogram=record.acceptance_histogram(),
+            evaluated_beams=record.evaluated(self._setup.options.num_beams),
         )

@@ -32,7 +32,7 @@ def of_record(record: Record) -> dict[str, float | None]:
         there are references, the metrics of :func:`quality`. None where there is nothing to measure.
     """
     stats = record["stats"]
-    metrics = {name: stats[name] for name in FROM_STATS}
+    metrics = {name: stats.get(name) for name in FROM_STATS}  # results of earlier versions lack some
     gaps = np.diff(record["times"]) * 1000
     for percentile in (50, 95):
         metrics[f"gap_p{percentile}"] = float(np.percentile(gaps, percentile)) if len(gaps) else None
@@ -50,6 +50,7 @@ FROM_STATS = (
     "target_passes",
     "draft_passes",
     "acceptance_rate",
+    "evaluated_beams",
     "steps_per_target_pass",
     "peak_memory",
     "new_tokens",

@@ -40,6 +40,7 @@ MORE_COLUMNS = [
     ("95% gap, ms", "gap_p95", 1.0),
     ("peak memory, GB", "peak_memory", 1e-9),
     ("new tokens", "new_tokens", 1.0),
+    ("beams evaluated, %", "evaluated_beams", 100.0),
     ("repetition", "repetition", 1.0),
     ("distinct-1", "distinct_1", 1.0),
     ("distinct-2", "distinct_2", 1.0),
