@@ -95,22 +95,24 @@ def in_thorough_mode():
 
 
 def lines_run(function):
-    """The lines of specbeam that a call runs: a measure of its work that no other process disturbs."""
+    """The lines of specbeam that a call runs: a measure of its work that no other process or test disturbs."""
     lines = 0
 
     def trace(frame, event, _):
         nonlocal lines
-        if "specbeam" not in frame.f_code.co_filename:
+        if not frame.f_code.co_filename.startswith(SOURCE):
             return None
         lines += event == "line"
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # finalizers of objects that other tests left would count
     sys.settrace(trace)
     try:
         function()
     finally:
         sys.settrace(before)
+        gc.enable()
     return lines
 
 

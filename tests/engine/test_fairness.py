@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.decoding import Evaluate, Hypothesis
+from specbeam.engine import memory
 from tests.conftest import examples, lines_run
 
 
@@ -309,11 +310,34 @@ def test_a_stream_of_small_requests_does_not_keep_a_large_one_waiting(lm):
     assert large.done
 
 
-def test_a_step_of_a_crowd_runs_few_lines_per_request(lm):
-    """Lines stand for time: on the `cpu` backend these take about 50 microseconds (docs/performance.md)."""
+def test_a_step_of_a_crowd_runs_few_lines_per_request(lm, monkeypatch):
+    """Lines stand for time: on the `cpu` backend these take about 50 microseconds (docs/performance.md).
+
+    Engines, stores and measured times of other tests would add lines. So the backend is new, and shares its memory with
+    no engine.
+    """
+    monkeypatch.setattr(memory, "_sharing", {})
+    lm = specbeam.load(lm.source, device="cpu", dtype="float32")
     engine = Engine(lm, max_requests=64, max_batch_tokens=1024)
     for n in range(64):
         engine.submit([n, 1], {"max_new_tokens": 24, "eos_token_id": []})
     for _ in range(10):
         engine.step()
     assert sorted(lines_run(engine.step) for _ in range(9))[4] <= 450 * 64
+
+
+def test_a_step_looks_at_each_other_engine_of_the_process_once(lm, monkeypatch):
+    monkeypatch.setattr(memory, "_sharing", {})
+
+    def lines_beside(count):
+        others = [Engine(lm) for _ in range(count)]
+        engine = Engine(lm)
+        engine.submit([1], {"max_new_tokens": 9, "min_new_tokens": 9})
+        for _ in range(3):
+            engine.step()
+        lines = lines_run(engine.step)
+        assert len(others) == count  # they lived until now
+        return lines
+
+    alone, beside_10, beside_20 = map(lines_beside, (0, 10, 20))
+    assert beside_20 - beside_10 <= beside_10 - alone <= 10 * 10

@@ -1,10 +1,12 @@
 """Clients that go away, full queues, errors, and the end of a server."""
 
+import gc
 import http.client
 import json
 import logging
 import queue
 import threading
+import weakref
 
 import httpx
 import openai
@@ -96,6 +98,19 @@ def test_a_client_that_goes_away_frees_its_place_before_the_next_pass(start, cha
         assert f'specbeam_prompt_tokens_total{{model="tiny"}} {3 * texts + 1}.0' in metrics  # counted when they ended
         assert 'specbeam_requests_total{endpoint="/v1/completions",outcome="cancelled"} 1.0' in metrics
         assert engine.cache_tokens == 0
+
+
+def test_a_server_that_has_ended_leaves_no_engine(start, chat_lm):
+    """Its texts would count as memory of the process, and its model would stay in memory."""
+    with start({"tiny": chat_lm}) as server:
+        for path in ("/health", "/metrics", "/tokenizer_info", "/v1/models", "/v1/models/tiny", "/openapi.json"):
+            assert server.http.get(path).status_code == 200
+        assert server.post("/tokenize", prompt="a").status_code == 200
+        assert server.post("/v1/completions", prompt="a", max_tokens=2).status_code == 200
+        engine = weakref.ref(server.models.get(None).engine)
+    del server
+    gc.collect()
+    assert engine() is None
 
 
 def test_a_full_queue_is_429_and_the_others_are_answered(start, chat_lm):

@@ -91,11 +91,14 @@ class Memory:
             with _sharing_lock:
                 sharing += [one for one in self._sharing if one is not self]
         caches = [pair for one in sharing for pair in list(one._caches.items())]
+        too_much = sum(cache.kept * backend.slot_bytes for backend, cache in caches) - max(room, 0)
         dropped = False
         for backend, cache in caches:
-            too_much = sum(cache.kept * backend.slot_bytes for backend, cache in caches) - max(room, 0)
-            if too_much > 0:
-                dropped |= cache.drop_kept(-(-too_much // backend.slot_bytes)) > 0
+            if too_much <= 0:
+                break
+            slots = cache.drop_kept(-(-too_much // backend.slot_bytes))
+            too_much -= slots * backend.slot_bytes
+            dropped |= slots > 0
         return dropped
 
     def holds_logits(self, rows: list[int]) -> bool:

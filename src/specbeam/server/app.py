@@ -135,7 +135,7 @@ def make_app(
         """Answer a request for texts, whole or as a stream."""
         notes = request.scope["specbeam"]
         try:
-            call = fields.call(models.get(fields.model), limits)
+            call = fields.call(_models(request).get(fields.model), limits)
             notes["call"] = call
             if logs_prompts:
                 notes["prompts"] = call.prompts
@@ -178,36 +178,36 @@ def make_app(
         return await generate(WatchedRequest(fields), request)
 
     @app.post("/tokenize")
-    async def tokenize(fields: TokenizeRequest) -> Response:
-        return json_response(await asyncio.to_thread(fields.answer, models.get(fields.model)))
+    async def tokenize(fields: TokenizeRequest, request: Request) -> Response:
+        return json_response(await asyncio.to_thread(fields.answer, _models(request).get(fields.model)))
 
     @app.post("/detokenize")
-    async def detokenize(fields: DetokenizeRequest) -> Response:
-        return json_response(await asyncio.to_thread(fields.answer, models.get(fields.model)))
+    async def detokenize(fields: DetokenizeRequest, request: Request) -> Response:
+        return json_response(await asyncio.to_thread(fields.answer, _models(request).get(fields.model)))
 
     @app.get("/tokenizer_info")
-    async def about_tokenizer(model: str | None = None) -> Response:
-        return json_response(tokenizer_info(models.get(model)))
+    async def about_tokenizer(request: Request, model: str | None = None) -> Response:
+        return json_response(tokenizer_info(_models(request).get(model)))
 
     @app.get("/v1/models")
-    async def list_models() -> Response:
-        return json_response({"object": "list", "data": [_about(model) for model in models]})
+    async def list_models(request: Request) -> Response:
+        return json_response({"object": "list", "data": [_about(model) for model in _models(request)]})
 
     @app.get("/v1/models/{name:path}")
-    async def retrieve_model(name: str) -> Response:
-        return json_response(_about(models.get(name)))
+    async def retrieve_model(name: str, request: Request) -> Response:
+        return json_response(_about(_models(request).get(name)))
 
     @app.get("/health")
-    async def health() -> Response:
+    async def health(request: Request) -> Response:
         if life.is_stopping:
             raise stopping()
-        if ended := models.ended:
+        if ended := _models(request).ended:
             raise Refusal(f"an error ended the engine of {', '.join(ended)}: start the server again", None, None, 503)
         return json_response({"status": "ok"})
 
     @app.get("/metrics", response_class=PlainTextResponse)
-    async def read_metrics() -> Response:
-        return Response(metrics.text(models.loads), media_type="text/plain; version=0.0.4")
+    async def read_metrics(request: Request) -> Response:
+        return Response(metrics.text(_models(request).loads), media_type="text/plain; version=0.0.4")
 
     add_page_to(app)
 
@@ -271,6 +271,15 @@ class Generation(Protocol):
 
     def answer(self, call: Call) -> Any:
         """The answer to the call."""
+
+
+def _models(request: Request) -> Models:
+    """The models of the application that has a request.
+
+    No endpoint holds them itself: FastAPI remembers endpoints after their application is gone.
+    """
+    models: Models = request.app.state.models
+    return models
 
 
 def _about(model: ServedModel) -> dict[str, Any]:
