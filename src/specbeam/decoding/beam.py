@@ -86,13 +86,17 @@ def beam_search(tree: Tree, search: Search, record: Record) -> Strategy:
     return search.hypotheses()
 
 
-def beam_round(tree: Tree, search: Search, record: Record) -> Strategy:
-    """Evaluate all beams. Take the step that the answer is about, and the steps of passes that went ahead."""
+def beam_round(tree: Tree, search: Search, record: Record, rests: bool = False) -> Strategy:
+    """Evaluate all beams. Take the step that the answer is about, and the steps of passes that went ahead.
+
+    Args:
+        rests: a drafter made no guesses, because none would have paid.
+    """
     answer = yield search.evaluation()
     for one in answer.passes(len(search.beams)):
         if not search.step(one):
             raise RuntimeError("a step needs rows of logits that are gone: the backend went too far ahead")
-        record.round()
+        record.round(rests=rests)
         record.step(search.beams, search.scores)
         if search.done:
             break

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.decoding import Answer, Evaluate, Strategy
-from specbeam.decoding.beam import Search
+from specbeam.decoding.beam import Search, beam_round
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.record import Record
 from specbeam.selection import gather
@@ -30,6 +30,12 @@ def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter:
 def speculative_round(tree: Tree, search: Search, record: Record, drafter: Drafter, known: Known) -> Strategy:
     """Evaluate all beams and guesses below them. Take every step whose answers are known."""
     guesses = yield from drafter.propose(search.beams, search.scores.astype(np.float64))
+    if guesses.declined and not len(known.nodes):  # then the backend can go ahead
+        rounds = record.rounds
+        yield from beam_round(tree, search, record, rests=True)
+        for _ in range(record.rounds - rounds):
+            drafter.pace.learn(guesses, tree, steps=[])
+        return []
     wanted = known.missing(np.concatenate([search.beams, guesses.nodes]))
     guessed = np.setdiff1d(wanted, search.beams)
     known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
