@@ -169,8 +169,9 @@ static const char *wrong(const Model &m, const Cache &cache, const Segment *segm
   for (const Segment *s = segments; s < segments + count; s++) {
     if (!s->tokens || !s->positions || !s->slots || s->nodes < 1) return "a segment is empty";
     if (s->nodes > INT32_MAX / 2 - nodes) return "there are too many nodes";
-    if (s->trunk_length < 0 || s->trunk_length > cache.capacity || (s->trunk_length && !s->trunk))
-      return "a trunk is missing or longer than the cache";
+    // A trunk may be longer than the cache: nodes before all windows need no slots.
+    if (s->trunk_length < 0 || s->trunk_length > INT32_MAX || (s->trunk_length && !s->trunk))
+      return "a trunk is missing";
     if (s->branch_columns < 0 || s->branch_columns > cache.capacity || (s->branch_columns && !s->branches))
       return "the branches are missing or longer than the cache";
     for (int64_t n = 0; n < s->nodes; n++) {
