@@ -205,3 +205,18 @@ def test_a_mixed_batch_on_real_weights_gives_each_what_it_gets_alone():
             assert expected.result().text.startswith(got.text)
         else:
             assert got.token_ids == expected.result().token_ids
+
+
+@pytest.mark.parametrize("num_beams", [4, 8, 16])
+def test_lazy_beams_of_questions_are_plain_beams(num_beams):
+    """Without a draft, and with lookups. ``bound_rule=False`` evaluates all beams."""
+    engine = Engine(specbeam.load(reference_model(SMOLLM2), backend="cpu"))
+    lazily = {"num_beams": num_beams, "num_return_sequences": 3, "max_new_tokens": 64 if THOROUGH else 16}
+    asked = []
+    for text in questions(100 if THOROUGH else 4):
+        plain = engine.submit(text, {**lazily, "bound_rule": False})
+        asked.append([plain, engine.submit(text, lazily), engine.submit(text, lazily, draft="ngram")])
+    engine.run()
+    for requests in asked:
+        plain, *others = [request.result().sequences for request in requests]
+        assert others == [plain, plain]
