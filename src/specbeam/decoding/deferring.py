@@ -19,6 +19,8 @@ MIN_SAVING = 0.2
 """Defer beams if that is expected to save this share of the seconds to come."""
 MAX_CHANCE = 0.5
 """With drafts, defer beams if no beam but the best is needed with a higher chance."""
+LATER_PASS_COST = 1.5
+"""A later pass over deferred beams costs this many passes over one node: it has more nodes, and more steps to take."""
 PRIOR_LOSS, PRIOR_TOKENS = 2.0, 16
 """Assume that a text lost this much log-probability in this many tokens before its first one."""
 OVERALL_WEIGHT, RECENT_WEIGHT = 0.6, 0.2
@@ -118,7 +120,7 @@ class LikelyNeeded:
         next_chances = np.zeros(len(chances))
         next_chances[first] = np.where(lengths[first] == lengths[second], chances[second], 0.0)
         added = (costs[-1] - costs[0]) / max(1, len(costs) - 1)
-        later = chances * added + (chances - next_chances) * costs[0]
+        later = chances * added + (chances - next_chances) * LATER_PASS_COST * costs[0]
         most = min(len(chances), len(costs))
         count = 1 + int(np.cumsum(np.diff(costs[:most], prepend=0.0) - later[:most]).argmin())
         return np.isin(np.arange(len(chances)), likeliest[:count])
