@@ -4,6 +4,7 @@ import pytest
 
 import specbeam
 from specbeam import Engine
+from specbeam.engine.costs import PassTimes, nominal_cost
 from tests.conftest import assert_are_beams_of_transformers, beams_of_transformers, random_model
 
 STEP_BY_STEP = {"stop_strings": ["a stop string that no text has"]}  # it is looked for after each token
@@ -99,6 +100,19 @@ def test_beams_go_ahead_beside_single_texts(lm, monkeypatch):
         alone = other.submit([97 + n, 98, 99], common | options | STEP_BY_STEP)
         other.run()
         assert request.result().sequences == alone.result().sequences
+
+
+def test_beams_go_ahead_while_their_draft_rests(lm, monkeypatch):
+    """A draft that is as slow as the target never pays."""
+    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: 1e-3 * nominal_cost(nodes))
+    calls = passes_of_calls(monkeypatch, lm)
+    engine = Engine(lm)
+    options = {"num_beams": 4, "max_new_tokens": 30, "eos_token_id": []}
+    with_draft = engine.submit([97, 98, 99], options, draft=lm)
+    engine.run()
+    assert max(calls) == 8
+    assert with_draft.result().stats.draft_note == "draft rested: it would not have paid"
+    assert with_draft.result().sequences == results(Engine(lm), options, count=1)[0].sequences
 
 
 @pytest.mark.parametrize("num_beams", [2, 4, 8, 16])
