@@ -103,6 +103,26 @@ def test_requests_learn_who_shares_their_passes(lm, monkeypatch):
     assert sorted(joined[-3:]) == [(2, 3), (5, 3), (5, 3)]
 
 
+@pytest.mark.parametrize("num_beams", [1, 2])
+def test_the_passes_of_a_draft_are_its_own(tiny, monkeypatch, num_beams):
+    """The seconds of a pass include its use by the request, which may ask its other model at the end of it."""
+    target, draft = tiny("llama")[1], tiny("gpt2")[1]
+    ran, learned = {"target": [], "draft": []}, {"target": [], "draft": []}
+    for name, backend in (("target", target.backend), ("draft", draft.backend)):
+
+        def forward(segments, name=name, forward=backend.forward):
+            ran[name].append(sum(len(one.tokens) for one in segments))
+            return forward(segments)
+
+        monkeypatch.setattr(backend, "forward", forward)
+        times = costs.pass_times(backend)
+        monkeypatch.setattr(times, "add", lambda nodes, seconds, name=name: learned[name].append(nodes))
+    sizes = {"num_draft_tokens": 3, "draft_width": num_beams}
+    specbeam.generate(target, "hello", draft=draft, num_beams=num_beams, max_new_tokens=8, **sizes)
+    assert ran["draft"]
+    assert learned == ran
+
+
 def test_an_interrupt_at_any_line_leaves_the_times_usable():
     line = 0
     interrupted = True
