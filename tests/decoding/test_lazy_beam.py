@@ -14,6 +14,7 @@ import specbeam
 from specbeam import Engine, Options, TokenTrie
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.decoding.beam import BeamSearch, beam_search
+from specbeam.decoding.candidates import Continuations, places_of_highest
 from specbeam.decoding.deferring import LikelyNeeded
 from specbeam.decoding.drafter import Guesses
 from specbeam.decoding.lazy_beam import LazyBeamSearch, lazy_beam_search
@@ -158,6 +159,22 @@ class RightGuesses(SomeGuesses):
                 nodes.append(end)
         return Guesses(np.array(nodes, dtype=np.int64))
         yield
+
+
+@given(seed=st.integers(0, 2**32), count=st.integers(1, 30), parts=st.integers(1, 4), kinds=st.sampled_from([3, 10**6]))
+def test_the_best_continuations_are_merged_in_the_order_of_a_stable_sort(seed, count, parts, kinds):
+    """Few different scores make many equal ones. Beams become known in any order."""
+    random = np.random.default_rng(seed)
+    scores = -np.sort(random.integers(0, kinds, (8, 40))).astype(np.float32)
+    expected = (-scores).ravel().argsort(kind="stable")[:count]
+    merged = None
+    for beams in np.array_split(random.permutation(8), parts):
+        beams = np.sort(beams)
+        best = places_of_highest(scores[beams].ravel(), count)
+        place = beams[best // 40] * 40 + best % 40
+        more = Continuations(beams[best // 40], place, scores.ravel()[place], scores.ravel()[place])
+        merged = more if merged is None else merged.merged_with(more, count)
+    assert merged.tokens.tolist() == expected.tolist()
 
 
 LENGTH_PENALTIES = [1.0, 0.0, 2.0, -1.0, 0.5]

@@ -17,6 +17,7 @@ from specbeam.decoding.candidates import (
     Mask,
     Scores,
     forbid,
+    places_of_highest,
     possible,
     topk,
 )
@@ -216,7 +217,11 @@ class BeamSearch:
         missing = len(rows) < self.num_beams
         if answer.scores.size < self.num_beams:
             return None
-        best = self._best(answer, rows)
+        best, in_order = self._best(answer, rows), answer.noise is None and token_penalties is None
+        if in_order and self._go_on(first := best.take(slice(self.num_beams + 1)), missing):
+            first = first.take(slice(self.num_beams))  # they are the new beams, and the others do not matter
+            nodes, none = first.add(self.tree, self.beams), self._none_ended
+            return Candidates(nodes, first.scores, none, none, texts=None, any_ended=False, falling=True)
         tied = answer.noise is None and self._are_tied(best.scores, missing)
         if tied and missing:
             return None  # with the other beams, ``topk`` may order equal scores in another way
@@ -226,18 +231,13 @@ class BeamSearch:
             best = self._best_of_whole_rows(answer, rows, token_penalties)
         best = best.take(slice(self.num_candidates))
         in_order = answer.noise is None and not tied
-        unpenalized = in_order and token_penalties is None
-        if unpenalized and possible(best.scores[self.num_beams - 1]) and self._go_on(best.tokens):
-            best = best.take(slice(self.num_beams))  # they are the new beams, and the others do not matter
-            nodes, none = best.add(self.tree, self.beams), self._none_ended
-            return Candidates(nodes, best.scores, none, none, texts=None, any_ended=False, falling=True)
         return self.candidates_at(best.add(self.tree, self.beams), best.scores, in_order and not self.only_possible)
 
     def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
         """The best continuations of some of the beams, and one more. Equal ones come in the order of the beams."""
         scores = answer.scores + self.scores[rows, None]
         ranks = scores if answer.noise is None else scores + answer.noise
-        best = (-ranks).ravel().argsort(kind="stable")[: self.num_candidates + 1]
+        best = places_of_highest(ranks.ravel(), self.num_candidates + 1)
         tokens, log_probs = answer.tokens.ravel()[best], answer.log_probs.ravel()[best]
         return Continuations(rows[best // scores.shape[1]], tokens, scores.ravel()[best], log_probs)
 
@@ -252,10 +252,17 @@ class BeamSearch:
             texts = [self.text(node) if competes else object() for node, competes in both]
         return Candidates(nodes, scores, ended, competing, texts, any_ended, falling)
 
-    def _go_on(self, tokens: Nodes) -> bool:
-        """Whether none of these tokens after beams, int64 [n], ends its text."""
+    def _go_on(self, first: Continuations, missing: bool) -> bool:
+        """Whether the first num_beams continuations are the new beams: none of them ends, and their order is certain.
+
+        Args:
+            first: one more than num_beams.
+            missing: whether beams are missing.
+        """
         no_end = self.stop.unchanged(self.tree, int(self.beams[0])) > 0
-        return no_end and self.stop.eos_token_ids.isdisjoint(tokens.tolist())
+        if not no_end or not possible(first.scores[self.num_beams - 1]) or self._are_tied(first.scores, missing):
+            return False
+        return self.stop.eos_token_ids.isdisjoint(first.tokens[: self.num_beams].tolist())
 
     def _are_tied(self, best: NDArray[Any], missing: bool) -> bool:
         """Whether equal scores among the best, in order, leave it open which the candidates are, and their order.

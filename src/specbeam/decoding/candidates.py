@@ -40,6 +40,13 @@ class Continuations:
         """The continuations at these places."""
         return Continuations(self.beams[places], self.tokens[places], self.scores[places], self.log_probs[places])
 
+    def merged_with(self, more: Continuations, count: int) -> Continuations:
+        """The best of these and of continuations of other beams. Equal ones come in the order of the beams."""
+        names = ("beams", "tokens", "scores", "log_probs")
+        both = Continuations(*(np.append(getattr(self, name), getattr(more, name)) for name in names))
+        best = np.lexsort((both.beams, -both.scores))[:count]
+        return Continuations(*(getattr(both, name)[best] for name in names))
+
     def add(self, tree: Tree, beams: Nodes) -> Nodes:
         """Add the tokens to the tree below their beams, which end at these nodes. Return the new nodes, int64 [k]."""
         return tree.add(beams[self.beams], self.tokens, self.log_probs)
@@ -107,6 +114,15 @@ def topk(scores: Scores, k: int) -> tuple[Scores, NDArray[np.int64]]:
     """The k highest scores of [n] and their places. It is transformers' function, so that ties fall as there."""
     values, places = torch.from_numpy(scores).topk(k)
     return values.numpy(), places.numpy()
+
+
+def places_of_highest(scores: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """The places of the highest scores, [n], in order, int64 [count or n]. Equal scores come in the order given."""
+    below = -scores
+    if len(below) > 4 * count:  # to sort all takes longer
+        among = np.flatnonzero(below <= np.partition(below, count - 1)[count - 1])
+        return among[below[among].argsort(kind="stable")[:count]]
+    return below.argsort(kind="stable")[:count]
 
 
 def forbid(scores: Scores, mask: Mask) -> Scores:

@@ -29,6 +29,8 @@ OVERALL_WEIGHT, RECENT_WEIGHT = 0.6, 0.2
 Together they are below 1, because texts get more certain.
 """
 RECENT_TOKENS = 8
+SIZE_RATIO = 1.25
+"""The costs of wide passes are asked for at sizes that differ by about this factor, and interpolated between them."""
 LOGISTIC = 1.7
 """A logistic function of this many standard deviations is nearly a normal distribution."""
 
@@ -89,6 +91,9 @@ class LikelyNeeded:
         self._longest = longest
         self._num_beams = num_beams
         self._cost = cost
+        self._sizes = [1]  # of passes, ascending
+        while self._sizes[-1] < num_beams:
+            self._sizes.append(min(num_beams, max(self._sizes[-1] + 1, int(SIZE_RATIO * self._sizes[-1]))))
         self._drafts = drafts
         self._best = {0: 0.0}  # the score of the best text, by its length, since RECENT_TOKENS ago
 
@@ -127,7 +132,8 @@ class LikelyNeeded:
 
     def _costs(self) -> NDArray[np.float64]:
         """Of passes over 1 node, 2 nodes, and so on up to all beams, float64 [num_beams]."""
-        return np.maximum.accumulate([self._cost(nodes) for nodes in range(1, self._num_beams + 1)])
+        known = np.interp(np.arange(1, self._num_beams + 1), self._sizes, [self._cost(size) for size in self._sizes])
+        return np.maximum.accumulate(known)
 
     def _chances(self, scores: Scores, best: int, length: int) -> NDArray[np.float64]:
         """The chances that beams with these scores, float32 [n], are needed. The best one surely is.

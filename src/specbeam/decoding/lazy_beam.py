@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding import Answer, Evaluate, Strategy
+from specbeam.decoding import Evaluate, Strategy
 from specbeam.decoding.beam import BeamSearch, beam_round
 from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores, possible
 from specbeam.decoding.deferring import Deferred, Policy
@@ -42,6 +42,7 @@ class Level:
         whole: no candidate is unknown.
         closed: no unknown candidate is a beam, or takes a place of finished texts.
         finished: the known texts among the finished ones.
+        best: the best continuations of the expanded beams, and one more than a step needs. None if no beam is known.
         hidden: no unknown finished text up to this length has a log-probability / length ** length_penalty above this.
     """
 
@@ -54,6 +55,7 @@ class Level:
     whole: bool
     closed: bool
     finished: Finished
+    best: Continuations | None = None
     hidden: float = NOTHING
 
     def equals(self, other: Level) -> bool:
@@ -157,11 +159,11 @@ class LazyBeamSearch(BeamSearch):
             if not changed:
                 continue
             before = self.levels[place] if place < len(self.levels) else None
-            answer, level.expanded = known.at(level.beams)
+            self._expand(level, known)
             if before is not None and before.closed:
                 after = replace(before)
-            elif answer is not None:
-                after = self._continue(level, answer, before)
+            elif level.best is not None:
+                after = self._continue(level, known, before)
             else:
                 break
             self._compete(level, after)
@@ -187,20 +189,42 @@ class LazyBeamSearch(BeamSearch):
             self.go_on_from(self.levels[0])
         return closed
 
-    def _continue(self, level: Level, answer: Answer, before: Level | None) -> Level:
+    def _expand(self, level: Level, known: Known) -> None:
+        """Take in the continuations of the beams that became known."""
+        new = known.among(level.beams) & ~level.expanded
+        if new.any():
+            self.beams, self.scores = level.beams, level.scores
+            best = self._best(known.at(level.beams[new]), np.flatnonzero(new))
+            level.best = best if level.best is None else level.best.merged_with(best, self.num_candidates + 1)
+            level.expanded = level.expanded | new
+
+    def _continue(self, level: Level, known: Known, before: Level | None) -> Level:
         """The part of the next level that a level's expanded beams decide.
 
         Args:
-            answer: at the expanded beams.
             before: the part that was known before.
         """
+        assert level.best is not None
         self.beams, self.scores = level.beams, level.scores
-        rows = np.flatnonzero(level.expanded)
-        best, bound, whole = self._best(answer, rows), NOTHING, len(rows) == self.num_beams
-        tied = self._are_tied(best.scores, missing=not whole)
-        if tied and whole and answer.sources:
-            best, tied = self._best_of_whole_rows(answer, rows), False
-        if not whole or tied:
+        all_expanded = bool(level.expanded.sum() == self.num_beams)
+        tied = self._are_tied(level.best.scores, missing=not all_expanded)
+        after = self._decided(level, before, level.best, all_expanded and not tied)
+        if tied and all_expanded and not after.closed and known.have_logits(level.beams):
+            best = self._best_of_whole_rows(known.at(level.beams), np.arange(self.num_beams))
+            after = self._decided(level, before, best, whole=True)
+        if before is not None and np.array_equal(before.beams, after.beams[: len(before.beams)]):
+            after.best = before.best
+            after.expanded[: len(before.beams)] = before.expanded
+        return after
+
+    def _decided(self, level: Level, before: Level | None, best: Continuations, whole: bool) -> Level:
+        """The part of the next level that the best known continuations decide.
+
+        Args:
+            whole: no other continuation may be among the candidates, and their order is certain.
+        """
+        bound = NOTHING
+        if not whole:
             equal = best.scores[1:][best.scores[1:] == best.scores[:-1]]
             bound = float(max([self._unknown(level), *equal[:1]]))
             best = best.take(slice(int((best.scores > bound).sum())))

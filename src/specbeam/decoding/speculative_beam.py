@@ -42,7 +42,8 @@ def speculative_round(tree: Tree, search: Search, record: Record, drafter: Draft
     record.round(guessed, rests=guesses.declined)
     steps = []
     while not search.done:
-        answer, evaluated = known.at(search.beams)
+        evaluated = known.among(search.beams)
+        answer = known.at(search.beams[evaluated]) if evaluated.any() else None
         if not search.step(answer, evaluated):
             break
         record.left_out += int((~evaluated).sum())
@@ -86,8 +87,15 @@ class Known:
         if whole_rows:
             self._rows = {node: (answer.copy(row), 0) for node, (answer, row) in self._rows.items()}
 
-    def at(self, nodes: Nodes) -> tuple[Answer | None, NDArray[np.bool_]]:
-        """The answer at the known ones among nodes, and which these are, bool [n]. None if no node is known."""
+    def among(self, nodes: Nodes) -> NDArray[np.bool_]:
+        """Which of the nodes have known answers, bool [n]."""
+        return np.array([node in self._rows for node in nodes.tolist()], dtype=bool)
+
+    def have_logits(self, nodes: Nodes) -> bool:
+        """Whether the whole rows of logits at all these nodes are there, too."""
         rows = [self._rows.get(node) for node in nodes.tolist()]
-        known = [row for row in rows if row is not None]
-        return gather(known) if known else None, np.array([row is not None for row in rows])
+        return all(row is not None and row[0].sources for row in rows)
+
+    def at(self, nodes: Nodes) -> Answer:
+        """The answer at known nodes."""
+        return gather([self._rows[node] for node in nodes.tolist()])
