@@ -10,7 +10,9 @@
 #include <memory>
 #include <vector>
 
+#include "ahead.h"
 #include "model.h"
+#include "select.h"
 
 extern "C" {
 const char *specbeam_isa(const char *);
@@ -31,6 +33,10 @@ int32_t specbeam_model_layer(void *, int64_t, int64_t, int64_t);
 const char *specbeam_model_incomplete(void *);
 const char *specbeam_cache_reserve(void *, int64_t);
 int32_t specbeam_cache_release(void *, int64_t, int64_t);
+const char *specbeam_choose(void *, const specbeam::Choice *);
+const char *specbeam_forward_ahead(void *, const specbeam::Segment *, int64_t, const specbeam::Ahead *, float *,
+                                   const specbeam::Choice *, int64_t, const int64_t *, int64_t, const int32_t *,
+                                   int64_t *);
 const char *specbeam_forward(void *, const specbeam::Segment *, int64_t, const int64_t *, int64_t, int64_t, float *);
 int32_t specbeam_multiply(const char *, int32_t, int32_t, int64_t, int64_t, const uint8_t *, const float *, int64_t,
                           float *);

@@ -4,11 +4,8 @@
 #include <cmath>
 
 #include "boundary.h"
-#include "select.h"
 
 using namespace specbeam;
-
-extern "C" const char *specbeam_choose(void *, const Choice *);
 
 namespace {
 

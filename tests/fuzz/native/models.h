@@ -1,0 +1,122 @@
+// Random models for fuzz targets. Most are right, and some lack a parameter or have a wrong one.
+#pragma once
+
+#include <algorithm>
+
+#include "boundary.h"
+
+namespace specbeam {
+
+constexpr size_t MAX_PARAMETER_BYTES = 1 << 18;
+constexpr int MOST_OUTPUTS = 600;  // two threads multiply two blocks of weights at once if there are 512 outputs
+constexpr int LONGEST_TEXT = 700;  // attention reads texts in splits of 256 positions
+
+struct Parameters {
+  std::vector<std::unique_ptr<uint8_t[]>> kept;
+  uint64_t random;
+
+  uint8_t *bytes(int64_t n) {
+    kept.push_back(exactly<uint8_t>(n));
+    for (int64_t i = 0; i < n; i++) kept.back()[i] = uint8_t((random = random * 6364136223846793005u + 1) >> 56);
+    return kept.back().get();
+  }
+  // Numbers from -1 to 1.
+  float *floats(int64_t n) {
+    auto *p = (float *)bytes(n * int64_t(sizeof(float)));
+    for (int64_t i = 0; i < n; i++) p[i] = float(((random = random * 6364136223846793005u + 1) >> 40) / 8388608.0 - 1);
+    return p;
+  }
+};
+
+inline ModelConfig config_of(Input &in) {
+  ModelConfig c{};
+  c.kv_heads = in.ConsumeIntegralInRange(1, 3);
+  c.heads = c.kv_heads * in.ConsumeIntegralInRange(1, 3);
+  const int wide = in.ConsumeIntegralInRange(0, 7) ? 40 : MOST_OUTPUTS;
+  for (auto [size, most] :
+       {std::pair{&c.vocab, wide}, {&c.hidden, 70}, {&c.inner, wide}, {&c.layers, 3}, {&c.head_dim, 40}})
+    *size = in.number(1, most);
+  c.context = in.number(8, in.ConsumeIntegralInRange(0, 7) ? 64 : LONGEST_TEXT);
+  if (in.rarely()) c.heads = in.wild();
+  if (in.rarely()) c.kv_heads = in.wild();
+  for (int64_t *flag : {&c.layer_norm, &c.gated, &c.parallel, &c.whole_cache}) *flag = in.number(0, 1);
+  c.activation = in.number(SILU, GELU_TANH);
+  c.norm_eps = 1e-5, c.attention_scale = 0.25, c.embedding_scale = 1;
+  for (double *softcap : {&c.attention_softcap, &c.logits_softcap}) *softcap = in.ConsumeBool() ? 30 : 0;
+  for (double *number : {&c.norm_eps, &c.attention_scale, &c.embedding_scale, &c.attention_softcap, &c.logits_softcap})
+    if (in.rarely()) *number = in.ConsumeFloatingPoint<double>() / in.ConsumeIntegral<int8_t>();
+  return c;
+}
+
+inline void add_product(Input &in, Parameters &parameters, void *model, int64_t layer, int which, int64_t rows,
+                        int64_t columns) {
+  int64_t left = rows;
+  for (int part = in.rarely() ? int(in.ConsumeIntegralInRange(0, 12)) : int(in.ConsumeIntegralInRange(1, 3));
+       part > 0 && left > 0; part--) {
+    int64_t here = part == 1 ? left : in.ConsumeIntegralInRange(int64_t(1), left);
+    left -= here;
+    const int32_t format = int32_t(in.number(0, FORMAT_COUNT - 1));
+    int64_t across = columns;
+    if (in.rarely()) here = in.wild();
+    if (in.rarely()) across = in.wild();
+    int64_t bytes = specbeam_matrix_bytes(format, here, across);
+    if (in.rarely()) bytes = in.wild();
+    if (bytes > int64_t(MAX_PARAMETER_BYTES)) continue;
+    uint8_t *data = nullptr;
+    if (bytes > 0 && !in.rarely()) {
+      data = format == F32_ROWS ? (uint8_t *)parameters.floats(bytes / 4) : parameters.bytes(bytes);
+      if (format != F32_ROWS && !in.rarely())  // without these two bits all scales are below 2
+        for (int64_t i = 0; i < bytes; i++) data[i] &= 0x3f;
+    }
+    specbeam_model_add(model, layer, which, format, here, across, data, bytes);
+  }
+  if (in.ConsumeBool()) {
+    const int64_t size = in.number(rows, rows);
+    if (size >= 0 && size < int64_t(MAX_PARAMETER_BYTES))
+      specbeam_model_bias(model, layer, which, size ? parameters.floats(size) : nullptr, size);
+  }
+}
+
+inline void add_norm(Input &in, Parameters &parameters, void *model, int64_t layer, int which, int64_t size) {
+  if (in.rarely()) return;
+  size = in.number(size, size);
+  if (size < 0 || size > int64_t(MAX_PARAMETER_BYTES)) return;
+  const float *weight = parameters.floats(size);
+  specbeam_model_norm(model, layer, which, in.rarely() ? nullptr : weight,
+                      in.ConsumeBool() ? parameters.floats(size) : nullptr, size);
+}
+
+// Returns the widest window of the model's layers, or 0 if a layer has no window.
+inline int64_t fill(Input &in, Parameters &parameters, void *model, const ModelConfig &c) {
+  const int64_t some_layers = std::min<int64_t>(c.layers, 4);  // of models with more, the rest stays empty
+  const auto layer_of = [&](int64_t layer) { return in.rarely() ? in.wild() : layer; };
+  add_product(in, parameters, model, -1, 0, c.vocab, c.hidden);
+  if (in.ConsumeBool()) add_product(in, parameters, model, -1, 1, c.context, c.hidden);
+  add_product(in, parameters, model, -1, 2, c.vocab, c.hidden);
+  add_norm(in, parameters, model, -1, int(in.number(0, 0)), c.hidden);
+  int64_t ropes = 0;
+  std::vector<int64_t> windows(size_t(c.layers));
+  for (int64_t l = 0; l < some_layers; l++) {
+    const int64_t width = (c.heads + 2 * c.kv_heads) * c.head_dim;
+    add_product(in, parameters, model, layer_of(l), 0, width, c.hidden);
+    add_product(in, parameters, model, layer_of(l), 1, c.hidden, c.heads * c.head_dim);
+    add_product(in, parameters, model, layer_of(l), 2, c.inner * (c.gated ? 2 : 1), c.hidden);
+    add_product(in, parameters, model, layer_of(l), int(in.number(3, 3)), c.hidden, c.inner);
+    for (int which = 0; which < 6; which++)
+      if (which % 2 == 0 && which < 4 ? true : in.ConsumeBool())
+        add_norm(in, parameters, model, layer_of(l), which, which < 4 ? c.hidden : c.head_dim);
+    if (c.head_dim > 1 && in.ConsumeBool()) {
+      const int64_t count = in.number(1, c.head_dim / 2);
+      if (count <= int64_t(MAX_PARAMETER_BYTES)) {
+        const float *frequencies = count > 0 ? parameters.floats(count) : nullptr;
+        ropes += specbeam_model_rope(model, frequencies, count, in.rarely() ? -1e30f : 1) >= 0;
+      }
+    }
+    const int64_t layer = layer_of(l), rope = in.number(-1, ropes - 1), window = in.ConsumeBool() ? in.number(0, 9) : 0;
+    if (specbeam_model_layer(model, layer, rope, window) == 0) windows[size_t(layer)] = window;
+  }
+  const auto [narrowest, widest] = std::minmax_element(windows.begin(), windows.end());
+  return *narrowest ? *widest : 0;
+}
+
+}  // namespace specbeam
