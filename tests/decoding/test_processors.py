@@ -82,7 +82,7 @@ def processed(options, prompt, texts, scores, eos=frozenset()):
 @given(TEXTS, st.data())
 def test_bans_and_biases_are_those_of_transformers(texts, data):
     scores = torch.randn(len(texts), 5, generator=torch.Generator().manual_seed(0))
-    size = data.draw(st.integers(1, 4))
+    size = data.draw(st.integers(1, 4) | st.sampled_from([9, 2**31 - 1]))  # also longer than any text
     words = data.draw(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=8))
     bias = data.draw(st.dictionaries(st.integers(0, 4), st.floats(-5, 5), min_size=1))
     for options, theirs in (

@@ -351,8 +351,11 @@ class RepeatedNgrams:
         self._read = 0  # tokens of the trunk
 
     def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        depths = tree.depths(nodes)
+        if self.size > depths.max(initial=-1) + 1:  # a text with its next token holds no two of them
+            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         self._read_trunk(tree)
-        begun, depths = tree.last_tokens(nodes, self.size - 1), tree.depths(nodes)
+        begun = tree.last_tokens(nodes, self.size - 1)
         pairs = [
             (row, token)
             for row, (ngram, depth) in enumerate(zip(begun.tolist(), depths.tolist(), strict=True))
