@@ -193,6 +193,14 @@ def random_model(architecture, seed=0, attention="sdpa", **changes):
 
 
 @pytest.fixture(scope="session")
+def confident(save):
+    """A model that repeats itself and is sure of it. So few of its beams can matter."""
+    model = random_model("llama", initializer_range=0.1)
+    model.lm_head.weight.data *= 40
+    return specbeam.load(save(model), backend="torch")
+
+
+@pytest.fixture(scope="session")
 def save(tmp_path_factory):
     """Write a model and a byte tokenizer as transformers does; returns the folder."""
 

@@ -125,16 +125,23 @@ class Result:
 
             "drafted" lists the guesses that were checked, each with "token_id", "text" and "accepted". A guess also has
             its place: "parent" is the number of another guess of the round. "beam" is the number of the beam (0 for a
-            single text). A guess below a guess of an earlier round has neither.
+            single text). A guess below a guess of an earlier round has neither. A guess may be checked again.
 
             "steps" lists the beams after each step, best first; a single text is one beam. A beam has its last token
             ("token_id", "text", "log_prob") and its "score". "beam" is the number of the beam it continues, in the step
-            before. "drafted" is whether its last token was drafted.
+            before. "drafted" is whether its last token was drafted. The last steps may lack beams: the result can be
+            certain before these are known.
+
+            "ahead" lists beams of later steps as soon as they are known. Lazy beams go on with the likeliest texts, and
+            a step is certain once all its beams are known. The list has the order of the steps, and of the beams of
+            each step. A beam is listed once. "steps" has it again when its step is certain.
 
             Guesses and beams have a "node", the number of their last token in the tree, and the node that it comes
             "after". The prompt's last token has the number of the prompt's tokens less 1. By these numbers, "certain"
             lists the nodes that all texts share from now on. "dropped" lists the nodes that no text needs any more.
-            "ended" lists the last tokens of finished texts. "text" is the text that became certain.
+            "ended" lists the last tokens of finished texts. "evaluated" lists the nodes after which the target computed
+            the next tokens in this round, guesses included. A beam that no round lists was never evaluated. "text" is
+            the text that became certain.
 
             "pass" has the cost: "target_passes", "draft_passes", "target_seconds", "draft_seconds" and "nodes", the
             nodes that the target evaluated. "seconds" is the time since submission.

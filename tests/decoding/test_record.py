@@ -15,6 +15,8 @@ HOW = {
     "drafted by a model": {"num_draft_tokens": 4, "draft_width": 2},
     "sampled": {"draft": "ngram", "temperature": 0.05, "seed": 3},
     "beams": {"num_beams": 3, "length_penalty": 0.0},
+    "lazy beams": {"num_beams": 16, "length_penalty": 0.0},
+    "lazy beams with a lookup": {"num_beams": 4, "length_penalty": 0.0, "draft": "ngram"},
     "drafted beams": {"num_beams": 3, "length_penalty": 0.0, "num_draft_tokens": 3, "draft_width": 5},
 }
 
@@ -49,12 +51,17 @@ class Replayed:
 
 
 @pytest.fixture(params=HOW)
-def result(request, tiny):
+def result(request, tiny, monkeypatch):
     lm = tiny("llama", initializer_range=0.1)[1]  # likes to repeat itself
+    if "lazy" in request.param:
+        lm = request.getfixturevalue("confident")
+        monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: 1 + 0.2 * nodes)
     options = {"max_new_tokens": 30, "eos_token_id": [], "trace": True, **HOW[request.param]}
     if "model" in request.param or request.param == "drafted beams":
         options["draft"] = tiny("llama", initializer_range=0.102)[1]
-    return specbeam.generate(lm, [1, 2, 3, 1, 2], **options)
+    result = specbeam.generate(lm, [1, 2, 3, 1, 2], **options)
+    assert ("lazy" in request.param) == any(entry["ahead"] for entry in result.trace)
+    return result
 
 
 def test_the_steps_lead_to_the_text(result):
@@ -88,7 +95,7 @@ def test_nodes_make_a_tree_whose_paths_are_the_texts(result):
     for entry in result.trace:
         for guess in entry["drafted"]:
             tree.add(guess)
-        for step in entry["steps"]:
+        for step in [*entry["steps"], entry["ahead"]]:
             for beam in step:
                 tree.add(beam)
                 assert beam["drafted"] == (beam["node"] in tree.guessed)
@@ -105,12 +112,26 @@ def test_nodes_make_a_tree_whose_paths_are_the_texts(result):
         assert sequence.token_ids in [tree.path(node) for node in tree.after]
 
 
-def test_no_token_comes_after_a_dropped_one(result):
-    dropped = set()
+def test_no_new_token_comes_after_a_dropped_one(result):
+    """Beams may be dropped before their step is certain. They are not new in the step."""
+    dropped, ahead = set(), set()
     for entry in result.trace:
-        beams = [beam for step in entry["steps"] for beam in step]
+        beams = [beam for step in [*entry["steps"], entry["ahead"]] for beam in step if beam["node"] not in ahead]
         assert dropped.isdisjoint(node["after"] for node in [*entry["drafted"], *beams])
+        assert dropped.isdisjoint(entry["evaluated"])
         dropped.update(entry["dropped"])
+        ahead.update(beam["node"] for beam in entry["ahead"])
+
+
+def test_it_says_which_beams_were_evaluated(result):
+    num_beams = len(result.trace[0]["steps"][0])
+    evaluated = {node for entry in result.trace for node in entry["evaluated"]}
+    steps = [step for entry in result.trace for step in entry["steps"]]
+    count = num_beams + sum(beam["node"] in evaluated for step in steps[:-1] for beam in step)
+    if num_beams == 1:
+        assert count == len(steps)
+    else:
+        assert result.stats.evaluated_beams == pytest.approx(count / (num_beams * len(steps)))
 
 
 def test_costs_add_up_to_the_statistics(result):
@@ -158,10 +179,29 @@ def test_the_likeliest_tokens_are_those_of_the_text(tiny):
 def test_it_is_plain_data_and_can_be_read(result):
     assert json.loads(json.dumps(result.to_dict()))["trace"] == result.trace
     lines = list(show_trace(result.trace, colour=False))
-    assert sum(line.startswith("round") for line in lines) == len(result.trace)
+    evaluated = {node for entry in result.trace for node in entry["evaluated"]}
+    steps = [step for entry in result.trace for step in entry["steps"]]
+    left_out = sum(beam["node"] not in evaluated for step in steps[:-1] for beam in step)
+    assert sum(line.endswith("  (not evaluated)") for line in lines) == left_out
     if all(len(step) == 1 for entry in result.trace for step in entry["steps"]) and result.stats.accepted:
         accepted = next(g for entry in result.trace for g in entry["drafted"] if g["accepted"])
         assert f"+{accepted['text']}+".replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t") in "".join(lines)
+
+
+COUNTS = ("target_passes", "nodes_evaluated", "peak_slots", "evaluated_beams", "drafted", "accepted")
+
+
+@pytest.mark.parametrize("draft", [None, "ngram", "suffix"])
+@pytest.mark.parametrize("num_beams", [4, 16])
+def test_a_trace_changes_no_pass_and_no_bit(confident, monkeypatch, num_beams, draft):
+    """Nothing goes ahead in the ``torch`` backend: there a search without a trace takes the same rounds."""
+    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: 1 + 0.2 * nodes)
+    options = {"num_beams": num_beams, "draft": draft, "max_new_tokens": 40}
+    plain, traced = (specbeam.generate(confident, [1, 2, 3, 1, 2], trace=trace, **options) for trace in (False, True))
+    assert traced.sequences == plain.sequences
+    assert [getattr(traced.stats, name) for name in COUNTS] == [getattr(plain.stats, name) for name in COUNTS]
+    assert traced.stats.acceptance_histogram == plain.stats.acceptance_histogram
+    assert (plain.stats.evaluated_beams < 1) == (num_beams == 16 or draft is not None)
 
 
 def test_no_trace_unless_asked_for(lm):

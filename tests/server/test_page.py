@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 import specbeam
+from specbeam.engine.costs import PassTimes
+from specbeam.options import Options
+from specbeam.recording import event_line, events
 from specbeam.server.limits import Access
 from specbeam.server.page import HEADERS
 from tests.conftest import reference_model
@@ -271,6 +274,125 @@ def recording(beams, steps):
     begin = {"event": "begin", "format": 1, "options": {"num_beams": beams}, "prompt": []}
     events = [begin, *rounds, {"event": "end", "sequences": [sequence], "stats": {}}]
     return "\n".join(map(json.dumps, events)).encode()
+
+
+@pytest.fixture
+def lazy(confident, monkeypatch):
+    """A traced run with deferred beams, and its recording."""
+    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: 1 + 0.2 * nodes)
+    options = Options(num_beams=16, max_new_tokens=12, length_penalty=0.0, trace=True, top_logprobs=10)
+    result = specbeam.generate(confident, [1, 2, 3, 1, 2], options)
+    return result, "".join(
+        f"{event_line(event)}\n" for event in events(confident, [1, 2, 3, 1, 2], options, None, result)
+    )
+
+
+def test_deferred_beams_look_different_and_the_best_text_goes_on_without_them(tab, served, lazy):
+    result, lines = lazy
+    show(tab, served)
+    tab.get_by_label("Speed").select_option("Infinity")
+    file = {"name": "run.jsonl", "mimeType": "application/jsonl", "buffer": lines.encode()}
+    tab.locator("input[type=file]").set_input_files(file)
+    tab.get_by_role("button", name="Replay", exact=True).wait_for()
+    evaluated = {node for one in result.trace for node in one["evaluated"]}
+    steps = [step for one in result.trace for step in one["steps"]]
+    deferred = {beam["node"] for step in steps[:-1] for beam in step} - evaluated
+    ended = {one["node"] for entry in result.trace for one in entry["ended"]}
+    assert nodes_of(tab, "deferred") == deferred - ended != set()
+    assert f"{100 * result.stats.evaluated_beams:.0f} %" in tab.locator(".numbers").inner_text()
+    assert "deferred beam" in tab.locator(".legend").inner_text()
+    tab.get_by_text("The same as text").click()
+    tab.locator(".rounds").wait_for()
+    assert tab.locator(".as-text").inner_text().count("not evaluated") == len(deferred - ended)
+    pill(tab, max(deferred - ended)).click()
+    about = tab.get_by_label("The token", exact=True).inner_text()
+    assert "deferred beam, number" in about
+    assert "evaluated\nno" in about
+    assert "deferred beam, not evaluated" in tab.get_by_role("status").first.inner_text()
+    tab.keyboard.press("Escape")
+
+    beams = {beam["node"]: beam for one in result.trace for step in [*one["steps"], one["ahead"]] for beam in step}
+    done, known, best = 0, set(), {}  # best: by length
+    for number, one in enumerate(result.trace, 1):
+        done += len(one["steps"])
+        known |= {*one["evaluated"]}
+        for beam in [step[0] for step in one["steps"]] + one["ahead"]:
+            path = path_to(beam["node"], beams)
+            best.setdefault(len(path), path)
+        if not one["ahead"]:
+            continue
+        seek(tab, number)
+        certain = {node for before in result.trace[:number] for node in before["certain"]}
+        open_text = "".join(beams[node]["text"] for node in best[max(best)] if node not in certain)
+        assert tab.locator(".agreed .open").text_content() == open_text
+        waiting = {beam["node"] for step in steps[:done] for beam in step if beam["node"] not in known | ended}
+        assert waiting <= nodes_of(tab, "deferred") | nodes_of(tab, "pruned")
+        assert nodes_of(tab, "deferred").isdisjoint(known)
+    assert sum(bool(one["ahead"]) for one in result.trace) > 2
+
+
+def seek(tab, place):
+    """Show the first phases of the run. The tree is drawn with the next frame."""
+    tab.get_by_label("Place in the run").fill(str(place))
+    tab.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+
+def path_to(node, beams):
+    path = []
+    while node in beams:
+        path.insert(0, node)
+        node = beams[node]["after"]
+    return path
+
+
+def nodes_of(tab, kind):
+    return {int(one.get_attribute("data-node")) for one in tab.locator(f".pill.{kind}").all()}
+
+
+def test_a_search_that_went_back_draws_the_beams_of_the_step(tab, served):
+    """Equal scores make lazy search go back. The beams that were ahead are dropped, and the step has others."""
+
+    def beam(node, after, text, **more):
+        return {
+            "node": node,
+            "after": after,
+            "token_id": ord(text),
+            "text": text,
+            "log_prob": -0.5,
+            "score": -0.5,
+            **more,
+        }
+
+    empty = {
+        "event": "round",
+        "drafted": [],
+        "ended": [],
+        "dropped": [],
+        "certain": [],
+        "text": "",
+        "steps": [],
+        "ahead": [],
+    }
+    empty["pass"] = {"target_passes": 1, "draft_passes": 0, "nodes": 1, "seconds": 1.0}
+    sequence = {"text": "ac", "token_ids": [97, 99], "log_prob": 0.0, "score": 0.0, "finish_reason": "length"}
+    run = [
+        {"event": "begin", "format": 1, "options": {"num_beams": 2}, "prompt": []},
+        {**empty, "evaluated": [0], "steps": [[beam(1, 0, "a"), beam(2, 0, "b")]]},
+        {**empty, "evaluated": [1], "ahead": [beam(3, 1, "c")]},
+        {**empty, "evaluated": [1, 2], "steps": [[beam(4, 1, "d"), beam(5, 1, "c")]], "dropped": [3]},
+        {"event": "end", "sequences": [sequence], "stats": {"evaluated_beams": 1.0}},
+    ]
+    show(tab, served)
+    tab.get_by_label("Speed").select_option("Infinity")
+    content = "\n".join(map(json.dumps, run)).encode()
+    tab.locator("input[type=file]").set_input_files({"name": "run.jsonl", "mimeType": "", "buffer": content})
+    tab.get_by_role("button", name="Replay", exact=True).wait_for()
+    assert nodes_of(tab, "best") == {1, 5}
+    rows = {node: pill(tab, node).bounding_box()["y"] for node in (3, 4, 5)}
+    assert rows[4] < rows[5] < rows[3]
+    seek(tab, 2)
+    assert nodes_of(tab, "deferred") == {2}
+    assert tab.locator(".agreed .open").text_content() == "ac"
 
 
 MOVE = """async ([frames, event, nodes]) => {

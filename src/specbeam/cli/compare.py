@@ -235,6 +235,8 @@ def texts(results: dict[str, Any]) -> Iterator[str]:
             yield from textwrap.wrap(line, LINE_WIDTH, initial_indent="  ", subsequent_indent="  ") or [""]
     yield ""
     for strategy, result in results.items():
+        if (share := result.stats.evaluated_beams) is not None and share < 1:
+            yield f"{strategy}: {share:.0%} of the beams were evaluated, since the others could not matter\n"
         if result.stats.draft_note is not None:
             yield f"{strategy}: {result.stats.draft_note}\n"
         if identical(strategy, results) is False:

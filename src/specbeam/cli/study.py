@@ -112,6 +112,7 @@ COLUMNS = {
     "target_passes": ("passes", "{:.0f}"),
     "steps_per_target_pass": ("steps/pass", "{:.2f}"),
     "acceptance_rate": ("accepted", "{:.0%}"),
+    "evaluated_beams": ("beams evaluated", "{:.0%}"),
     "perplexity": ("perplexity", "{:.2f}"),
     "rougeL": ("ROUGE-L", "{:.3f}"),
 }

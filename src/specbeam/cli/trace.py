@@ -5,18 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+END_LENGTH = 60
+"""The characters that are shown of a beam's text, before its last token."""
+
 
 def show_trace(rounds: list[dict[str, Any]], colour: bool) -> Iterator[str]:
     """Lines for ``Result.trace``.
 
     Accepted guesses are green, the first rejected guesses of a round are red, and the model's own token follows.
     Without colour they are ``+accepted+`` and ``-rejected-``. Beams are listed with their scores after each step.
+    Beams that were not evaluated are pale, or say so.
     """
     accepted, rejected = ("\033[32m{}\033[0m", "\033[31m{}\033[0m") if colour else ("+{}+", "-{}-")
-    beams: list[str] = [""]
+    deferred = "\033[2m{}\033[0m" if colour else "{}  (not evaluated)"
+    steps = [step for one_round in rounds for step in one_round["steps"]]
+    evaluated = {node for one_round in rounds for node in one_round["evaluated"]}
+    evaluated |= {beam["node"] for step in steps[-1:] for beam in step}  # nothing comes after them
+    single = all(len(step) == 1 for step in steps)
+    texts: dict[int, str] = {}  # their ends, by node
     for number, one_round in enumerate(rounds, 1):
         guesses = one_round["drafted"]
-        single = all(len(step) == 1 for step in one_round["steps"])
         if single:
             line = "".join(_text(step[0], accepted) for step in one_round["steps"][:-1])
             last = one_round["steps"][-1][0]
@@ -27,11 +35,23 @@ def show_trace(rounds: list[dict[str, Any]], colour: bool) -> Iterator[str]:
         good = sum(guess["accepted"] for guess in guesses)
         yield f"round {number:3}  {len(guesses)} guesses, {good} accepted, {len(one_round['steps'])} steps"
         for step in one_round["steps"]:
-            beams = [(beams[b["beam"]] if b["beam"] is not None else "") + show(b["text"]) for b in step]
-            for text, beam in zip(beams, step, strict=True):
-                before = text[: len(text) - len(show(beam["text"]))]
-                yield f"  {beam['score']:9.3f}  {before[-60:]}{_text(beam, accepted)}"
+            for beam in step:
+                line = _line(beam, texts, accepted)
+                yield line if beam["node"] in evaluated else deferred.format(line)
             yield ""
+        if one_round["ahead"]:
+            yield "  ahead of these steps:"
+            lines = {beam["node"]: _line(beam, texts, accepted) for beam in one_round["ahead"]}
+            inner = {beam["after"] for beam in one_round["ahead"]}
+            yield from (line for node, line in lines.items() if node not in inner)
+            yield ""
+
+
+def _line(beam: dict[str, Any], texts: dict[int, str], accepted: str) -> str:
+    """The score of a beam, and the end of its text. Note the end."""
+    before = texts.get(beam["after"], "")
+    texts[beam["node"]] = (before + show(beam["text"]))[-END_LENGTH:]
+    return f"  {beam['score']:9.3f}  {before}{_text(beam, accepted)}"
 
 
 def _text(beam: dict[str, Any], accepted: str) -> str:

@@ -95,12 +95,15 @@ def lazy_round(
     guessed = np.setdiff1d(known.missing(guesses.nodes), wanted)
     wanted = np.union1d(wanted, guessed)
     known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
-    record.round(guessed, rests=guesses.declined)
-    first, length = search.levels[0], search.levels[-1].length
-    closed = search.advance(known, tree.depths(wanted) - tree.prompt_length + 1)
+    record.round(guessed, guesses.declined, wanted)
+    first, length, lengths = search.levels[0], search.levels[-1].length, tree.depths(wanted) - tree.prompt_length + 1
+    closed = search.advance(known, lengths)
     for before, level in pairwise([first, *closed]):
         record.left_out += search.num_beams - int(before.expanded.sum())
         record.step(level.beams, level.scores)
+    for level in [] if search.done else search.levels[1:]:
+        if level.length > lengths.min():  # the levels before it are as they were
+            record.ahead(level.beams, level.scores)
     if drafter is not None and len(tip):
         bests = {level.length: level.beams[:1] for level in [*closed, *search.levels]}
         steps = [best for at, best in bests.items() if at > length and len(best)]
@@ -231,14 +234,15 @@ class LazyBeamSearch(BeamSearch):
             whole = len(best.scores) >= self.num_candidates
         best = best.take(slice(self.num_candidates))
         candidates = self._grown(None if before is None else before.candidates, best)
+        length = level.length + 1
         if whole:
             survivors, scores = self._survivors(candidates)
         else:
-            survivors = np.flatnonzero(~candidates.ended)[: self.num_beams]
+            going = candidates.first if length == self.max_new_tokens else ~candidates.ended  # as _survivors has it
+            survivors = np.flatnonzero(going)[: self.num_beams]
             scores = candidates.scores[survivors]
-        beams, length = candidates.nodes[survivors], level.length + 1
-        places = candidates.first.sum() if length == self.max_new_tokens else len(beams)
-        closed = whole or bool(places >= self.num_beams)
+        beams = candidates.nodes[survivors]
+        closed = whole or len(beams) >= self.num_beams
         return Level(length, candidates, beams, scores, np.zeros(len(beams), bool), bound, whole, closed, self.finished)
 
     def _unknown(self, level: Level) -> float:

@@ -38,14 +38,16 @@ class Record:
         self._drafted: dict[int, dict[str, Any]] = {}  # all guesses in the trace, by node
         self._shown: set[int] = set()  # nodes in the trace that may still be dropped
         self._ended: set[int] = set()
-        self._ends = {tree.prompt_length - 1: 0}  # the number of the beam that ends at a node
+        self._ends = {tree.prompt_length - 1: 0}  # the number of the beam that ends at a node, after the last step
+        self._ahead: dict[int, int] = {}  # the same for beams in the trace whose steps were not certain
         self._taken = 0  # rounds of the trace
 
-    def round(self, guesses: Nodes = NO_NODES, rests: bool = False) -> None:
+    def round(self, guesses: Nodes = NO_NODES, rests: bool = False, evaluated: Any = None) -> None:
         """Begin a round, in which the target checks these guesses.
 
         Args:
             rests: the drafter made no guesses, because none would have paid.
+            evaluated: the nodes of the pass, guesses included. None for the ends of the texts.
         """
         self.rounds += 1
         self.rested += rests
@@ -56,7 +58,9 @@ class Record:
             self.checks.append(0)
             self._guesses.update(guesses.tolist())
         if self.trace is not None:
-            self.trace.append({"drafted": self._traced_guesses(guesses), "steps": []})
+            nodes = sorted(self._ends) if evaluated is None else np.unique(evaluated).tolist()
+            guessed = self._traced_guesses(guesses)
+            self.trace.append({"evaluated": nodes, "drafted": guessed, "steps": [], "ahead": []})
 
     def step(self, nodes: Any, scores: Any = None) -> None:
         """Record one step: the texts now end at these nodes. A single text is one beam.
@@ -65,14 +69,21 @@ class Record:
             scores: of the texts. None for the sums of their log-probabilities.
         """
         self.steps += 1
-        if self._guesses:
-            accepted = self._guesses.intersection(map(int, nodes))
-            self.accepted += len(accepted)
-            self.checks[-1] += len(accepted)
-            self._guesses -= accepted
-        if self.trace is not None:
+        self._accept(nodes)
+        if self.trace is not None and len(nodes):
             scores = self._tree.scores(nodes) if scores is None else scores
             self.trace[-1]["steps"].append(self._traced_step([*map(int, nodes)], [*map(float, scores)]))
+
+    def ahead(self, nodes: Nodes, scores: Any) -> None:
+        """Record the known beams of a step that is not certain yet, int64 [n], and their scores, float32 [n].
+
+        They are the step's first beams, in its order. The trace has each of them once.
+        """
+        self._accept(nodes)
+        if self.trace is not None:
+            new = [i for i, node in enumerate(nodes.tolist()) if node not in self._ahead]
+            self.trace[-1]["ahead"] += [self._traced_beam(int(nodes[i]), float(scores[i])) for i in new]
+            self._ahead.update((int(nodes[i]), i) for i in new)
 
     def end_round(self, certain: Nodes, ended: Iterable[int]) -> dict[str, Any] | None:
         """Complete the trace of the round. None if there was no round since the last call.
@@ -118,6 +129,13 @@ class Record:
             return f"draft rested in {self.rested} of {self.rounds} rounds: it would not have paid"
         return None
 
+    def _accept(self, beams: Any) -> None:
+        if self._guesses:
+            accepted = self._guesses.intersection(map(int, beams))
+            self.accepted += len(accepted)
+            self.checks[-1] += len(accepted)
+            self._guesses -= accepted
+
     def _token(self, node: int) -> dict[str, Any]:
         token = int(self._tree.tokens(node))
         return {"token_id": token, "text": self._text(token), "node": node, "after": int(self._tree.parents(node))}
@@ -131,20 +149,25 @@ class Record:
         for node in number:
             guess = self._token(node)
             parent = guess["after"]
-            guess |= {"parent": number.get(parent), "beam": self._ends.get(parent), "accepted": False}
+            guess |= {"parent": number.get(parent), "beam": self._number(parent), "accepted": False}
             traced.append(guess)
-            self._drafted.setdefault(node, guess)
+            self._drafted[node] = guess
         self._shown.update(number)
         return traced
 
     def _traced_step(self, nodes: list[int], scores: list[float]) -> list[dict[str, Any]]:
-        beams = []
-        for node, score in zip(nodes, scores, strict=True):
-            beam = self._token(node) | self._log_prob(node)
-            guess = self._drafted.get(node)
-            if guess is not None:
-                guess["accepted"] = True
-            beams.append(beam | {"beam": self._ends.get(beam["after"]), "drafted": guess is not None, "score": score})
+        beams = [self._traced_beam(node, score) for node, score in zip(nodes, scores, strict=True)]
         self._ends = {node: i for i, node in reversed([*enumerate(nodes)])}
-        self._shown.update(nodes)
         return beams
+
+    def _traced_beam(self, node: int, score: float) -> dict[str, Any]:
+        guess = self._drafted.get(node)
+        if guess is not None:
+            guess["accepted"] = True
+        if self._tree.is_live(node):  # a beam may be dropped before its step is certain
+            self._shown.add(node)
+        beam = self._token(node) | self._log_prob(node)
+        return beam | {"beam": self._number(beam["after"]), "drafted": guess is not None, "score": score}
+
+    def _number(self, node: int) -> int | None:
+        return self._ends.get(node, self._ahead.get(node))

@@ -19,14 +19,15 @@ def sample_several(tree: Tree, wish: Wishes, stop: Stopping, record: Record, cou
     hypotheses: dict[int, Hypothesis] = {}
     while True:
         growing = growing[np.argsort(tips[growing], kind="stable")]  # in the order in which the logits lie
-        answer = yield Evaluate(tips[growing], wish(tree, tips[growing], streams=growing))
-        drawn = [(tip, *chosen(answer, row)) for row, tip in enumerate(tips[growing].tolist())]
+        before = tips[growing]
+        answer = yield Evaluate(before, wish(tree, before, streams=growing))
+        drawn = [(tip, *chosen(answer, row)) for row, tip in enumerate(before.tolist())]
         continued = {(tip, token): log_prob for tip, token, log_prob in drawn}
         parents, tokens = np.array([*continued], dtype=np.int64).T
         children = dict(zip(continued, tree.add(parents, tokens, [*continued.values()]).tolist(), strict=True))
         tips[growing] = [children[tip, token] for tip, token, _ in drawn]
         growing.sort()
-        record.round()
+        record.round(evaluated=before)
         record.step(tips[growing])
         for i in growing.tolist():
             if reason := stop(tree, int(tips[i])):

@@ -26,7 +26,7 @@ def speculative(tree: Tree, wish: Wishes, stop: Stopping, record: Record, drafte
         nodes = np.sort(np.array([tip, *guesses.nodes]))
         answer = yield Evaluate(nodes, wish(tree, nodes, guesses.nodes))
         rows = {node: row for row, node in enumerate(nodes.tolist())}
-        record.round(guesses.nodes, rests=guesses.declined)
+        record.round(guesses.nodes, guesses.declined, nodes)
         steps = []
         while (row := rows.get(tip)) is not None:
             tip = tree.append(tip, *chosen(answer, row))

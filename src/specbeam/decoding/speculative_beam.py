@@ -39,7 +39,7 @@ def speculative_round(tree: Tree, search: Search, record: Record, drafter: Draft
     wanted = known.missing(np.concatenate([search.beams, guesses.nodes]))
     guessed = np.setdiff1d(wanted, search.beams)
     known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
-    record.round(guessed, rests=guesses.declined)
+    record.round(guessed, guesses.declined, wanted)
     steps = []
     while not search.done:
         evaluated = known.among(search.beams)

@@ -72,6 +72,7 @@ class Output:
         self._submitted = time.perf_counter()
         self._first_token: float | None = None  # seconds after submission
         self._spent = Spent()  # until the last round in the trace
+        self._listed: set[int] = set()  # nodes whose likeliest next tokens are in the trace
 
     def stream(self, target: ModelState, draft: ModelState | None) -> None:
         """Hand out the nodes that have become certain, and for a trace the round."""
@@ -124,9 +125,10 @@ class Output:
         if one_round is None:
             return None if self._setup.record.trace is None else []
         if self.alternatives is not None:
-            beams = [beam for step in one_round["steps"] for beam in step]
-            places = dict.fromkeys(beam["after"] for beam in beams)
+            beams = [*one_round["ahead"], *(beam for step in one_round["steps"] for beam in step)]
+            places = [node for node in dict.fromkeys(beam["after"] for beam in beams) if node not in self._listed]
             one_round["likeliest"] = [{"after": node, "tokens": self._likeliest(node)} for node in places]
+            self._listed.update(places)
         before, self._spent = self._spent, Spent.of(target, draft)
         one_round["text"] = text
         one_round["pass"] = {**asdict(self._spent - before), "seconds": time.perf_counter() - self._submitted}

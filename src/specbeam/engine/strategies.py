@@ -51,7 +51,7 @@ def may_be_lazy(setup: Setup) -> bool:
     options, process = setup.options, setup.wish.process
     fixed = any(options.draft_size(name) is not None for name in ("num_draft_tokens", "draft_width", "draft_budget"))
     calls = options.prefix_allowed_tokens_fn is not None or bool(process.functions)
-    counts = options.early_stopping is True or options.trace  # finished texts; the beams of each step
+    counts = options.early_stopping is True  # finished texts
     return (
         options.bound_rule
         and options.num_beams > 1

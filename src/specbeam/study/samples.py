@@ -152,12 +152,23 @@ def shown_round(place: int, entry: Mapping[str, Any], beams: bool) -> Round:
     """One pass of the target: the guesses as branches, and the tokens that no draft proposed."""
     found = branches(entry["drafted"], beams)
     own = []
-    for step, ends in enumerate(entry["steps"], 1):
+    for step, ends in enumerate([*entry["steps"], *ahead(entry)], 1):
         tokens = [*dict.fromkeys(visible(end["text"]) for end in ends if not end["drafted"])]
         if tokens:
             rejected = [] if beams else [visible(guess["text"]) for guess in beside(entry["drafted"])]
             own.append(Own(step if beams else None, tokens, rejected))
     return Round(place, found[:MAX_BRANCHES_PER_ROUND], max(0, len(found) - MAX_BRANCHES_PER_ROUND), own)
+
+
+def ahead(entry: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
+    """The beams that are ahead of the steps of a round, shortest first. Traces of earlier versions lack them."""
+    lengths: dict[int, int] = {}
+    found: list[list[Mapping[str, Any]]] = []
+    for beam in entry.get("ahead", []):
+        length = lengths[beam["node"]] = lengths.get(beam["after"], -1) + 1
+        found += [[]] * (length == len(found))
+        found[length] = [*found[length], beam]
+    return found
 
 
 def branches(drafted: list[Mapping[str, Any]], beams: bool) -> list[Branch]:

@@ -34,6 +34,7 @@ const PRESETS = [
   { title: "A drawn text", about: "Temperature 0.8 with guesses: the same seed draws the same text.", prompt: "Write one sentence about autumn.", as: "chat", num_beams: 1, draft: "ngram", temperature: 0.8, seed: 7, max_tokens: 40 },
 ];
 const LIKELIEST = 10;
+const DEFERRED = "It was not evaluated. None of its continuations scores above it, so they cannot matter, or not yet.";
 const ADDRESS_REST = 300; // ms
 const recording = document.getElementById("recording"); // in a page that replays one run
 const TIP_WIDTH = 250, TIP_HEIGHT = 380; // px
@@ -329,22 +330,22 @@ function Numbers({ run }) {
   const cells = [
     ["tokens/s", run && run.tokensPerSecond ? run.tokensPerSecond.toFixed(1) : "–", "Steps per second, after the prompt was read"],
     ["passes", run ? `${passes}${run.draftPasses ? ` + ${run.draftPasses}` : ""}` : "–", "Passes of the model, and of a draft model"],
-    ["steps per pass", passes ? (run.steps / passes).toFixed(2) : "–", "1 without a draft"],
+    ["steps per pass", passes ? (run.length / passes).toFixed(2) : "–", "1 without a draft"],
     ["guesses accepted", run && run.drafted ? `${run.accepted} of ${run.drafted}` : "–", "Each accepted guess saves work of a pass"],
+    ...(run && run.evaluatedShare ? [["beams evaluated", `${Math.round(100 * run.evaluatedShare)} %`, "The other beams cannot matter, or not yet"]] : []),
   ];
   return html`<dl class="numbers">${cells.map(([name, value, help]) => html`<div key=${name} title=${help}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
 }
 
 function Agreed({ run }) {
   if (!run || !run.begin) return null;
-  const rest = run.isWhole ? "" : run.beams.length ? run.pathTo(run.beams[0]).filter((node) => !node.isCertain).map((node) => node.text).join("") : "";
   const text = run.isWhole ? run.end.sequences[0].text : run.text;
-  return html`<p><span class="prompt">${run.promptText}</span><span class="certain">${text}</span><span class="open">${rest}</span></p>`;
+  return html`<p><span class="prompt">${run.promptText}</span><span class="certain">${text}</span><span class="open">${run.openText}</span></p>`;
 }
 
 function Legend({ run }) {
-  const kinds = [["best", "the text"], ["live", "beam"], ["accepted", "accepted guess"], ["rejected", "rejected guess"], ["guess", "guess"], ["pruned", "dropped beam"], ...(run?.hasMasks ? [["masked", "masked token"]] : [])];
-  return html`<ul class="legend" aria-label="Colours">${kinds.map(([kind, name]) => html`<li key=${kind}><i class=${kind}></i>${name}</li>`)}<li class="note">thick line: likely token</li></ul>`;
+  const kinds = [["best", "the text"], ["live", "beam"], ...(run?.hasDeferred ? [["deferred", "deferred beam", DEFERRED]] : []), ["accepted", "accepted guess"], ["rejected", "rejected guess"], ["guess", "guess"], ["pruned", "dropped beam"], ...(run?.hasMasks ? [["masked", "masked token"]] : [])];
+  return html`<ul class="legend" aria-label="Colours">${kinds.map(([kind, name, help]) => html`<li key=${kind} title=${help}><i class=${kind}></i>${name}</li>`)}<li class="note">thick line: likely token</li></ul>`;
 }
 
 function Player({ run, player, speed, setSpeed, redraw, view, isCollapsed, toggle, setError }) {
@@ -389,15 +390,17 @@ function Facts({ run, node, choose }) {
   const likeliest = run.likeliest.get(node.parent.id) || [];
   const isAmong = !likeliest.length || node.logProb === null || likeliest.some((one) => one.token_id === node.token);
   const tokens = isAmong ? likeliest : [...likeliest, { token_id: node.token, text: node.text, log_prob: node.logProb }];
-  const state = node.kind === "masked" ? ["masked", "masked by the constraint"] : node.isRejected ? ["rejected", "rejected guess"] : node.isAccepted ? ["accepted", "accepted guess"] : node.kind === "guess" ? ["guess", "guess"] : node.isDropped ? ["pruned", "dropped beam"] : ["live", node.isEnd ? "end of a text" : run.width > 1 ? "beam" : "chosen by the model"];
+  const state = node.kind === "masked" ? ["masked", "masked by the constraint"] : node.isRejected ? ["rejected", "rejected guess"] : node.isAccepted ? ["accepted", "accepted guess"] : node.kind === "guess" ? ["guess", "guess"] : run.isDeferred(node) ? ["deferred", "deferred beam"] : node.isDropped ? ["pruned", "dropped beam"] : ["live", node.isEnd ? "end of a text" : run.width > 1 ? "beam" : "chosen by the model"];
   const instead = node.isRejected ? node.parent.children.find((one) => one.kind === "beam") : null;
   return html`<h3 class="token">${shown(node.text)}</h3>
     <p class=${`state ${state[0]}`}>${state[1]}${node.rank >= 0 && run.beams.length > 1 ? `, number ${node.rank + 1}` : ""}</p>
     <dl class="facts">
       ${node.logProb !== null && html`<div><dt>probability</dt><dd>${percent(node.logProb)}</dd></div><div><dt>log-probability</dt><dd>${node.logProb.toFixed(4)}</dd></div>`}
       ${node.score !== null && html`<div><dt>score of the path</dt><dd>${node.score.toFixed(4)}</dd></div>`}
+      ${run.width > 1 && node.kind === "beam" && !node.isEnd && node.depth < run.front && html`<div><dt>evaluated</dt><dd>${node.isEvaluated ? "yes" : "no"}</dd></div>`}
       ${instead && html`<div><dt>came instead</dt><dd>${shown(instead.text)}</dd></div>`}
     </dl>
+    ${state[0] === "deferred" && html`<p class="help">${DEFERRED}</p>`}
     ${tokens.length > 0 && html`<ol class="likeliest" aria-label="The likeliest tokens here">${tokens.map((one) => {
       const inside = html`${choose && html`<span class="hidden">Go on with </span>`}<span class="name">${shown(one.text)}</span><meter min="0" max="1" value=${Math.exp(one.log_prob)} aria-hidden="true"></meter><span class="share">${percent(one.log_prob)}</span>${one.masked && html`<span class="hidden">, masked by the constraint</span>`}`;
       return html`<li key=${one.token_id} class=${`${one.token_id === node.token ? "this" : ""} ${one.masked ? "masked" : ""}`} title=${one.masked ? "The constraint masks it" : null}>${choose ? html`<button onClick=${() => choose(one.token_id)}>${inside}</button>` : html`<span class="row">${inside}</span>`}</li>`;
@@ -422,10 +425,12 @@ function AsText({ run }) {
   if (!run || !run.begin) return null;
   const rounds = isOpen ? run.events.filter((event) => event.event === "round").slice(0, run.rounds) : [];
   const text = (entry) => `“${shown(entry.text)}”`;
+  const isDeferred = (beam) => { const node = run.nodes.get(beam.node); return node && run.isDeferred(node); };
   return html`<details class="as-text" onToggle=${(e) => setOpen(e.target.open)}><summary>The same as text</summary>
     ${isOpen && html`<ol class="rounds" tabindex="0" aria-label="Rounds">${rounds.map((one, i) => html`<li key=${i}>
       ${one.drafted.length > 0 && html`<p>Guessed: ${one.drafted.map((guess, j) => { const node = run.nodes.get(guess.node); return html`<span key=${j} class=${node?.isAccepted ? "accepted" : "rejected"}>${text(guess)} (${node?.isAccepted ? "accepted" : "rejected"})${j < one.drafted.length - 1 ? ", " : "."}</span>`; })}</p>`}
-      ${one.steps.map(possible).map((step, k) => html`<p key=${k}>${step.length > 1 ? "Beams: " : "Token: "}${step.map((beam, j) => html`<span key=${j}>${text(beam)} ${percent(beam.log_prob)}, score ${beam.score.toFixed(3)}${j < step.length - 1 ? "; " : "."}</span>`)}</p>`)}
+      ${one.steps.map(possible).map((step, k) => html`<p key=${k}>${step.length > 1 ? "Beams: " : "Token: "}${step.map((beam, j) => html`<span key=${j}>${text(beam)} ${percent(beam.log_prob)}, score ${beam.score.toFixed(3)}${isDeferred(beam) ? ", not evaluated" : ""}${j < step.length - 1 ? "; " : "."}</span>`)}</p>`)}
+      ${(one.ahead || []).length > 0 && html`<p>Ahead of the steps that are certain: ${possible(one.ahead).map((beam) => `${text(beam)} ${percent(beam.log_prob)}, score ${beam.score.toFixed(3)}`).join("; ")}.</p>`}
       ${maskedOf(one).length > 0 && html`<p>Masked by the constraint: ${maskedOf(one).map((token) => `${text(token)} ${percent(token.log_prob)}`).join("; ")}.</p>`}
       ${one.text && html`<p>Certain now: ${text(one)}.</p>`}
     </li>`)}</ol>
@@ -594,7 +599,7 @@ function ChatPage(all) {
     <section class="panel chat" aria-label="Conversation">
       <ol class="messages" aria-live="polite">${chat.map((message, i) => html`<li key=${i} class=${message.role}>
         <p class="who">${message.role === "user" ? "You" : message.run.begin?.model || form.model}</p>
-        <p class="said">${textOf(message)}${message.run?.isLive && html`<span class="caret" aria-hidden="true"></span>`}</p>
+        <p class="said">${textOf(message)}${message.run?.isLive && html`<span class="open">${message.run.openText}</span><span class="caret" aria-hidden="true"></span>`}</p>
         ${message.run?.error && html`<p class="wrong" role="alert">${message.run.error.message}</p>`}
         <p class="acts">
           ${message.role === "user" && !live && html`<button class="quiet" onClick=${() => { setEditing(i); setDraft(message.content); document.getElementById("message").focus(); }}>Edit</button>`}

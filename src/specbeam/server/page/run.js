@@ -36,9 +36,13 @@ export class Run {
     this.seconds = 0;
     this.firstSeconds = 0;
     this.steps = 0;
+    this.front = 0; // the depth of the longest beams. Some of them may be ahead of the steps that are certain
+    this.frontBeams = 0; // the number of beams there
+    this.evaluatedBeams = 0;
     this.best = new Set();
     this.isWhole = false;
     this.hasMasks = false;
+    this.hasDeferred = false;
   }
 
   push(event) {
@@ -82,15 +86,22 @@ export class Run {
     node = {
       id: entry.node, parent, depth: parent.depth + 1, token: entry.token_id, text: entry.text, children: [],
       kind: "guess", rank: -1, logProb: null, score: null, isGuess: false, phase: this.at, round: this.rounds,
-      isAccepted: false, isRejected: false, isDropped: false, isCertain: false, isEnd: false,
+      isAccepted: false, isRejected: false, isDropped: false, isCertain: false, isEnd: false, isEvaluated: false,
     };
-    const column = (this.columns[node.depth] ||= []), taken = new Set(column.map((one) => one.lane));
-    node.lane = parent.lane >= 0 && !taken.has(parent.lane) ? parent.lane : 0; // a chain of guesses is a straight line
-    while (taken.has(node.lane)) node.lane++;
+    const column = (this.columns[node.depth] ||= []);
+    this.setBelow(node, column, parent.lane); // a chain of guesses is a straight line
     parent.children.push(node);
     this.nodes.set(node.id, node);
     column.push(node);
     return node;
+  }
+
+  // Give a node a row below the beams: this one if it is free, or the first free one.
+  setBelow(node, column, lane) {
+    const taken = new Set(column.map((one) => one.lane));
+    node.rank = -1;
+    node.lane = lane >= 0 && !taken.has(lane) ? lane : 0;
+    while (taken.has(node.lane)) node.lane++;
   }
 
   // The row of a node: its rank. Guesses that are no beams, and ended texts, stand below the beams.
@@ -99,11 +110,14 @@ export class Run {
   }
 
   rowsOfBeams(depth) {
+    return Math.max(this.beamsIn(depth), this.width > 1 ? (this.front ? this.frontBeams : this.width) : 0);
+  }
+
+  beamsIn(depth) {
     const column = this.columns[depth];
-    if (column[0].rank < 0) return this.width > 1 ? this.width : 0;
     let beams = 0;
     while (beams < column.length && column[beams].rank >= 0) beams++;
-    return Math.max(beams, this.width > 1 ? this.width : 0);
+    return beams;
   }
 
   get width() {
@@ -127,24 +141,30 @@ export class Run {
 
   decide(event) {
     if (!event.drafted.length) this.rounds++;
+    for (const id of event.evaluated || []) {
+      const node = this.nodes.get(id);
+      if (node) this.evaluate(node);
+      else if (this.root) this.evaluatedBeams++; // a place that no possible text takes
+    }
     for (const step of event.steps) {
       this.steps++;
-      this.beams = [];
-      possible(step).forEach((beam, rank) => {
-        const node = this.add(beam);
-        if (!node) return;
-        if (node.isGuess && !node.isAccepted) { node.isAccepted = true; node.phase = this.at; this.accepted++; }
-        node.kind = "beam";
-        node.lane = -1;
-        node.rank = rank;
-        node.logProb = beam.log_prob;
-        node.score = beam.score;
-        node.steps = this.steps;
-        this.beams.push(node);
-      });
-      const depth = this.beams.length ? this.beams[0].depth : 0;
-      if (this.columns[depth]) this.columns[depth].sort((a, b) => (a.rank < 0 ? 1e6 : a.rank) - (b.rank < 0 ? 1e6 : b.rank));
+      this.beams = possible(step).map((beam, rank) => this.take(beam, rank)).filter(Boolean);
+      if (!this.beams.length) continue;
+      const kept = new Set(this.beams), column = this.columns[this.beams[0].depth];
+      for (const node of column) if (node.rank >= 0 && !kept.has(node)) this.setBelow(node, column); // it was ahead, and the search went back
+      this.sort(column);
+      if (!event.evaluated) this.beams.forEach((node) => this.evaluate(node)); // recordings of earlier versions do not tell
     }
+    for (const beam of possible(event.ahead || [])) {
+      const known = this.nodes.get(beam.node);
+      if (known && known.rank >= 0) continue;
+      const column = this.columns[this.nodes.get(beam.after).depth + 1] || [];
+      this.sort(this.columns[this.take(beam, column.filter((node) => node.rank >= 0).length).depth]);
+    }
+    const before = this.front;
+    this.front = this.lead ? this.lead.depth : 0;
+    this.frontBeams = this.front ? this.beamsIn(this.front) : 0;
+    for (let depth = before; depth < this.front; depth++) this.hasDeferred ||= this.columns[depth].some((node) => this.isDeferred(node));
     for (const entry of event.ended) {
       const node = this.add(entry);
       if (!node) continue;
@@ -175,6 +195,46 @@ export class Run {
     if (!this.firstSeconds) this.firstSeconds = cost.seconds;
   }
 
+  // A beam takes its row.
+  take(beam, rank) {
+    const node = this.add(beam);
+    if (!node) return null;
+    if (node.isGuess && !node.isAccepted) { node.isAccepted = true; node.phase = this.at; this.accepted++; }
+    if (node.kind !== "beam" && node.isEvaluated) this.evaluatedBeams++;
+    Object.assign(node, { kind: "beam", lane: -1, rank, logProb: beam.log_prob, score: beam.score });
+    return node;
+  }
+
+  evaluate(node) {
+    if (node.isEvaluated) return;
+    node.isEvaluated = true;
+    if (node.kind === "beam") this.evaluatedBeams++;
+  }
+
+  sort(column) {
+    column.sort((a, b) => (a.rank < 0 ? 1e6 : a.rank) - (b.rank < 0 ? 1e6 : b.rank));
+  }
+
+  // Whether the search has gone on without evaluating a beam. It may come back to it.
+  isDeferred(node) {
+    return node.kind === "beam" && !node.isEvaluated && !node.isEnd && node.depth < this.front;
+  }
+
+  // The best one of the longest beams.
+  get lead() {
+    for (let depth = this.columns.length - 1; depth > 0; depth--) {
+      const [node] = this.columns[depth];
+      if (node.rank === 0 && !node.isDropped) return node;
+    }
+    return this.beams[0];
+  }
+
+  // The share of the beams of all steps that were evaluated. At first all beams are the prompt.
+  get evaluatedShare() {
+    if (this.width === 1 || !this.front) return null;
+    return (this.isWhole && this.end.stats.evaluated_beams) || Math.min(1, (this.width + this.evaluatedBeams) / (this.width * this.front));
+  }
+
   // The likeliest token of a place, if a constraint masks it, becomes a node: the model would have taken it.
   mask({ after, tokens: [token] }) {
     if (!token || token.masked === undefined) return;
@@ -196,7 +256,8 @@ export class Run {
     const path = [];
     let node = this.root;
     for (const token of tokens) {
-      node = node && node.children.find((child) => child.token === token && child.kind !== "guess");
+      const same = node ? node.children.filter((child) => child.token === token && child.kind !== "guess") : [];
+      node = same.find((child) => !child.isDropped) || same[0]; // a search that went back has added it again
       if (!node) break;
       path.push(node);
     }
@@ -211,12 +272,22 @@ export class Run {
 
   // The nodes of the best text so far.
   get bestPath() {
-    return this.isWhole ? [...this.best] : this.beams.length ? this.pathTo(this.beams[0]) : [];
+    return this.isWhole ? [...this.best] : this.lead ? this.pathTo(this.lead) : [];
+  }
+
+  // The text of the best beam so far that is not certain.
+  get openText() {
+    return this.isWhole ? "" : this.bestPath.filter((node) => !node.isCertain).map((node) => node.text).join("");
+  }
+
+  // Steps, those included that the best text is ahead.
+  get length() {
+    return Math.max(this.steps, this.front);
   }
 
   get tokensPerSecond() {
     const seconds = this.seconds - this.firstSeconds; // the prompt's reading is left out
-    return seconds > 0 ? (this.steps - (this.firstSteps || 1)) / seconds : 0;
+    return seconds > 0 ? (this.length - 1) / seconds : 0;
   }
 
   get promptIds() {

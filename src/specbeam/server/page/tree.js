@@ -209,7 +209,7 @@ export class TreeView {
     if (!run || e.altKey || e.ctrlKey || e.metaKey) return;
     const to = (node) => { if (node && node.parent) { this.select(node); this.reveal(node); } };
     const beside = (by) => { const column = [...run.columns[selected.depth]].sort((a, b) => this.run.rowOf(a) - this.run.rowOf(b)); return column[column.indexOf(selected) + by]; };
-    const start = () => run.bestPath.at(-1) || run.beams[0];
+    const start = () => run.bestPath.at(-1);
     const acts = {
       ArrowLeft: () => to(selected ? selected.parent : start()),
       ArrowRight: () => to(selected ? [...selected.children].sort((a, b) => this.run.rowOf(a) - this.run.rowOf(b))[0] : start()),
@@ -356,8 +356,9 @@ export class TreeView {
   kindOf(node) {
     if (node.kind === "masked") return "masked";
     if (node.isRejected) return node.round === this.run.rounds ? "rejected" : "rejected past";
-    if (node.kind === "guess") return "guess";
+    if (node.kind === "guess") return node.round === this.run.rounds ? "guess" : "guess past";
     if (this.run.best.has(node) || (!this.run.isWhole && node.isCertain)) return node.isAccepted ? "best accepted" : "best";
+    if (this.run.isDeferred(node)) return "deferred";
     if (node.isDropped || (this.run.isWhole && !this.isReturned(node))) return node.isAccepted ? "pruned accepted" : "pruned";
     return node.isAccepted ? "accepted" : "live";
   }
@@ -365,11 +366,11 @@ export class TreeView {
   isReturned(node) { return this.run.width === 1 && node.kind === "beam"; }
 }
 
-const ORDER = ["masked", "pruned", "pruned accepted", "rejected past", "rejected", "guess", "live", "accepted", "best", "best accepted"];
+const ORDER = ["masked", "deferred", "guess past", "pruned", "pruned accepted", "rejected past", "rejected", "guess", "live", "accepted", "best", "best accepted"];
 
 // A node in words, for people who do not see the picture.
 export function inWords(run, node) {
-  const state = node.kind === "masked" ? "masked by the constraint" : node.isRejected ? "rejected guess" : node.isAccepted ? "accepted guess" : node.kind === "guess" ? "guess" : node.isEnd ? "end of a text" : "chosen by the model";
+  const state = node.kind === "masked" ? "masked by the constraint" : node.isRejected ? "rejected guess" : node.isAccepted ? "accepted guess" : node.kind === "guess" ? "guess" : node.isEnd ? "end of a text" : run.isDeferred(node) ? "deferred beam, not evaluated" : "chosen by the model";
   const fate = run.best.has(node) ? ", on the best path" : node.isDropped ? ", dropped" : "";
   const p = node.logProb === null ? "" : `, probability ${percent(node.logProb)}${node.score === null ? "" : `, path score ${node.score.toFixed(3)}`}`;
   return `Step ${node.depth}, token “${shown(node.text)}”: ${state}${fate}${p}`;
