@@ -215,3 +215,16 @@ def test_beams_whose_scores_are_no_numbers_do_not_go_ahead(backends):
         wish = Wish(most=3, normalize=True)
         (answer,) = backends[0].forward_ahead([root(0, [1, 2], 14)], [wish], [beams], 8, [], GO_ON)
         assert len(answer.tokens) == 2
+
+
+def test_scores_and_slots_may_have_any_precision(backends):
+    """Native code reads float32 and int64. A strategy of the caller may give others."""
+    found = []
+    for kind, whole in ((np.float32, np.int64), (np.float16, np.int32), (np.float64, np.int16)):
+        segment = root(0, [1, 2], 14)
+        beams = Beams(np.array([0, 1, -2.5, 1], kind)[::2], -math.inf, -math.inf)
+        segments = [replace(segment, ahead=segment.ahead.astype(whole))]
+        (answer,) = backends[0].forward_ahead(segments, [Wish(most=3, normalize=True)], [beams], 8, [], GO_ON)
+        found.append(answer.tokens.tolist())
+    assert len(found[0]) == 16
+    assert found[0] == found[1] == found[2]

@@ -140,7 +140,7 @@ class CpuBackend:
         logits = torch.empty(rows[-1].stop, vocab)
         choice = Choice(logits, asked, passes)
         structs, kept = _structs(segments)
-        ahead = _ahead_structs(segments, beams, passes)
+        ahead, kept_ahead = _ahead_structs(segments, beams, passes)
         last, done = np.array([*ends], np.int64), np.zeros(1, np.int64)
         with self._one_pass:
             wrong = self._library.specbeam_forward_ahead(
@@ -156,7 +156,7 @@ class CpuBackend:
                 address(halt),
                 address(done),
             )
-        del kept, ahead
+        del kept, kept_ahead
         if wrong:
             raise RuntimeError(f"passes were refused: {wrong.decode()}")
         return choice.answers_ahead(int(done[0]))
@@ -302,16 +302,21 @@ def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArr
     return np.array(rows, dtype=np.int64), kept
 
 
-def _ahead_structs(segments: Sequence[Segment], beams: Sequence[Beams | None], passes: int) -> NDArray[Any]:
-    """How the segments go on, as native structures. They point into arrays of the segments and of the beams."""
-    rows = []
+def _ahead_structs(
+    segments: Sequence[Segment], beams: Sequence[Beams | None], passes: int
+) -> tuple[NDArray[Any], list[NDArray[Any]]]:
+    """How the segments go on, as native structures, and the arrays that they point into."""
+    rows: list[tuple[int, int, float, float]] = []
+    kept: list[NDArray[Any]] = []
     for s, own in zip(segments, beams, strict=True):
         if len(s.ahead) != (passes - 1) * len(s.tokens):
             raise RuntimeError("passes were refused: a segment lacks slots of the nodes to come, or has more")
+        kept.append(slots := np.ascontiguousarray(s.ahead, np.int64))
         if own is None:
-            rows.append((address(s.ahead), 0, 0.0, 0.0))
+            rows.append((address(slots), 0, 0.0, 0.0))
         elif len(own.scores) != len(s.tokens):
             raise RuntimeError("passes were refused: the beams have no scores, or too many")
         else:
-            rows.append((address(s.ahead), address(own.scores), own.best_above, own.all_above))
-    return np.array(rows, dtype=AHEAD_DTYPE)
+            kept.append(scores := np.ascontiguousarray(own.scores, np.float32))
+            rows.append((address(slots), address(scores), own.best_above, own.all_above))
+    return np.array(rows, dtype=AHEAD_DTYPE), kept
