@@ -8,7 +8,7 @@ this: each beam whose next tokens the model is asked for counts once, the prompt
 text, and all end as soon as no unfinished text can score above it.
 
 - plain evaluates all beams of each step.
-- best-first evaluates one beam at a time, the best of those that may decide the next step.
+- best-first evaluates one beam at a time: the best one that may decide the next step.
 - by costs evaluates the beams that LikelyNeeded chooses, because one pass over many beams costs less than many passes.
 """
 

@@ -1,15 +1,16 @@
 """Lazy beams against plain beams: seconds, passes, evaluated beams, and the most that deferring alone could save.
 
     python bench/lazy.py TARGET [--draft DRAFT ...] [--data FILE ...] [--num-beams 4 16 64] [--tokens 64] [--prompts 2]
-        [--repeats 2] [--ends] [--json FILE]
+        [--repeats 2] [--ends] [--trie] [--json FILE]
 
 TARGET is a .gguf file or a folder, DRAFT too, or ngram or suffix. FILE is a data set in the format of HumanEval or
-Spec-Bench; each of its categories is a kind of prompt. Without a file, the prompts come from ``bench/prompts.py``.
+Spec-Bench; each of its categories is a kind of prompt. Without a file, the prompts come from ``bench/prompts.py``. With
+--trie they are questions, each text is one of 2,592 titles of pages, and the likeliest ten are returned.
 
 Plain beams are the search that evaluates all beams, and goes ahead of itself. All methods take turns on every prompt.
 Seconds are the best of the repeats, summed over the prompts of a kind. They include the prompts' reading. Ratios are
-plain seconds / seconds. "needed" is the share of the beams that score above the text that is returned: only these must
-be evaluated. "bound" is the ratio without drafts if no other beam were evaluated, at the measured costs of passes.
+plain seconds / seconds. "needed" is the share of the beams that score above the last text that is returned: only these
+must be evaluated. "bound" is the ratio without drafts if no other beam were evaluated, at the measured costs of passes.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from typing import Any
 
 from figures import Figures, add_json_option
 from machine import describe
-from prompts import CODING, PROSE
+from prompts import CODING, PROSE, RETRIEVAL, TITLES
 
 import specbeam
-from specbeam import Engine
+from specbeam import Engine, TokenTrie
 from specbeam.decoding import Strategy
 from specbeam.decoding.beam import beam_search
 from specbeam.decoding.drafter import Drafter
@@ -78,20 +79,30 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=2, help="of each kind")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--ends", action="store_true", help="texts may end by themselves")
+    parser.add_argument("--trie", action="store_true", help="find titles of pages")
     add_json_option(parser)
     given = parser.parse_args()
     print(describe())
     figures = Figures.of_this_run()
     lm = specbeam.load(given.target)
     drafts = {Path(d).stem: d if d in ("ngram", "suffix") else specbeam.load(d) for d in given.draft}
-    length = {"max_new_tokens": given.tokens, "min_new_tokens": 0 if given.ends else given.tokens}
+    length: dict[str, Any] = {"max_new_tokens": given.tokens}
+    if given.trie:
+        length |= {"constraint": TokenTrie(TITLES, lm), "length_penalty": 0.0}
+    elif not given.ends:
+        length["min_new_tokens"] = given.tokens
     for num_beams in given.num_beams:
         options = {"num_beams": num_beams, **length, "share_prefix": False}
-        for kind, prompts in kinds(given.data, given.categories, given.prompts).items():
+        if given.trie:
+            options["num_return_sequences"] = min(num_beams, 10)
+            by_kind = {"titles": RETRIEVAL[: given.prompts]}
+        else:
+            by_kind = kinds(given.data, given.categories, given.prompts)
+        for kind, prompts in by_kind.items():
             plain = PlainBeams()
             methods: dict[str, dict[str, Any]] = {"plain": {"strategy": plain}, "lazy": {}}
             methods |= {f"with {name}": {"draft": draft} for name, draft in drafts.items()}
-            seconds, passes, nodes = (dict.fromkeys(methods, 0.0) for _ in range(3))
+            seconds, passes, nodes, slots = (dict.fromkeys(methods, 0.0) for _ in range(4))
             same, needed, possible, costs, least = True, 0, 0, 0.0, 0.0
             for prompt in prompts:
                 results: dict[str, specbeam.Result] = {}
@@ -108,9 +119,9 @@ def main() -> None:
                     seconds[name] += min(times[name])
                     passes[name] += result.stats.target_passes
                     nodes[name] += result.stats.nodes_evaluated - result.stats.prompt_tokens
+                    slots[name] = max(slots[name], result.stats.peak_slots)
                 same &= all(result.sequences == results["plain"].sequences for result in results.values())
-                best = results["plain"].sequences[0]
-                of_steps = plain.needed(best.score * len(best.token_ids))
+                of_steps = plain.needed(results["plain"].sequences[-1].log_prob)
                 needed, possible = needed + sum(of_steps), possible + len(of_steps) * num_beams
                 costs += len(of_steps) * plain.cost(num_beams)
                 least += sum(map(plain.cost, of_steps))
@@ -121,9 +132,10 @@ def main() -> None:
             for name in methods:
                 ratio = seconds["plain"] / seconds[name]
                 figures.add(*place, name, unit="plain seconds / seconds", samples=[ratio])
+                figures.add(*place, name, "slots", unit="most slots of the cache", samples=[slots[name]])
                 print(
                     f"    {name:32} {seconds[name]:7.2f} s {ratio:5.2f}  {passes[name]:5.0f} passes "
-                    f"{nodes[name]:6.0f} nodes  {'same' if same else 'DIFFERENT'}",
+                    f"{nodes[name]:6.0f} nodes {slots[name]:6.0f} slots  {'same' if same else 'DIFFERENT'}",
                     flush=True,
                 )
     figures.write(given.json)

@@ -32,6 +32,24 @@ PROSE = [
 ]
 
 
+WORDS = """repair,build,paint,clean,choose,buy,sell,store,move,carry,cut,measure,draw,grow,cook,bake,taste,photograph
+bicycle,wooden door,kitchen table,fence,window,chair,lamp,coat,boat,clock,mirror,tomato,rose,loaf of bread,cake,roof
+at home,in the garden,in winter,for a party,with children,on a budget,without tools,in one hour,for beginners"""
+VERBS, THINGS, PLACES = (line.split(",") for line in WORDS.splitlines())
+TITLES = [f" How to {verb} a {thing} {place}" for verb in VERBS for thing in THINGS for place in PLACES]
+"""Of the pages of a catalogue: texts that may follow a prompt of ``RETRIEVAL``."""
+
+RETRIEVAL = [
+    f"Question: My puppy does not listen to me.\nPage: How to train a dog\n\nQuestion: {question}\nPage:"
+    for question in (
+        "I want to make bread with yeast.",
+        "My bike has a flat tyre, and I am new to this.",
+        "What can I do against frost on the roses?",
+        "The hands of the old clock in our kitchen do not move any more.",
+    )
+]
+
+
 class NewPrompts:
     """Makes prompts that begin differently."""
 

@@ -394,3 +394,32 @@ def test_wrong_expectations_cost_few_steps(falls, cost):
     sizes, of_plain = passes_of_our_policy(Confident(falls), cost, max_new_tokens=120)
     assert sum(map(cost, sizes)) <= 1.05 * sum(map(cost, of_plain))
     assert cost(2) == 2 or sizes[-60:] == of_plain[-60:]
+
+
+def test_deferred_beams_take_no_memory(save):
+    """A request counts with the nodes that it has evaluated, and not with all beams that it knows."""
+    model = random_model("llama")
+    model.lm_head.weight.data *= 8  # a model that is sure of itself
+    lm = specbeam.load(save(model), backend="cpu")
+    num_beams, length = 16, 24
+
+    def best_first(setup, drafter):
+        return lazy_beam_search(make_search(setup, LazyBeamSearch), setup.record, BestFirst())
+
+    def submit(engine):
+        options = {"num_beams": num_beams, "max_new_tokens": length, "min_new_tokens": length}
+        return engine.submit([97, 98, 99], options, strategy=best_first)
+
+    alone, used = submit(engine := Engine(lm)), []
+    while engine.step():
+        used.append(alone.used_slots)
+    assert max(used) < num_beams * length / 2
+    engine = Engine(lm, max_cache_tokens=max(used) + num_beams + 8)
+    wide = submit(engine)
+    for _ in range(1 + int(np.argmax(used))):
+        engine.step()
+    other = engine.submit([5], {"max_new_tokens": 1})
+    engine.step()
+    assert other.done
+    engine.run()
+    assert wide.result().sequences == alone.result().sequences

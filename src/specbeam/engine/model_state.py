@@ -66,7 +66,7 @@ class ModelState:
         # After an encoder, equal tokens have other keys and values.
         self._shares = shares and self._encoder_prompt is None
         self._slots: Slots | None = None
-        self._peak_slots = 0  # until the last close
+        self._peak_slots = self._paused_slots = 0  # until the last close, and at it
         self._reused_tokens: int | None = None  # when it began; read again after a pause, it may find its own tokens
 
     def open(self) -> None:
@@ -75,7 +75,7 @@ class ModelState:
 
     def close(self) -> None:
         """Give up the slots."""
-        self._peak_slots = self.peak_slots
+        self._peak_slots, self._paused_slots = self.peak_slots, self.used_slots or self._paused_slots
         if self._reused_tokens is None and self._slots is not None:
             self._reused_tokens = self._slots.reused
         self.source = None
@@ -153,11 +153,16 @@ class ModelState:
             return 0 if self._slots is None else self._slots.reused
         return self._reused_tokens
 
-    @property
-    def round_bytes(self) -> int:
-        """Bytes that it needs for one more round, beside the bytes that it holds."""
+    def round_bytes(self, pending: Nodes) -> int:
+        """Bytes that it needs for one more round, beside the bytes that it holds.
+
+        Args:
+            pending: the nodes that it is to evaluate next. Other nodes of the tree may never be: deferred beams.
+        """
         trunk = len(self.tree.trunk)
         lasting = self.tree.live - trunk + self._lasting(trunk)
+        if evaluated := self.used_slots or self._paused_slots:
+            lasting = min(lasting, evaluated + len(pending))
         return max(0, lasting + self.most_rows - self.used_slots) * self.backend.slot_bytes
 
     def _lasting(self, trunk: int) -> int:

@@ -126,7 +126,7 @@ class RequestState:
     @property
     def round_bytes(self) -> int:
         """Bytes that it needs for one more round, beside the bytes that it holds."""
-        return sum(state.round_bytes for state in self._states)
+        return sum(state.round_bytes(self.pending if state is self._state else NO_NODES) for state in self._states)
 
     def found_bytes(self) -> int:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
