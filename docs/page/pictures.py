@@ -39,6 +39,14 @@ def answers(page: Page) -> None:
         page.keyboard.press(key)
 
 
+def waiting(page: Page) -> None:
+    """Two thirds of a run in which beams wait."""
+    page.get_by_role("button", name="Beams that wait").click()
+    replay(page).wait_for()
+    place = page.get_by_label("Place in the run")
+    place.fill(str(int(place.get_attribute("max") or 0) * 2 // 3))
+
+
 def race(page: Page) -> None:
     page.get_by_role("button", name="Copied words").click()
     page.locator(".verdict").wait_for()
@@ -121,7 +129,7 @@ def still(browser: Browser, url: str, act: Callable[[Page], None], scheme: str, 
     name = act.__name__
     page = browser.new_page(color_scheme=scheme, viewport=SIZES[width], reduced_motion="reduce")
     page.set_default_timeout(300_000)
-    view = name.removesuffix("64").replace("answers", "tree")
+    view = "tree" if name in ("answers", "waiting") else name.removesuffix("64")
     page.goto(f"{url}#view={view}{MANY_BEAMS if name.endswith('64') else ''}")
     page.locator("option[value=ngram]").wait_for(state="attached")
     act(page)
@@ -149,7 +157,7 @@ def main() -> None:
         try:
             url = next(line.split()[-1] for line in server.stderr or () if "the page is" in line)
             browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-            shapes = dict.fromkeys((tree, answers, race, branch, chat), SHAPES)
+            shapes = dict.fromkeys((tree, waiting, answers, race, branch, chat), SHAPES)
             shapes |= dict.fromkeys((tree64, race64, branch64, chat64), SHAPES_OF_64)
             for act in shapes:
                 for scheme, width in shapes[act] if wanted(act) else []:

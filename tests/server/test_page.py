@@ -648,6 +648,7 @@ def test_twenty_tabs_get_their_texts(browser, served, lm):
         ("Beams with a draft", "accepted"),
         ("Beams disagree", "pruned"),
         ("A wide search", "live"),
+        ("Beams that wait", "deferred"),
         ("Only these answers", "masked"),
         ("A drawn text", "best"),
     ],

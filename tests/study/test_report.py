@@ -538,3 +538,15 @@ def test_the_page_in_a_browser(report_of, browser, which, size):
             shown = page.locator("figure svg:visible").count()
             assert shown == page.locator("figure").count()  # one of the two drawings
             context.close()
+
+
+def test_a_round_without_a_step_shows_the_tokens_that_are_ahead():
+    def beam(node, after, text, drafted=False):
+        return {"node": node, "after": after, "text": text, "drafted": drafted}
+
+    def own(steps):
+        entry = {"drafted": [], "steps": steps, "ahead": [beam(5, 4, "a"), beam(6, 4, "b"), beam(7, 5, "c", True)]}
+        return [(one.step, one.tokens) for one in samples.shown_round(1, entry, beams=True).own]
+
+    assert own([]) == [(1, ["a", "b"])]
+    assert own([[beam(4, 3, "d")]]) == [(1, ["d"]), (2, ["a", "b"])]

@@ -24,12 +24,14 @@ const FIELDS = [
 ];
 const START = Object.fromEntries([...FIELDS.map((field) => [field.name, field.start ?? ""]), ["prompt", ""], ["as", "chat"]]);
 const REPEAT = "Repeat this: \"The tea is in the red box, the sugar is in the blue box, and the coffee is in the green box.\"";
+const LIST = "Repeat this list: red, green, blue, yellow, black, white, brown, pink, purple, orange.";
 const CITIES = ["Rome is the capital of Italy.", "The capital of Italy is Rome.", "Milan is the capital of Italy.", "The capital of Italy is Milan."].join("\n");
 const PRESETS = [
   { title: "Copied words are guessed", about: "One text. The n-gram draft guesses whole phrases, and one pass accepts many.", prompt: REPEAT, as: "chat", num_beams: 1, draft: "ngram", max_tokens: 48 },
   { title: "Beams with a draft", about: "Four beams share the guesses. Green ones save a pass.", prompt: REPEAT, as: "chat", num_beams: 4, draft: "ngram", num_draft_tokens: 4, draft_width: 4, max_tokens: 40 },
   { title: "Beams disagree", about: "Four beams without a draft: see which one survives.", prompt: "The best thing about the sea is", as: "raw", num_beams: 4, draft: "none", max_tokens: 24 },
   { title: "A wide search", about: "Sixteen beams. Zoom out to see the river.", prompt: "Once upon a time", as: "raw", num_beams: 16, draft: "none", max_tokens: 40 },
+  { title: "Beams that wait", about: "Sixteen beams. Dotted ones wait, and some are never evaluated.", prompt: LIST, as: "chat", num_beams: 16, draft: "ngram", max_tokens: 48 },
   { title: "Only these answers", about: "Tokens that the answers do not allow are masked, however likely they are.", prompt: "Which city is the capital of Italy?", as: "chat", num_beams: 4, draft: "none", structured_outputs: CITIES, max_tokens: 12 },
   { title: "A drawn text", about: "Temperature 0.8 with guesses: the same seed draws the same text.", prompt: "Write one sentence about autumn.", as: "chat", num_beams: 1, draft: "ngram", temperature: 0.8, seed: 7, max_tokens: 40 },
 ];
