@@ -379,7 +379,13 @@ def test_a_search_that_went_back_draws_the_beams_of_the_step(tab, served):
         {"event": "begin", "format": 1, "options": {"num_beams": 2}, "prompt": []},
         {**empty, "evaluated": [0], "steps": [[beam(1, 0, "a"), beam(2, 0, "b")]]},
         {**empty, "evaluated": [1], "ahead": [beam(3, 1, "c")]},
-        {**empty, "evaluated": [1, 2], "steps": [[beam(4, 1, "d"), beam(5, 1, "c")]], "dropped": [3]},
+        {
+            **empty,
+            "evaluated": [1, 2],
+            "steps": [[beam(4, 1, "d"), beam(5, 1, "c")]],
+            "dropped": [3],
+            "text": "a " * 99,
+        },
         {"event": "end", "sequences": [sequence], "stats": {"evaluated_beams": 1.0}},
     ]
     show(tab, served)
@@ -390,6 +396,10 @@ def test_a_search_that_went_back_draws_the_beams_of_the_step(tab, served):
     assert nodes_of(tab, "best") == {1, 5}
     rows = {node: pill(tab, node).bounding_box()["y"] for node in (3, 4, 5)}
     assert rows[4] < rows[5] < rows[3]
+    tab.set_viewport_size({"width": 390, "height": 844})
+    tab.get_by_text("The same as text").click()
+    tab.get_by_text("Certain now").wait_for()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 390  # a long text may become certain at once
     seek(tab, 2)
     assert nodes_of(tab, "deferred") == {2}
     assert tab.locator(".agreed .open").text_content() == "ac"
