@@ -75,6 +75,9 @@ class BestFirst:
     def choose(self, deferred: Deferred) -> Mask:
         return np.arange(len(deferred.nodes)) == deferred.best
 
+    def drafts_pay(self, deferred: Deferred) -> bool:
+        return False
+
 
 def plain_beams(setup: Setup, drafter: Drafter | None) -> Strategy:
     return beam_search(setup.tree, make_search(setup), setup.record)

@@ -3,9 +3,10 @@
     python bench/lazy.py TARGET [--draft DRAFT ...] [--data FILE ...] [--num-beams 4 16 64] [--tokens 64] [--prompts 2]
         [--repeats 2] [--ends] [--trie] [--json FILE]
 
-TARGET is a .gguf file or a folder, DRAFT too, or ngram or suffix. FILE is a data set in the format of HumanEval or
-Spec-Bench; each of its categories is a kind of prompt. Without a file, the prompts come from ``bench/prompts.py``. With
---trie they are questions, each text is one of 2,592 titles of pages, and the likeliest ten are returned.
+TARGET is a .gguf file or a folder. DRAFT is one, too, which gets int4 weights, or ngram or suffix. FILE is a data set
+in the format of HumanEval or Spec-Bench; each of its categories is a kind of prompt. Without a file, the prompts come
+from ``bench/prompts.py``. With --trie they are questions, each text is one of 2,592 titles of pages, and the likeliest
+ten are returned.
 
 Plain beams are the search that evaluates all beams, and goes ahead of itself. All methods take turns on every prompt.
 Seconds are the best of the repeats, summed over the prompts of a kind. They include the prompts' reading. Ratios are
@@ -85,7 +86,7 @@ def main() -> None:
     print(describe())
     figures = Figures.of_this_run()
     lm = specbeam.load(given.target)
-    drafts = {Path(d).stem: d if d in ("ngram", "suffix") else specbeam.load(d) for d in given.draft}
+    drafts = {Path(d).stem: d if d in ("ngram", "suffix") else specbeam.load(d, quantize="int4") for d in given.draft}
     length: dict[str, Any] = {"max_new_tokens": given.tokens}
     if given.trie:
         length |= {"constraint": TokenTrie(TITLES, lm), "length_penalty": 0.0}

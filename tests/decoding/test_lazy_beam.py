@@ -22,6 +22,7 @@ from specbeam.decoding.processors import Processors
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
+from specbeam.engine.costs import pass_times
 from specbeam.engine.strategies import make_search
 from specbeam.selection import select
 from specbeam.tree import Tree
@@ -107,6 +108,9 @@ class SomeBeams:
         chosen[self.random.integers(len(chosen))] = True
         return chosen
 
+    def drafts_pay(self, deferred):
+        return self.random.random() < 0.8
+
 
 class BestFirst:
     """Go on with the best beam; else evaluate the best of the beams that decide whether that may be done."""
@@ -120,6 +124,9 @@ class BestFirst:
         chosen[scores.argmax()] = True
         return chosen
 
+    def drafts_pay(self, deferred):
+        return True
+
 
 class SomeGuesses:
     """A drafter that guesses chains below the best beam, and below all beams. Half of its tokens are the likeliest."""
@@ -128,6 +135,7 @@ class SomeGuesses:
         self.tree, self.stop, self.logits_of = tree, stop, logits_of
         self.random = np.random.default_rng(seed)
         self.pace = self.of_best = self
+        self.seconds = 0.3
 
     def propose(self, tips, scores):
         nodes = []
@@ -144,6 +152,12 @@ class SomeGuesses:
 
     def learn(self, guesses, tree, steps):
         assert all(len(ends) for ends in steps)
+
+    def seconds_per_step(self, steps):
+        return self.seconds
+
+    def forget(self):
+        pass
 
 
 class RightGuesses(SomeGuesses):
@@ -348,18 +362,21 @@ class Confident:
         return 0.01 * logits if len(tokens) % self.falls == 0 else logits
 
 
-def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts=False):
+def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts=False, seconds=0.3):
     """The numbers of nodes in the passes of our policy, and in the passes of plain search.
 
     Args:
         drafts: guess the next four tokens of the best text, and guess right.
+        seconds: per step with drafts.
     """
     options = Options(num_beams=num_beams, max_new_tokens=max_new_tokens, length_penalty=1.0, early_stopping=False)
     tree, search, record = searched(BeamSearch, options, 12, set(), logits_of)
     plain, _, of_plain = run(beam_search(tree, search, record), tree, logits_of)
     tree, search, record = searched(LazyBeamSearch, options, 12, set(), logits_of)
     drafter = RightGuesses(tree, search.stop, logits_of, seed=0) if drafts else None
-    policy = LikelyNeeded(max_new_tokens, num_beams, cost, drafts)
+    if drafter is not None:
+        drafter.seconds = seconds
+    policy = LikelyNeeded(max_new_tokens, num_beams, cost, None if drafter is None else drafter.pace)
     lazy, _, sizes = run(lazy_beam_search(search, record, policy, drafter), tree, logits_of)
     assert lazy == plain
     if not drafts:  # no beam is evaluated twice, or in vain; at first all beams are the prompt
@@ -380,6 +397,31 @@ def test_with_drafts_a_confident_text_goes_on_alone(num_beams):
     sizes, of_plain = passes_of_our_policy(Confident(), lambda nodes: 1.0, num_beams=num_beams, drafts=True)
     assert len(of_plain) == 20
     assert len(sizes) <= 7
+
+
+def test_drafts_that_would_not_pay_go_below_no_best_beam():
+    """Guesses of this drafter go below all beams then, so that passes still take several steps."""
+    passes = {"num_beams": 4, "drafts": True}
+    cheap, _ = passes_of_our_policy(Confident(), lambda nodes: 1.0, seconds=0.3, **passes)
+    dear, _ = passes_of_our_policy(Confident(), lambda nodes: 1.0, seconds=0.95, **passes)
+    unsure, _ = passes_of_our_policy(Confident(falls=2), lambda nodes: 1.0, seconds=0.3, **passes)
+    assert max(cheap) == 4 + 4
+    assert max(dear) == max(unsure) == 4 + 4 * 4
+
+
+def test_a_draft_model_guesses_below_the_best_beam(save, monkeypatch):
+    model = random_model("llama", initializer_range=1.0)
+    model.lm_head.weight.data *= 8  # sure of its texts
+    folder = save(model)
+    lm, draft = specbeam.load(folder, backend="cpu"), specbeam.load(folder, backend="cpu")
+    monkeypatch.setattr(pass_times(lm.backend), "expected", lambda nodes: 1.0 + 0.1 * nodes)
+    monkeypatch.setattr(pass_times(draft.backend), "expected", lambda nodes: 0.01 * nodes)
+    options = {"num_beams": 8, "max_new_tokens": 32, "min_new_tokens": 32}
+    plain = specbeam.generate(lm, [97, 98, 99], **options, bound_rule=False)
+    drafted = specbeam.generate(lm, [97, 98, 99], **options, draft=draft)
+    assert drafted.sequences == plain.sequences
+    assert drafted.stats.evaluated_beams < 0.6
+    assert drafted.stats.target_passes < 24 < plain.stats.target_passes
 
 
 def test_where_passes_over_all_beams_cost_no_more_all_are_evaluated():

@@ -143,6 +143,28 @@ def test_the_dearer_a_try_and_the_less_it_could_gain_the_longer_it_waits():
     assert 8 < waits[0] < waits[1] < waits[2] < 1000
 
 
+@pytest.mark.parametrize("chains", [True, False])
+def test_seconds_per_step_follow_the_latest_rounds_and_are_forgotten(chains):
+    pace = Pace(Sizes(*AUTO, num_beams=1, target=lambda n: 9 + n, draft=None, chains=chains))
+    at_first = pace.seconds_per_step(10)
+    assert at_first < 10
+    rounds(pace, accepted=0)
+    assert pace.seconds_per_step(10) > 10
+    rounds(pace, accepted=6)
+    assert pace.seconds_per_step(10) < 4
+    for _ in range(500):
+        pace.forget()
+    assert pace.seconds_per_step(10) == pytest.approx(at_first, rel=0.01)
+
+
+def test_steps_to_come_share_the_reading_of_the_prompt():
+    sizes = Sizes(*AUTO, num_beams=1, target=lambda n: 10.0, draft=lambda n: n / 10, chains=False)
+    pace, without = Pace(sizes, unread=600), Pace(sizes)
+    assert pace.seconds_per_step(30) - without.seconds_per_step(30) == pytest.approx(60 / 30)
+    rounds(pace, accepted=6, n=1)
+    assert pace.seconds_per_step(1) == pytest.approx(pace.seconds_per_step(1000))
+
+
 def test_what_could_not_pay_is_not_tried_again():
     pace = Pace(Sizes(*AUTO, num_beams=4, target=lambda n: 1 + 0.5 * n, draft=lambda n: 1.0, chains=False))
     for _ in range(200):

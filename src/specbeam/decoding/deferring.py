@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.decoding.candidates import Mask, Scores
+from specbeam.decoding.drafter import DraftPace
 from specbeam.tree import Nodes
 
 Cost = Callable[[int], float]
@@ -17,8 +18,8 @@ Cost = Callable[[int], float]
 
 MIN_SAVING = 0.2
 """Defer beams if that is expected to save this share of the seconds to come."""
-MAX_CHANCE = 0.5
-"""With drafts, defer beams if no beam but the best is needed with a higher chance."""
+MIN_DRAFTS_SAVING = 0.1
+"""Draft below the best beam alone if that is expected to save this share of the seconds to come."""
 LATER_PASS_COST = 1.5
 """A later pass over deferred beams costs this many passes over one node: it has more nodes, and more steps to take."""
 PRIOR_LOSS, PRIOR_TOKENS = 2.0, 16
@@ -71,6 +72,9 @@ class Policy(Protocol):
     def choose(self, deferred: Deferred) -> Mask:
         """The beams to evaluate in the next pass, at least one of them, bool [n]."""
 
+    def drafts_pay(self, deferred: Deferred) -> bool:
+        """Whether the drafter should be asked for guesses below the best beam."""
+
 
 class LikelyNeeded:
     """Defers the beams that the best text will probably not fall below.
@@ -83,11 +87,11 @@ class LikelyNeeded:
         longest: the length of the longest texts, in new tokens.
         num_beams: of the search.
         cost: of a pass.
-        drafts: whether guesses go below the best beam. Then each pass of a text that goes on alone can take several
-            steps.
+        drafts: the sizes of the drafts that go below the best beam. Then each pass of a text that goes on alone can
+            take several steps.
     """
 
-    def __init__(self, longest: int, num_beams: int, cost: Cost, drafts: bool = False) -> None:
+    def __init__(self, longest: int, num_beams: int, cost: Cost, drafts: DraftPace | None = None) -> None:
         self._longest = longest
         self._num_beams = num_beams
         self._cost = cost
@@ -100,8 +104,32 @@ class LikelyNeeded:
     def pays(self, scores: Scores, length: int) -> bool:
         costs, chances = self._costs(), self._chances(scores, 0, length)
         wanted = self._cheapest(chances, np.full(len(scores), length), costs)
-        alone = self._drafts and chances[1:].max() < MAX_CHANCE
-        return bool(alone or costs[wanted.sum() - 1] <= (1 - MIN_SAVING) * costs[-1])
+        if costs[wanted.sum() - 1] <= (1 - MIN_SAVING) * costs[-1]:
+            return True
+        return self._drafts_pay(chances[1:], length, costs[wanted.sum() - 1])
+
+    def drafts_pay(self, deferred: Deferred) -> bool:
+        best = deferred.best
+        length, costs = int(deferred.lengths[best]), self._costs()
+        chances = self._chances(deferred.scores, best, length)
+        wanted = self._cheapest(chances, deferred.lengths, costs)
+        return self._drafts_pay(np.delete(chances, best), length, costs[min(wanted.sum(), len(costs)) - 1])
+
+    def _drafts_pay(self, chances: NDArray[np.float64], length: int, cost: float) -> bool:
+        """Whether drafts below the best beam alone are expected to make steps cheaper than they are without.
+
+        Args:
+            chances: that each other beam is needed, float64 [n].
+            length: of the best beam, in new tokens.
+            cost: of a step without drafts, in seconds.
+        """
+        if self._drafts is None or not length:  # at first all beams are the prompt, which says nothing
+            return False
+        steps = max(1, (self._longest - length) // 2)  # texts may end earlier
+        pay = self._drafts.seconds_per_step(steps) <= (1 - MIN_DRAFTS_SAVING - chances.max(initial=0.0) ** 2) * cost
+        if not pay:
+            self._drafts.forget()
+        return pay
 
     def choose(self, deferred: Deferred) -> Mask:
         best = deferred.best

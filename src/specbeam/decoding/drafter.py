@@ -22,12 +22,14 @@ class Guesses:
         chances: the drafter's estimate of the probability that each becomes part of the text, float64 [n].
         width: the width that the guesses were chosen with: guesses per level, or chains per beam.
         declined: there are no guesses because none would have paid, not because none was found.
+        seconds: expected for the draft model's passes.
     """
 
     nodes: Nodes = field(default_factory=lambda: NO_NODES)
     chances: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     width: int = 1
     declined: bool = False
+    seconds: float = 0.0
 
 
 DECLINED = Guesses(declined=True)
@@ -45,6 +47,12 @@ class DraftPace(Protocol):
     @property
     def most_drafted(self) -> int:
         """The largest number of nodes that the draft model evaluates per round."""
+
+    def seconds_per_step(self, steps: int) -> float:
+        """Expected seconds per step of a round with drafts, if this many steps are to come."""
+
+    def forget(self) -> None:
+        """Take in a step without drafts: the evidence about drafts loses weight."""
 
     def learn(self, guesses: Guesses, tree: Tree, steps: list[Nodes]) -> None:
         """Learn which guesses came true.

@@ -90,7 +90,9 @@ def lazy_round(
     """Evaluate the beams that the policy chooses, and guesses below the best one. Take every step that they decide."""
     tree, wanted, guesses = search.tree, search.wanted(policy), Guesses()
     tip = np.intersect1d(search.levels[-1].beams[:1], wanted)  # from which the search may go on
-    if drafter is not None and len(tip):
+    if not len(tip) or (drafter is not None and not policy.drafts_pay(search.deferred)):
+        drafter = None
+    if drafter is not None:
         guesses = yield from drafter.propose(tip, search.levels[-1].scores[:1].astype(np.float64))
     guessed = np.setdiff1d(known.missing(guesses.nodes), wanted)
     wanted = np.union1d(wanted, guessed)
@@ -104,7 +106,7 @@ def lazy_round(
     for level in [] if search.done else search.levels[1:]:
         if level.length > lengths.min():  # the levels before it are as they were
             record.ahead(level.beams, level.scores)
-    if drafter is not None and len(tip):
+    if drafter is not None:
         bests = {level.length: level.beams[:1] for level in [*closed, *search.levels]}
         steps = [best for at, best in bests.items() if at > length and len(best)]
         drafter.pace.learn(guesses, tree, steps)

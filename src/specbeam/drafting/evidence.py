@@ -11,6 +11,8 @@ from specbeam.tree import Nodes, Tree
 
 EVIDENCE_DECAY = 0.9
 """The weight of a round's observations is multiplied by this after every later round."""
+FORGOTTEN = 0.98
+"""A step without drafts leaves this share of the difference between evidence and first assumptions."""
 PRIOR_STEPS, PRIOR_FOUND_STEPS = 3.0, 2.0
 """Before the first observation, assume this many steps, and that this many of them were found among the guesses."""
 PRIOR_EXPECTED_TOKENS = 4.0
@@ -55,6 +57,14 @@ class Evidence:
             self._steps[width] = EVIDENCE_DECAY * self._steps[width] + steps
         self._expected_tokens = EVIDENCE_DECAY * self._expected_tokens + expected_tokens
         self._accepted_tokens = EVIDENCE_DECAY * self._accepted_tokens + len(needed_widths)
+
+    def forget(self) -> None:
+        """Take in a step without drafts: evidence comes nearer to the first assumptions."""
+        for width in self._steps:
+            self._steps[width] += (1 - FORGOTTEN) * (PRIOR_STEPS - self._steps[width])
+            self._found_steps[width] += (1 - FORGOTTEN) * (PRIOR_FOUND_STEPS - self._found_steps[width])
+        self._expected_tokens += (1 - FORGOTTEN) * (PRIOR_EXPECTED_TOKENS - self._expected_tokens)
+        self._accepted_tokens += (1 - FORGOTTEN) * (PRIOR_EXPECTED_TOKENS - self._accepted_tokens)
 
     def fade(self) -> None:
         """Count one round without guesses: evidence loses weight, down to the weight assumed at first."""

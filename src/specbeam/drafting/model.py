@@ -83,7 +83,7 @@ class ModelDrafter:
             depth += 1
         likeliest = np.argsort(-totals, kind="stable")[: self.pace.worthwhile(chances, spent)]
         likeliest.sort()  # parents first again: no parent is missing, because a child is never likelier than it
-        return Guesses(nodes[likeliest], chances[likeliest])
+        return Guesses(nodes[likeliest], chances[likeliest], seconds=spent)
 
     def _beams(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         width, depth = self.pace.shape()

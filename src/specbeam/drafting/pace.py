@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.drafting import Guesses
-from specbeam.drafting.evidence import Evidence, needed_width
+from specbeam.drafting.evidence import EVIDENCE_DECAY, FORGOTTEN, PRIOR_STEPS, Evidence, needed_width
 from specbeam.drafting.retry import Phase, RetryPolicy
 from specbeam.drafting.sizes import Shape, Sizes
 from specbeam.tree import Nodes, Tree
@@ -28,6 +28,7 @@ class Pace:
         self.evidence = Evidence(sizes.widths)
         self.retry = RetryPolicy()
         self._unread = unread
+        self._seconds = self._steps = 0.0  # of the latest rounds
 
     @property
     def most_guesses(self) -> int:
@@ -76,8 +77,29 @@ class Pace:
             return min(len(chances), 1)
         return self.sizes.worthwhile(chances, spent, self.evidence.trust)
 
+    def seconds_per_step(self, steps: int) -> float:
+        """Expected seconds per step of a round with drafts: of the latest rounds, and by the survival of guesses.
+
+        Args:
+            steps: how many are to come. They share the seconds in which the draft reads what it has not read.
+        """
+        sizes, evidence = self.sizes, self.evidence
+        of_step = sizes.expected_cost(evidence.survival) if sizes.chains else sizes.best_cost() / evidence.trust
+        of_latest = (self._seconds + PRIOR_STEPS * of_step) / (self._steps + PRIOR_STEPS)
+        return of_latest + sizes.draft_cost(self._unread) / steps
+
+    def forget(self) -> None:
+        """Take in a step without drafts: the evidence about drafts loses weight."""
+        self.evidence.forget()
+        self._seconds *= FORGOTTEN
+        self._steps *= FORGOTTEN
+        self._unread += 1
+
     def learn(self, guesses: Guesses, tree: Tree, steps: list[Nodes]) -> None:
         """Learn which guesses were accepted, from the tips or the beams after each step of the round."""
+        seconds = guesses.seconds + self.sizes.target_cost(1 + len(guesses.nodes))
+        self._seconds = EVIDENCE_DECAY * self._seconds + seconds
+        self._steps = EVIDENCE_DECAY * self._steps + max(1, len(steps))
         if guesses.declined:
             self.retry.rest()
             self.evidence.fade()

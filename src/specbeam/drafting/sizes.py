@@ -116,6 +116,11 @@ class Sizes:
                     best_rate, best = rate, (width, depth)
         return self._within_budget(*best)
 
+    def expected_cost(self, survival: Callable[[int], float]) -> float:
+        """Seconds per step with the best shape."""
+        width, depth = self.best(survival)
+        return 1 / self._steps_per_second(width, depth, survival(width))
+
     def _within_budget(self, width: int, depth: int) -> Shape:
         most = self.most_guesses
         return min(width, most), min(depth, max(1, most // self._guesses(width, 1)))

@@ -82,8 +82,9 @@ class RequestState:
         if draft is not None:
             self._target_costs.append(cost := SharedCost(pass_times(lm.backend), num_beams))
             self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), cost, draft_cost, num_beams)
-            if may_be_lazy(setup) and draft_cost is None:
-                self._drafter.of_best = make_drafter(setup, lm, draft, len(prompt_ids), setup.cost, None, num_texts=1)
+            if may_be_lazy(setup) and self._drafter.tree is setup.tree:
+                alone = make_drafter(setup, lm, draft, len(prompt_ids), setup.cost, draft_cost, num_texts=1)
+                self._drafter.of_best = alone
         pace = None if self._drafter is None else self._drafter.pace
         model_state = partial(
             ModelState,

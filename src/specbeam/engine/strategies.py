@@ -31,7 +31,9 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
         if pays and may_be_lazy(setup):
             search = make_search(setup, LazyBeamSearch)
             assert isinstance(search, LazyBeamSearch)
-            policy = LikelyNeeded(search.max_new_tokens, options.num_beams, setup.cost, drafter is not None)
+            of_best = None if drafter is None else drafter.of_best
+            drafts = None if of_best is None else of_best.pace
+            policy = LikelyNeeded(search.max_new_tokens, options.num_beams, setup.cost, drafts)
             return lazy_beam_search(search, record, policy, drafter)
         if drafter is not None:
             return speculative_beam_search(tree, make_search(setup), record, drafter)
