@@ -24,6 +24,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.options import Options
 from specbeam.selection import Noise, Wish, select
 from specbeam.tree import Tree
+from tests.conftest import lines_run
 
 SCORES = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40).map(lambda x: torch.tensor(x)[None])
 
@@ -94,6 +95,14 @@ def test_bans_and_biases_are_those_of_transformers(texts, data):
         for text, row, mine in zip(texts, scores, got, strict=True):
             expected = theirs(torch.tensor([[3, 1, *text]]), row[None].clone())[0]
             torch.testing.assert_close(mine, expected)
+
+
+@pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 10**6}, {"bad_words_ids": [[0] * 10**6]}])
+def test_bans_that_are_longer_than_the_text_cost_nothing(options):
+    """Each of its tokens took some lines of Python in each step."""
+    tree = Tree([3, 1])
+    process = Processors(Options(**options), frozenset(), 5)
+    assert lines_run(lambda: process(tree, [tree.tip])) < 100
 
 
 @given(TEXTS, st.floats(-2, 2), st.floats(-2, 2))

@@ -405,14 +405,17 @@ class BadWords:
 
     def __init__(self, words: Sequence[Sequence[int]], eos_token_ids: frozenset[int]) -> None:
         kept = [word for word in words if not (len(word) == 1 and word[0] in eos_token_ids)]
-        self.groups = []  # of words of one length: the tokens before the last, int64 [n, length - 1], and the last [n]
+        self.groups = []  # by length, shortest first: tokens before the last, int64 [n, length - 1], and the last [n]
         for length in sorted({len(word) for word in kept}):
             table = np.array([word for word in kept if len(word) == length], dtype=np.int64)
             self.groups.append((table[:, :-1], table[:, -1]))
 
     def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         rows, tokens = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
+        longest = tree.depths(nodes).max(initial=-1) + 1
         for begins, last in self.groups:
+            if begins.shape[1] > longest:  # and so are the words of the groups after it
+                break
             ends = tree.last_tokens(nodes, begins.shape[1])
             row, word = np.nonzero((ends[:, None] == begins).all(-1))
             rows.append(row)
