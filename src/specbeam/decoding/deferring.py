@@ -20,6 +20,8 @@ MIN_SAVING = 0.2
 """Defer beams if that is expected to save this share of the seconds to come."""
 MIN_DRAFTS_SAVING = 0.1
 """Draft below the best beam alone if that is expected to save this share of the seconds to come."""
+FURTHER_TOKENS = 64
+"""Texts are expected to get this much longer at most. A draft that reads the prompt must pay by then."""
 LATER_PASS_COST = 1.5
 """A later pass over deferred beams costs this many passes over one node: it has more nodes, and more steps to take."""
 PRIOR_LOSS, PRIOR_TOKENS = 2.0, 16
@@ -118,6 +120,8 @@ class LikelyNeeded:
     def _drafts_pay(self, chances: NDArray[np.float64], length: int, cost: float) -> bool:
         """Whether drafts below the best beam alone are expected to make steps cheaper than they are without.
 
+        The square of the highest chance fits measured costs of later passes (docs/decisions/deferred-beams.md).
+
         Args:
             chances: that each other beam is needed, float64 [n].
             length: of the best beam, in new tokens.
@@ -125,7 +129,7 @@ class LikelyNeeded:
         """
         if self._drafts is None or not length:  # at first all beams are the prompt, which says nothing
             return False
-        steps = max(1, (self._longest - length) // 2)  # texts may end earlier
+        steps = max(1, min(self._longest - length, FURTHER_TOKENS))
         pay = self._drafts.seconds_per_step(steps) <= (1 - MIN_DRAFTS_SAVING - chances.max(initial=0.0) ** 2) * cost
         if not pay:
             self._drafts.forget()
