@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 
@@ -85,6 +87,37 @@ def test_a_model_that_is_not_in_the_cache_is_named_in_one_line(offline, name, re
     assert "\n" not in str(raised.value)
 
 
+@pytest.fixture
+def pull(tmp_path):
+    """Fetches a model in a process of its own whose hub does not answer, and waits one second for an answer."""
+    with socket.socket() as hub:
+        hub.bind(("127.0.0.1", 0))
+
+        def pull(source, listens=False, home=tmp_path):
+            if listens:
+                hub.listen()
+            address = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "NO_PROXY": "127.0.0.1"}
+            environment = os.environ | address | {"HF_HOME": str(home), "HF_HUB_ETAG_TIMEOUT": "1"}
+            command = [sys.executable, "-m", "specbeam", "models", "pull", source]
+            return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+
+        yield pull
+
+
+@pytest.mark.parametrize(("pick", "listens"), [("", False), ("", True), (":Q8_0", False), (":m.gguf", False)])
+def test_a_hub_that_does_not_answer_is_asked_once(pull, pick, listens):
+    """huggingface_hub writes a line for each further time, and waits for seconds, or without end."""
+    done = pull(f"org/m{pick}", listens)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert re.search(r"org/m is not in the local cache and cannot be fetched \(\w+: .*\): check the network", line)
+
+
+def test_without_an_answer_of_the_hub_the_cache_is_used(pull, hub):
+    done = pull("some/model", home=hub)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # What is downloaded
 
 
@@ -93,6 +126,9 @@ def repository(save, tmp_path, monkeypatch):
     """Serves a folder as the repository some/model, in place of the network. Returns the folder."""
     folder = save(random_model("llama"), max_shard_size="20KB")
     cache = tmp_path / "snapshots" / ("c" * 40)
+
+    def model_info(name, revision=None, timeout=None):
+        assert timeout is not None
 
     def list_repo_files(name, revision=None):
         assert (name, revision) in (("some/model", None), ("some/model", cache.name))
@@ -110,7 +146,7 @@ def repository(save, tmp_path, monkeypatch):
         snapshot_download(name, revision, [file])
         return str(cache / file)
 
-    for function in (list_repo_files, snapshot_download, hf_hub_download):
+    for function in (model_info, list_repo_files, snapshot_download, hf_hub_download):
         monkeypatch.setattr(huggingface_hub, function.__name__, function)
     return folder
 
@@ -219,20 +255,21 @@ def test_without_network_a_gguf_file_is_found_in_the_cache(kept, pick):
     assert locate(f"org/m-7b{pick}").read_bytes() == b"y" * 1_000_000
 
 
-def answering(error, status):
-    """An answer of the hub in place of the names of a repository's files."""
+def answer_all(monkeypatch, error, status):
+    """An answer of the hub to each question about a repository, and about the names of its files."""
 
-    def list_repo_files(name, revision=None):
+    def refuse(name, revision=None, timeout=None):
         raise error(
             f"{status} for {name}", response=httpx.Response(status, request=httpx.Request("GET", "https://hub"))
         )
 
-    return list_repo_files
+    for function in ("model_info", "list_repo_files"):
+        monkeypatch.setattr(huggingface_hub, function, refuse)
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_while_the_hub_is_down_a_gguf_file_is_found_in_the_cache(kept, monkeypatch, status):
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", answering(HfHubHTTPError, status))
+    answer_all(monkeypatch, HfHubHTTPError, status)
     assert locate("org/m-7b:Q4_K_M").read_bytes() == b"y" * 1_000_000
     with pytest.raises(SpecbeamError, match=rf"cannot be fetched \(HfHubHTTPError: {status} for other/m\)"):
         locate("other/m:Q4_K_M")
@@ -247,7 +284,7 @@ def test_while_the_hub_is_down_a_gguf_file_is_found_in_the_cache(kept, monkeypat
     ],
 )
 def test_what_the_hub_says_of_a_repository_goes_before_the_cache(kept, monkeypatch, error, says):
-    monkeypatch.setattr(huggingface_hub, "list_repo_files", answering(error, 404))
+    answer_all(monkeypatch, error, 404)
     with pytest.raises(SpecbeamError, match=says):
         locate("org/m-7b:Q4_K_M")
 

@@ -61,25 +61,56 @@ def fetch(repository: str, revision: str | None = None, pick: str | None = None,
         SpecbeamError: no such repository, revision or file, no access, no network and not in the cache, or a full disk.
             Also for an index that names files outside the repository.
     """
+    with _errors_of(repository, revision, download):
+        no_answer = _no_answer(repository, revision) if download else None
+        try:
+            return _fetch(repository, revision, pick, download and no_answer is None)
+        except SpecbeamError:
+            raise
+        except Exception as not_in_cache:
+            raise no_answer or not_in_cache from None
+
+
+def _no_answer(repository: str, revision: str | None) -> Exception | None:
+    """Why no hub answers; None if one does, or if the cache has the commit, which never changes.
+
+    huggingface_hub repeats some requests for half a minute, and waits for others without end. So one request of its own
+    finds out first. A hub that refuses it answers, too. The requests that follow report its reasons.
+    """
+    from huggingface_hub import constants, model_info
+    from huggingface_hub.errors import HfHubHTTPError
+
+    snapshots = Path(constants.HF_HUB_CACHE).expanduser() / (PREFIX + repository.replace("/", "--")) / "snapshots"
+    if revision is not None and (snapshots / revision).is_dir():
+        return None
+    try:
+        model_info(repository, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except HfHubHTTPError:
+        return None
+    except Exception as error:
+        return error
+    return None
+
+
+def _fetch(repository: str, revision: str | None, pick: str | None, download: bool) -> Path:
     from huggingface_hub import snapshot_download
 
-    with _errors_of(repository, revision, download):
-        if pick is not None:
-            return _fetch_gguf(repository, revision, pick, download)
-        from_cache = not download
-        folder = Path(
-            snapshot_download(repository, revision=revision, allow_patterns=DESCRIPTIONS, local_files_only=from_cache)
-        )
-        if (folder / ADAPTER).is_file():
-            weights = {ADAPTER_WEIGHTS}
-        else:
-            weights = {file.relative_to(folder).as_posix() for file in weight_map(folder).values()} or {WEIGHTS}
-        # The name of a snapshot is its commit: a branch may have moved meanwhile.
-        patterns = [glob.escape(name) for name in weights]
-        snapshot_download(repository, revision=folder.name, allow_patterns=patterns, local_files_only=from_cache)
-        if not any((folder / name).is_file() for name in weights) and _gguf_files(repository, folder.name, download):
-            return _fetch_gguf(repository, folder.name, None, download)
-        return folder
+    if pick is not None:
+        return _fetch_gguf(repository, revision, pick, download)
+    from_cache = not download
+    folder = Path(
+        snapshot_download(repository, revision=revision, allow_patterns=DESCRIPTIONS, local_files_only=from_cache)
+    )
+    if (folder / ADAPTER).is_file():
+        weights = {ADAPTER_WEIGHTS}
+    else:
+        weights = {file.relative_to(folder).as_posix() for file in weight_map(folder).values()} or {WEIGHTS}
+    # The name of a snapshot is its commit: a branch may have moved meanwhile.
+    patterns = [glob.escape(name) for name in weights]
+    snapshot_download(repository, revision=folder.name, allow_patterns=patterns, local_files_only=from_cache)
+    if not any((folder / name).is_file() for name in weights) and _gguf_files(repository, folder.name, download):
+        return _fetch_gguf(repository, folder.name, None, download)
+    return folder
 
 
 def kept() -> list[Kept]:
