@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from specbeam.cli import main
@@ -355,6 +356,18 @@ def test_a_sweep_that_cannot_be_listed_is_one_line(word, capsys):
 def test_nothing_to_decode_is_refused():
     with pytest.raises(SpecbeamError, match="nothing to decode"):
         check(compose([]))
+
+
+def test_a_configuration_without_prompts_is_shown_and_then_refused(capsys):
+    assert main(["study", "--show-config", "decode.num_beams=7"]) == 2
+    shown, refused = capsys.readouterr()
+    assert yaml.safe_load(shown)["decode"]["num_beams"] == 7
+    assert refused == "specbeam: there is nothing to decode: give prompts=[...] or data.source=FILE\n"
+
+
+def test_the_configurations_of_a_sweep_are_shown_as_documents(capsys):
+    assert main(["study", "--multirun", "--show-config", "prompts=[hi]", "seed=3,4"]) == 0
+    assert [shown["seed"] for shown in yaml.safe_load_all(capsys.readouterr().out)] == [3, 4]
 
 
 def test_an_unreadable_configuration_is_one_line(tmp_path):

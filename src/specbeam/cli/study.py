@@ -75,15 +75,19 @@ def run(given: argparse.Namespace) -> int:
     for config, words in zip(configs, swept, strict=True):
         if given.multirun and config["output"] is not None:
             config["output"] = str(Path(config["output"]) / (file_name(words) or "0"))
+    if given.show_config:
+        import yaml
+
+        for config in configs:  # also one that the check refuses: it tells the keys
+            plain = json.loads(json.dumps(config))
+            print(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, explicit_start=given.multirun), end="")
+    for config in configs:
         check(config)  # every one, before the first runs
+    if given.show_config:
+        return 0
+    from specbeam.study.run import Interrupted, run_study
+
     for config, words in zip(configs, swept, strict=True):
-        if given.show_config:
-            import yaml
-
-            print(yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True), end="")
-            continue
-        from specbeam.study.run import Interrupted, run_study
-
         try:
             print_table(run_study(config, partial(print, flush=True), words if given.multirun else ""))
         except Interrupted as stopped:
