@@ -205,10 +205,14 @@ def test_a_stranger_cannot_join_the_cluster(cluster, tmp_path):
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_place(cluster, stream):
+    read = 'specbeam_prompt_tokens_total{model="tiny"}'
+    before = cluster.metrics().get(read, 0)
     connection = connect(cluster, prompt="abc", stream=stream, **LONG | {"max_tokens": 4000}, headers=HEADERS)
     cluster.wait_for(lambda: cluster.metrics().get(LIVE) == 1)
     connection.close()
     cluster.wait_for(lambda: cluster.metrics()[LIVE] == 0)
+    cluster.wait_for(lambda: cluster.metrics().get(read, 0) > before)
+    assert cluster.metrics()[read] == before + 3
     metrics = cluster.metrics()
     assert metrics['specbeam_requests_total{endpoint="/v1/completions",outcome="cancelled"}'] >= 1
     assert metrics['specbeam_cache_tokens{model="tiny"}'] == 0

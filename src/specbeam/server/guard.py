@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,8 +14,6 @@ from urllib.parse import urlsplit
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specbeam.engine import Request
-from specbeam.server.call import Call
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics, Tally
@@ -135,13 +133,9 @@ class Guard:
         outcome = notes.get("outcome") or OUTCOMES.get(status)
         if outcome is None:
             outcome = "finished" if status < 400 else "refused" if status < 500 else "failed"
-        call: Call | None = notes.get("call")
-        left = [] if call is None else [request for request in call.requests if request.outcome is None]
-        settle(scope, left)
+        settle(scope, self._metrics.add)
         endpoint, tally = notes["endpoint"], notes.get("tally")
         self._metrics.count(endpoint, outcome, tally)
-        if call is not None:
-            self._metrics.count_later(call.model.name, left)
         line = f"{scope['method']} {endpoint} {status} {outcome} {seconds:.3f} s"
         if tally is not None:
             line += f" model={tally.model} prompt_tokens={tally.prompt_tokens} new_tokens={tally.new_tokens}"
@@ -150,17 +144,20 @@ class Guard:
         logger.info(line)
 
 
-def settle(scope: Scope, left: Sequence[Request] = ()) -> dict[str, Any]:
+def settle(scope: Scope, take_later: Callable[[Tally], object]) -> dict[str, Any]:
     """The notes of a request that has ended, as plain data, which another process can read.
 
     Args:
-        left: its requests to the engine that have not ended. They are not in the tally.
+        take_later: is given what is not in the tally of the notes. If the client went away, requests to the engine are
+            left, and end later.
     """
     notes: dict[str, Any] = scope["specbeam"]
     if "endpoint" not in notes:
         notes["endpoint"] = getattr(scope.get("route"), "path", "other")
     if (call := notes.pop("call", None)) is not None:
+        left = [request for request in call.requests if request.outcome is None]
         notes["tally"] = Tally.of(call, left)
+        Tally.later(call, left, take_later)
     return notes
 
 

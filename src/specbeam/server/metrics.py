@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -59,6 +58,18 @@ class Tally:
             [(result.stats, new_tokens_of(result)) for result in done],
         )
 
+    @classmethod
+    def later(cls, call: Call, left: Iterable[Request], take: Callable[[Tally], object]) -> None:
+        """Give the costs of the requests that are left of a call to ``take``, once the engine has ended them."""
+
+        def end(request: Request) -> None:
+            if isinstance(result := request.outcome, Result):
+                take(cls(call.model.name, 0, [(result.stats, new_tokens_of(result))]))
+
+        call_soon = asyncio.get_running_loop().call_soon_threadsafe
+        for request in left:
+            request.add_done_callback(end, call_soon)
+
     @property
     def new_tokens(self) -> int:
         return sum(tokens for _, tokens in self.results)
@@ -98,18 +109,12 @@ class Metrics:
         """Count a request that has ended, and what its texts took."""
         self._requests.labels(endpoint, outcome).inc()
         if tally is not None:
-            for stats, new_tokens in tally.results:
-                self._count_result(tally.model, stats, new_tokens)
+            self.add(tally)
 
-    def count_later(self, model: str, left: Iterable[Request]) -> None:
-        """Count the requests of a client that went away, once the engine has ended them."""
-        call_soon = asyncio.get_running_loop().call_soon_threadsafe
-        for request in left:
-            request.add_done_callback(partial(self._count_request, model), call_soon)
-
-    def _count_request(self, model: str, request: Request) -> None:
-        if isinstance(request.outcome, Result):
-            self._count_result(model, request.outcome.stats, new_tokens_of(request.outcome))
+    def add(self, tally: Tally) -> None:
+        """Count what texts took."""
+        for stats, new_tokens in tally.results:
+            self._count_result(tally.model, stats, new_tokens)
 
     def _count_result(self, model: str, stats: Stats, new_tokens: int) -> None:
         for name, counter in self._counts.items():

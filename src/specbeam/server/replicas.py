@@ -13,11 +13,11 @@ import itertools
 import json
 import logging
 import os
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ray import serve
 from ray.exceptions import RayActorError
@@ -37,7 +37,7 @@ from specbeam.server.app import make_app, protect
 from specbeam.server.errors import Refusal, json_response, stopping
 from specbeam.server.guard import Life, settle
 from specbeam.server.limits import Access, Limits
-from specbeam.server.metrics import Metrics
+from specbeam.server.metrics import Metrics, Tally
 from specbeam.server.models import Load, Models
 from specbeam.server.streams import ClientGone, error_frame, while_connected
 
@@ -53,6 +53,8 @@ MAX_OWNED_BLOCKS = 100_000
 """The router forgets the blocks that were used longest ago."""
 MAX_ONGOING_REQUESTS = 1_000_000
 """Ray Serve's limit for a replica. The application has its own, and answers with status 429."""
+MAX_UNCOUNTED = 10_000
+"""A replica keeps the costs of this many requests that the front has not counted. The oldest are forgotten first."""
 ATTEMPTS = 2
 """A request is given to this many replicas, one after the other, if they die before they answer."""
 ASSIGN_SECONDS = 10.0
@@ -82,6 +84,20 @@ class Asked:
     scope: dict[str, Any]
     body: bytes
     blocks: Sequence[bytes]
+
+
+class State(NamedTuple):
+    """How a replica is.
+
+    Attributes:
+        ended: the models whose engines have ended.
+        loads: of the engines.
+        uncounted: the costs of requests whose clients went away, each in one state only.
+    """
+
+    ended: list[str]
+    loads: list[Load]
+    uncounted: list[Tally]
 
 
 def blocks_of(body: bytes) -> list[bytes]:
@@ -169,6 +185,7 @@ class Replica:
             limits = replace(limits, max_cache_tokens=max(1, slots))
         self._models = Models(lms, drafts, default_draft, limits)
         self._app = make_app(self._models, limits, logs_prompts=logs_prompts)
+        self._uncounted: deque[Tally] = deque(maxlen=MAX_UNCOUNTED)
         self._models.start()
 
     async def answer(self, asked: Asked) -> AsyncIterator[list[Message]]:
@@ -201,15 +218,19 @@ class Replica:
                     yield taken
             if answering.exception() is not None:
                 logger.error("a request failed", exc_info=answering.exception())
-            yield [{"type": NOTES, "notes": settle(scope)}, *messages]
+            yield [{"type": NOTES, "notes": settle(scope, self._uncounted.append)}, *messages]
         finally:  # Ray cancels this when the client goes away
             has_gone.set()
             with suppress(Exception):
                 await answering
+            if "call" in scope["specbeam"]:  # nobody waits for the notes
+                self._uncounted.append(settle(scope, self._uncounted.append)["tally"])
 
-    async def state(self) -> tuple[list[str], list[Load]]:
-        """The models whose engines have ended, and what the engines do."""
-        return self._models.ended, self._models.loads
+    async def state(self) -> State:
+        """How this replica is. The costs in it are the front's to count."""
+        uncounted = [*self._uncounted]
+        self._uncounted.clear()
+        return State(self._models.ended, self._models.loads, uncounted)
 
     async def stop(self, grace: float | None) -> None:
         """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
@@ -223,9 +244,14 @@ class Replica:
 
 
 class Replicas:
-    """The replicas, as the front sees them."""
+    """The replicas, as the front sees them.
+
+    Attributes:
+        metrics: the front's.
+    """
 
     def __init__(self, handle: Any) -> None:
+        self.metrics = Metrics()
         self._handle = handle
         self._stream = handle.options(method_name="answer", stream=True)
 
@@ -285,13 +311,16 @@ class Replicas:
         notes["outcome"] = "failed"
         raise _lost()
 
-    async def states(self) -> list[tuple[list[str], list[Load]]]:
-        """The states of the replicas that answer."""
+    async def states(self) -> list[State]:
+        """The states of the replicas that answer. The costs in them are counted."""
         try:
             answers = await self._broadcast("state").results_async(timeout_s=STATE_SECONDS, return_exceptions=True)
         except (TimeoutError, DeploymentUnavailableError, RayActorError):
             return []
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        states = [answer for answer in answers if isinstance(answer, State)]
+        for tally in itertools.chain.from_iterable(state.uncounted for state in states):
+            self.metrics.add(tally)
+        return states
 
     async def stop(self, grace: float | None) -> None:
         """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
@@ -304,19 +333,19 @@ class Replicas:
 
 def make_front(replicas: Replicas, limits: Limits, access: Access) -> Starlette:
     """The application that clients see."""
-    life, metrics = Life(), Metrics()
+    life = Life()
 
     async def health(_: Request) -> Response:
         if life.is_stopping:
             raise stopping()
-        ready = [state for state in await replicas.states() if not state[0]]
+        ready = [state for state in await replicas.states() if not state.ended]
         if not ready:
             raise _none_ready()
         return json_response({"status": "ok", "replicas": len(ready)})
 
     async def read_metrics(_: Request) -> Response:
-        loads = [load for _, loads in await replicas.states() for load in loads]
-        return Response(metrics.text(loads), media_type="text/plain; version=0.0.4")
+        loads = [load for state in await replicas.states() for load in state.loads]
+        return Response(replicas.metrics.text(loads), media_type="text/plain; version=0.0.4")
 
     front = Starlette(
         routes=[
@@ -328,7 +357,7 @@ def make_front(replicas: Replicas, limits: Limits, access: Access) -> Starlette:
     front.router.redirect_slashes = False
     front.state.life = life
     front.state.models = replicas
-    protect(front, limits, access, metrics, life)
+    protect(front, limits, access, replicas.metrics, life)
     return front
 
 
