@@ -75,7 +75,7 @@ class BestFirst:
     def choose(self, deferred: Deferred) -> Mask:
         return np.arange(len(deferred.nodes)) == deferred.best
 
-    def drafts_pay(self, deferred: Deferred) -> bool:
+    def drafts_pay(self, deferred: Deferred, count: int) -> bool:
         return False
 
 

@@ -190,10 +190,12 @@ def gather(rows: Sequence[tuple[Answer, int]]) -> Answer:
     """One answer of rows of several answers, which must be to wishes of one kind."""
 
     def gathered(name: str) -> Any:
-        if getattr(rows[0][0], name) is None:
+        if getattr(first, name) is None:
             return None
-        return np.stack([getattr(answer, name)[row] for answer, row in rows])
+        return getattr(first, name)[places] if same else np.stack([getattr(answer, name)[row] for answer, row in rows])
 
+    first, places = rows[0][0], [row for _, row in rows]
+    same = all(answer is first for answer, _ in rows)
     all_there = all(answer.sources for answer, _ in rows)
     sources = tuple(answer.source(row) for answer, row in rows) if all_there else ()
     names = ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals")

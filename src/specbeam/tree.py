@@ -339,12 +339,12 @@ class Tree:
         shallowest = self._depths[ancestors].min(initial=self._size)
         is_below = dict.fromkeys(ancestors.tolist(), True)
         for node in nodes.tolist():
-            climbed = [node]
+            climbed = []
             while node not in is_below and self._depths.item(node) > shallowest:
-                node = self._parents.item(node)
                 climbed.append(node)
+                node = self._parents.item(node)
             is_below.update(dict.fromkeys(climbed, is_below.get(node, False)))
-        return np.array([is_below[node] for node in nodes.tolist()], dtype=bool)
+        return np.array([is_below.get(node, False) for node in nodes.tolist()], dtype=bool)
 
     def _grow(self, size: int) -> None:
         room = max(2 * len(self._tokens), size, 64)

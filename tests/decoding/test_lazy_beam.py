@@ -108,7 +108,7 @@ class SomeBeams:
         chosen[self.random.integers(len(chosen))] = True
         return chosen
 
-    def drafts_pay(self, deferred):
+    def drafts_pay(self, deferred, count):
         return self.random.random() < 0.8
 
 
@@ -124,7 +124,7 @@ class BestFirst:
         chosen[scores.argmax()] = True
         return chosen
 
-    def drafts_pay(self, deferred):
+    def drafts_pay(self, deferred, count):
         return True
 
 

@@ -43,7 +43,7 @@ class Continuations:
     def merged_with(self, more: Continuations, count: int) -> Continuations:
         """The best of these and of continuations of other beams. Equal ones come in the order of the beams."""
         names = ("beams", "tokens", "scores", "log_probs")
-        both = Continuations(*(np.append(getattr(self, name), getattr(more, name)) for name in names))
+        both = Continuations(*(np.concatenate([getattr(self, name), getattr(more, name)]) for name in names))
         best = np.lexsort((both.beams, -both.scores))[:count]
         return Continuations(*(getattr(both, name)[best] for name in names))
 
@@ -78,10 +78,10 @@ class Candidates:
         """These candidates, and then more."""
         texts = None if self.texts is None or more.texts is None else [*self.texts, *more.texts]
         return Candidates(
-            np.append(self.nodes, more.nodes),
-            np.append(self.scores, more.scores),
-            np.append(self.ended, more.ended),
-            np.append(self.competing, more.competing),
+            np.concatenate([self.nodes, more.nodes]),
+            np.concatenate([self.scores, more.scores]),
+            np.concatenate([self.ended, more.ended]),
+            np.concatenate([self.competing, more.competing]),
             texts,
             self.any_ended or more.any_ended,
             falling=False,

@@ -74,8 +74,12 @@ class Policy(Protocol):
     def choose(self, deferred: Deferred) -> Mask:
         """The beams to evaluate in the next pass, at least one of them, bool [n]."""
 
-    def drafts_pay(self, deferred: Deferred) -> bool:
-        """Whether the drafter should be asked for guesses below the best beam."""
+    def drafts_pay(self, deferred: Deferred, count: int) -> bool:
+        """Whether the drafter should be asked for guesses below the best beam.
+
+        Args:
+            count: how many beams are evaluated.
+        """
 
 
 class LikelyNeeded:
@@ -110,12 +114,11 @@ class LikelyNeeded:
             return True
         return self._drafts_pay(chances[1:], length, costs[wanted.sum() - 1])
 
-    def drafts_pay(self, deferred: Deferred) -> bool:
+    def drafts_pay(self, deferred: Deferred, count: int) -> bool:
         best = deferred.best
-        length, costs = int(deferred.lengths[best]), self._costs()
+        length = int(deferred.lengths[best])
         chances = self._chances(deferred.scores, best, length)
-        wanted = self._cheapest(chances, deferred.lengths, costs)
-        return self._drafts_pay(np.delete(chances, best), length, costs[min(wanted.sum(), len(costs)) - 1])
+        return self._drafts_pay(np.delete(chances, best), length, self._cost(count))
 
     def _drafts_pay(self, chances: NDArray[np.float64], length: int, cost: float) -> bool:
         """Whether drafts below the best beam alone are expected to make steps cheaper than they are without.
@@ -155,12 +158,14 @@ class LikelyNeeded:
         by_length = lengths.argsort(kind="stable")
         first, second = by_length[:-1], by_length[1:]
         next_chances = np.zeros(len(chances))
-        next_chances[first] = np.where(lengths[first] == lengths[second], chances[second], 0.0)
+        next_chances[first] = chances[second] * (lengths[first] == lengths[second])
         added = (costs[-1] - costs[0]) / max(1, len(costs) - 1)
         later = chances * added + (chances - next_chances) * LATER_PASS_COST * costs[0]
         most = min(len(chances), len(costs))
-        count = 1 + int(np.cumsum(np.diff(costs[:most], prepend=0.0) - later[:most]).argmin())
-        return np.isin(np.arange(len(chances)), likeliest[:count])
+        count = 1 + int((costs[:most] - later[:most].cumsum()).argmin())
+        cheapest = np.zeros(len(chances), bool)
+        cheapest[likeliest[:count]] = True
+        return cheapest
 
     def _costs(self) -> NDArray[np.float64]:
         """Of passes over 1 node, 2 nodes, and so on up to all beams, float64 [num_beams]."""

@@ -88,31 +88,33 @@ def lazy_round(
     search: LazyBeamSearch, record: Record, policy: Policy, drafter: Drafter | None, known: Known
 ) -> Strategy:
     """Evaluate the beams that the policy chooses, and guesses below the best one. Take every step that they decide."""
-    tree, wanted, guesses = search.tree, search.wanted(policy), Guesses()
-    tip = np.intersect1d(search.levels[-1].beams[:1], wanted)  # from which the search may go on
-    if not len(tip) or (drafter is not None and not policy.drafts_pay(search.deferred)):
-        drafter = None
+    tree, deferred, first, leading = search.tree, search.deferred, search.levels[0], search.levels[-1]
+    wanted, tip, guesses, guessed = search.wanted(policy, deferred), leading.beams[:1], Guesses(), NO_NODES
+    if drafter is not None and not (np.isin(tip, wanted).any() and policy.drafts_pay(deferred, len(wanted))):
+        drafter = None  # guesses go where the search may go on
     if drafter is not None:
-        guesses = yield from drafter.propose(tip, search.levels[-1].scores[:1].astype(np.float64))
-    guessed = np.setdiff1d(known.missing(guesses.nodes), wanted)
-    wanted = np.union1d(wanted, guessed)
+        guesses = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))
+        guessed = np.setdiff1d(known.missing(guesses.nodes), wanted)
+        wanted = np.union1d(wanted, guessed)
     known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
     record.round(guessed, guesses.declined, wanted)
-    first, length, lengths = search.levels[0], search.levels[-1].length, tree.depths(wanted) - tree.prompt_length + 1
-    closed = search.advance(known, lengths)
+    lengths = tree.depths(wanted) - tree.prompt_length + 1
+    closed, shortest = search.advance(known, lengths), lengths.min()
     for before, level in pairwise([first, *closed]):
         record.left_out += search.num_beams - int(before.expanded.sum())
         record.step(level.beams, level.scores)
     for level in [] if search.done else search.levels[1:]:
-        if level.length > lengths.min():  # the levels before it are as they were
+        if level.length > shortest:  # the levels before it are as they were
             record.ahead(level.beams, level.scores)
     if drafter is not None:
         bests = {level.length: level.beams[:1] for level in [*closed, *search.levels]}
-        steps = [best for at, best in bests.items() if at > length and len(best)]
+        steps = [best for at, best in bests.items() if at > leading.length and len(best)]
         drafter.pace.learn(guesses, tree, steps)
-    promising = known.nodes[tree.below(known.nodes, search.growing)]
+    known.forget(search.settled)
+    growing, evaluated = search.growing, known.nodes
+    promising = evaluated[tree.below(evaluated, growing)]
     known.keep(promising, whole_rows=False)
-    tree.keep(np.concatenate([search.growing, promising]), search.finished_nodes)
+    tree.keep(np.concatenate([growing, promising]), search.finished_nodes)
     yield from search.certain()
     return []
 
@@ -196,7 +198,8 @@ class LazyBeamSearch(BeamSearch):
 
     def _expand(self, level: Level, known: Known) -> None:
         """Take in the continuations of the beams that became known."""
-        new = known.among(level.beams) & ~level.expanded
+        new = ~level.expanded
+        new[new] = known.among(level.beams[new])
         if new.any():
             self.beams, self.scores = level.beams, level.scores
             best = self._best(known.at(level.beams[new]), np.flatnonzero(new))
@@ -228,13 +231,13 @@ class LazyBeamSearch(BeamSearch):
         Args:
             whole: no other continuation may be among the candidates, and their order is certain.
         """
-        bound = NOTHING
+        bound, certain = NOTHING, self.num_candidates
         if not whole:
             equal = best.scores[1:][best.scores[1:] == best.scores[:-1]]
-            bound = float(max([self._unknown(level), *equal[:1]]))
-            best = best.take(slice(int((best.scores > bound).sum())))
-            whole = len(best.scores) >= self.num_candidates
-        best = best.take(slice(self.num_candidates))
+            bound = max([self._unknown(level), *equal[:1].tolist()])
+            certain = int(np.count_nonzero(best.scores > bound))
+            whole = certain >= self.num_candidates
+        best = best.take(slice(min(certain, self.num_candidates)))
         candidates = self._grown(None if before is None else before.candidates, best)
         length = level.length + 1
         if whole:
@@ -250,22 +253,25 @@ class LazyBeamSearch(BeamSearch):
     def _unknown(self, level: Level) -> float:
         """No text that continues an unknown beam of this level, or one that is not expanded, scores above this."""
         unknown = level.bound if len(level.beams) < self.num_beams else NOTHING
-        return float(max([unknown, *level.scores[~level.expanded][:1]]))
+        return max([unknown, *level.scores[~level.expanded][:1].tolist()])
 
     def _grown(self, before: Candidates | None, best: Continuations) -> Candidates:
         """The candidates that were known before, and then the new ones."""
+        if before is not None and len(before.nodes) == len(best.scores):
+            return before
         new = best.take(slice(0 if before is None else len(before.nodes), None))
         more = self.candidates_at(new.add(self.tree, self.beams), new.scores)
         return more if before is None else before.followed_by(more)
 
     def _compete(self, level: Level, after: Level) -> None:
         """Let the known candidates of a level compete for the places of finished texts, after those before it."""
-        after.finished, after.hidden = level.finished.copy(), level.hidden
+        after.finished, after.hidden = level.finished, level.hidden
         if not after.whole and after.candidates.first.sum() < self.num_beams:
             penalty = after.finished.length_penalty
             after.hidden = max(after.hidden, float(normalized(np.float32(after.bound), after.length, penalty)))
-        after.finished.compete(after.candidates, after.length)
         if after.candidates.any_ended:
+            after.finished = level.finished.copy()
+            after.finished.compete(after.candidates, after.length)
             ended = after.candidates.scores[after.candidates.competing & after.candidates.possible]
             scores = normalized(ended, after.length, level.finished.length_penalty)
             self.tied |= self._are_equal(np.append(level.finished.scores[level.finished.possible], scores))
@@ -313,32 +319,40 @@ class LazyBeamSearch(BeamSearch):
     @property
     def open(self) -> list[Level]:
         """The levels whose beams matter: the next level is not closed."""
-        return [level for level, after in zip(self.levels, self.levels[1:], strict=False) if not after.closed]
+        return [level for level, after in pairwise(self.levels) if not after.closed]
 
-    def wanted(self, policy: Policy) -> Nodes:
-        """The beams to evaluate next.
+    def wanted(self, policy: Policy, deferred: Deferred) -> Nodes:
+        """The beams to evaluate next, ascending.
 
         Where all beams of a step are expanded, and equal scores leave the next one open, ``topk`` tells their order. It
         needs the rows of all beams at once. They are evaluated again once beams are wanted that score less.
         """
-        deferred = self.deferred
         wanted = policy.choose(deferred) if len(deferred.nodes) else deferred.leading
         lowest = min(deferred.scores[wanted].tolist(), default=NOTHING)
-        for level, after in zip(self.levels, self.levels[1:], strict=False):
+        for level, after in pairwise(self.levels):
             tied = not after.closed and len(level.beams) == self.num_beams and bool(level.expanded.all())
             if tied and lowest <= after.bound:
-                return level.beams
+                return np.unique(level.beams)
         return np.unique(deferred.nodes[wanted])
 
     @property
     def deferred(self) -> Deferred:
         """The beams that may have to be evaluated."""
         levels = [*self.open, *self.levels[-1:]] if self.stops is False else self.open
-        nodes = [NO_NODES, *(level.beams[~level.expanded] for level in levels)]
-        scores = [NO_NODES.astype(np.float32), *(level.scores[~level.expanded] for level in levels)]
-        lengths = np.repeat([level.length for level in levels], [int((~level.expanded).sum()) for level in levels])
-        leading = lengths == self.levels[-1].length
-        return Deferred(np.concatenate(nodes), np.concatenate(scores), lengths, leading)
+        if not levels:
+            return Deferred(NO_NODES, NO_NODES.astype(np.float32), NO_NODES, NO_NODES.astype(bool))
+        nodes, scores, expanded = (
+            np.concatenate([getattr(level, name) for level in levels]) for name in ("beams", "scores", "expanded")
+        )
+        lengths = np.repeat([level.length for level in levels], [len(level.beams) for level in levels])
+        nodes, scores, lengths = nodes[~expanded], scores[~expanded], lengths[~expanded]
+        return Deferred(nodes, scores, lengths, lengths == self.levels[-1].length)
+
+    @property
+    def settled(self) -> Nodes:
+        """The beams that do not matter any more: the next level is closed."""
+        levels = [level.beams for level, after in pairwise(self.levels) if after.closed]
+        return np.concatenate([NO_NODES, *levels])
 
     @property
     def growing(self) -> Nodes:

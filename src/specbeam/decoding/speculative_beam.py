@@ -71,11 +71,16 @@ class Known:
 
     def missing(self, nodes: Nodes) -> Nodes:
         """The nodes without known answers, each once, ascending."""
-        return np.setdiff1d(nodes, self.nodes)
+        return np.array(sorted({*nodes.tolist()} - self._rows.keys()), dtype=np.int64)
 
     def add(self, nodes: Nodes, answer: Answer) -> None:
         """Add the answer at nodes."""
         self._rows.update((node, (answer, row)) for row, node in enumerate(nodes.tolist()))
+
+    def forget(self, nodes: Nodes) -> None:
+        """Forget these nodes, whether they are known or not."""
+        for node in nodes.tolist():
+            self._rows.pop(node, None)
 
     def keep(self, nodes: Nodes, whole_rows: bool) -> None:
         """Forget all nodes but these. They must be known.
