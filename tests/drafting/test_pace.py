@@ -199,3 +199,20 @@ def test_what_is_fixed_stays(sizes, num_beams):
     assert tokens is None or got_depth == tokens or budget
     assert width is None or got_width == width or budget
     assert budget is None or got_width * got_depth <= budget
+
+
+@pytest.mark.parametrize("chains", [True, False])
+@pytest.mark.parametrize("num_beams", [1, 4, 64])
+@pytest.mark.parametrize("room", [0, 3, 64, 100, 300])
+def test_sizes_that_adapt_fit_into_memory(room, num_beams, chains):
+    sizes = Sizes(*AUTO, num_beams=num_beams, target=flat, draft=lambda n: 0.01, chains=chains, room=room)
+    assert sizes.most_guesses <= room
+    width, depth = sizes.best(lambda width: 1.0)
+    assert width * depth * (num_beams if chains else 1) <= room
+    assert bool(depth) == (room >= num_beams)  # a step needs a whole level
+    assert sizes.worthwhile(np.ones(48), 1.0, 1.0) <= room
+    pace = Pace(sizes)
+    if not depth:
+        for _ in range(50):  # and it is not tried in vain
+            assert next_shape(pace)[1] == 0
+            rest(pace)

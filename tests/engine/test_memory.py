@@ -135,6 +135,52 @@ def test_logits_beyond_the_memory_are_refused(lm, monkeypatch):
     assert all(request.done for request in requests)
 
 
+@pytest.mark.parametrize("draft", ["ngram", "a model"])
+@pytest.mark.parametrize(
+    ("rows", "how"),
+    [
+        (16, {}),  # room for the beams alone
+        (20, {}),  # less than a level of guesses
+        (60, {}),
+        (60, {"bound_rule": False}),
+        (32, {"num_draft_tokens": 1}),
+        (60, {"num_draft_tokens": 2, "num_beams": 8}),
+    ],
+)
+def test_drafts_adapt_to_the_memory_for_logits(lm, monkeypatch, rows, how, draft):
+    options = {"max_new_tokens": 20, "min_new_tokens": 20, "num_beams": 16} | how
+    prompt, forward, wanted = [7, 8, 9] * 4, lm.backend.forward, [0]
+    plain = [(one.token_ids, one.score) for one in result(lm, prompt, options | {"num_draft_tokens": "auto"}).sequences]
+
+    def forward_counting(segments):
+        wanted.append(sum(len(segment.wanted) for segment in segments))
+        return forward(segments)
+
+    monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 2 * 6 * 4 * lm.backend.vocab_size * rows)
+    monkeypatch.setattr(lm.backend, "forward", forward_counting)
+    engine = Engine(lm, max_cache_tokens=10_000)
+    request = engine.submit(prompt, options, draft=lm if draft == "a model" else draft)
+    engine.run()
+    assert sequences(request) == plain
+    assert max(wanted) <= rows
+    if "num_draft_tokens" in how:
+        assert request.result().stats.drafted > 0
+
+
+@pytest.mark.parametrize("sizes", [{"draft_width": 45}, {"num_draft_tokens": 3}, {"draft_budget": 45}])
+def test_sizes_that_were_asked_for_do_not_adapt_to_memory(lm, monkeypatch, sizes):
+    monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 2 * 6 * 4 * lm.backend.vocab_size * 60)
+    engine, options = Engine(lm, max_cache_tokens=10_000), {"num_beams": 16, "max_new_tokens": 20}
+    with pytest.raises(SpecbeamError, match=r"logits of 6\d nodes.*shorter drafts"):
+        engine.submit([1], options | sizes, draft=lm)
+
+
+def test_a_draft_needs_the_logits_of_one_level_at_once(lm, monkeypatch):
+    monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 2 * 6 * 4 * lm.backend.vocab_size * 60)
+    engine, fixed = Engine(lm, max_cache_tokens=10_000), {"num_draft_tokens": 12, "draft_width": 8, "draft_budget": 44}
+    engine.submit([1], {"num_beams": 16, "max_new_tokens": 20, **fixed}, draft=lm)
+
+
 def test_engines_of_one_process_share_the_memory_for_caches(lm, monkeypatch):
     monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 100 * lm.backend.slot_bytes)
     options = {"max_new_tokens": 30, "min_new_tokens": 30}

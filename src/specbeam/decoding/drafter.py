@@ -48,6 +48,10 @@ class DraftPace(Protocol):
     def most_drafted(self) -> int:
         """The largest number of nodes that the draft model evaluates per round."""
 
+    @property
+    def most_drafted_at_once(self) -> int:
+        """The largest number of nodes at which a pass of the draft model needs logits."""
+
     def seconds_per_step(self, steps: int) -> float:
         """Expected seconds per step of a round with drafts, if this many steps are to come."""
 

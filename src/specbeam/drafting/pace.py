@@ -40,6 +40,11 @@ class Pace:
         """The largest number of nodes that a draft model evaluates per round. Some may not become guesses."""
         return self.sizes.most_drafted
 
+    @property
+    def most_drafted_at_once(self) -> int:
+        """The largest number of nodes at which a pass of a draft model needs logits."""
+        return self.sizes.most_drafted_at_once
+
     def begin_round(self) -> None:
         """Choose whether this round drafts, rests or probes."""
         if self.retry.is_due:

@@ -38,10 +38,12 @@ class Sizes:
         num_beams: 1 for a single text.
         target, draft: the costs of passes; draft is None for lookups, which are free. Only the ratios matter.
         chains: guesses are chains below each tip, not levels below all of them.
+        room: the most guesses whose logits fit into memory. Sizes that were asked for may have more.
 
     Attributes:
         widths: the allowed widths, ascending.
-        depths: the allowed depths, ascending. If the depth adapts, the first is 0, which is no draft.
+        depths: the allowed depths, ascending. If the depth adapts, the first is 0, which is no draft. It is the only
+            one if the narrowest level does not fit into memory.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Sizes:
         target: Cost,
         draft: Cost | None,
         chains: bool,
+        room: int = MAX_DRAFT_SIZES["draft_budget"],
     ) -> None:
         self.num_draft_tokens = num_draft_tokens
         self.draft_width = draft_width
@@ -65,6 +68,18 @@ class Sizes:
         adaptive = [1, 2] if chains else [1, 2, 4] if b == 1 else [b, b + (b + 1) // 2, 2 * b, 3 * b]
         self.widths = adaptive if draft_width is None else [draft_width]
         self.depths = [*range(MAX_ADAPTIVE_DEPTH + 1)] if num_draft_tokens is None else [num_draft_tokens]
+        self._most_adaptive = max(MAX_ADAPTIVE_GUESSES, MAX_ADAPTIVE_GUESSES_PER_BEAM * num_beams)
+        if draft_budget is None:
+            self._fit_into(room)
+
+    def _fit_into(self, room: int) -> None:
+        """Leave out the sizes that adapt and have more guesses than there is room for."""
+        least_depth = self.num_draft_tokens or 1
+        self.widths = [w for w in self.widths if self._guesses(w, least_depth) <= room] or self.widths[:1]
+        if self.num_draft_tokens is None:
+            deepest = room // self._guesses(self.widths[0], 1)
+            self.depths = self.depths[: 1 + (deepest if self.draft_width is None else max(1, deepest))]
+        self._most_adaptive = min(self._most_adaptive, max(room, self._guesses(self.widths[0], least_depth)))
 
     @property
     def most_guesses(self) -> int:
@@ -72,14 +87,18 @@ class Sizes:
         most = self._guesses(self.widths[-1], self.depths[-1])
         if self.draft_budget is not None:
             return min(most, self.draft_budget)
-        fixed = len(self.widths) == len(self.depths) == 1
-        adaptive = max(MAX_ADAPTIVE_GUESSES, MAX_ADAPTIVE_GUESSES_PER_BEAM * self.num_beams)
-        return min(most, MAX_DRAFT_SIZES["draft_budget"] if fixed else adaptive)
+        fixed = self.num_draft_tokens is not None and self.draft_width is not None
+        return min(most, MAX_DRAFT_SIZES["draft_budget"] if fixed else self._most_adaptive)
 
     @property
     def most_drafted(self) -> int:
         """The most nodes that a draft model may evaluate in a round. Some of them may not become guesses."""
         return self.widths[-1] * self.depths[-1]
+
+    @property
+    def most_drafted_at_once(self) -> int:
+        """The most nodes at which a pass of a draft model needs logits: of one level."""
+        return self.num_beams if self.chains else max(self.num_beams, self.widths[-1])
 
     @property
     def guesses_are_fixed(self) -> bool:
@@ -122,6 +141,8 @@ class Sizes:
         return 1 / self._steps_per_second(width, depth, survival(width))
 
     def _within_budget(self, width: int, depth: int) -> Shape:
+        if not depth:
+            return self.none
         most = self.most_guesses
         return min(width, most), min(depth, max(1, most // self._guesses(width, 1)))
 
@@ -141,7 +162,7 @@ class Sizes:
 
     def best_cost(self) -> float:
         """Seconds per step with the narrowest drafts, if every guess is accepted."""
-        return 1 / max(self._steps_per_second(self.widths[0], depth, 1.0) for depth in self.depths[1:])
+        return 1 / max(self._steps_per_second(self.widths[0], depth, 1.0) for depth in self.depths[1:] or [0])
 
     def probe_cost(self, unread: int) -> float:
         """Seconds that the smallest draft adds to a round.
@@ -180,7 +201,7 @@ class Sizes:
 
     def worthwhile(self, chances: NDArray[np.float64], spent: float, trust: float) -> int:
         """How many of the likeliest guesses to check. Arguments as for ``Pace.worthwhile``."""
-        return self._best_count(chances, spent, trust)[0]
+        return min(self._best_count(chances, spent, trust)[0], self.most_guesses)
 
     def _best_count(self, chances: NDArray[np.float64], spent: float, trust: float) -> tuple[int, float]:
         """The number of guesses that gives the most tokens per second, and the tokens that it gives."""

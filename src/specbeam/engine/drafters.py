@@ -33,6 +33,7 @@ def make_drafter(
     target_cost: Cost,
     draft_cost: Cost | None,
     num_texts: int,
+    room: int,
 ) -> Drafter:
     """The drafter of one request.
 
@@ -41,12 +42,14 @@ def make_drafter(
         num_texts: below which it guesses at once: the number of beams, or 1.
         target_cost, draft_cost: of the request's passes; None for a draft that is no model.
         prompt_length: in tokens.
+        room: the most guesses whose logits fit into memory.
 
     Raises:
         SpecbeamError: the draft has another vocabulary, which text cannot bridge.
     """
     shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
-    pace = _make_pace(setup.options, prompt_length, target_cost, draft_cost, num_texts, chains=not shares_tokenizer)
+    costs, as_chains = (target_cost, draft_cost), not shares_tokenizer
+    pace = _make_pace(setup.options, prompt_length, *costs, num_texts, as_chains, room)
     if isinstance(draft, LanguageModel) and shares_tokenizer:
         return _make_model_drafter(setup, lm, draft, pace)
     chains = Chains(setup.tree, setup.wish.process, setup.stop, lm.backend.vocab_size, pace)
@@ -58,7 +61,7 @@ def make_drafter(
 
 
 def _make_pace(
-    options: Options, prompt_length: int, target: Cost, draft: Cost | None, num_beams: int, chains: bool
+    options: Options, prompt_length: int, target: Cost, draft: Cost | None, num_beams: int, chains: bool, room: int
 ) -> Pace:
     sizes = Sizes(
         num_draft_tokens=options.draft_size("num_draft_tokens"),
@@ -68,6 +71,7 @@ def _make_pace(
         target=target,
         draft=draft,
         chains=chains,
+        room=room,
     )
     return Pace(sizes, unread=prompt_length)
 

@@ -101,6 +101,11 @@ class Memory:
             dropped |= slots > 0
         return dropped
 
+    @property
+    def most_rows(self) -> int:
+        """The most rows of logits for which a request that is alone has memory."""
+        return int(self._logits_bytes / (LOGITS_COPIES * self._row_bytes))
+
     def holds_logits(self, rows: list[int]) -> bool:
         """Whether there is memory for logits, with this many rows for each request. One request works at a time."""
         copied_rows = sum(rows) + (LOGITS_COPIES - 1) * max(rows)

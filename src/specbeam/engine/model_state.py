@@ -21,13 +21,14 @@ class ModelState:
         new_tokens: the most tokens per text.
         texts: the number of texts that grow at once.
         guesses: the most guesses per round.
+        most_rows: the most nodes whose logits are needed at once.
         prompt_length: the prompt's length in tokens of this model, if these are others.
         most_nodes: the most nodes per pass.
         cache: the part of the model's store that the engine holds.
         shares: whether the request begins with tokens that others have read, and leaves its own to them.
 
     Attributes:
-        most_rows: the most nodes whose logits are needed at once.
+        most_rows: as given.
         passes: forward passes that the request took part in.
         answered: passes that completed the logits of a wish of the strategy. Other passes read parts of a prompt.
         seconds: the request's share of the time of its passes, by its share of their nodes.
@@ -44,6 +45,7 @@ class ModelState:
         new_tokens: int,
         texts: int,
         guesses: int,
+        most_rows: int,
         prompt_length: int = 0,
         *,
         most_nodes: int,
@@ -52,7 +54,8 @@ class ModelState:
     ) -> None:
         self.backend = backend
         self.tree = tree
-        self.most_rows = texts + guesses
+        self.most_rows = most_rows
+        self._most_nodes = texts + guesses  # of a round
         # Texts may share only the prompt. Guesses may last for two rounds.
         shared = max(len(prompt_ids), tree.prompt_length, prompt_length) + (new_tokens if texts == 1 else 0)
         own = 0 if texts == 1 else new_tokens
@@ -163,7 +166,7 @@ class ModelState:
         lasting = self.tree.live - trunk + self._lasting(trunk)
         if evaluated := self.used_slots or self._paused_slots:
             lasting = min(lasting, evaluated + len(pending))
-        return max(0, lasting + self.most_rows - self.used_slots) * self.backend.slot_bytes
+        return max(0, lasting + self._most_nodes - self.used_slots) * self.backend.slot_bytes
 
     def _lasting(self, trunk: int) -> int:
         """The most slots that a trunk of this length keeps beyond a pass."""

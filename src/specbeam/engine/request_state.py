@@ -75,32 +75,47 @@ class RequestState:
         self._setup = setup = make_setup(lm, prompt_ids, options)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
-        num_beams = setup.options.num_beams
+        num_beams, num_texts = setup.options.num_beams, setup.options.num_texts
+        room = max(0, memory.most_rows - num_texts)  # for guesses
         draft_cost = SharedCost(pass_times(draft.backend), 1) if isinstance(draft, LanguageModel) else None
         self._target_costs, self._draft_costs = [setup.cost], [] if draft_cost is None else [draft_cost]
         self._drafter = None
         if draft is not None:
             self._target_costs.append(cost := SharedCost(pass_times(lm.backend), num_beams))
-            self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), cost, draft_cost, num_beams)
+            self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), cost, draft_cost, num_beams, room)
             if may_be_lazy(setup) and self._drafter.tree is setup.tree:
-                alone = make_drafter(setup, lm, draft, len(prompt_ids), setup.cost, draft_cost, num_texts=1)
+                alone = make_drafter(setup, lm, draft, len(prompt_ids), setup.cost, draft_cost, 1, room)
                 self._drafter.of_best = alone
-        pace = None if self._drafter is None else self._drafter.pace
+        drafters = [] if self._drafter is None else [self._drafter, self._drafter.of_best]
+        paces = [drafter.pace for drafter in drafters if drafter is not None]
         model_state = partial(
             ModelState,
             prompt_ids=prompt_ids,
             new_tokens=setup.stop.max_length - setup.tree.prompt_length,
-            texts=setup.options.num_texts,
+            texts=num_texts,
             most_nodes=memory.max_batch_tokens,
             shares=setup.options.share_prefix,
         )
-        guesses = 0 if pace is None else pace.most_guesses
-        self._target = model_state(lm.backend, setup.tree, guesses=guesses, cache=memory.cache_of(lm.backend))
+        guesses = max((pace.most_guesses for pace in paces), default=0)
+        self._target = model_state(
+            lm.backend,
+            setup.tree,
+            guesses=guesses,
+            most_rows=num_texts + guesses,
+            cache=memory.cache_of(lm.backend),
+        )
         self._draft: ModelState | None = None
-        if isinstance(draft, LanguageModel) and self._drafter is not None and pace is not None:
+        if isinstance(draft, LanguageModel) and self._drafter is not None:
             length = self._drafter.prompt_length if isinstance(self._drafter, RetokenizingDrafter) else len(prompt_ids)
             tree, cache = self._drafter.tree, memory.cache_of(draft.backend)
-            self._draft = model_state(draft.backend, tree, guesses=pace.most_drafted, prompt_length=length, cache=cache)
+            self._draft = model_state(
+                draft.backend,
+                tree,
+                guesses=max(pace.most_drafted for pace in paces),
+                most_rows=max(pace.most_drafted_at_once for pace in paces),
+                prompt_length=length,
+                cache=cache,
+            )
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
         self._trees = [*{state.tree for state in self._states}]
         self._state = self._target  # on the model that is to evaluate the pending nodes
