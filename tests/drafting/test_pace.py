@@ -165,6 +165,15 @@ def test_steps_to_come_share_the_reading_of_the_prompt():
     assert pace.seconds_per_step(1) == pytest.approx(pace.seconds_per_step(1000))
 
 
+def test_beams_are_drafted_below_only_if_the_reading_of_the_prompt_pays_in_the_steps_to_come():
+    sizes = Sizes(*AUTO, num_beams=4, target=lambda n: 40.0 + n, draft=lambda n: 1.0 * n, chains=False)
+    for unread, steps, drafts in ((0, 64, True), (200, 64, True), (2000, 64, False), (200, 5, False)):
+        assert (Pace(sizes, unread).shape(steps)[1] > 0) == drafts
+    read = Pace(sizes, unread=2000)
+    rounds(read, accepted=6, n=1)
+    assert read.shape(64)[1]
+
+
 def test_what_could_not_pay_is_not_tried_again():
     pace = Pace(Sizes(*AUTO, num_beams=4, target=lambda n: 1 + 0.5 * n, draft=lambda n: 1.0, chains=False))
     for _ in range(200):

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.decoding import Answer, Evaluate
+from specbeam.decoding.deferring import FURTHER_TOKENS
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
 from specbeam.drafting import DECLINED, Drafter, Guesses, Proposal
@@ -86,7 +87,8 @@ class ModelDrafter:
         return Guesses(nodes[likeliest], chances[likeliest], seconds=spent)
 
     def _beams(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
-        width, depth = self.pace.shape()
+        steps = self.stop.max_length - 1 - int(self.tree.depths(tips).max())
+        width, depth = self.pace.shape(max(1, min(steps, FURTHER_TOKENS)))
         if not depth:
             return DECLINED
         level, first = np.unique(tips, return_index=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -51,13 +53,17 @@ class Pace:
             sizes = self.sizes
             self.retry.consider(sizes.plain_cost(), sizes.best_cost(), sizes.probe_cost(self._unread))
 
-    def shape(self) -> Shape:
-        """Width and depth of this round's draft. A depth of 0 is no draft."""
+    def shape(self, steps: float = math.inf) -> Shape:
+        """Width and depth of this round's draft. A depth of 0 is no draft.
+
+        Args:
+            steps: how many are to come. They share the seconds in which the draft reads what it has not read.
+        """
         if self.retry.phase is Phase.RESTING:
             return self.sizes.none
         if self.retry.phase is Phase.PROBING:
             return self.sizes.smallest
-        return self.sizes.best(self.evidence.survival)
+        return self.sizes.best(self.evidence.survival, self.sizes.draft_cost(self._unread) / steps)
 
     def expanded(self, level: NDArray[np.float64], depth: int, chances: NDArray[np.float64], spent: float) -> int:
         """How many nodes of a level to guess below.

@@ -117,21 +117,22 @@ class Sizes:
         """The smallest draft, for a probe."""
         return self._within_budget(self.widths[0], 1)
 
-    def best(self, survival: Callable[[int], float]) -> Shape:
+    def best(self, survival: Callable[[int], float], reading: float = 0.0) -> Shape:
         """The shape that promises the most steps per second.
 
         Args:
             survival: by width, the probability that a step chooses among the guesses for it.
+            reading: seconds per step that the draft needs beside its guesses. No draft needs none.
         """
         best_rate, best, most = 0.0, self.none, self.most_guesses
-        least = MIN_GAIN * self._steps_per_second(*self.none, 0.0)
+        affordable = self.plain_cost() / MIN_GAIN - reading
         for width in self.widths:
             surviving = survival(width)
             for depth in self.depths:
                 if self._guesses(width, depth) > most and best_rate:
                     break
                 rate = self._steps_per_second(width, depth, surviving)
-                if rate > best_rate and (not depth or rate > least or self.depths[0]):
+                if rate > best_rate and (not depth or 1 / rate < affordable or self.depths[0]):
                     best_rate, best = rate, (width, depth)
         return self._within_budget(*best)
 
