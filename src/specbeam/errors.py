@@ -15,5 +15,12 @@ class Unsupported(SpecbeamError):
     """A sound checkpoint whose model is not one of our architectures, or has features that they lack."""
 
 
+class TooManyNodes(SpecbeamError):
+    """The memory of an engine cannot hold the nodes that a strategy asks for, although its request is alone.
+
+    It is raised in the strategy, where it asked. A strategy that catches it may go on with fewer nodes.
+    """
+
+
 class QueueFull(SpecbeamError):
     """An engine has as many unfinished requests as it takes. Submit the request again later."""

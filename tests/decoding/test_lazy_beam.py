@@ -438,15 +438,16 @@ def test_wrong_expectations_cost_few_steps(falls, cost):
     assert cost(2) == 2 or sizes[-60:] == of_plain[-60:]
 
 
+def best_first(setup, drafter):
+    return lazy_beam_search(make_search(setup, LazyBeamSearch), setup.record, BestFirst(), drafter)
+
+
 def test_deferred_beams_take_no_memory(save):
     """A request counts with the nodes that it has evaluated, and not with all beams that it knows."""
     model = random_model("llama")
     model.lm_head.weight.data *= 8  # a model that is sure of itself
     lm = specbeam.load(save(model), backend="cpu")
     num_beams, length = 16, 24
-
-    def best_first(setup, drafter):
-        return lazy_beam_search(make_search(setup, LazyBeamSearch), setup.record, BestFirst())
 
     def submit(engine):
         options = {"num_beams": num_beams, "max_new_tokens": length, "min_new_tokens": length}
@@ -465,3 +466,23 @@ def test_deferred_beams_take_no_memory(save):
     assert other.done
     engine.run()
     assert wide.result().sequences == alone.result().sequences
+
+
+@pytest.mark.parametrize(
+    ("strategy", "draft", "sizes"),
+    [(best_first, None, {}), (None, "ngram", {}), (None, "ngram", {"num_draft_tokens": 4})],
+)
+def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beams(save, strategy, draft, sizes):
+    """Evaluated beams keep their memory as long as an earlier step is open, and guesses take memory, too."""
+    lm = specbeam.load(save(random_model("llama", vocab_size=5, eos_token_id=1, bos_token_id=0)), backend="cpu")
+    options = {"num_beams": 32, "max_new_tokens": 40, "num_return_sequences": 8, "share_prefix": False}
+
+    def found(engine, **how):
+        request = engine.submit([2, 3] * 20, options | how.pop("sizes", {}), **how)
+        engine.run()
+        return request.result()
+
+    plain = found(Engine(lm), strategy=lambda setup, _: beam_search(setup.tree, make_search(setup), setup.record))
+    room, how = plain.stats.peak_slots + 32, {"strategy": strategy, "draft": draft, "sizes": sizes}
+    assert found(Engine(lm), **how).stats.peak_slots > room
+    assert found(Engine(lm, max_cache_tokens=room), **how).sequences == plain.sequences

@@ -15,13 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.decoding import Evaluate, Strategy
-from specbeam.decoding.beam import BeamSearch, beam_round
+from specbeam.decoding.beam import BeamSearch, beam_round, beam_search
 from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores, possible
 from specbeam.decoding.deferring import Deferred, Policy
 from specbeam.decoding.drafter import Drafter, Guesses
 from specbeam.decoding.finished import Finished, normalized
 from specbeam.decoding.record import Record
 from specbeam.decoding.speculative_beam import Known, speculative_round
+from specbeam.errors import TooManyNodes
 from specbeam.tree import NO_NODES, Nodes
 
 NOTHING = float("-inf")
@@ -68,19 +69,29 @@ class Level:
 def lazy_beam_search(
     search: LazyBeamSearch, record: Record, policy: Policy, drafter: Drafter | None = None
 ) -> Strategy:
-    """Beam search, in which beams are deferred while that pays. Drafts then go below the best beam alone."""
+    """Beam search, in which beams are deferred while that pays. Drafts then go below the best beam alone.
+
+    An evaluated beam keeps its memory as long as an earlier step is open. Where the memory cannot hold that, the search
+    goes on with all beams, and without guesses.
+    """
     known = Known()
     while not search.done:
-        if not search.tied and policy.pays(search.scores, search.length):
-            search.defer()
-            known = Known()
-            while search.levels and not search.done:
-                yield from lazy_round(search, record, policy, None if drafter is None else drafter.of_best, known)
-            known = Known()
-        elif drafter is None:
-            yield from beam_round(search.tree, search, record)
-        else:
-            yield from speculative_round(search.tree, search, record, drafter, known)
+        try:
+            if not search.tied and policy.pays(search.scores, search.length):
+                search.defer()
+                known = Known()
+                while search.levels and not search.done:
+                    yield from lazy_round(search, record, policy, None if drafter is None else drafter.of_best, known)
+                known = Known()
+            elif drafter is None:
+                yield from beam_round(search.tree, search, record)
+            else:
+                yield from speculative_round(search.tree, search, record, drafter, known)
+        except TooManyNodes:
+            if search.levels:
+                search.go_on_from(search.levels[0])
+            search.tree.keep(search.beams, search.finished_nodes)
+            return (yield from beam_search(search.tree, search, record))
     return search.hypotheses()
 
 

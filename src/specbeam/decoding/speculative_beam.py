@@ -6,9 +6,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.decoding import Answer, Evaluate, Strategy
-from specbeam.decoding.beam import Search, beam_round
+from specbeam.decoding.beam import Search, beam_round, beam_search
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.record import Record
+from specbeam.errors import TooManyNodes
 from specbeam.selection import gather
 from specbeam.tree import Nodes, Tree
 
@@ -19,11 +20,16 @@ def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter:
     All beams are evaluated, so every round takes at least one step. No step is approximated: each is a step of the
     plain search. A step does without a beam only where the beam cannot matter (the bound rule of ``BeamSearch``).
     Guesses that may still become beams keep their answers for the next round, but not their rows of logits. Where
-    scores are equal, a step needs these rows, too. Then its beams are evaluated again.
+    scores are equal, a step needs these rows, too. Then its beams are evaluated again. Where the memory cannot hold
+    guesses, the search goes on without them.
     """
     known = Known()
     while not search.done:
-        yield from speculative_round(tree, search, record, drafter, known)
+        try:
+            yield from speculative_round(tree, search, record, drafter, known)
+        except TooManyNodes:
+            tree.keep(search.beams, search.finished_nodes)
+            return (yield from beam_search(tree, search, record))
     return search.hypotheses()
 
 

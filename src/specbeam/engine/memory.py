@@ -8,7 +8,7 @@ from weakref import WeakSet
 
 from specbeam.backends.contract import Backend
 from specbeam.engine.store import EngineCache, store_of
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, TooManyNodes
 
 if TYPE_CHECKING:
     from specbeam.engine.request_state import RequestState
@@ -130,9 +130,10 @@ class Memory:
                 f"There are {self._logits_bytes / 1e9:.1f} GB: ask for fewer beams or samples, or for shorter drafts"
             )
 
-    def too_small_for(self, request: RequestState) -> SpecbeamError:
+    @property
+    def too_small(self) -> TooManyNodes:
         """The error of a request that outgrows the memory though it is alone."""
-        return SpecbeamError(
+        return TooManyNodes(
             f"the texts of this request need more than the engine's {self.cache_tokens} cache slots: ask for fewer "
             "beams or new tokens, or raise max_cache_tokens"
         )

@@ -27,7 +27,7 @@ from specbeam.engine.request import Request
 from specbeam.engine.setup import make_setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy, may_be_lazy
 from specbeam.engine.wakeups import Wakeups
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.selection import Answer, Beams, Wish, select
@@ -364,11 +364,17 @@ class RequestState:
             self.fail(error)
         self._is_torn = False
 
-    def _advance(self, answer: Answer | Tensor | None) -> None:
+    def ask_again(self, problem: TooManyNodes) -> None:
+        """Let the strategy ask for other nodes. If it cannot, the request ends with the error."""
+        with self._failing_alone():
+            self._received = []
+            self._advance(problem)
+
+    def _advance(self, answer: Answer | Tensor | TooManyNodes | None) -> None:
         """Let the strategy take an answer and name the next nodes, or finish."""
         assert self._strategy is not None
         try:
-            step = next(self._strategy) if answer is None else self._strategy.send(answer)
+            step = self._strategy.throw(answer) if isinstance(answer, TooManyNodes) else self._strategy.send(answer)
             while isinstance(step, Hypothesis):
                 self._output.find(step)
                 step = next(self._strategy)

@@ -305,7 +305,7 @@ class Scheduler:
                 return [batch for batch in batches if batch]
             if not self.pause_youngest():
                 (request,) = self._live
-                request.fail(self.memory.too_small_for(request))
+                request.ask_again(self.memory.too_small)
                 return []
             batches = [self.still_live(batch) for batch in batches]
 
