@@ -250,6 +250,19 @@ def test_lazy_beams_are_beams(vocab_size, kind, policy, num_beams, max_new_token
     assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, **more)
 
 
+def test_a_search_may_stop_at_a_level_whose_beams_were_dropped():
+    """Where scores fall fast with the length, a text may beat all longer ones after these were found."""
+    options = Options(
+        num_beams=12,
+        num_return_sequences=2,
+        max_new_tokens=6,
+        length_penalty=-3.0,
+        early_stopping="never",
+        no_repeat_ngram_size=3,
+    )
+    assert_lazy_beams_are_beams(options, 12, {9}, "peaked", "best first", seed=537217540)
+
+
 class Counted:
     """A policy that counts the passes in which beams are deferred."""
 

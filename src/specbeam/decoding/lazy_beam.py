@@ -367,11 +367,16 @@ class LazyBeamSearch(BeamSearch):
 
     @property
     def growing(self) -> Nodes:
-        """The nodes below which texts may be added. Where few candidates are unfinished, others fill up the beams."""
+        """The nodes below which texts may be added. Where few candidates are unfinished, others fill up the beams.
+
+        A search that stops needs no beam of its last level. Once it was found to stop there, some may be gone: levels
+        after it that were known have dropped them.
+        """
         if not self.levels:
             return self.beams
+        last = [] if self.stops else [self.levels[-1].beams]
         candidates = [level.candidates.nodes for level in self.levels if not level.closed]
-        return np.concatenate([self.levels[-1].beams, *(level.beams for level in self.open), *candidates])
+        return np.concatenate([NO_NODES, *last, *(level.beams for level in self.open), *candidates])
 
     @property
     def finished_nodes(self) -> Nodes:
