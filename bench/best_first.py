@@ -89,7 +89,7 @@ def best_first(setup: Setup, drafter: Drafter | None) -> Strategy:
 
 def by_costs(setup: Setup, drafter: Drafter | None) -> Strategy:
     length = setup.stop.max_length - setup.tree.prompt_length
-    return lazily(setup, LikelyNeeded(length, setup.options.num_beams, setup.cost))
+    return lazily(setup, LikelyNeeded(length, setup.options.num_beams, setup.cost, setup.plain_cost))
 
 
 def lazily(setup: Setup, policy: Policy) -> Strategy:

@@ -203,7 +203,7 @@ def make_policy(name, seed, options):
         return SomeBeams(seed, *random[name])
     if name == "best first":
         return BestFirst()
-    return LikelyNeeded(options.max_new_tokens, options.num_beams, COSTS[seed % len(COSTS)])
+    return LikelyNeeded(options.max_new_tokens, options.num_beams, *[COSTS[seed % len(COSTS)]] * 2)
 
 
 def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, drafts=False, **more):
@@ -389,7 +389,7 @@ def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts
     drafter = RightGuesses(tree, search.stop, logits_of, seed=0) if drafts else None
     if drafter is not None:
         drafter.seconds = seconds
-    policy = LikelyNeeded(max_new_tokens, num_beams, cost, None if drafter is None else drafter.pace)
+    policy = LikelyNeeded(max_new_tokens, num_beams, cost, cost, None if drafter is None else drafter.pace)
     lazy, _, sizes = run(lazy_beam_search(search, record, policy, drafter), tree, logits_of)
     assert lazy == plain
     if not drafts:  # no beam is evaluated twice, or in vain; at first all beams are the prompt

@@ -7,27 +7,29 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import SpecbeamError
-from specbeam.drafting.ngram import MAX_MATCH_TOKENS, continuations
+from specbeam.drafting.ngram import MAX_MATCH_TOKENS, continuations, occurrences
 from specbeam.drafting.suffix import SuffixAutomaton
 
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=40)
 
 
-def occurrences(part, text):
+def starts(part, text):
     return [i for i in range(len(text) - len(part) + 1) if text[i : i + len(part)] == part]
 
 
 @given(TEXTS, st.integers(1, 4), st.integers(1, 5))
 def test_ngram_continuations_are_what_followed(text, width, depth):
-    got = continuations(np.array(text), width, depth)
+    places, matched = occurrences(np.array(text))
+    got = continuations(np.array(text), places, width, depth)
     for n in range(min(MAX_MATCH_TOKENS, len(text) - 1), 0, -1):
-        earlier = [i + n for i in occurrences(text[-n:], text[:-1])]
+        earlier = [i + n for i in starts(text[-n:], text[:-1])]
         if earlier:
+            assert (places.tolist(), matched) == (earlier, n)
             followed = [text[end : end + depth] for end in reversed(earlier)]
             unique = [f for i, f in enumerate(followed) if f not in followed[:i]]
             assert got == unique[:width]
             return
-    assert got == []
+    assert (got, matched) == ([], 0)
 
 
 @given(TEXTS, TEXTS)
@@ -39,12 +41,12 @@ def test_the_automaton_knows_every_part_and_how_often_it_came(text, other):
             state = 0
             for token in text[i:j]:
                 state = automaton.next[state][token]
-            assert automaton.count[state] == len(occurrences(text[i:j], text))
+            assert automaton.count[state] == len(starts(text[i:j], text))
     # Of another text it always knows the longest end that stands in its own.
     match = (0, 0)
     for i, token in enumerate(other, 1):
         match = automaton.follow(match, token)
-        ends = [n for n in range(i + 1) if occurrences(other[i - n : i], text)]
+        ends = [n for n in range(i + 1) if starts(other[i - n : i], text)]
         assert match[1] == max(ends)
 
 
@@ -54,7 +56,7 @@ def test_the_longest_end_that_came_before_is_known_as_the_text_grows(text):
     for i, token in enumerate(text, 1):
         automaton.extend([token])
         so_far = text[:i]
-        assert automaton.repeated[1] == max(n for n in range(i) if occurrences(so_far[i - n :], so_far[:-1]))
+        assert automaton.repeated[1] == max(n for n in range(i) if starts(so_far[i - n :], so_far[:-1]))
 
 
 def test_a_repetitive_text_takes_no_more_than_linear_time():

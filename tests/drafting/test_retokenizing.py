@@ -122,10 +122,10 @@ class Rounds:
     def __init__(self, target, draft, prompt):
         self.target, self.draft = target, draft
         self.tree = Tree(prompt)
-        pace = SimpleNamespace(begin_round=lambda: None, shape=lambda: (1, DEPTH))
-        self.drafter = RetokenizingDrafter(self.tree, SimpleNamespace(pace=pace, guess=self.take), target, draft)
+        pace = SimpleNamespace(begin_round=lambda: None, shape=lambda: (1, DEPTH), chances=None)
+        self.drafter = RetokenizingDrafter(self.tree, SimpleNamespace(guess=self.take), pace, target, draft)
 
-    def take(self, tips, found, width):
+    def take(self, tips, found, width, chances):
         self.found = dict(zip(tips.tolist(), found, strict=True))
         return Guesses(NO_NODES)
 

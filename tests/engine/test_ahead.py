@@ -103,16 +103,20 @@ def test_beams_go_ahead_beside_single_texts(lm, monkeypatch):
         assert request.result().sequences == alone.result().sequences
 
 
-def test_beams_go_ahead_while_their_draft_rests(lm, monkeypatch):
-    """A draft that is as slow as the target never pays."""
+@pytest.mark.parametrize("options", [{"num_beams": 4}, {}, {"temperature": 0.8, "seed": 1}])
+def test_a_text_goes_ahead_while_its_draft_rests(lm, monkeypatch, options):
+    """A draft that is as slow as the target never pays. Lookups find nothing in a text without repetitions."""
     calls = passes_of_calls(monkeypatch, lm)
-    engine = Engine(lm)
-    options = {"num_beams": 4, "max_new_tokens": 30, "eos_token_id": []}
-    with_draft = engine.submit([97, 98, 99], options, draft=lm)
-    engine.run()
-    assert max(calls) == 8
-    assert with_draft.result().stats.draft_note == "draft rested: it would not have paid"
-    assert with_draft.result().sequences == results(Engine(lm), options, count=1)[0].sequences
+    options |= {"max_new_tokens": 30, "eos_token_id": []}
+    plain = results(Engine(lm), options, count=1)[0]
+    for draft in (lm, "ngram", "suffix"):
+        calls.clear()
+        engine = Engine(lm)
+        with_draft = engine.submit([97, 98, 99], options, draft=draft)
+        engine.run()
+        assert max(calls) == 8
+        assert with_draft.result().stats.draft_note.startswith("draft rested")
+        assert with_draft.result().sequences == plain.sequences
 
 
 @pytest.mark.parametrize("num_beams", [2, 4, 8, 16])

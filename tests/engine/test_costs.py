@@ -95,12 +95,13 @@ def test_requests_learn_who_shares_their_passes(lm, monkeypatch):
     joined = []
     monkeypatch.setattr(SharedCost, "join", lambda self, other_nodes, requests: joined.append((other_nodes, requests)))
     engine = specbeam.Engine(lm, max_requests=3)
-    for beams in (1, 1, 4):
+    for beams in (4, 4, 1):
         engine.submit("hello", {"max_new_tokens": 8, "num_beams": beams, "eos_token_id": []})
     for _ in range(4):
         engine.step()
-    assert sorted(joined[:3]) == [(2, 3)] * 3  # each has read a prompt, and will bring one node at least
-    assert sorted(joined[-3:]) == [(2, 3), (5, 3), (5, 3)]
+    learned = {*joined[: len(joined) // 4]}, {*joined[-len(joined) // 4 :]}
+    assert learned[0] == {(2, 3)}  # each has read a prompt, and will bring one node at least
+    assert learned[1] == {(5, 3)}
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])

@@ -93,14 +93,18 @@ class LikelyNeeded:
         longest: the length of the longest texts, in new tokens.
         num_beams: of the search.
         cost: of a pass.
+        plain_cost: of a pass over all beams, without lazy steps.
         drafts: the sizes of the drafts that go below the best beam. Then each pass of a text that goes on alone can
             take several steps.
     """
 
-    def __init__(self, longest: int, num_beams: int, cost: Cost, drafts: DraftPace | None = None) -> None:
+    def __init__(
+        self, longest: int, num_beams: int, cost: Cost, plain_cost: Cost, drafts: DraftPace | None = None
+    ) -> None:
         self._longest = longest
         self._num_beams = num_beams
         self._cost = cost
+        self._plain_cost = plain_cost
         self._sizes = [1]  # of passes, ascending
         while self._sizes[-1] < num_beams:
             self._sizes.append(min(num_beams, max(self._sizes[-1] + 1, int(SIZE_RATIO * self._sizes[-1]))))
@@ -110,9 +114,10 @@ class LikelyNeeded:
     def pays(self, scores: Scores, length: int) -> bool:
         costs, chances = self._costs(), self._chances(scores, 0, length)
         wanted = self._cheapest(chances, np.full(len(scores), length), costs)
-        if costs[wanted.sum() - 1] <= (1 - MIN_SAVING) * costs[-1]:
+        cost, plain_cost = costs[wanted.sum() - 1], self._plain_cost(self._num_beams)
+        if cost <= (1 - MIN_SAVING) * plain_cost:
             return True
-        return self._drafts_pay(chances[1:], length, costs[wanted.sum() - 1])
+        return self._drafts_pay(chances[1:], length, min(cost, plain_cost))
 
     def drafts_pay(self, deferred: Deferred, count: int) -> bool:
         best = deferred.best

@@ -15,17 +15,29 @@ def greedy(tree: Tree, wish: Wishes, stop: Stopping, record: Record) -> Strategy
 
     If the wishes have noise, the token with the highest score is a draw, and this is ancestral sampling.
     """
+    ended: list[Hypothesis] = []
+    while not ended:
+        ended = yield from greedy_round(tree, wish, stop, record)
+    return ended
+
+
+def greedy_round(tree: Tree, wish: Wishes, stop: Stopping, record: Record, rests: bool = False) -> Strategy:
+    """Append the likeliest token to the text, and the tokens of passes that went ahead. Returns the text if it ends.
+
+    Args:
+        rests: a drafter made no guesses, because none would have paid.
+    """
     tip = tree.tip
-    while True:
-        ahead = min(wish.process.unchanged(tree, tip), stop.unchanged(tree, tip))
-        answer = yield Evaluate([tip], wish(tree, [tip]), ahead=ahead, ends=stop.eos_token_ids)
-        for row in range(len(answer.tokens)):  # the first, and those ahead
-            tip = tree.append(tip, *chosen(answer, row))
-            record.round()
-            record.step([tip])
-            if reason := stop(tree, tip):
-                return [Hypothesis(tip, float(tree.scores(tip)), reason)]
-        tree.keep(tip)
+    ahead = min(wish.process.unchanged(tree, tip), stop.unchanged(tree, tip))
+    answer = yield Evaluate([tip], wish(tree, [tip]), ahead=ahead, ends=stop.eos_token_ids)
+    for row in range(len(answer.tokens)):  # the first, and those ahead
+        tip = tree.append(tip, *chosen(answer, row))
+        record.round(rests=rests)
+        record.step([tip])
+        if reason := stop(tree, tip):
+            return [Hypothesis(tip, float(tree.scores(tip)), reason)]
+    tree.keep(tip)
+    return []
 
 
 def chosen(answer: Answer, row: int = 0) -> tuple[int, float]:

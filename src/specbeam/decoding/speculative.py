@@ -11,7 +11,7 @@ import numpy as np
 
 from specbeam.decoding import Evaluate, Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.greedy import chosen
+from specbeam.decoding.greedy import chosen, greedy_round
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
@@ -20,9 +20,15 @@ from specbeam.tree import Tree
 
 def speculative(tree: Tree, wish: Wishes, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:
     """Choose tokens as the plain method does, for as long as they were guessed; the answers are all there."""
-    tip = tree.tip
     while True:
+        tip = tree.tip
         guesses = yield from drafter.propose(np.array([tip]), tree.scores([tip]))
+        if guesses.declined:  # then the backend can go ahead
+            if ended := (yield from greedy_round(tree, wish, stop, record, rests=True)):
+                return ended
+            for _ in range(int(tree.depths(tree.tip) - tree.depths(tip))):
+                drafter.pace.learn(guesses, tree, steps=[])
+            continue
         nodes = np.sort(np.array([tip, *guesses.nodes]))
         answer = yield Evaluate(nodes, wish(tree, nodes, guesses.nodes))
         rows = {node: row for row, node in enumerate(nodes.tolist())}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
+from numpy.typing import NDArray
 
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.stopping import Stopping
 from specbeam.drafting import Guesses
-from specbeam.drafting.pace import Pace
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 
@@ -15,20 +17,30 @@ class Chains:
     """Puts chains of tokens below tips.
 
     A chain ends before a token that is forbidden, that would end the text, or that has no room.
+
+    Args:
+        most: the largest number of guesses per pass.
     """
 
-    def __init__(self, tree: Tree, process: Processors, stop: Stopping, vocab_size: int, pace: Pace) -> None:
+    def __init__(self, tree: Tree, process: Processors, stop: Stopping, vocab_size: int, most: int) -> None:
         self.tree = tree
         self.process = process
         self.stop = stop
         self.vocab_size = vocab_size
-        self.pace = pace
+        self.most = most
 
-    def guess(self, tips: Nodes, chains: list[list[list[int]]], width: int) -> Guesses:
+    def guess(
+        self,
+        tips: Nodes,
+        chains: list[list[list[int]]],
+        width: int,
+        chances: Callable[[int], NDArray[np.float64]],
+    ) -> Guesses:
         """Guess chains below each tip, the likeliest first. Chains with the same beginning share its nodes.
 
         Args:
             width: the most chains below each tip.
+            chances: that guesses become part of the text, by level, for a depth, float64 [depth].
         """
         tree = self.tree
         parents = np.repeat(tips, [len(below) for below in chains])
@@ -44,10 +56,9 @@ class Chains:
             nodes = np.concatenate([nodes, parents])
             column += 1
         _, first = np.unique(nodes, return_index=True)
-        nodes = nodes[np.sort(first)][: self.pace.most_guesses]
-        below_tips = tree.depths(nodes) - tree.depths(tips[0])
-        survival = self.pace.evidence.survival(self.pace.sizes.widths[0])
-        return Guesses(nodes, np.power(survival, below_tips, dtype=np.float64), width=width)
+        nodes = nodes[np.sort(first)][: self.most]
+        levels = tree.depths(nodes) - tree.depths(tips[0]) - 1
+        return Guesses(nodes, chances(column)[levels], width=width)
 
     def _allowed(self, parents: Nodes, tokens: Nodes) -> np.ndarray:
         allowed = (tokens < self.vocab_size) & ~np.isin(tokens, sorted(self.stop.eos_token_ids))

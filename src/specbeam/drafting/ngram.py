@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import DECLINED, Drafter, Proposal
+from specbeam.drafting import Drafter, Proposal
 from specbeam.drafting.chains import Chains
-from specbeam.tree import Tree
+from specbeam.drafting.lookup_pace import LookupPace
+from specbeam.tree import Nodes, Tree
 
-MAX_MATCH_TOKENS = 4
+MAX_MATCH_TOKENS = 8
 """Compare at most this many of the last tokens: a longer match hardly makes the guess better."""
 MAX_MATCHES = 100
 """Look at this many matches at most, the latest first."""
@@ -20,32 +19,47 @@ MAX_MATCHES = 100
 class NgramDrafter:
     """For each tip, guesses the tokens after earlier occurrences of its last n tokens, for the greatest n with any."""
 
-    def __init__(self, tree: Tree, chains: Chains) -> None:
+    def __init__(self, tree: Tree, chains: Chains, pace: LookupPace) -> None:
         self.tree = tree
         self.chains = chains
-        self.pace = chains.pace
+        self.pace = pace
         self.of_best: Drafter | None = None
 
-    def propose(self, tips: Any, scores: NDArray[np.float64]) -> Proposal:
-        self.pace.begin_round()
-        width, depth = self.pace.shape()
+    def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
+        best = self._text(tips[0])
+        places, matched = occurrences(best)
+        width, depth = self.pace.shape(matched)
         if not depth:
-            return DECLINED
-        tips = np.unique(tips)
-        paths = self.tree.tokens(self.tree.paths(tips))
-        lengths = self.tree.depths(tips) + 1
-        found = [continuations(path[:n], width, depth) for path, n in zip(paths, lengths.tolist(), strict=True)]
-        return self.chains.guess(tips, found, width)
+            return self.pace.no_guesses()
+        found = [continuations(best, places, width, depth)]
+        tips = np.array([tips[0], *np.setdiff1d(tips, tips[:1])])
+        for text in map(self._text, tips[1:].tolist()):
+            found.append(continuations(text, occurrences(text)[0], width, depth))
+        return self.chains.guess(tips, found, width, self.pace.chances)
         yield  # never reached: it makes this a generator, as every drafter's propose is
 
+    def _text(self, tip: int) -> NDArray[np.int64]:
+        return self.tree.tokens(self.tree.path(tip))
 
-def continuations(tokens: NDArray[np.int64], width: int, depth: int) -> list[list[int]]:
-    """Up to ``width`` different continuations of a text, each of up to ``depth`` tokens, the latest match first."""
-    for n in range(min(MAX_MATCH_TOKENS, len(tokens) - 1), 0, -1):
-        windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], n)
-        ends = np.flatnonzero((windows == tokens[-n:]).all(axis=1)) + n
-        if len(ends):
-            latest = ends[: -MAX_MATCHES - 1 : -1]
-            found = (tuple(tokens[end : end + depth].tolist()) for end in latest)
-            return [list(chain) for chain in list(dict.fromkeys(found))[:width]]
-    return []
+
+def occurrences(tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """Where the longest end of a text that stood before stood: the places after it, ascending, and its length."""
+    places, matched = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1, 0
+    found = places
+    while len(found) and matched < MAX_MATCH_TOKENS:
+        places, matched = found, matched + 1
+        found = places[places > matched]
+        found = found[tokens[found - matched - 1] == tokens[-matched - 1]]
+    return places, matched
+
+
+def continuations(tokens: NDArray[np.int64], places: NDArray[np.int64], width: int, depth: int) -> list[list[int]]:
+    """Up to ``width`` different continuations of a text, each of up to ``depth`` tokens: the tokens at the places.
+
+    Those at the latest places come first.
+    """
+    latest = places[: -MAX_MATCHES - 1 : -1].tolist()
+    if width == 1:
+        latest = latest[:1]
+    found = (tuple(tokens[place : place + depth].tolist()) for place in latest)
+    return [list(chain) for chain in list(dict.fromkeys(found))[:width]]

@@ -65,6 +65,10 @@ class Pace:
             return self.sizes.smallest
         return self.sizes.best(self.evidence.survival, self.sizes.draft_cost(self._unread) / steps)
 
+    def chances(self, depth: int) -> NDArray[np.float64]:
+        """The chances that guesses in chains become part of the text, by level, float64 [depth]."""
+        return np.power(self.evidence.survival(self.sizes.widths[0]), np.arange(1, depth + 1), dtype=np.float64)
+
     def expanded(self, level: NDArray[np.float64], depth: int, chances: NDArray[np.float64], spent: float) -> int:
         """How many nodes of a level to guess below.
 

@@ -13,6 +13,7 @@ from specbeam.detokenizing import INCOMPLETE, Detokenizer, TextEnd
 from specbeam.drafting import DECLINED, Drafter, Guesses, Proposal
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.encoding import EncodedEnd, extend, shorten
+from specbeam.drafting.pace import Pace
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.tree import Nodes, Tree
@@ -43,7 +44,7 @@ class RetokenizingDrafter:
     of the text only, where the target's new tokens are.
 
     Args:
-        tree, chains: of the request.
+        tree, chains, pace: of the request.
 
     Attributes:
         prompt_length: how many of the draft's tokens it reads of the prompt.
@@ -53,7 +54,7 @@ class RetokenizingDrafter:
             text.
     """
 
-    def __init__(self, tree: Tree, chains: Chains, target: LanguageModel, draft: LanguageModel) -> None:
+    def __init__(self, tree: Tree, chains: Chains, pace: Pace, target: LanguageModel, draft: LanguageModel) -> None:
         if target.tokenizer is None or draft.tokenizer is None:
             raise SpecbeamError(
                 f"draft and target have different vocabularies ({draft.backend.vocab_size} and "
@@ -61,7 +62,7 @@ class RetokenizingDrafter:
             )
         self.text_tree = tree
         self.chains = chains
-        self.pace = chains.pace
+        self.pace = pace
         self.of_best: Drafter | None = None
         self.encode, self.decode = both_ways(target)
         self.draft_encode, self.draft_decode = both_ways(draft)
@@ -110,7 +111,7 @@ class RetokenizingDrafter:
         found = [
             [self._continuation(able[tip].encoded, continued[tip])] if tip in able else [] for tip in tips.tolist()
         ]
-        return self.chains.guess(tips, found, width)
+        return self.chains.guess(tips, found, width, self.pace.chances)
 
     def _can_continue(self, place: Place, depth: int) -> bool:
         """The text ends with a character, and the draft's context has room for this many more tokens."""

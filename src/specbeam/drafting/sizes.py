@@ -75,16 +75,16 @@ class Sizes:
     def _fit_into(self, room: int) -> None:
         """Leave out the sizes that adapt and have more guesses than there is room for."""
         least_depth = self.num_draft_tokens or 1
-        self.widths = [w for w in self.widths if self._guesses(w, least_depth) <= room] or self.widths[:1]
+        self.widths = [w for w in self.widths if self.guesses(w, least_depth) <= room] or self.widths[:1]
         if self.num_draft_tokens is None:
-            deepest = room // self._guesses(self.widths[0], 1)
+            deepest = room // self.guesses(self.widths[0], 1)
             self.depths = self.depths[: 1 + (deepest if self.draft_width is None else max(1, deepest))]
-        self._most_adaptive = min(self._most_adaptive, max(room, self._guesses(self.widths[0], least_depth)))
+        self._most_adaptive = min(self._most_adaptive, max(room, self.guesses(self.widths[0], least_depth)))
 
     @property
     def most_guesses(self) -> int:
         """The most guesses that a pass of the target may check."""
-        most = self._guesses(self.widths[-1], self.depths[-1])
+        most = self.guesses(self.widths[-1], self.depths[-1])
         if self.draft_budget is not None:
             return min(most, self.draft_budget)
         fixed = self.num_draft_tokens is not None and self.draft_width is not None
@@ -115,7 +115,7 @@ class Sizes:
     @property
     def smallest(self) -> Shape:
         """The smallest draft, for a probe."""
-        return self._within_budget(self.widths[0], 1)
+        return self.within_budget(self.widths[0], 1)
 
     def best(self, survival: Callable[[int], float], reading: float = 0.0) -> Shape:
         """The shape that promises the most steps per second.
@@ -129,31 +129,33 @@ class Sizes:
         for width in self.widths:
             surviving = survival(width)
             for depth in self.depths:
-                if self._guesses(width, depth) > most and best_rate:
+                if self.guesses(width, depth) > most and best_rate:
                     break
                 rate = self._steps_per_second(width, depth, surviving)
                 if rate > best_rate and (not depth or 1 / rate < affordable or self.depths[0]):
                     best_rate, best = rate, (width, depth)
-        return self._within_budget(*best)
+        return self.within_budget(*best)
 
     def expected_cost(self, survival: Callable[[int], float]) -> float:
         """Seconds per step with the best shape."""
         width, depth = self.best(survival)
         return 1 / self._steps_per_second(width, depth, survival(width))
 
-    def _within_budget(self, width: int, depth: int) -> Shape:
+    def within_budget(self, width: int, depth: int) -> Shape:
+        """A shape, made smaller if it has more guesses than are allowed."""
         if not depth:
             return self.none
         most = self.most_guesses
-        return min(width, most), min(depth, max(1, most // self._guesses(width, 1)))
+        return min(width, most), min(depth, max(1, most // self.guesses(width, 1)))
 
-    def _guesses(self, width: int, depth: int) -> int:
+    def guesses(self, width: int, depth: int) -> int:
+        """The number of guesses in a shape."""
         return width * depth * (self.num_beams if self.chains else 1)
 
     def _steps_per_second(self, width: int, depth: int, survival: float) -> float:
         steps = sum(survival**i for i in range(depth + 1))
         drafting = self.draft_cost(self.num_beams) + (depth - 1) * self.draft_cost(width) if depth else 0.0
-        return steps / (drafting + self.target_cost(self.num_beams + self._guesses(width, depth)))
+        return steps / (drafting + self.target_cost(self.num_beams + self.guesses(width, depth)))
 
     # The possible gain of a retry, and its cost.
 
@@ -171,7 +173,7 @@ class Sizes:
         Args:
             unread: tokens that the draft has to read first.
         """
-        nodes = self.num_beams + self._guesses(self.widths[0], 1)
+        nodes = self.num_beams + self.guesses(self.widths[0], 1)
         return self.draft_cost(unread + self.num_beams) + self.target_cost(nodes) - self.plain_cost()
 
     # Drafts below a single text: the draft's probabilities say which guesses pay. Their sum, times how far the draft

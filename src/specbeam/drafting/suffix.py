@@ -12,12 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import DECLINED, Drafter, Proposal
+from specbeam.drafting import Drafter, Proposal
 from specbeam.drafting.chains import Chains
+from specbeam.drafting.lookup_pace import LookupPace
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.prompts import encode
-from specbeam.tree import Tree
+from specbeam.tree import Nodes, Tree
 
 SEPARATOR = -1
 """Stands between texts. It is no token, so nothing is guessed across it."""
@@ -113,25 +114,24 @@ class SuffixDrafter:
         earlier: an automaton over earlier texts, shared by requests. It is not changed.
     """
 
-    def __init__(self, tree: Tree, chains: Chains, earlier: SuffixAutomaton | None = None) -> None:
+    def __init__(self, tree: Tree, chains: Chains, pace: LookupPace, earlier: SuffixAutomaton | None = None) -> None:
         self.tree = tree
         self.chains = chains
-        self.pace = chains.pace
+        self.pace = pace
         self.of_best: Drafter | None = None
         self._own = SuffixAutomaton()
         self._read = 0  # tokens of the trunk that the automaton has
         self._earlier = earlier
         self._earlier_match: Match = (0, 0)
 
-    def propose(self, tips: NDArray[np.int64], scores: NDArray[np.float64]) -> Proposal:
+    def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         self._read_trunk()
-        self.pace.begin_round()
-        width, depth = self.pace.shape()
+        width, depth = self.pace.shape(self._longest_match(int(tips[0]))[1][1])
         if not depth:
-            return DECLINED
+            return self.pace.no_guesses()
         tips = np.unique(tips)
         found = [[*self._likeliest(int(tip), width * depth, depth)] for tip in tips]
-        return self.chains.guess(tips, found, width)
+        return self.chains.guess(tips, found, width, self.pace.chances)
         yield  # never reached: it makes this a generator, as every drafter's propose is
 
     def _read_trunk(self) -> None:
@@ -142,19 +142,21 @@ class SuffixDrafter:
             for token in tokens:
                 self._earlier_match = self._earlier.follow(self._earlier_match, token)
 
+    def _longest_match(self, tip: int) -> tuple[SuffixAutomaton, Match]:
+        """The longest end of a tip's text that occurred before, and the automaton that knows it."""
+        branch = self.tree.tokens(self.tree.path(tip)[self._read :]).tolist()
+        match, elsewhere = self._own.repeated, self._earlier_match
+        for token in branch:
+            match = self._own.follow(match, token)
+        if self._earlier is None:
+            return self._own, match
+        for token in branch:
+            elsewhere = self._earlier.follow(elsewhere, token)
+        return (self._earlier, elsewhere) if elsewhere[1] > match[1] else (self._own, match)
+
     def _likeliest(self, tip: int, most: int, depth: int) -> Iterator[list[int]]:
         """Chains below a tip that together have its likeliest ``most`` nodes, at most ``depth`` tokens deep."""
-        branch = self.tree.tokens(self.tree.path(tip)[self._read :]).tolist()
-        automaton, match = self._own, self._own.repeated
-        for token in branch:
-            match = automaton.follow(match, token)
-        if self._earlier is not None:
-            elsewhere = self._earlier_match
-            for token in branch:
-                elsewhere = self._earlier.follow(elsewhere, token)
-            if elsewhere[1] > match[1]:
-                automaton, match = self._earlier, elsewhere
-        state, length = match
+        automaton, (state, length) = self._longest_match(tip)
         if not length:
             return
         # A heap, the likeliest first: minus the chance, the chain, the state.

@@ -32,9 +32,14 @@ class Measured(NamedTuple):
 
 
 class PassTimes:
-    """Seconds that a backend's passes took lately, by their number of nodes. They include the use of the logits."""
+    """Seconds that a backend's passes took lately, by their number of nodes. They include the use of the logits.
 
-    def __init__(self) -> None:
+    Args:
+        otherwise: the times to expect before the first measurement.
+    """
+
+    def __init__(self, otherwise: PassTimes | None = None) -> None:
+        self._otherwise = otherwise
         # By size, ascending. The list is replaced as a whole, because an interrupt may come between any two statements,
         # and other threads read it.
         self._measured: list[Measured] = []
@@ -72,6 +77,8 @@ class PassTimes:
 
     def _estimate(self, nodes: int) -> float:
         measured = self._measured
+        if not measured and self._otherwise is not None:
+            return self._otherwise.expected(nodes)
         if not measured:
             return UNMEASURED_SECONDS * nominal_cost(nodes)
         smallest = measured[0]
@@ -129,9 +136,14 @@ class SharedCost:
         return together / self._requests + max(0.0, expected(others + nodes) - together)
 
 
-_pass_times: WeakKeyDictionary[Backend, PassTimes] = WeakKeyDictionary()
+_pass_times: WeakKeyDictionary[Backend, tuple[PassTimes, PassTimes]] = WeakKeyDictionary()
 
 
-def pass_times(backend: Backend) -> PassTimes:
-    """The times of a backend's passes. They outlive an engine."""
-    return _pass_times.setdefault(backend, PassTimes())
+def pass_times(backend: Backend, ahead: bool = False) -> PassTimes:
+    """The times of a backend's passes. They outlive an engine.
+
+    Args:
+        ahead: of passes that the backend ran by itself, several at a time. There is no Python between them.
+    """
+    single, several = _pass_times.setdefault(backend, (single := PassTimes(), PassTimes(single)))
+    return several if ahead else single

@@ -9,6 +9,7 @@ from typing import Any
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.wishes import Wishes, warpers_of
 from specbeam.drafting.chains import Chains
+from specbeam.drafting.lookup_pace import LookupPace
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.ngram import NgramDrafter
 from specbeam.drafting.pace import Pace
@@ -48,32 +49,25 @@ def make_drafter(
         SpecbeamError: the draft has another vocabulary, which text cannot bridge.
     """
     shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
-    costs, as_chains = (target_cost, draft_cost), not shares_tokenizer
-    pace = _make_pace(setup.options, prompt_length, *costs, num_texts, as_chains, room)
-    if isinstance(draft, LanguageModel) and shares_tokenizer:
-        return _make_model_drafter(setup, lm, draft, pace)
-    chains = Chains(setup.tree, setup.wish.process, setup.stop, lm.backend.vocab_size, pace)
-    if isinstance(draft, LanguageModel):
-        return RetokenizingDrafter(setup.tree, chains, lm, draft)
-    if draft == "ngram":
-        return NgramDrafter(setup.tree, chains)
-    return SuffixDrafter(setup.tree, chains, draft if isinstance(draft, SuffixAutomaton) else None)
-
-
-def _make_pace(
-    options: Options, prompt_length: int, target: Cost, draft: Cost | None, num_beams: int, chains: bool, room: int
-) -> Pace:
     sizes = Sizes(
-        num_draft_tokens=options.draft_size("num_draft_tokens"),
-        draft_width=options.draft_size("draft_width"),
-        draft_budget=options.draft_size("draft_budget"),
-        num_beams=num_beams,
-        target=target,
-        draft=draft,
-        chains=chains,
+        num_draft_tokens=setup.options.draft_size("num_draft_tokens"),
+        draft_width=setup.options.draft_size("draft_width"),
+        draft_budget=setup.options.draft_size("draft_budget"),
+        num_beams=num_texts,
+        target=target_cost,
+        draft=draft_cost,
+        chains=not shares_tokenizer,
         room=room,
     )
-    return Pace(sizes, unread=prompt_length)
+    if isinstance(draft, LanguageModel) and shares_tokenizer:
+        return _make_model_drafter(setup, lm, draft, Pace(sizes, unread=prompt_length))
+    chains = Chains(setup.tree, setup.wish.process, setup.stop, lm.backend.vocab_size, sizes.most_guesses)
+    if isinstance(draft, LanguageModel):
+        return RetokenizingDrafter(setup.tree, chains, Pace(sizes, unread=prompt_length), lm, draft)
+    pace = LookupPace(sizes, setup.plain_cost if num_texts == setup.options.num_beams else target_cost)
+    if draft == "ngram":
+        return NgramDrafter(setup.tree, chains, pace)
+    return SuffixDrafter(setup.tree, chains, pace, draft if isinstance(draft, SuffixAutomaton) else None)
 
 
 def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, pace: Pace) -> ModelDrafter:

@@ -48,7 +48,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
                 request.receive(nodes, logits, rows, own, passes - 1)
         # The time includes the use of the logits by the requests: choosing among them has a cost, too.
         seconds = (time.perf_counter() - start) / passes
-        pass_times(backend).add(sum(len(nodes) for _, nodes in batch), seconds)
+        pass_times(backend, ahead=passes > 1).add(sum(len(nodes) for _, nodes in batch), seconds)
         scheduler.succeeded()
         return True
     # Outside of the except block: inside it, Python would hold on to the memory of the failed pass.

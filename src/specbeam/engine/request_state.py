@@ -77,11 +77,13 @@ class RequestState:
         self._output = Output(lm, setup, self.request)
         num_beams, num_texts = setup.options.num_beams, setup.options.num_texts
         room = max(0, memory.most_rows - num_texts)  # for guesses
-        draft_cost = SharedCost(pass_times(draft.backend), 1) if isinstance(draft, LanguageModel) else None
-        self._target_costs, self._draft_costs = [setup.cost], [] if draft_cost is None else [draft_cost]
+        self._target_costs, self._draft_costs = [setup.cost, setup.plain_cost] if num_beams > 1 else [], []
         self._drafter = None
         if draft is not None:
-            self._target_costs.append(cost := SharedCost(pass_times(lm.backend), num_beams))
+            cost, draft_cost = SharedCost(pass_times(lm.backend), num_beams), None
+            self._target_costs = [setup.cost, setup.plain_cost, cost]
+            if isinstance(draft, LanguageModel):
+                self._draft_costs.append(draft_cost := SharedCost(pass_times(draft.backend), 1))
             self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), cost, draft_cost, num_beams, room)
             if may_be_lazy(setup) and self._drafter.tree is setup.tree:
                 alone = make_drafter(setup, lm, draft, len(prompt_ids), setup.cost, draft_cost, 1, room)

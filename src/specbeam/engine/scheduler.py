@@ -278,7 +278,7 @@ class Scheduler:
         if most > 1:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)
-            most = min(most, int(seconds / pass_times(backend).expected(nodes)))
+            most = min(most, int(seconds / pass_times(backend, ahead=True).expected(nodes)))
             bytes_per_pass = nodes * backend.slot_bytes
             room = (self.memory.room if len(batch) > 1 else self.memory.cache_bytes) - self.memory.held
             most = max(1, min(most, room // bytes_per_pass))

@@ -26,6 +26,7 @@ class Setup:
         stop: decides where texts end.
         record: counts guesses, and remembers rounds for the trace.
         cost: of the target's passes for this request, in which it may evaluate any number of nodes.
+        plain_cost: the same where the passes have no guesses. Then the backend goes ahead if it can.
     """
 
     options: Options
@@ -34,6 +35,7 @@ class Setup:
     stop: Stopping
     record: Record
     cost: SharedCost
+    plain_cost: SharedCost
 
 
 def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Setup:
@@ -66,11 +68,14 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Se
     forced = processors_of_checkpoint(defaults, eos, len(begin), max_length, backend.vocab_size, backend.device)
     tree = Tree(begin)
     process = Processors(options, eos, backend.vocab_size, forced, backend.device)
+    stop = Stopping(eos, max_length, options.stop_strings, None if lm.tokenizer is None else lm.decode)
+    goes_ahead = min(process.unchanged(tree, tree.tip), stop.unchanged(tree, tree.tip)) > 0
     return Setup(
         options=options,
         tree=tree,
         wish=Wishes(process, *((warpers_of(options), some_seed(options.seed)) if options.samples else ())),
-        stop=Stopping(eos, max_length, options.stop_strings, None if lm.tokenizer is None else lm.decode),
+        stop=stop,
         record=Record(tree, lm.decode_token if options.trace else None),
         cost=SharedCost(pass_times(backend), 1),
+        plain_cost=SharedCost(pass_times(backend, ahead=goes_ahead), options.num_beams),
     )

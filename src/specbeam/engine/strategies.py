@@ -33,7 +33,7 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
             assert isinstance(search, LazyBeamSearch)
             of_best = None if drafter is None else drafter.of_best
             drafts = None if of_best is None else of_best.pace
-            policy = LikelyNeeded(search.max_new_tokens, options.num_beams, setup.cost, drafts)
+            policy = LikelyNeeded(search.max_new_tokens, options.num_beams, setup.cost, setup.plain_cost, drafts)
             return lazy_beam_search(search, record, policy, drafter)
         if drafter is not None:
             return speculative_beam_search(tree, make_search(setup), record, drafter)
