@@ -483,7 +483,7 @@ def test_deferred_beams_take_no_memory(save):
 
 @pytest.mark.parametrize(
     ("strategy", "draft", "sizes"),
-    [(best_first, None, {}), (None, "ngram", {}), (None, "ngram", {"num_draft_tokens": 4})],
+    [(best_first, None, {}), (None, "ngram", {"num_draft_tokens": 4})],
 )
 def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beams(save, strategy, draft, sizes):
     """Evaluated beams keep their memory as long as an earlier step is open, and guesses take memory, too."""
