@@ -3,11 +3,10 @@ BIN := .venv/bin
 
 .PHONY: demo test test-thorough fuzz fuzz-native lint docs wheel
 
-# The main job: text from a real model (98 MB, fetched on first use), and the passes that lookup in the text saves.
+# The main job: text from a real model (98 MB, fetched on first use), and the passes that lookups and lazy beams save.
 demo: .venv/specbeam
 	$(BIN)/specbeam generate "List three tips for a good night's sleep." --max-new-tokens 96
-	$(BIN)/specbeam compare "Repeat this: \"The tea is in the red box, the sugar is in the blue box, and the coffee is in the \
-	green box.\""
+	$(BIN)/specbeam compare "Write the lyrics of 'Row, row, row your boat' three times." --max-new-tokens 96
 	@echo
 	@echo "To watch the search in the browser: $(BIN)/specbeam demo"
 

@@ -83,7 +83,7 @@ class Stats:
             process has held so far. None if the system does not report it.
         precision: the number type of the model's weights, and the device, such as "int8 on cpu". Only "float32" can
             give transformers' own numbers.
-        draft_note: why a draft that was given was not used, or rested in most rounds; else None.
+        draft_note: why a draft that was given made no guesses, or none in most passes; else None.
         reused_tokens: tokens of the prompt that another request of the engine had read: the target did not read them
             again (``share_prefix`` of :class:`specbeam.Options`).
         acceptance_histogram: how many of the passes that checked guesses accepted 0 of them, 1, 2, and so on; None

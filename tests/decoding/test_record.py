@@ -215,7 +215,7 @@ def test_no_trace_unless_asked_for(lm):
     [
         ({}, None),
         ({"draft": "ngram", "num_draft_tokens": 2}, None),
-        ({"draft": "itself", "temperature": 1.0, "seed": 1}, "draft rested: it would not have paid"),
+        ({"draft": "itself", "temperature": 1.0, "seed": 1}, "draft made no guesses: none would have paid"),
         ({"draft": "itself", "temperature": 1.0, "seed": 1, "num_draft_tokens": 2}, None),
         ({"draft": "ngram", "max_new_tokens": 1}, "draft made no guess: it found no likely continuation"),
     ],
@@ -239,6 +239,8 @@ def test_the_statistics_say_that_a_draft_rested_in_most_rounds(tiny, monkeypatch
     result = specbeam.generate(lm, [1, 2, 3], draft=other, **options)
     resting = sum(not entry["drafted"] for entry in result.trace)
     assert result.stats.drafted > 0
-    note = re.fullmatch(r"draft rested in (\d+) of (\d+) rounds: it would not have paid", result.stats.draft_note)
+    note = re.fullmatch(
+        r"draft made no guesses in (\d+) of (\d+) passes: none would have paid", result.stats.draft_note
+    )
     assert int(note[1]) <= resting  # a draft may also end without a guess
     assert int(note[2]) == len(result.trace)

@@ -115,7 +115,7 @@ def test_a_text_goes_ahead_while_its_draft_rests(lm, monkeypatch, options):
         with_draft = engine.submit([97, 98, 99], options, draft=draft)
         engine.run()
         assert max(calls) == 8
-        assert with_draft.result().stats.draft_note.startswith("draft rested")
+        assert with_draft.result().stats.draft_note.startswith("draft made no guesses")
         assert with_draft.result().sequences == plain.sequences
 
 

@@ -118,15 +118,15 @@ class Record:
         return 1 - self.left_out / (num_beams * self.steps) if num_beams > 1 and self.steps else None
 
     def draft_note(self) -> str | None:
-        """Why a drafter was not used, or hardly used; None if it was used, and before the first round."""
+        """Why a drafter made no guesses, or hardly any; None if it was used, and before the first round."""
         if not self.rounds:
             return None
         if not self.drafted:
             if self.rested:
-                return "draft rested: it would not have paid"
+                return "draft made no guesses: none would have paid"
             return "draft made no guess: it found no likely continuation"
         if 2 * self.rested > self.rounds:
-            return f"draft rested in {self.rested} of {self.rounds} rounds: it would not have paid"
+            return f"draft made no guesses in {self.rested} of {self.rounds} passes: none would have paid"
         return None
 
     def _accept(self, beams: Any) -> None:
