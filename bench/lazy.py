@@ -39,6 +39,9 @@ from specbeam.tree import Tree
 
 REPEATED = "Repeat this text three times. The early bird catches the worm, but the second mouse gets the cheese.\n" * 4
 
+MEASURED_TOKENS = 24
+"""Enough for several passes of each size."""
+
 
 class PlainBeams:
     """The search that evaluates all beams of every step.
@@ -50,7 +53,7 @@ class PlainBeams:
 
     def __call__(self, setup: Setup, drafter: Drafter | None) -> Strategy:
         self.levels: list[list[float]] = []
-        self.cost = setup.cost
+        self.cost = setup.plain_cost
         return beam_search(setup.tree, make_search(setup), self.Scores(setup.tree, self.levels))
 
     class Scores(Record):
@@ -99,6 +102,7 @@ def main() -> None:
             by_kind = {"titles": RETRIEVAL[: given.prompts]}
         else:
             by_kind = kinds(given.data, given.categories, given.prompts)
+        measure_passes(lm, num_beams)
         for kind, prompts in by_kind.items():
             plain = PlainBeams()
             methods: dict[str, dict[str, Any]] = {"plain": {"strategy": plain}, "lazy": {}}
@@ -140,6 +144,15 @@ def main() -> None:
                     flush=True,
                 )
     figures.write(given.json)
+
+
+def measure_passes(lm: specbeam.LanguageModel, num_beams: int) -> None:
+    """Let the engine measure passes over 1 beam, 2, 4, and so on: the bound is made of their costs."""
+    for beams in sorted({*(2**power for power in range(num_beams.bit_length())), num_beams}):
+        engine = Engine(lm)
+        options = {"num_beams": beams, "max_new_tokens": MEASURED_TOKENS, "min_new_tokens": MEASURED_TOKENS}
+        engine.submit(PROSE[0], options, strategy=PlainBeams() if beams > 1 else None)
+        engine.run()
 
 
 def kinds(files: list[str], categories: list[str] | None, per_kind: int) -> dict[str, list[str]]:

@@ -109,3 +109,4 @@ def test_passes_that_go_ahead_have_times_of_their_own():
     for _ in range(2):
         ahead.add(1, 2.0)
     assert (ahead.expected(1), single.expected(1)) == (2.0, 3.0)
+    assert ahead.expected(16) == single.expected(16)  # wide passes take too long to go ahead

@@ -35,7 +35,7 @@ class PassTimes:
     """Seconds that a backend's passes took lately, by their number of nodes. They include the use of the logits.
 
     Args:
-        otherwise: the times to expect before the first measurement.
+        otherwise: the times to expect for sizes that were not measured.
     """
 
     def __init__(self, otherwise: PassTimes | None = None) -> None:
@@ -77,7 +77,7 @@ class PassTimes:
 
     def _estimate(self, nodes: int) -> float:
         measured = self._measured
-        if not measured and self._otherwise is not None:
+        if self._otherwise is not None and all(one.size != _size(max(1, nodes)) for one in measured):
             return self._otherwise.expected(nodes)
         if not measured:
             return UNMEASURED_SECONDS * nominal_cost(nodes)
