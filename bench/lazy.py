@@ -31,6 +31,7 @@ from specbeam.decoding import Strategy
 from specbeam.decoding.beam import beam_search
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.record import Record
+from specbeam.engine.costs import pass_times
 from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import make_search
 from specbeam.study.config import Data
@@ -48,12 +49,10 @@ class PlainBeams:
 
     Attributes:
         levels: the scores of the beams after each step of the last request.
-        cost: of its passes.
     """
 
     def __call__(self, setup: Setup, drafter: Drafter | None) -> Strategy:
         self.levels: list[list[float]] = []
-        self.cost = setup.plain_cost
         return beam_search(setup.tree, make_search(setup), self.Scores(setup.tree, self.levels))
 
     class Scores(Record):
@@ -89,6 +88,7 @@ def main() -> None:
     print(describe())
     figures = Figures.of_this_run()
     lm = specbeam.load(given.target)
+    cost = pass_times(lm.backend, ahead=True).expected
     drafts = {Path(d).stem: d if d in ("ngram", "suffix") else specbeam.load(d, quantize="int4") for d in given.draft}
     length: dict[str, Any] = {"max_new_tokens": given.tokens}
     if given.trie:
@@ -128,8 +128,8 @@ def main() -> None:
                 same &= all(result.sequences == results["plain"].sequences for result in results.values())
                 of_steps = plain.needed(results["plain"].sequences[-1].log_prob)
                 needed, possible = needed + sum(of_steps), possible + len(of_steps) * num_beams
-                costs += len(of_steps) * plain.cost(num_beams)
-                least += sum(map(plain.cost, of_steps))
+                costs += len(of_steps) * cost(num_beams)
+                least += sum(map(cost, of_steps))
             place = kind, f"{num_beams} beams"
             figures.add(*place, "needed", unit="needed beams / beams", samples=[needed / possible])
             figures.add(*place, "bound", unit="plain seconds / seconds", samples=[costs / least])
