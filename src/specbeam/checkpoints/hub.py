@@ -72,7 +72,7 @@ def fetch(repository: str, revision: str | None = None, pick: str | None = None,
 
 
 def _no_answer(repository: str, revision: str | None) -> Exception | None:
-    """Why no hub answers; None if one does, or if the cache has the commit, which never changes.
+    """Why no hub answers; None if one does.
 
     huggingface_hub repeats some requests for half a minute, and waits for others without end. So one request of its own
     finds out first. A hub that refuses it answers, too. The requests that follow report its reasons.
@@ -80,9 +80,6 @@ def _no_answer(repository: str, revision: str | None) -> Exception | None:
     from huggingface_hub import constants, model_info
     from huggingface_hub.errors import HfHubHTTPError
 
-    snapshots = Path(constants.HF_HUB_CACHE).expanduser() / (PREFIX + repository.replace("/", "--")) / "snapshots"
-    if revision is not None and (snapshots / revision).is_dir():
-        return None
     try:
         model_info(repository, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
     except HfHubHTTPError:

@@ -21,7 +21,7 @@ class Guesses:
         nodes: int64 [n], parents before children.
         chances: the drafter's estimate of the probability that each becomes part of the text, float64 [n].
         width: the width that the guesses were chosen with: guesses per level, or chains per beam.
-        declined: there are no guesses because none would have paid, not because none was found.
+        declined: there are no guesses because none would have paid. The backend may go ahead.
         seconds: expected for the draft model's passes.
     """
 

@@ -80,8 +80,8 @@ class LookupPace:
 
     def no_guesses(self) -> Guesses:
         """No guesses. The backend may go ahead, unless the latest rounds show that lookups are worth their time."""
-        pays = self._seconds < self._steps * self._plain(self.sizes.num_beams)
-        return Guesses() if pays or self.sizes.depths[0] else DECLINED
+        lookups_pay = self._seconds < self._steps * self._plain(self.sizes.num_beams)
+        return Guesses() if lookups_pay else DECLINED
 
     def seconds_per_step(self, steps: int) -> float:
         """Expected seconds per step of a round with lookups."""

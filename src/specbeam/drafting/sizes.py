@@ -65,7 +65,8 @@ class Sizes:
         self.chains = chains
         self._draft = draft
         b = num_beams
-        adaptive = [1, 2] if chains else [1, 2, 4] if b == 1 else [b, b + (b + 1) // 2, 2 * b, 3 * b]
+        levels = [1, 2, 4] if b == 1 else [b, b + (b + 1) // 2, 2 * b, 3 * b]
+        adaptive = [1] if draft is None else [1, 2] if chains else levels
         self.widths = adaptive if draft_width is None else [draft_width]
         self.depths = [*range(MAX_ADAPTIVE_DEPTH + 1)] if num_draft_tokens is None else [num_draft_tokens]
         self._most_adaptive = max(MAX_ADAPTIVE_GUESSES, MAX_ADAPTIVE_GUESSES_PER_BEAM * num_beams)

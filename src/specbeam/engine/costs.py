@@ -70,6 +70,8 @@ class PassTimes:
         Where no pass of about this size was measured, the estimate is low on purpose: only sizes that are tried come to
         be measured.
         """
+        if self._otherwise is not None and all(one.size != _size(max(1, nodes)) for one in self._measured):
+            return self._otherwise.expected(nodes)
         expected = self._expected  # in a round, all requests ask about the same few sizes
         if nodes not in expected:
             expected[nodes] = self._estimate(nodes)
@@ -77,8 +79,6 @@ class PassTimes:
 
     def _estimate(self, nodes: int) -> float:
         measured = self._measured
-        if self._otherwise is not None and all(one.size != _size(max(1, nodes)) for one in measured):
-            return self._otherwise.expected(nodes)
         if not measured:
             return UNMEASURED_SECONDS * nominal_cost(nodes)
         smallest = measured[0]

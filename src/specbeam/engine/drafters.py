@@ -32,6 +32,7 @@ def make_drafter(
     draft: Draft,
     prompt_length: int,
     target_cost: Cost,
+    plain_cost: Cost,
     draft_cost: Cost | None,
     num_texts: int,
     room: int,
@@ -42,6 +43,7 @@ def make_drafter(
         draft: has passed :func:`check_draft`.
         num_texts: below which it guesses at once: the number of beams, or 1.
         target_cost, draft_cost: of the request's passes; None for a draft that is no model.
+        plain_cost: of the target's passes without guesses.
         prompt_length: in tokens.
         room: the most guesses whose logits fit into memory.
 
@@ -64,7 +66,7 @@ def make_drafter(
     chains = Chains(setup.tree, setup.wish.process, setup.stop, lm.backend.vocab_size, sizes.most_guesses)
     if isinstance(draft, LanguageModel):
         return RetokenizingDrafter(setup.tree, chains, Pace(sizes, unread=prompt_length), lm, draft)
-    pace = LookupPace(sizes, setup.plain_cost if num_texts == setup.options.num_beams else target_cost)
+    pace = LookupPace(sizes, plain_cost)
     if draft == "ngram":
         return NgramDrafter(setup.tree, chains, pace)
     return SuffixDrafter(setup.tree, chains, pace, draft if isinstance(draft, SuffixAutomaton) else None)

@@ -81,12 +81,14 @@ class RequestState:
         self._drafter = None
         if draft is not None:
             cost, draft_cost = SharedCost(pass_times(lm.backend), num_beams), None
-            self._target_costs = [setup.cost, setup.plain_cost, cost]
+            plain_cost = SharedCost(pass_times(lm.backend, setup.goes_ahead), num_beams)
+            self._target_costs = [setup.cost, setup.plain_cost, cost, plain_cost]
             if isinstance(draft, LanguageModel):
                 self._draft_costs.append(draft_cost := SharedCost(pass_times(draft.backend), 1))
-            self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), cost, draft_cost, num_beams, room)
+            make = partial(make_drafter, setup, lm, draft, len(prompt_ids), draft_cost=draft_cost, room=room)
+            self._drafter = make(cost, plain_cost, num_texts=num_beams)
             if may_be_lazy(setup) and self._drafter.tree is setup.tree:
-                alone = make_drafter(setup, lm, draft, len(prompt_ids), setup.cost, draft_cost, 1, room)
+                alone = make(setup.cost, setup.cost, num_texts=1)
                 self._drafter.of_best = alone
         drafters = [] if self._drafter is None else [self._drafter, self._drafter.of_best]
         paces = [drafter.pace for drafter in drafters if drafter is not None]

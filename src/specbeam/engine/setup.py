@@ -26,7 +26,8 @@ class Setup:
         stop: decides where texts end.
         record: counts guesses, and remembers rounds for the trace.
         cost: of the target's passes for this request, in which it may evaluate any number of nodes.
-        plain_cost: the same where the passes have no guesses. Then the backend goes ahead if it can.
+        goes_ahead: whether the backend goes ahead in passes without guesses, if it can.
+        plain_cost: of passes without guesses.
     """
 
     options: Options
@@ -35,6 +36,7 @@ class Setup:
     stop: Stopping
     record: Record
     cost: SharedCost
+    goes_ahead: bool
     plain_cost: SharedCost
 
 
@@ -69,7 +71,10 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Se
     tree = Tree(begin)
     process = Processors(options, eos, backend.vocab_size, forced, backend.device)
     stop = Stopping(eos, max_length, options.stop_strings, None if lm.tokenizer is None else lm.decode)
-    goes_ahead = min(process.unchanged(tree, tree.tip), stop.unchanged(tree, tree.tip)) > 0
+    draws_beams = options.num_beams > 1 and (options.samples or options.num_beam_groups > 1)
+    looks_at_each = options.trace or options.top_logprobs is not None or draws_beams
+    unchanged = min(process.unchanged(tree, tree.tip), stop.unchanged(tree, tree.tip))
+    goes_ahead = hasattr(backend, "forward_ahead") and unchanged > 0 and not looks_at_each
     return Setup(
         options=options,
         tree=tree,
@@ -77,5 +82,6 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Se
         stop=stop,
         record=Record(tree, lm.decode_token if options.trace else None),
         cost=SharedCost(pass_times(backend), 1),
-        plain_cost=SharedCost(pass_times(backend, ahead=goes_ahead), options.num_beams),
+        goes_ahead=goes_ahead,
+        plain_cost=SharedCost(pass_times(backend, goes_ahead), 1),
     )
