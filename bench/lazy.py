@@ -148,7 +148,8 @@ def main() -> None:
 
 def measure_passes(lm: specbeam.LanguageModel, num_beams: int) -> None:
     """Let the engine measure passes over 1 beam, 2, 4, and so on: the bound is made of their costs."""
-    for beams in sorted({*(2**power for power in range(num_beams.bit_length())), num_beams}):
+    sizes = {*(2**power for power in range(num_beams.bit_length())), num_beams}
+    for beams in sorted(sizes, reverse=True):
         engine = Engine(lm)
         options = {"num_beams": beams, "max_new_tokens": MEASURED_TOKENS, "min_new_tokens": MEASURED_TOKENS}
         engine.submit(PROSE[0], options, strategy=PlainBeams() if beams > 1 else None)
