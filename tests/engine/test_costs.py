@@ -1,14 +1,18 @@
 """Expected costs of passes, learned from measured ones."""
 
 import sys
+from weakref import WeakKeyDictionary
 
 import pytest
 
 import specbeam
+from specbeam import Options
 from specbeam.drafting.pace import Pace
 from specbeam.drafting.sizes import Sizes
 from specbeam.engine import costs
 from specbeam.engine.costs import PassTimes, SharedCost
+from specbeam.engine.setup import make_setup
+from tests.conftest import random_model
 
 
 def test_what_a_pass_takes_is_learned_from_passes():
@@ -153,3 +157,31 @@ def test_an_interrupt_at_any_line_leaves_the_times_usable():
         times.add(8, 0.1)
         assert times.expected(8) > 0
     assert line > 50
+
+
+def test_lazy_beams_compare_costs_with_the_same_share_of_a_pass(lm, monkeypatch):
+    monkeypatch.setattr(costs, "_pass_times", WeakKeyDictionary())
+    setup = make_setup(lm, [1], Options(num_beams=16))
+    for nodes in (1, 16, 64) * 2:
+        costs.pass_times(lm.backend).add(nodes, 10.0 + nodes)
+    for cost in (setup.cost, setup.plain_cost):
+        cost.join(other_nodes=48, requests=4)
+    assert setup.plain_cost(16) == pytest.approx(setup.cost(16))  # no pass went ahead yet
+
+
+@pytest.mark.parametrize(
+    ("options", "goes_ahead"),
+    [
+        ({}, True),
+        ({"num_beams": 4}, True),
+        ({"temperature": 1.0}, True),
+        ({"trace": True}, False),
+        ({"top_logprobs": 0}, False),
+        ({"num_beams": 4, "temperature": 1.0}, False),
+        ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, False),
+        ({"repetition_penalty": 1.5}, False),
+    ],
+)
+def test_plain_steps_have_the_times_of_passes_ahead_only_if_they_go_ahead(save, options, goes_ahead):
+    on_cpu = specbeam.load(save(random_model("llama")), backend="cpu")
+    assert make_setup(on_cpu, [1], Options.of(options)).goes_ahead == goes_ahead
