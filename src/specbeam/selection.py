@@ -97,8 +97,8 @@ class Wish:
 class Beams:
     """How the n nodes of a wish go on as beams. Their continuations are ranked by score of the beam plus of the token.
 
-    The next beams are the n best continuations. This holds if the sums of the ``most`` best all differ, and all but
-    the last of these are no end tokens. Otherwise, the strategy has to look.
+    The next beams are the n best continuations, ties resolved by the beam, then by the token's place in its row. If one
+    of them is an end token, the strategy has to look.
 
     Attributes:
         scores: of the beams, float32 [n].

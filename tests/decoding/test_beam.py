@@ -17,7 +17,13 @@ from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
 from specbeam.selection import select
 from specbeam.tree import Tree
-from tests.conftest import EOS, assert_are_beams_of_transformers, beams_of_transformers, prompt_and_beam_options
+from tests.conftest import (
+    EOS,
+    assert_are_beams_of_transformers,
+    beams_of_transformers,
+    prompt_and_beam_options,
+    random_model,
+)
 
 
 @given(
@@ -251,6 +257,78 @@ def test_a_step_without_some_beams_is_the_step_with_all_of_them_where_scores_are
     if partial.step(select(logits[known], partial.wish(partial.beams[known])), known):
         texts = [[s.tree.tokens(s.tree.path(node)).tolist() for node in s.beams] for s in (whole, partial)]
         assert texts[0] == texts[1]
+
+
+def tied_rows(seed, vocab_size):
+    """Log-probabilities of the next token, by the last one, float32 [vocab, vocab]. Most of them are equal."""
+    rows = np.random.default_rng(seed).integers(-2, 3, (vocab_size, vocab_size))
+    return torch.tensor(rows, dtype=torch.float32).log_softmax(-1)
+
+
+def written_out(rows, ends, num_beams, max_new_tokens, length_penalty):
+    """Beam search over whole texts. Ties go to the better beam, then to the likelier token, then to the lower id."""
+    beams, finished, length = [((0,), np.float32(0))], [], 0
+    while True:
+        candidates = [
+            (text + (token,), score + rows[text[-1], token].numpy(), (rank, -rows[text[-1], token].item(), token))
+            for rank, (text, score) in enumerate(beams)
+            for token in range(len(rows))
+        ]
+        candidates.sort(key=lambda candidate: (-candidate[1], candidate[2]))
+        candidates = candidates[: max(2, 1 + len(ends)) * num_beams]
+        length += 1
+        over = [length == max_new_tokens or text[-1] in ends for text, *_ in candidates]
+        penalty = np.float32(length**length_penalty)
+        finished += [(text, score / penalty) for (text, score, _), end in zip(candidates[:num_beams], over) if end]
+        finished = sorted(finished, key=lambda pair: -pair[1])[:num_beams]  # stable: earlier texts come first
+        beams = [(text, score) for (text, score, _), end in zip(candidates, over) if not end][:num_beams]
+        if not beams or (len(finished) == num_beams and beams[0][1] / penalty <= finished[-1][1]):
+            return [(list(text[1:]), float(score)) for text, score in finished]
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    num_beams=st.integers(2, 5),
+    length_penalty=st.sampled_from([-1.0, 0.0, 1.0]),
+    num_return_sequences=st.integers(1, 2),
+    bounded=st.booleans(),
+    more=st.integers(0, 3),
+)
+def test_ties_have_one_order(seed, num_beams, length_penalty, num_return_sequences, bounded, more):
+    """Also where the answers have more tokens than a step needs, and where the bound rule ends the search."""
+    rows, ends, longest = tied_rows(seed, 8), {1, 2}, 5
+    options = Options(num_beams=num_beams, num_return_sequences=num_return_sequences, max_new_tokens=longest)
+    tree = Tree([0])
+    wishes, stop = Wishes(Processors(options, frozenset(ends), 8)), Stopping(frozenset(ends), 1 + longest, (), None)
+    search = BeamSearch(tree, wishes, stop, num_beams, num_return_sequences, length_penalty, bounded=bounded)
+    yielded = []
+    while not search.done:
+        wish = search.wish(search.beams)
+        wish.most = min(8, wish.most + more)
+        search.step(select(rows[tree.tokens(search.beams)], wish))
+        yielded += search.certain()
+    assert yielded == search.hypotheses()
+    expected = written_out(rows, ends, num_beams, longest, length_penalty)[:num_return_sequences]
+    got = [(tree.new_tokens(hypothesis.node), hypothesis.score) for hypothesis in search.hypotheses()]
+    assert [tokens for tokens, _ in got] == [tokens for tokens, _ in expected]
+    assert [score for _, score in got] == pytest.approx([score for _, score in expected], abs=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_no_bound_draft_or_deferred_beam_resolves_a_tie_differently(save, backend):
+    """The output matrix has seven rows, many times each: the logits of many tokens are equal."""
+    model = random_model("llama", seed=5, initializer_range=0.25)
+    with torch.no_grad():
+        model.lm_head.weight[:] = model.lm_head.weight[torch.arange(len(model.lm_head.weight)) % 7]
+    lm = specbeam.load(save(model), backend=backend, dtype="float32")
+    options = {"num_return_sequences": 2, "max_new_tokens": 12, "length_penalty": 0.0}
+    options["eos_token_id"] = [*range(3, 39, 7)]  # twins, too
+    for num_beams in (4, 16):
+        every = specbeam.generate(lm, [77], num_beams=num_beams, bound_rule=False, **options)
+        assert every.sequences[0].score == every.sequences[1].score
+        for draft in (None, "ngram", lm):
+            result = specbeam.generate(lm, [77], num_beams=num_beams, draft=draft, **options)
+            assert [s.token_ids for s in result.sequences] == [s.token_ids for s in every.sequences]
 
 
 def test_texts_with_equal_scores_are_yielded_in_the_order_of_the_result():

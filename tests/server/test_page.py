@@ -350,7 +350,7 @@ def nodes_of(tab, kind):
 
 
 def test_a_search_that_went_back_draws_the_beams_of_the_step(tab, served):
-    """Equal scores make lazy search go back. The beams that were ahead are dropped, and the step has others."""
+    """Lazy search goes back where memory is short. The beams that were ahead are dropped, and the step has others."""
 
     def beam(node, after, text, **more):
         return {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,13 +20,12 @@ from specbeam.decoding.candidates import (
     forbid,
     places_of_highest,
     possible,
-    topk,
 )
 from specbeam.decoding.finished import Finished, normalized
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
-from specbeam.selection import MASKED, Beams, changed
+from specbeam.selection import Beams, changed, highest
 from specbeam.tree import Nodes, Tree
 
 ROUNDING = 1e-5
@@ -49,7 +49,7 @@ class Search(Protocol):
 
     @property
     def needs_rows(self) -> bool:
-        """Every step needs whole rows of logits. Otherwise only steps with equal scores need them."""
+        """Every step needs whole rows of logits."""
 
     def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
         """The wish of a step at beams, or at guesses that may become beams, int64 [n]."""
@@ -65,8 +65,7 @@ class Search(Protocol):
             known: which beams are known, bool [b]; None means all.
 
         Returns:
-            False if the outcome depends on a beam that is not known, or on rows of logits that are gone. The search is
-            then as it was.
+            False if the outcome depends on a beam that is not known. The search is then as it was.
         """
 
     @property
@@ -95,8 +94,7 @@ def beam_round(tree: Tree, search: Search, record: Record, rests: bool = False) 
     """
     answer = yield search.evaluation()
     for one in answer.passes(len(search.beams)):
-        if not search.step(one):
-            raise RuntimeError("a step needs rows of logits that are gone: the backend went too far ahead")
+        search.step(one)
         record.round(rests=rests)
         record.step(search.beams, search.scores)
         if search.done:
@@ -112,6 +110,9 @@ class BeamSearch:
     A step takes the best candidates: enough that num_beams of them are unfinished, however many end. The best
     unfinished candidates survive as the new beams. The ended candidates among the first num_beams compete for the
     num_beams places of finished texts, by log-probability / length ** length_penalty.
+
+    Ties are resolved in one way, whatever is known of other beams: candidates with equal scores by the rank of their
+    beam, then by the score of the token alone, then by its id.
 
     Args:
         wishes: makes the wishes. With noise it is beam sampling: candidates are drawn from the softmax of all scores,
@@ -172,8 +173,7 @@ class BeamSearch:
 
     def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
         streams = self.wishes.streams(self.tree, nodes)
-        most = self.num_candidates + 1  # one more shows whether candidates are tied
-        return self.wishes(self.tree, nodes, guesses, streams, most=most, normalize=True)
+        return self.wishes(self.tree, nodes, guesses, streams, most=self.num_candidates, normalize=True)
 
     def evaluation(self) -> Evaluate:
         beams, wish, ahead, first = self.beams, self.wish(self.beams), 0, int(self.beams[0])
@@ -213,35 +213,26 @@ class BeamSearch:
     def _candidates(
         self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None
     ) -> Candidates | None:
-        """The best continuations of some of the beams; None if it needs all beams to tell, or whole rows."""
-        missing = len(rows) < self.num_beams
+        """The best continuations of some of the beams; None if it needs all beams to tell."""
         if answer.scores.size < self.num_beams:
             return None
-        best, in_order = self._best(answer, rows), answer.noise is None and token_penalties is None
-        if in_order and self._go_on(first := best.take(slice(self.num_beams + 1)), missing):
-            first = first.take(slice(self.num_beams))  # they are the new beams, and the others do not matter
-            nodes, none = first.add(self.tree, self.beams), self._none_ended
-            return Candidates(nodes, first.scores, none, none, texts=None, any_ended=False, falling=True)
-        tied = answer.noise is None and self._are_tied(best.scores, missing)
-        if tied and missing:
-            return None  # with the other beams, ``topk`` may order equal scores in another way
-        if tied and not answer.sources:
-            return None
-        if tied or token_penalties is not None:
-            best = self._best_of_whole_rows(answer, rows, token_penalties)
-        best = best.take(slice(self.num_candidates))
-        in_order = answer.noise is None and not tied
-        return self.candidates_at(best.add(self.tree, self.beams), best.scores, in_order and not self.only_possible)
+        if token_penalties is not None:
+            answer = self._penalized(answer, rows, token_penalties)
+        best = self._best(answer, rows)
+        if answer.noise is None and self._go_on(first := best.take(slice(self.num_beams))):
+            nodes, none = first.add(self.tree, self.beams), self._none_ended  # the other candidates do not matter
+            return Candidates(nodes, first.scores, none, none, texts=None, any_ended=False)
+        return self.candidates_at(best.add(self.tree, self.beams), best.scores)
 
     def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
-        """The best continuations of some of the beams, and one more. Equal ones come in the order of the beams."""
+        """The best continuations of some of the beams."""
         scores = answer.scores + self.scores[rows, None]
         ranks = scores if answer.noise is None else scores + answer.noise
-        best = places_of_highest(ranks.ravel(), self.num_candidates + 1)
+        best = places_of_highest(ranks.ravel(), self.num_candidates)
         tokens, log_probs = answer.tokens.ravel()[best], answer.log_probs.ravel()[best]
         return Continuations(rows[best // scores.shape[1]], tokens, scores.ravel()[best], log_probs)
 
-    def candidates_at(self, nodes: Nodes, scores: Scores, falling: bool = False) -> Candidates:
+    def candidates_at(self, nodes: Nodes, scores: Scores) -> Candidates:
         """Candidates at nodes, int64 [k], with their scores, float32 [k]."""
         ended = self.stop.ended(self.tree, nodes)
         any_ended = bool(ended.any())
@@ -250,49 +241,22 @@ class BeamSearch:
         if self.distinct:
             both = zip(nodes.tolist(), competing.tolist(), strict=True)
             texts = [self.text(node) if competes else object() for node, competes in both]
-        return Candidates(nodes, scores, ended, competing, texts, any_ended, falling)
+        return Candidates(nodes, scores, ended, competing, texts, any_ended)
 
-    def _go_on(self, first: Continuations, missing: bool) -> bool:
-        """Whether the first num_beams continuations are the new beams: none of them ends, and their order is certain.
-
-        Args:
-            first: one more than num_beams.
-            missing: whether beams are missing.
-        """
+    def _go_on(self, first: Continuations) -> bool:
+        """Whether the first num_beams continuations are the new beams: none of them ends."""
         no_end = self.stop.unchanged(self.tree, int(self.beams[0])) > 0
-        if not no_end or not possible(first.scores[self.num_beams - 1]) or self._are_tied(first.scores, missing):
-            return False
-        return self.stop.eos_token_ids.isdisjoint(first.tokens[: self.num_beams].tolist())
+        return no_end and self.stop.eos_token_ids.isdisjoint(first.tokens.tolist())
 
-    def _are_tied(self, best: NDArray[Any], missing: bool) -> bool:
-        """Whether equal scores among the best, in order, leave it open which the candidates are, and their order.
-
-        Args:
-            missing: whether beams are missing. No candidate of a step without them has the score -inf.
-        """
-        tied = best[1:] == best[:-1]
-        if missing:
-            tied &= best[1:] > MASKED
-        if self.only_possible:  # nothing depends on the order of forbidden texts
-            tied &= possible(best[1:])
-        return bool(tied.any())
-
-    def _best_of_whole_rows(
-        self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None = None
-    ) -> Continuations:
-        """The best continuations of some of the beams, as transformers chooses among all tokens.
-
-        Where scores are equal, its beams depend on the order in which ``topk`` has them.
-        """
+    def _penalized(self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32]) -> Answer:
+        """The answer that some of the beams would have if the scores of all tokens were lower, float32 [vocab]."""
         logits, normalizers = answer.logits, torch.from_numpy(answer.normalizers).to(answer.logits.device)
-        processed = changed(logits, self.wish(self.beams[rows]), normalizers)
-        if token_penalties is not None:
-            processed = processed - torch.from_numpy(token_penalties).to(logits.device)
-        scores = (processed + torch.from_numpy(self.scores[rows]).to(logits.device)[:, None]).flatten()
-        best, chosen = scores.topk(min(self.num_candidates, len(scores)))
-        log_probs = (logits - normalizers[:, None]).flatten()[chosen]
-        beam, token = np.divmod(chosen.cpu().numpy(), logits.shape[-1])
-        return Continuations(rows[beam], token, best.cpu().numpy(), log_probs.cpu().numpy())
+        scores = changed(logits, self.wish(self.beams[rows]), normalizers)
+        scores = scores - torch.from_numpy(token_penalties).to(logits.device)
+        tokens = highest(scores, min(self.num_candidates, scores.shape[-1]))
+        log_probs = logits.gather(-1, tokens) - normalizers[:, None]
+        best, log_probs, tokens = (t.cpu().numpy() for t in (scores.gather(-1, tokens), log_probs, tokens))
+        return replace(answer, tokens=tokens, scores=best, log_probs=log_probs)
 
     def text(self, node: int) -> Hashable:
         """Equal for finished texts that may not both be returned."""
@@ -303,16 +267,11 @@ class BeamSearch:
 
         At the greatest length all candidates have ended. Groups and traces then show the best texts as beams.
         """
-        if candidates.falling and not candidates.any_ended and possible(candidates.scores[self.num_beams - 1]):
+        if self.wishes.seed is None and not candidates.any_ended:
             return self._beam_numbers, candidates.scores[: self.num_beams]
-        out = ~candidates.first if candidates.ended.all() else candidates.ended
-        going = np.flatnonzero(~out)[: self.num_beams]
-        scores = candidates.scores[going]
-        in_order = len(going) == self.num_beams and (scores[1:] < scores[:-1]).all() and possible(scores[-1])
-        if in_order and candidates.are_sorted:
-            return going, scores
-        scores, survivors = topk(forbid(candidates.scores, out), self.num_beams)
-        return survivors, scores
+        scores = forbid(candidates.scores, ~candidates.first if candidates.ended.all() else candidates.ended)
+        survivors = places_of_highest(scores, self.num_beams)
+        return survivors, scores[survivors]
 
     def _outrank_all_but(self, rows: NDArray[np.int64], candidates: Candidates, lowest: np.float32) -> bool:
         """The bound rule: the candidates down to the last survivor outrank the beams that are not among the rows.
@@ -368,9 +327,8 @@ class BeamSearch:
     def certain(self) -> Iterator[Hypothesis]:
         if np.count_nonzero(self.finished.possible) > self.num_reported:
             for hypothesis in self.hypotheses()[self.num_reported :]:
-                equal = np.count_nonzero(self.finished.scores == hypothesis.score)
-                if not self.done and (hypothesis.score <= self.reach or equal > 1):
-                    break  # a later step may change the order of equal scores, because ``topk`` does
+                if not self.done and hypothesis.score <= self.reach:
+                    break
                 self.num_reported += 1
                 yield hypothesis
 

@@ -8,13 +8,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from specbeam.tree import Nodes, Tree
 
 FORBIDDEN_SCORE = -1e9
-"""Marks the scores of candidates that must not be chosen. Finite as in transformers, so that ties fall as there."""
+"""Marks the scores of candidates that must not be chosen. Finite as in transformers: it is above -inf."""
 
 Scores = NDArray[np.float32]
 Mask = NDArray[np.bool_]
@@ -41,7 +40,7 @@ class Continuations:
         return Continuations(self.beams[places], self.tokens[places], self.scores[places], self.log_probs[places])
 
     def merged_with(self, more: Continuations, count: int) -> Continuations:
-        """The best of these and of continuations of other beams. Equal ones come in the order of the beams."""
+        """The best of these and of continuations of other beams. Ties are resolved by the rank of the beam."""
         names = ("beams", "tokens", "scores", "log_probs")
         both = Continuations(*(np.concatenate([getattr(self, name), getattr(more, name)]) for name in names))
         best = np.lexsort((both.beams, -both.scores))[:count]
@@ -63,7 +62,6 @@ class Candidates:
         competing: which candidates may take a place of finished texts, bool [k].
         texts: equal for candidates that may not both have a place, [k]; None if each is a text of its own.
         any_ended: whether any of them has ended.
-        falling: whether each score is known to be below the one before.
     """
 
     nodes: Nodes
@@ -72,7 +70,6 @@ class Candidates:
     competing: Mask
     texts: list[Hashable] | None
     any_ended: bool
-    falling: bool
 
     def followed_by(self, more: Candidates) -> Candidates:
         """These candidates, and then more."""
@@ -84,7 +81,6 @@ class Candidates:
             np.concatenate([self.competing, more.competing]),
             texts,
             self.any_ended or more.any_ended,
-            falling=False,
         )
 
     @cached_property
@@ -100,24 +96,16 @@ class Candidates:
         return first
 
     @property
-    def are_sorted(self) -> bool:
-        """Whether no score is above one before it. Drawn candidates need not be."""
-        return bool((self.scores[1:] <= self.scores[:-1]).all())
-
-    @property
     def possible(self) -> Mask:
         """Which candidates are texts in their own right, bool [k]; see :func:`possible`."""
         return possible(self.scores)
 
 
-def topk(scores: Scores, k: int) -> tuple[Scores, NDArray[np.int64]]:
-    """The k highest scores of [n] and their places. It is transformers' function, so that ties fall as there."""
-    values, places = torch.from_numpy(scores).topk(k)
-    return values.numpy(), places.numpy()
-
-
 def places_of_highest(scores: NDArray[Any], count: int) -> NDArray[np.int64]:
-    """The places of the highest scores, [n], in order, int64 [count or n]. Equal scores come in the order given."""
+    """The places of the highest scores, [n], in order, int64 [count or n]. Ties are resolved by the order given.
+
+    Unlike ``torch.topk``, whose order among equal scores depends on ``count`` and on n.
+    """
     below = -scores
     if len(below) > 4 * count:  # to sort all takes longer
         among = np.flatnonzero(below <= np.partition(below, count - 1)[count - 1])

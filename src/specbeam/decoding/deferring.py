@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding.candidates import Mask, Scores
+from specbeam.decoding.candidates import FORBIDDEN_SCORE, Mask, Scores
 from specbeam.decoding.drafter import DraftPace
 from specbeam.tree import Nodes
 
@@ -184,9 +184,10 @@ class LikelyNeeded:
             best: its place.
             length: of the best beam, in new tokens.
         """
-        score = float(scores[best])
+        possible = np.maximum(scores.astype(np.float64), FORBIDDEN_SCORE)  # impossible beams score -inf
+        score = float(possible[best])
         loss = self._loss_per_token(score, length) * max(1, self._longest - length)
-        deviations = (scores.astype(np.float64) - score + loss) / np.sqrt(loss)
+        deviations = (possible - score + loss) / np.sqrt(loss)
         chances = np.asarray(1 / (1 + np.exp(np.clip(-LOGISTIC * deviations, -30, 30))))
         chances[best] = 1.0
         return chances

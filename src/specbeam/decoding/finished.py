@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.decoding.candidates import FORBIDDEN_SCORE, Candidates, forbid, topk
+from specbeam.decoding.candidates import FORBIDDEN_SCORE, Candidates, forbid, places_of_highest
 from specbeam.tree import Nodes
 
 
@@ -47,6 +47,7 @@ class Finished:
     def compete(self, candidates: Candidates, length: int) -> None:
         """Let candidates compete for the places. Of equal texts, the best keeps its place or gets one.
 
+        Of equal scores, those that have a place come first, and then the candidates in their order.
         Only the first texts among the candidates take part, as many as there are places. The others fill up the beams.
         """
         if not candidates.any_ended or (self.early_stopping is True and self.full) or not candidates.competing.any():
@@ -62,7 +63,9 @@ class Finished:
                     self._empty(place)
                 else:
                     competing[i] = False
-        self.scores, best = topk(np.concatenate([self.scores, forbid(scores, ~competing)]), places)
+        both = np.concatenate([self.scores, forbid(scores, ~competing)])
+        best = places_of_highest(both, places)
+        self.scores = both[best]
         self.nodes = np.concatenate([self.nodes, candidates.nodes])[best]
         self.ended = np.concatenate([self.ended, competing])[best]
         self.full = bool(self.ended.all())

@@ -43,7 +43,7 @@ class Level:
         whole: no candidate is unknown.
         closed: no unknown candidate is a beam, or takes a place of finished texts.
         finished: the known texts among the finished ones.
-        best: the best continuations of the expanded beams, and one more than a step needs. None if no beam is known.
+        best: the best continuations of the expanded beams. None if no beam is known.
         hidden: no unknown finished text up to this length has a log-probability / length ** length_penalty above this.
     """
 
@@ -77,7 +77,7 @@ def lazy_beam_search(
     known = Known()
     while not search.done:
         try:
-            if not search.tied and policy.pays(search.scores, search.length):
+            if policy.pays(search.scores, search.length):
                 search.defer()
                 known = Known()
                 while search.levels and not search.done:
@@ -137,22 +137,16 @@ class LazyBeamSearch(BeamSearch):
 
     Attributes:
         levels: the last step that is known as a whole, and those after it. Empty while no beam is deferred.
-        tied: finished texts that may be returned have equal scores. Only all beams tell their order, so the search
-            has gone back to its first level, and defers no beam any more.
         stops: whether the plain search stops after the last level. None if unknown texts decide that.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.levels: list[Level] = []
-        self.tied = False
         self.stops: bool | None = None
 
     def defer(self) -> None:
-        """Begin to defer beams, unless equal scores forbid that."""
-        self.tied = self._are_equal(self.finished.scores[self.finished.possible])
-        if self.tied:
-            return
+        """Begin to defer beams."""
         none, expanded = self.candidates_at(self.beams[:0], self.scores[:0]), np.zeros(self.num_beams, bool)
         now = Level(self.length, none, self.beams, self.scores, expanded, NOTHING, True, True, self.finished)
         self.levels = [now]
@@ -181,7 +175,7 @@ class LazyBeamSearch(BeamSearch):
             if before is not None and before.closed:
                 after = replace(before)
             elif level.best is not None:
-                after = self._continue(level, known, before)
+                after = self._continue(level, before)
             else:
                 break
             self._compete(level, after)
@@ -194,10 +188,6 @@ class LazyBeamSearch(BeamSearch):
 
     def _close(self) -> list[Level]:
         """Forget the levels before the last one that is known as a whole. Return the levels that became certain."""
-        if self.tied:
-            self.done = False
-            self.go_on_from(self.levels[0])
-            return []
         if self.done:
             return self.levels[1:]
         open_levels = [place for place, level in enumerate(self.levels) if not level.closed]
@@ -214,10 +204,10 @@ class LazyBeamSearch(BeamSearch):
         if new.any():
             self.beams, self.scores = level.beams, level.scores
             best = self._best(known.at(level.beams[new]), np.flatnonzero(new))
-            level.best = best if level.best is None else level.best.merged_with(best, self.num_candidates + 1)
+            level.best = best if level.best is None else level.best.merged_with(best, self.num_candidates)
             level.expanded = level.expanded | new
 
-    def _continue(self, level: Level, known: Known, before: Level | None) -> Level:
+    def _continue(self, level: Level, before: Level | None) -> Level:
         """The part of the next level that a level's expanded beams decide.
 
         Args:
@@ -225,30 +215,19 @@ class LazyBeamSearch(BeamSearch):
         """
         assert level.best is not None
         self.beams, self.scores = level.beams, level.scores
-        all_expanded = bool(level.expanded.sum() == self.num_beams)
-        tied = self._are_tied(level.best.scores, missing=not all_expanded)
-        after = self._decided(level, before, level.best, all_expanded and not tied)
-        if tied and all_expanded and not after.closed and known.have_logits(level.beams):
-            best = self._best_of_whole_rows(known.at(level.beams), np.arange(self.num_beams))
-            after = self._decided(level, before, best, whole=True)
+        after = self._decided(level, before, level.best)
         if before is not None and np.array_equal(before.beams, after.beams[: len(before.beams)]):
             after.best = before.best
             after.expanded[: len(before.beams)] = before.expanded
         return after
 
-    def _decided(self, level: Level, before: Level | None, best: Continuations, whole: bool) -> Level:
-        """The part of the next level that the best known continuations decide.
-
-        Args:
-            whole: no other continuation may be among the candidates, and their order is certain.
-        """
-        bound, certain = NOTHING, self.num_candidates
+    def _decided(self, level: Level, before: Level | None, best: Continuations) -> Level:
+        """The part of the next level that the best known continuations decide."""
+        whole, bound = bool(level.expanded.sum() == self.num_beams), NOTHING
         if not whole:
-            equal = best.scores[1:][best.scores[1:] == best.scores[:-1]]
-            bound = max([self._unknown(level), *equal[:1].tolist()])
-            certain = int(np.count_nonzero(best.scores > bound))
-            whole = certain >= self.num_candidates
-        best = best.take(slice(min(certain, self.num_candidates)))
+            bound = self._unknown(level)
+            best = best.take(slice(int(np.count_nonzero(best.scores > bound))))
+            whole = len(best.scores) >= self.num_candidates
         candidates = self._grown(None if before is None else before.candidates, best)
         length = level.length + 1
         if whole:
@@ -283,14 +262,6 @@ class LazyBeamSearch(BeamSearch):
         if after.candidates.any_ended:
             after.finished = level.finished.copy()
             after.finished.compete(after.candidates, after.length)
-            ended = after.candidates.scores[after.candidates.competing & after.candidates.possible]
-            scores = normalized(ended, after.length, level.finished.length_penalty)
-            self.tied |= self._are_equal(np.append(level.finished.scores[level.finished.possible], scores))
-
-    def _are_equal(self, finished: Scores) -> bool:
-        """Whether finished texts that may be returned have equal scores: then each ``topk`` may change their order."""
-        best = -np.sort(-finished)[: self.num_return_sequences + 1]
-        return bool((best[1:] == best[:-1]).any())
 
     def _stops(self, level: Level) -> bool | None:
         """Whether the plain search stops after a level. None if unknown texts decide that."""
@@ -333,18 +304,8 @@ class LazyBeamSearch(BeamSearch):
         return [level for level, after in pairwise(self.levels) if not after.closed]
 
     def wanted(self, policy: Policy, deferred: Deferred) -> Nodes:
-        """The beams to evaluate next, ascending.
-
-        Where all beams of a step are expanded, and equal scores leave the next one open, ``topk`` tells their order. It
-        needs the rows of all beams at once. They are evaluated again once beams are wanted that score less.
-        """
-        wanted = policy.choose(deferred) if len(deferred.nodes) else deferred.leading
-        lowest = min(deferred.scores[wanted].tolist(), default=NOTHING)
-        for level, after in pairwise(self.levels):
-            tied = not after.closed and len(level.beams) == self.num_beams and bool(level.expanded.all())
-            if tied and lowest <= after.bound:
-                return np.unique(level.beams)
-        return np.unique(deferred.nodes[wanted])
+        """The beams to evaluate next, ascending."""
+        return np.unique(deferred.nodes[policy.choose(deferred)])
 
     @property
     def deferred(self) -> Deferred:

@@ -19,9 +19,8 @@ def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter:
 
     All beams are evaluated, so every round takes at least one step. No step is approximated: each is a step of the
     plain search. A step does without a beam only where the beam cannot matter (the bound rule of ``BeamSearch``).
-    Guesses that may still become beams keep their answers for the next round, but not their rows of logits. Where
-    scores are equal, a step needs these rows, too. Then its beams are evaluated again. Where the memory cannot hold
-    guesses, the search goes on without them.
+    Guesses that may still become beams keep their answers for the next round. Where the memory cannot hold guesses, the
+    search goes on without them.
     """
     known = Known()
     while not search.done:
@@ -56,8 +55,6 @@ def speculative_round(tree: Tree, search: Search, record: Record, drafter: Draft
         record.step(search.beams, search.scores)
         steps.append(search.beams)
     promising = known.nodes[tree.below(known.nodes, search.beams)]
-    if not search.done and not len(known.missing(search.beams)):  # the step needed whole rows
-        promising = np.setdiff1d(promising, search.beams)
     drafter.pace.learn(guesses, tree, steps)
     known.keep(promising, search.needs_rows)
     tree.keep(np.concatenate([search.beams, promising]), search.finished_nodes)
@@ -101,11 +98,6 @@ class Known:
     def among(self, nodes: Nodes) -> NDArray[np.bool_]:
         """Which of the nodes have known answers, bool [n]."""
         return np.array([node in self._rows for node in nodes.tolist()], dtype=bool)
-
-    def have_logits(self, nodes: Nodes) -> bool:
-        """Whether the whole rows of logits at all these nodes are there, too."""
-        rows = [self._rows.get(node) for node in nodes.tolist()]
-        return all(row is not None and row[0].sources for row in rows)
 
     def at(self, nodes: Nodes) -> Answer:
         """The answer at known nodes."""

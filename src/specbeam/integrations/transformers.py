@@ -384,6 +384,7 @@ def _check_config(generation_config: Any, beams: int, has_assistant: bool) -> No
         _refuse(getattr(generation_config, name, None) not in (None, False, 1), name)
     _refuse(mode not in GENERATION_MODES, f"the generation mode {mode.value}")
     _refuse(generation_config.cache_implementation == "quantized", "a quantized cache")
+    _refuse(bool(generation_config.low_memory and beams > 1), "low_memory with beams")
     for name in ("assistant_ensemble_weight", "speculation_type") if has_assistant else ():
         _refuse(getattr(generation_config, name, None) is not None, name)
     if generation_config.return_dict_in_generate:

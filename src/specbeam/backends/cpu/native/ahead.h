@@ -73,10 +73,10 @@ class GrowingText {
       order[i] = i, sums[i] = found[i] + scores[i / wish.most];
       if (std::isnan(sums[i])) return false;
     }
-    std::partial_sort(order.begin(), order.begin() + wish.most, order.end(),
-                      [this](int64_t a, int64_t b) { return sums[a] > sums[b]; });
-    for (int64_t i = 0; i + 1 < wish.most; i++)
-      if (sums[order[i]] == sums[order[i + 1]] || is_end(answered[order[i]])) return false;
+    std::partial_sort(order.begin(), order.begin() + n, order.end(),
+                      [this](int64_t a, int64_t b) { return sums[a] > sums[b] || (sums[a] == sums[b] && a < b); });
+    for (int64_t i = 0; i < n; i++)
+      if (is_end(answered[order[i]])) return false;
     for (int64_t i = 0; i < n; i++) chosen[i] = order[i], scores[i] = sums[order[i]];
     return scores[0] > ahead.best_above && scores[n - 1] > ahead.all_above;
   }

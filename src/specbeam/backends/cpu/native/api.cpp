@@ -509,9 +509,9 @@ const char *specbeam_choose(void *model, const Choice *choice) {
 //
 // Each segment has one node, or beams at one position. Beams have wishes about m tokens, more than there are beams.
 // Their continuations are ranked by their sums, score of the beam plus score of the token. The best of these are the
-// next beams. The pass is the last one if
-// - two of the m best sums are equal, or one is not a number,
-// - one of the m - 1 best continuations is a token of `ends`,
+// next beams, ties resolved by the beam's number, then by the token's place in its row. The pass is the last one if
+// - a sum is not a number,
+// - one of the next beams is a token of `ends`,
 // - the best sum is not above best_above, or the sum of a next beam is not above all_above.
 const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t count, const Ahead *ahead,
                                    float *logits, const Choice *choice, int64_t passes, const int64_t *ends,
