@@ -160,6 +160,17 @@ def test_no_measured_generation_is_traced(words, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "report.html").read_text().count("what it proposed") == report.count("what it proposed")
 
 
+def test_a_recording_that_fails_leaves_the_measured_generations(small, tmp_path, monkeypatch, caplog):
+    def fail(*given):
+        raise MemoryError("no room for a trace")
+
+    monkeypatch.setattr(work.Work, "recording", fail)
+    assert study(*small("run")) == 0
+    assert "was not recorded: no room for a trace" in caplog.text
+    assert len(kept(tmp_path / "run")[0]) == 2
+    assert (tmp_path / "run" / "report.html").exists()
+
+
 def test_perplexity_is_transformers_loss(words, folder, tmp_path):
     study(*words, "decode.mode=greedy", "chat.raw=true")
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -235,9 +235,11 @@ def _record(study: Study, config: Mapping[str, Any], run: Run, work: Work | None
             continue
         work = work or make_work(config)()
         try:
-            run.add_recording(key, work.recording(_said(record, run.records), record))
-        except SpecbeamError as error:  # the report does without it
-            logger.warning("%s was not recorded: %s", key, error)
+            events = work.recording(_said(record, run.records), record)
+        except Exception as error:  # the report does without it
+            logger.warning("%s was not recorded: %s", key, " ".join(str(error).split()))
+        else:
+            run.add_recording(key, events)
 
 
 def with_recording(record: Record, recordings: Mapping[str, Any], first: Sequence[str]) -> Record:
