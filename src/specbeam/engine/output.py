@@ -204,4 +204,5 @@ class Output:
             reused_tokens=target.reused_tokens,
             acceptance_histogram=record.acceptance_histogram(),
             evaluated_beams=record.evaluated(self._setup.options.num_beams),
+            acceptance_by_position=record.positions or None,
         )
