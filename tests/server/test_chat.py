@@ -86,7 +86,7 @@ def test_the_next_turn_reuses_what_was_read(served):
 
 
 def test_the_message_of_the_client_is_a_turn_of_the_conversation(served):
-    """With all fields of its type, most of which are null."""
+    """With all fields of its type. Most are null."""
     client, how = served.client(), {"model": "tiny", "max_tokens": 8, "temperature": 0}
     message = client.chat.completions.create(messages=MESSAGES, **how).choices[0].message
     said = message.model_dump()

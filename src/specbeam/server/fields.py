@@ -70,7 +70,7 @@ def content_of(content: Any, message: ValidationInfo) -> Any:
     """The content of a message. Only the assistant's may be null, as in the type that OpenAI's client returns.
 
     Raises:
-        PydanticKnownError: another message has none.
+        PydanticKnownError: the content of another message is missing.
     """
     if content is None and message.data.get("role") != "assistant":
         raise PydanticKnownError("missing")
