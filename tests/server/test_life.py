@@ -310,7 +310,8 @@ def test_texts_that_are_kept_have_a_limit_and_are_counted(start, chat_lm, draft_
         assert 0.9 * limit < numbers["specbeam_kept_tokens" + model] <= limit < sum(map(len, prompts))
         slot_bytes = chat_lm.backend.slot_bytes
         assert numbers["specbeam_kept_bytes" + model] == numbers["specbeam_kept_tokens" + model] * slot_bytes
-        server.post("/v1/completions", prompt="abcdefgh", max_tokens=9, temperature=0, draft="small")
+        drafted = {"draft": "small", "num_draft_tokens": 3}  # a number, for "auto" may not draft
+        server.post("/v1/completions", prompt="abcdefgh", max_tokens=9, temperature=0, ignore_eos=True, **drafted)
         numbers = numbers_of(server)
         assert numbers["specbeam_kept_tokens" + model] * slot_bytes < numbers["specbeam_kept_bytes" + model]
         assert numbers["specbeam_kept_bytes" + model] <= limit * slot_bytes
