@@ -101,6 +101,15 @@ def test_texts_that_outgrow_the_memory_alone_end_with_the_numbers(lm):
     assert engine.cache_tokens == 0
 
 
+def test_an_error_says_where_the_default_limit_comes_from(lm, monkeypatch):
+    monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 60 * lm.backend.slot_bytes)
+    origin = r"\([\d.e-]+ GB, by default a part of the memory that was free\)"
+    with pytest.raises(SpecbeamError, match=rf"the engine has 60 {origin}: ask for fewer new tokens"):
+        Engine(lm).submit([1] * 10, {"max_new_tokens": 200})
+    with pytest.raises(SpecbeamError, match=r"the engine has 60: ask for fewer new tokens"):
+        Engine(lm, max_cache_tokens=60).submit([1] * 10, {"max_new_tokens": 200})
+
+
 def test_when_memory_runs_out_in_a_pass_the_youngest_waits(lm, monkeypatch):
     """The machine has less than the engine was allowed to use."""
     forward = lm.backend.forward

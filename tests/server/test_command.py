@@ -31,6 +31,11 @@ def test_a_server_from_start_to_signal(chat_lm, draft_lm):
             line = server.stderr.readline()
             assert line.startswith("specbeam: big at http://127.0.0.1:"), line + server.stderr.read()
             url = line.split()[-1]
+            assert server.stderr.readline().startswith("specbeam: the page is ")
+            slots = 256 + 32 * 256
+            says = f"{slots:,} tokens in {slots * chat_lm.backend.slot_bytes / 0.75e9:.3g} GB"
+            line = server.stderr.readline()
+            assert line == f"specbeam: the KV cache of big holds up to {says} (--max-cache-tokens changes that)\n"
             with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as patient:  # until it listens
                 assert patient.get(url.replace("/v1", "/health")).status_code == 200
             client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)

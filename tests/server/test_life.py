@@ -7,6 +7,7 @@ import logging
 import queue
 import threading
 import weakref
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -14,6 +15,7 @@ import pytest
 
 import specbeam
 from specbeam.server.limits import Access, Limits
+from specbeam.server.models import default_caches
 
 LONG = {"prompt": "abc", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -287,6 +289,52 @@ def test_the_log_has_one_line_per_request_and_no_prompts(served, log):
     assert log.lines.get(timeout=60).startswith("GET other 404 refused")
     assert log.lines.empty()
     assert "secret" not in line
+
+
+def numbers_of(server):
+    """The numbers of ``/metrics``, by name."""
+    lines = server.http.get("/metrics").text.splitlines()
+    return {name: float(number) for name, number in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+def test_texts_that_are_kept_have_a_limit_and_are_counted(start, chat_lm, draft_lm):
+    model = '{model="tiny"}'
+    with start({"tiny": chat_lm}, {"small": draft_lm}) as server:
+        prompts = [f"{number:04d} " * 10 for number in range(200)]
+        for begin in range(0, len(prompts), 100):
+            server.post("/v1/completions", prompt=prompts[begin : begin + 100], max_tokens=1, temperature=0)
+        numbers = numbers_of(server)
+        limit = numbers["specbeam_max_cache_tokens" + model]
+        assert limit == server.models.get(None).engine.max_cache_tokens == 256 + 32 * 256
+        assert numbers["specbeam_cache_tokens" + model] == 0
+        assert 0.9 * limit < numbers["specbeam_kept_tokens" + model] <= limit < sum(map(len, prompts))
+        slot_bytes = chat_lm.backend.slot_bytes
+        assert numbers["specbeam_kept_bytes" + model] == numbers["specbeam_kept_tokens" + model] * slot_bytes
+        drafted = {"draft": "small", "num_draft_tokens": 3}  # a number, for "auto" may not draft
+        server.post("/v1/completions", prompt="abcdefgh", max_tokens=9, temperature=0, ignore_eos=True, **drafted)
+        numbers = numbers_of(server)
+        assert numbers["specbeam_kept_tokens" + model] * slot_bytes < numbers["specbeam_kept_bytes" + model]
+        assert numbers["specbeam_kept_bytes" + model] <= limit * slot_bytes
+
+
+def on_machine(memory, slot_bytes, context_length):
+    """The sizes of a model and a machine."""
+    backend = SimpleNamespace(memory_for_caches=lambda: memory, slot_bytes=slot_bytes, context_length=context_length)
+    return SimpleNamespace(backend=backend)
+
+
+def test_the_default_cache_fits_the_model():
+    """It does not grow with the machine. 8,192 is the context of SmolLM2, and 2,048 a typical request."""
+    for memory in (10**10, 10**12):
+        small = on_machine(memory, 23_040, 8192)
+        assert default_caches({"a": small}, Limits(), 1) == {"a": 8192 + 32 * 2048}
+        assert default_caches({"a": small}, Limits(max_requests=100), 1) == {"a": 8192 + 100 * 2048}
+        assert default_caches({"a": small}, Limits(max_requests=1, max_beams=4), 1) == {"a": 8192 + 4 * 2048}
+        assert default_caches({"a": on_machine(memory, 23_040, 256)}, Limits(), 1) == {"a": 256 + 32 * 256}
+    large = on_machine(10**9, 100_000, 8192)
+    assert default_caches({"a": large}, Limits(), 1) == {"a": 10_000}
+    assert default_caches({"a": large, "b": on_machine(10**9, 400_000, 256)}, Limits(), 1) == {"a": 2000, "b": 2000}
+    assert default_caches({"a": large}, Limits(), 4) == {"a": 2500}
 
 
 def test_metrics(start, chat_lm):

@@ -111,7 +111,9 @@ def test_fields_of_responses(served, field):
         [{"content": "Hi"}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
         [{"role": "robot", "content": "Hi"}],
-        [{"role": "user", "content": "Hi", "name": "me"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": "Hi", "name": "<|im_end|>"}],
+        [{"role": "user", "content": "Hi", "refusal": "No"}],
         [{"role": "user", "content": "\ud800"}],
         "Hi",
     ],
@@ -127,8 +129,12 @@ def test_a_field_of_a_message_is_named(served):
     image = [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
     error = served.refused("/v1/chat/completions", messages=[{"role": "user", "content": image}])
     assert error["message"] == "messages[0].content[0].type: Input should be 'text'"
-    error = served.refused("/v1/chat/completions", messages=[{"role": "user", "content": "Hi", "name": "me"}])
-    assert error["message"] == "name is not supported: remove it"
+    error = served.refused("/v1/chat/completions", messages=[{"role": "user", "content": "Hi", "refusal": "No"}])
+    assert error["message"] == "refusal is not supported: remove it"
+    error = served.refused("/v1/chat/completions", messages=[{"role": "user", "content": None}])
+    assert (error["message"], error["code"]) == ("messages[0].content: Field required", "missing_parameter")
+    error = served.refused("/v1/responses", input=[{"role": "user"}])
+    assert error["message"] == "input[0].content: Field required"
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], [1, -1], [1, "a"], [300], [[300]], None, {"a": 1}, 5])
@@ -197,6 +203,45 @@ def test_a_prompt_that_is_longer_than_the_context(served):
     error = served.refused("/v1/completions", prompt="a" * 300)
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert "256" in error["message"]
+    error = served.refused("/v1/completions", prompt="a" * 256, max_tokens=0, echo=True)
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("path", "limit", "prompt"),
+    [
+        ("/v1/completions", "max_tokens", {"prompt": "a" * 250}),
+        ("/v1/completions", "max_tokens", {"prompt": "a" * 250, "echo": True, "n": 2, "stream": True}),
+        ("/v1/completions", "max_tokens", {"prompt": "a" * 250, "num_beams": 3}),
+        ("/rounds/completions", "max_tokens", {"prompt": "a" * 250}),
+        ("/v1/chat/completions", "max_tokens", {"messages": [{"role": "user", "content": "a" * 231}]}),
+        ("/v1/chat/completions", "max_completion_tokens", {"messages": [{"role": "user", "content": "a" * 231}]}),
+        ("/v1/responses", "max_output_tokens", {"input": "a" * 231}),
+    ],
+)
+def test_a_prompt_and_new_tokens_that_the_context_cannot_hold_together(served, path, limit, prompt):
+    """The prompt has 250 tokens, and the context holds 256."""
+    error = served.refused(path, **prompt, **{limit: 50})
+    assert (error["param"], error["code"]) == (limit, "context_length_exceeded")
+    assert error["message"] == (
+        f"the prompt has 250 tokens and {limit} is 50, but the model's context holds 256: "
+        "ask for at most 6 new tokens, or shorten the prompt"
+    )
+    assert served.refused(path, **prompt, **{limit: 7})["code"] == "context_length_exceeded"
+    assert served.post(path, **prompt, **{limit: 6}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", {"prompt": "a" * 250}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 231}]}),
+        ("/v1/responses", {"input": "a" * 231}),
+    ],
+)
+def test_without_a_number_of_new_tokens_a_text_may_fill_the_context(served, path, prompt):
+    usage = served.post(path, **prompt, temperature=0, ignore_eos=True).json()["usage"]
+    assert usage["total_tokens"] == 256
 
 
 def test_no_message_shows_where_files_are(served, chat_lm):
@@ -211,13 +256,14 @@ def test_limits(start, chat_lm):
     with start({"tiny": chat_lm}, limits=limits) as server:
         for fields, param in [
             ({"prompt": ["a"] * 3}, "prompt"),
-            ({"prompt": "a" * 21}, "prompt"),
+            ({"prompt": "a" * 21, "max_tokens": 1}, "prompt"),
             ({"max_tokens": 31}, "max_tokens"),
             ({"num_beams": 5}, "num_beams"),
             ({"n": 5}, "n"),
             ({"best_of": 5}, "best_of"),
         ]:
             assert server.refused("/v1/completions", **{"prompt": "a", **fields})["param"] == param
+        assert server.refused("/v1/completions", prompt="a" * 21)["code"] == "context_length_exceeded"
         assert server.refused("/v1/completions", 413, prompt="a" * 3000)["code"] == "body_too_large"
         chunks = (b" " * 1000 for _ in range(100))  # no Content-Length
         assert server.http.post("/v1/completions", content=chunks).status_code == 413

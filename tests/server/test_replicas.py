@@ -67,6 +67,8 @@ def on_ray(model, *options):
         try:
             line = process.stderr.readline()
             assert line.startswith("specbeam: tiny at http://127.0.0.1:"), line + process.stderr.read()
+            process.stderr.readline()
+            assert process.stderr.readline().startswith("specbeam: in each replica, the KV cache of tiny holds up to ")
             reader = threading.Thread(target=process.stderr.read)  # a full pipe would stop the server
             reader.start()
             cluster = Cluster(process, line.split()[-1].removesuffix("/v1"))

@@ -69,7 +69,10 @@ def add_to(commands: Any) -> None:
     add("--max-prompt-tokens", help="tokens of a prompt (default: the model's context)")
     add("--max-prompts", help="prompts in one request (default 128)")
     add("--max-beams", help="beams or texts for one prompt (default 32)")
-    add("--max-cache-tokens", help="tokens in the KV cache of each model (default: all share a quarter of the memory)")
+    add(
+        "--max-cache-tokens",
+        help="tokens in the KV cache of each model (default: enough for --max-requests)",
+    )
     add("--max-body-bytes", help="bytes of a request (default 4000000)")
     limits.add_argument(
         "--timeout", type=float, metavar="S", help="seconds after which a request ends with the text so far"
@@ -172,14 +175,19 @@ def _serve(
                     logs_prompts=given.log_prompts,
                 )
             )
+            caches = replicas.cache_limits()
             app: Starlette = make_front(replicas, limits, access)
         else:
-            app = make_app(Models(*load(), default_draft, limits), limits, access, logs_prompts=given.log_prompts)
+            models = Models(*load(), default_draft, limits)
+            caches = models.cache_limits
+            app = make_app(models, limits, access, logs_prompts=given.log_prompts)
         accept(bound)
         gc.collect()
         gc.freeze()  # a full collection need not look at models and libraries, while no text goes on
         print(f"specbeam: {names} at {page}v1", file=sys.stderr)
-        print(f"specbeam: the page is {page}", file=sys.stderr, flush=True)
+        print(f"specbeam: the page is {page}", file=sys.stderr)
+        for sentence in caches:
+            print(f"specbeam: {sentence} (--max-cache-tokens changes that)", file=sys.stderr, flush=True)
         Server(app, given.grace, when_ready and partial(when_ready, page)).run(sockets=[bound])
     return 0
 

@@ -290,3 +290,18 @@ class Engine:
     def cache_tokens(self) -> int:
         """Cache slots of the target in use by live requests."""
         return self._scheduler.used_slots
+
+    @property
+    def kept_tokens(self) -> int:
+        """Cache slots of the target that keep texts for later requests. Live requests take them when they need them."""
+        return self._memory.kept_slots
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the texts that are kept for later requests, on the target and on draft models."""
+        return self._memory.kept_bytes
+
+    @property
+    def max_cache_tokens(self) -> int:
+        """The most cache slots that live requests and kept texts may take together."""
+        return self._memory.cache_tokens

@@ -24,6 +24,8 @@ from specbeam.server.fields import SEEDS, Plan
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code, by which clients know that they have to shorten the conversation."""
 News = list[tuple[int, Piece | None]]
 """Pieces with the number of their request. None at the end of a request."""
 
@@ -114,14 +116,24 @@ class Call:
             ids = encode(lm, prompt, raw=self._raw)
         except SpecbeamError as error:
             raise Refusal(str(error), self._field) from error
-        if len(ids) + self._writes > (context := lm.backend.context_length):
+        begin = lm.backend.start_token_ids  # with an encoder, the text does not follow the prompt
+        if len(ids) + (begin is None) > (context := lm.backend.context_length):
             raise Refusal(
                 f"the prompt has {len(ids)} tokens, but the model's context holds {context}: shorten it",
                 self._field,
-                "context_length_exceeded",
+                TOO_LONG,
             )
         if most is not None and len(ids) > most:
-            raise Refusal(f"the prompt has {len(ids)} tokens, and this server's limit is {most}", self._field)
+            raise Refusal(f"the prompt has {len(ids)} tokens, and this server's limit is {most}", self._field, TOO_LONG)
+        asked, left = self.plan.asked, context - len(ids if begin is None else begin)
+        if asked is not None and asked > left:
+            name = self.plan.names["max_new_tokens"]
+            raise Refusal(
+                f"the prompt has {len(ids)} tokens and {name} is {asked}, but the model's context holds {context}: "
+                f"ask for at most {left} new tokens, or shorten the prompt",
+                name,
+                TOO_LONG,
+            )
         return ids
 
     def _submit_one(self, ids: list[int], options: Options, number: int) -> None:

@@ -23,8 +23,8 @@ class Limits:
         max_requests: requests that share a pass. A request for several texts counts once for each text, and a beam
             search once.
         max_waiting: requests that wait beside them.
-        max_cache_tokens: cache slots for the keys and values of each model's requests. By default all models share a
-            quarter of the memory.
+        max_cache_tokens: cache slots of each model, for live requests and kept texts together; None for enough slots
+            for ``max_requests`` typical requests (:func:`specbeam.server.models.default_caches`).
         timeout: seconds after which a request ends with the text so far; None for never.
 
     Raises:

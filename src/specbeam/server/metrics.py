@@ -29,6 +29,9 @@ LOADS = {
     "specbeam_live_requests": "Requests that share passes now.",
     "specbeam_waiting_requests": "Requests that wait for a place.",
     "specbeam_cache_tokens": "Slots of the KV cache that live requests use.",
+    "specbeam_kept_tokens": "Slots of the KV cache that keep texts for later requests.",
+    "specbeam_kept_bytes": "Bytes of the kept texts, also on draft models.",
+    "specbeam_max_cache_tokens": "The most slots of the KV cache, used and kept together.",
 }
 """The fields of :class:`specbeam.server.models.Load`."""
 

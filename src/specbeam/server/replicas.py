@@ -16,7 +16,7 @@ import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ray import serve
@@ -179,11 +179,7 @@ class Replica:
     ) -> None:
         os.environ.setdefault("SPECBEAM_THREADS", str(threads))  # other replicas use the other processors
         lms, drafts = load()
-        if limits.max_cache_tokens is None and sharers > 1:
-            backends = [lm.backend for lm in lms.values()]
-            slots = backends[0].memory_for_caches() // sharers // sum(backend.slot_bytes for backend in backends)
-            limits = replace(limits, max_cache_tokens=max(1, slots))
-        self._models = Models(lms, drafts, default_draft, limits)
+        self._models = Models(lms, drafts, default_draft, limits, sharers)
         self._app = make_app(self._models, limits, logs_prompts=logs_prompts)
         self._uncounted: deque[Tally] = deque(maxlen=MAX_UNCOUNTED)
         self._models.start()
@@ -231,6 +227,10 @@ class Replica:
         uncounted = [*self._uncounted]
         self._uncounted.clear()
         return State(self._models.ended, self._models.loads, uncounted)
+
+    async def cache_limits(self) -> list[str]:
+        """As for :class:`specbeam.server.models.Models`."""
+        return self._models.cache_limits
 
     async def stop(self, grace: float | None) -> None:
         """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
@@ -321,6 +321,11 @@ class Replicas:
         for tally in itertools.chain.from_iterable(state.uncounted for state in states):
             self.metrics.add(tally)
         return states
+
+    def cache_limits(self) -> list[str]:
+        """The limits of the caches in each replica for the operator, a sentence for each model."""
+        answers = self._broadcast("cache_limits").results(timeout_s=STATE_SECONDS)
+        return [f"in each replica, {sentence}" for sentence in answers[0]]
 
     async def stop(self, grace: float | None) -> None:
         """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
