@@ -126,7 +126,7 @@ class RequestState:
         self._strategy: Strategy | None = None
         self._wanted = NO_NODES  # nodes that the strategy asked about
         self._asked = NO_NODES  # the same ones in ascending order, as their rows of logits come
-        self._part = NO_NODES  # the asked nodes that are evaluated now, with their ancestors: all unless memory is short
+        self._part = NO_NODES  # the asked nodes that are evaluated now: all of them, unless memory is short
         self._wish: Wish | None = None  # what it asked; None for the logits
         self._step = Evaluate(NO_NODES)  # the latest of the strategy
         self._received: list[Tensor] = []
