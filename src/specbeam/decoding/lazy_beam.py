@@ -107,7 +107,7 @@ def lazy_round(
         guesses = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))
         guessed = np.setdiff1d(known.missing(guesses.nodes), wanted)
         wanted = np.union1d(wanted, guessed)
-    known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
+    known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed), or_fewer=True)))
     record.round(guessed, guesses.declined, wanted)
     lengths = tree.depths(wanted) - tree.prompt_length + 1
     closed, shortest = search.advance(known, lengths), lengths.min()

@@ -44,7 +44,7 @@ def speculative_round(tree: Tree, search: Search, record: Record, drafter: Draft
         return []
     wanted = known.missing(np.concatenate([search.beams, guesses.nodes]))
     guessed = np.setdiff1d(wanted, search.beams)
-    known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
+    known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed), or_fewer=True)))
     record.round(guessed, guesses.declined, wanted)
     steps = []
     while not search.done:

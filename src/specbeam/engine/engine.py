@@ -38,7 +38,8 @@ class Engine:
         max_batch_tokens: the most nodes per pass. Longer prompts are read in chunks, so that they do not hold up the
             requests that are generating.
         max_cache_tokens: cache slots for the keys and values of all live requests together. When they would not
-            suffice, the youngest request pauses: it gives up its slots and is read again later, to the same result. By
+            suffice, the youngest request pauses: it gives up its slots and is read again later, to the same result. One
+            text of full length has to fit: then a request finishes, whatever its beams and its draft would need. By
             default all engines of the process share a quarter of its memory, or four fifths of the GPU's free memory.
         max_waiting: the most requests that wait beside ``max_requests`` others. ``submit`` refuses further requests.
 

@@ -305,7 +305,7 @@ class Scheduler:
                 return [batch for batch in batches if batch]
             if not self.pause_youngest():
                 (request,) = self._live
-                request.ask_again(self.memory.too_small)
+                request.make_do(self.memory)
                 return []
             batches = [self.still_live(batch) for batch in batches]
 
