@@ -36,6 +36,7 @@ class Evaluate:
             the tokens to the tree pass by pass, in their order and without any others.
         ends: token ids after which no further pass is needed.
         beams: how the nodes go on as beams. None if one node goes on as one text.
+        any_logits: take the answer also if the logits are not finite. Else the engine raises :class:`NotFinite`.
     """
 
     nodes: Any
@@ -44,6 +45,7 @@ class Evaluate:
     ahead: int = 0
     ends: frozenset[int] = frozenset()
     beams: Beams | None = None
+    any_logits: bool = False
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,19 @@ import numpy as np
 
 from specbeam.decoding import Evaluate, Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.greedy import chosen, greedy_round
+from specbeam.decoding.greedy import chosen, greedy, greedy_round
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
+from specbeam.errors import NotFinite
 from specbeam.tree import Tree
 
 
 def speculative(tree: Tree, wish: Wishes, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:
-    """Choose tokens as the plain method does, for as long as they were guessed; the answers are all there."""
+    """Choose tokens as the plain method does, for as long as they were guessed; the answers are all there.
+
+    Where logits are not finite, it goes on without guesses: plain decoding may never meet these logits.
+    """
     while True:
         tip = tree.tip
         guesses = yield from drafter.propose(np.array([tip]), tree.scores([tip]))
@@ -30,7 +34,11 @@ def speculative(tree: Tree, wish: Wishes, stop: Stopping, record: Record, drafte
                 drafter.pace.learn(guesses, tree, steps=[])
             continue
         nodes = np.sort(np.array([tip, *guesses.nodes]))
-        answer = yield Evaluate(nodes, wish(tree, nodes, guesses.nodes))
+        try:
+            answer = yield Evaluate(nodes, wish(tree, nodes, guesses.nodes))
+        except NotFinite:
+            tree.keep(tip)
+            return (yield from greedy(tree, wish, stop, record))
         rows = {node: row for row, node in enumerate(nodes.tolist())}
         record.round(guesses.nodes, guesses.declined, nodes)
         steps = []
