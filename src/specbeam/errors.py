@@ -22,5 +22,12 @@ class TooManyNodes(SpecbeamError):
     """
 
 
+class NotFinite(SpecbeamError):
+    """Logits are NaN or +inf, or all of a row are -inf. So no token has a probability.
+
+    It is raised in the strategy, where it asked. One that asked about draft tokens may go on without them.
+    """
+
+
 class QueueFull(SpecbeamError):
     """An engine has as many unfinished requests as it takes. Submit the request again later."""

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from specbeam.backends.contract import Segment
 from specbeam.engine.slots import Slots
 from specbeam.engine.store import EngineCache, store_of
-from specbeam.errors import SpecbeamError
+from specbeam.errors import NotFinite, SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.prompts import encode
 from specbeam.selection import Answer, Wish
@@ -44,7 +44,8 @@ def score(
         Greedy is whether each token was the likeliest at its place.
 
     Raises:
-        SpecbeamError: a text has no context, or a token that is not in the model's vocabulary.
+        SpecbeamError: a text has no context, or a token that is not in the model's vocabulary. Also logits that are
+            not finite.
     """
     # In the order of their tokens, each context shares most with the one before. The longest one is the first, so that
     # a lack of memory shows early.
@@ -85,6 +86,11 @@ def _round(
         rows = [slice(end - len(segment.wanted), end) for end, segment in zip(ends, segments, strict=True)]
         wishes = [(part, tree.wish(nodes)) for part, (tree, nodes) in zip(rows, batch, strict=True)]
         answers = lm.backend.choose(logits, wishes)
+        if not all(answer.finite for answer in answers):
+            raise NotFinite(
+                f"a text has no score, because logits of {lm.source} are not finite: check its weights, or give "
+                "dtype='float32' if numbers overflow"
+            )
         for (tree, nodes), answer in zip(batch, answers, strict=True):
             tree.receive(nodes, answer)
     finished = [tree for tree in live if not len(tree.pending)]

@@ -39,6 +39,7 @@ class Evaluate:
         or_fewer: if memory is short, raise :class:`specbeam.errors.TooManyNodes` here: the strategy would rather go on
             with fewer nodes. Otherwise the engine evaluates the nodes in parts, and their ancestors again. The draft
             model's nodes are always such.
+        any_logits: take the answer also if the logits are not finite. Else the engine raises :class:`NotFinite`.
     """
 
     nodes: Any
@@ -48,6 +49,7 @@ class Evaluate:
     ends: frozenset[int] = frozenset()
     beams: Beams | None = None
     or_fewer: bool = False
+    any_logits: bool = False
 
 
 @dataclass(frozen=True)

@@ -15,20 +15,21 @@ from specbeam.decoding.greedy import chosen, greedy, greedy_round
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
-from specbeam.errors import TooManyNodes
+from specbeam.errors import NotFinite, TooManyNodes
 from specbeam.tree import Tree
 
 
 def speculative(tree: Tree, wish: Wishes, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:
     """Choose tokens as the plain method does, for as long as they were guessed; the answers are all there.
 
-    Where the memory cannot hold guesses, the text goes on without them.
+    Where the memory cannot hold guesses, or logits are not finite, the text goes on without guesses: plain decoding may
+    never meet these logits.
     """
     ended: list[Hypothesis] = []
     while not ended:
         try:
             ended = yield from speculative_round(tree, wish, stop, record, drafter)
-        except TooManyNodes:
+        except (NotFinite, TooManyNodes):
             tree.keep(tree.tip)
             ended = yield from greedy(tree, wish, stop, record)
     return ended

@@ -9,7 +9,7 @@ from specbeam.decoding import Answer, Evaluate, Strategy
 from specbeam.decoding.beam import Search, beam_round, beam_search
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.record import Record
-from specbeam.errors import TooManyNodes
+from specbeam.errors import NotFinite, TooManyNodes
 from specbeam.selection import gather
 from specbeam.tree import Nodes, Tree
 
@@ -21,13 +21,13 @@ def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter:
     plain search. A step does without a beam only where the beam cannot matter (the bound rule of ``BeamSearch``).
     Guesses that may still become beams keep their answers for the next round, but not their rows of logits. Where
     scores are equal, a step needs these rows, too. Then its beams are evaluated again. Where the memory cannot hold
-    guesses, the search goes on without them.
+    guesses, or their logits are not finite, the search goes on without them.
     """
     known = Known()
     while not search.done:
         try:
             yield from speculative_round(tree, search, record, drafter, known)
-        except TooManyNodes:
+        except (TooManyNodes, NotFinite):
             tree.keep(search.beams, search.finished_nodes)
             return (yield from beam_search(tree, search, record))
     return search.hypotheses()

@@ -86,6 +86,17 @@ class ModelState:
         if slots is not None:
             slots.close()
 
+    def lose(self, nodes: int) -> None:
+        """A pass over some nodes showed that a slot may hold numbers that are not finite: all are to be read again.
+
+        So are the slots of other requests that it began with.
+        """
+        self.passes += 1
+        self.nodes += nodes
+        self._shares = False
+        self.close()
+        self.open()
+
     @property
     def unread_source(self) -> list[int] | None:
         """Token ids that the encoder has to read before the next pass, if there are any."""

@@ -27,7 +27,7 @@ from specbeam.engine.request import Request
 from specbeam.engine.setup import make_setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy, may_be_lazy
 from specbeam.engine.wakeups import Wakeups
-from specbeam.errors import SpecbeamError, TooManyNodes
+from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.selection import Answer, Beams, Wish, select
@@ -130,6 +130,7 @@ class RequestState:
         self._wish: Wish | None = None  # what it asked; None for the logits
         self._step = Evaluate(NO_NODES)  # the latest of the strategy
         self._received: list[Tensor] = []
+        self._has_read_again = False  # because logits were not finite
         self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
 
     @property
@@ -301,6 +302,17 @@ class RequestState:
         """Whether no rows of the step come before those at the pending nodes, or after them."""
         return not self._received and len(self._part) == len(self._asked)
 
+    def is_sound(self, logits: Tensor, rows: slice, answers: list[Answer]) -> bool:
+        """Whether it can go on with its rows of logits, or with the answers about them.
+
+        No text depends on the logits of a draft model.
+        """
+        if self.drafting or self._step.any_logits:
+            return True
+        if answers:
+            return answers[0].finite
+        return rows.start == rows.stop or bool(logits[rows].amax(-1).isfinite().all())
+
     def receive(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer], ahead: int = 0) -> None:
         """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on.
 
@@ -337,6 +349,34 @@ class RequestState:
         if (alternatives := self._alternatives) is not None:
             alternatives.add(self._wanted, answers.pop())
         self._advance(self._answer(answers[0]) if answers else logits)
+
+    def refuse(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> None:
+        """Its logits at wanted ones among some pending nodes are not finite, and its pass was over no other tree.
+
+        The first time it reads all its tokens again. After that the strategy asks for other nodes, or the request ends.
+        Arguments are as for :meth:`receive`.
+        """
+        with self._failing_alone():
+            problem = self._not_finite(nodes, logits, rows, answers)
+            self._received = []
+            self._state.lose(len(nodes))
+            if self._has_read_again:
+                self._advance(problem)
+            else:
+                self.pending = self._state.slots.missing(self._asked)
+            self._has_read_again = True
+
+    def _not_finite(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> NotFinite:
+        wanted = self._asked[np.isin(self._asked, nodes)]
+        highest = answers[0].normalizers if answers else logits[rows].amax(-1).cpu().numpy()
+        passes, row = divmod(int(np.flatnonzero(~np.isfinite(highest))[0]), len(wanted))
+        there = (answers[0].logits if answers else logits[rows])[row]  # a backend that goes ahead stops there
+        found = "NaN" if there.isnan().any() else "+inf" if there.amax() > 0 else "-inf alone"
+        length = int(self._setup.tree.depths(wanted[row])) + 1 + passes
+        return NotFinite(
+            f"no token has a probability after {length} tokens, because the logits of {self._lm.source} hold {found}: "
+            "check its weights, or give dtype='float32' if numbers overflow"
+        )
 
     @property
     def _alternatives(self) -> Alternatives | None:
@@ -411,11 +451,11 @@ class RequestState:
         if slots.used + min(len(self.pending), memory.max_batch_tokens) > room:
             raise memory.too_small
 
-    def _advance(self, answer: Answer | Tensor | TooManyNodes | None) -> None:
+    def _advance(self, answer: Answer | Tensor | TooManyNodes | NotFinite | None) -> None:
         """Let the strategy take an answer and name the next nodes, or finish."""
         assert self._strategy is not None
         try:
-            step = self._strategy.throw(answer) if isinstance(answer, TooManyNodes) else self._strategy.send(answer)
+            step = self._strategy.throw(answer) if isinstance(answer, SpecbeamError) else self._strategy.send(answer)
             while isinstance(step, Hypothesis) or (step.drafting and self._draft not in self._states):
                 if isinstance(step, Hypothesis):
                     self._output.find(step)

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from specbeam.errors import QueueFull, SpecbeamError
+from specbeam.errors import NotFinite, QueueFull, SpecbeamError
 from specbeam.option_names import nearest_name
 from specbeam.options import Options
 
@@ -82,6 +82,8 @@ def refusal_of(error: Exception, names: Mapping[str, str], param: str | None = N
     if not isinstance(error, SpecbeamError):
         return failed()
     message = str(error)
+    if isinstance(error, NotFinite):
+        return Refusal(message, None, "internal_error", 500)
     if found := OPTION.search(message):
         param = names.get(found[0], found[0])
     message = OPTION.sub(lambda name: names.get(name[0], name[0]), message)

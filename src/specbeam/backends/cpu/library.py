@@ -16,7 +16,7 @@ from specbeam.errors import SpecbeamError
 
 NAME = "libspecbeam_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 """As in native/model.h. Raise both when a function or a structure changes."""
 
 

@@ -29,6 +29,7 @@
 namespace specbeam {
 
 static const char *const OUT_OF_MEMORY = "out of memory";
+constexpr int32_t NOT_FINITE = -2;  // a weight is NaN or infinite, or a scale is too large for a half float
 
 #define SPECBEAM_TABLE(isa) \
   namespace isa {           \
@@ -329,7 +330,7 @@ int64_t specbeam_matrix_bytes(int32_t format, int64_t rows, int64_t columns) {
 
 int32_t specbeam_format_of(int32_t type) { return format_of(type) == FORMAT_COUNT ? -1 : format_of(type); }
 
-// Returns 0, or -1 if the sizes do not fit.
+// Returns 0, -1 if the sizes do not fit, or NOT_FINITE.
 int32_t specbeam_pack(int32_t type, const uint8_t *source, int64_t bytes, int64_t rows, int64_t columns,
                       const int64_t *order, int64_t first, int64_t last, uint8_t *out) {
   if (specbeam_matrix_bytes(format_of(type), rows, columns) < 0 || columns % columns_per_block(type)) return -1;
@@ -337,15 +338,17 @@ int32_t specbeam_pack(int32_t type, const uint8_t *source, int64_t bytes, int64_
   if (first < 0 || last > blocks_of(rows)) return -1;
   for (int64_t row = 0; order && row < rows; row++)
     if (order[row] < 0 || order[row] >= rows) return -1;
-  for (int64_t block = first; block < last; block++) pack_block(type, source, rows, columns, order, block, out);
+  for (int64_t block = first; block < last; block++)
+    if (!pack_block(type, source, rows, columns, order, block, out)) return NOT_FINITE;
   return 0;
 }
 
+// Returns 0, -1 if the sizes do not fit, or NOT_FINITE.
 int32_t specbeam_quantize(int32_t format, const float *source, int64_t rows, int64_t columns, uint8_t *out) {
   if ((format != F32_ROWS && format != Q8 && format != Q4_MIN) || !source || !out) return -1;
   if (specbeam_matrix_bytes(format, rows, columns) < 0) return -1;
   for (int64_t block = 0; block < blocks_of(rows); block++)
-    quantize_block(Format(format), source, rows, columns, block, out);
+    if (!quantize_block(Format(format), source, rows, columns, block, out)) return NOT_FINITE;
   return 0;
 }
 
