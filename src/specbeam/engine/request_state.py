@@ -131,6 +131,7 @@ class RequestState:
         self._wish: Wish | None = None  # what it asked; None for the logits
         self._step = Evaluate(NO_NODES)  # the latest of the strategy
         self._received: list[Tensor] = []
+        self._show_error: Exception | None = None
         self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
 
     @property
@@ -247,6 +248,23 @@ class RequestState:
         return self._step.ahead if are_all and not self._received else 0
 
     @property
+    def is_read(self) -> bool:
+        """Whether somebody takes its text as it comes."""
+        return self.request.is_read
+
+    def can_show(self, nodes: Nodes) -> bool:
+        """Whether tokens can be handed out while passes go ahead. Without beams, each chosen token is certain."""
+        return self.request.can_be_shown and self.beams is None and nodes[-1] == self._setup.tree.tip
+
+    def show(self, answer: Answer) -> None:
+        """Hand out the tokens that passes ahead have chosen so far. An error ends the request after these passes."""
+        if self._show_error is None:
+            try:
+                self._output.show(answer)
+            except Exception as error:
+                self._show_error = error
+
+    @property
     def ends(self) -> frozenset[int]:
         """Token ids after which it needs no pass that goes ahead."""
         return self._step.ends
@@ -309,6 +327,8 @@ class RequestState:
         self._is_torn = False
 
     def _take(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer], ahead: int) -> None:
+        if self._show_error is not None:
+            raise self._show_error
         state = self._state
         self.pending = self.pending[len(nodes) :]
         state.evaluated(nodes, self.pending, ahead)
