@@ -327,8 +327,6 @@ class RequestState:
         self._is_torn = False
 
     def _take(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer], ahead: int) -> None:
-        if self._show_error is not None:
-            raise self._show_error
         state = self._state
         self.pending = self.pending[len(nodes) :]
         state.evaluated(nodes, self.pending, ahead)
@@ -363,8 +361,9 @@ class RequestState:
 
     def _answer(self, answer: Answer) -> Answer:
         """The answer to the strategy's wish. A caller's functions run here: they get all scores, and may fail."""
-        assert self._wish is not None
-        return select(answer.logits, self._wish, answer.normalizers) if self._wish.functions else answer
+        if self._show_error is not None:
+            raise self._show_error
+        return select(answer.logits, self._wish, answer.normalizers) if self._wish and self._wish.functions else answer
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
