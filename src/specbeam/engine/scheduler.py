@@ -286,8 +286,10 @@ class Scheduler:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)
             most = min(most, int(seconds / pass_times(backend, ahead=True).expected(nodes)))
-            if any(request.is_read and not request.can_show(nodes) for request, nodes in batch):
-                most = min(most, self.passes_unseen(batch))
+            if read := [one for one in batch if one[0].is_read]:
+                unseen = self.passes_unseen(batch)
+                can_show = all(request.can_show(nodes) for request, nodes in read)
+                most = most // unseen * unseen or most if can_show else min(most, unseen)
             bytes_per_pass = nodes * backend.slot_bytes
             room = (self.memory.room if len(batch) > 1 else self.memory.cache_bytes) - self.memory.held
             most = max(1, min(most, room // bytes_per_pass))
