@@ -173,9 +173,9 @@ def _found(engine: Engine, request: Request) -> Iterator[FoundSequence]:
 
 
 def _pieces(engine: Engine, request: Request) -> Iterator[Piece]:
-    more = True
+    pieces, more = request.pieces, True
     while more:
         more = engine.step()
-        while request.pieces:
-            yield request.pieces.popleft()
+        while pieces:
+            yield pieces.popleft()
     request.result()  # raises the error that ended the request, if any

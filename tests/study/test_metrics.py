@@ -16,6 +16,7 @@ from specbeam.study.metrics import (
     finished,
     of_corpus,
     of_record,
+    pieces,
     quality,
     repetition,
     time_by_component,
@@ -82,6 +83,7 @@ def make(
         "beams": beams or [{"text": text, "token_ids": list(token_ids), "score": -1.0}],
         "stats": stats,
         "times": [0.25, 0.75, 2.0],
+        "piece_tokens": [1, 1, 5],
         "error": None,
         "wall": 2.1,
     }
@@ -105,6 +107,8 @@ def test_the_metrics_of_a_record():
         "tokens_per_second": 20.0,
         "time_to_first_token": 0.25,
         "seconds": 2.0,
+        "time_per_token": pytest.approx(1750 / 6),  # 500 ms for a token, and then 1250 ms for five
+        "time_per_token_p95": pytest.approx(250 + 0.75 * 250),
         "gap_p50": pytest.approx(875.0),  # of 500 and 1250 ms
         "gap_p95": pytest.approx(500 + 0.95 * 750),
         "target_passes": 7,
@@ -126,10 +130,34 @@ def test_the_metrics_of_a_record():
 
 
 def test_an_empty_text_has_few_metrics():
-    metrics = of_record(make("", token_ids=[], times=[], references=["something"]))
-    for name in ("gap_p50", "gap_p95", "repetition", "distinct_1", "distinct_2"):
+    metrics = of_record(make("", token_ids=[], times=[], piece_tokens=[], references=["something"]))
+    for name in (
+        "time_per_token",
+        "time_per_token_p95",
+        "gap_p50",
+        "gap_p95",
+        "repetition",
+        "distinct_1",
+        "distinct_2",
+    ):
         assert metrics[name] is None
     assert metrics["bleu"] == metrics["rougeL"] == metrics["chrf"] == 0
+
+
+def test_time_per_token_is_the_same_for_tokens_that_come_one_by_one_and_several_at_a_time():
+    one_by_one = pieces([0.1 * n for n in range(1, 10)], [1] * 9)
+    at_once = pieces([0.1, 0.5, 0.9], [1, 4, 4])
+    assert at_once["time_per_token"] == pytest.approx(one_by_one["time_per_token"]) == pytest.approx(100)
+    assert at_once["time_per_token_p95"] == pytest.approx(one_by_one["time_per_token_p95"])
+    assert at_once["gap_p50"] == pytest.approx(4 * one_by_one["gap_p50"])
+
+
+def test_results_of_earlier_versions_lack_the_tokens_of_pieces():
+    record = make()
+    del record["piece_tokens"]
+    metrics = of_record(record)
+    assert metrics["time_per_token"] is metrics["time_per_token_p95"] is None
+    assert metrics["gap_p50"] == pytest.approx(875.0)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class Engine:
         self.lm = lm
         self._memory = Memory(lm.backend, max_batch_tokens, max_cache_tokens)
         self._wakeups = Wakeups()
-        self._scheduler = Scheduler(max_requests, max_batch_tokens, max_waiting, self._memory)
+        self._scheduler = Scheduler(max_requests, max_batch_tokens, max_waiting, self._memory, self._wakeups)
         self._thread = EngineThread(self._scheduler, self._wakeups)
 
     def submit(

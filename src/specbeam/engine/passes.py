@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate, chain, islice, pairwise
 from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
@@ -45,7 +44,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     alone: Batch = []
     backend, start = batch[0][0].backend, time.perf_counter()  # a request that goes on may ask its other model
     try:
-        logits, parts, answers, passes = _forward(batch, scheduler.passes_at_once(batch), scheduler.news)
+        logits, parts, answers, passes = _forward(batch, scheduler)
     except Exception as error:
         failure = forget_frames(error)
     else:
@@ -76,12 +75,8 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     return fine
 
 
-def _forward(batch: Batch, passes: int, halt: NDArray[np.int32]) -> tuple[Tensor, list[slice], list[list[Answer]], int]:
+def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], list[list[Answer]], int]:
     """Run a pass, or several where the backend goes on by itself.
-
-    Args:
-        passes: the most that the backend may run by itself, each over the tokens that the one before has chosen.
-        halt: int32 [1], not 0 if the pass that runs is to be the last.
 
     Returns:
         The logits, float32 [n, vocab], each request's rows of them, and the answers to its wishes about them. Last, the
@@ -89,6 +84,7 @@ def _forward(batch: Batch, passes: int, halt: NDArray[np.int32]) -> tuple[Tensor
     """
     backend = batch[0][0].backend
     start = time.perf_counter()
+    passes = scheduler.passes_at_once(batch)
     if unread := [state for request, _ in batch for state in request.unread_sources]:
         _encode(cast(EncodingBackend, backend), unread)
     segments = [request.segment(nodes, passes - 1) for request, nodes in batch]
@@ -98,7 +94,11 @@ def _forward(batch: Batch, passes: int, halt: NDArray[np.int32]) -> tuple[Tensor
     if passes > 1:
         ends = frozenset[int]().union(*(request.ends for request, _ in batch))
         own_wishes, beams = [wish for _, wish in asked], [request.beams for request, _ in batch]
-        found = cast(AheadBackend, backend).forward_ahead(segments, own_wishes, beams, passes, ends, halt)
+        every = scheduler.passes_unseen(batch)
+        show = partial(_show, batch, scheduler) if every < passes and any(one.is_read for one, _ in batch) else None
+        found = cast(AheadBackend, backend).forward_ahead(
+            segments, own_wishes, beams, passes, ends, scheduler.news, every, show
+        )
         logits, passes = NO_LOGITS, len(found[0].tokens) // len(segments[0].tokens)
     else:
         logits = backend.forward(segments)
@@ -131,6 +131,14 @@ def _receive_sound(batch: Batch, logits: Tensor, parts: list[slice], answers: li
         else:
             alone.append((request, nodes))
     return alone
+
+
+def _show(batch: Batch, scheduler: Scheduler, answers: list[Answer]) -> None:
+    """Hand out what passes that go ahead have chosen so far to its readers."""
+    for (request, nodes), answer in zip(batch, answers, strict=True):
+        if request.is_read and request.can_show(nodes):
+            request.show(answer)
+    scheduler.wakeups.send(in_round=True)
 
 
 def _encode(backend: EncodingBackend, states: list[ModelState]) -> None:

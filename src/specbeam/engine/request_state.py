@@ -131,6 +131,7 @@ class RequestState:
         self._step = Evaluate(NO_NODES)  # the latest of the strategy
         self._received: list[Tensor] = []
         self._has_read_again = False  # because logits were not finite
+        self._show_error: Exception | None = None
         self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
 
     @property
@@ -250,6 +251,23 @@ class RequestState:
             return 0
         are_all = len(nodes) == len(self.pending) == len(self._asked) and self._asked is self._wanted
         return self._step.ahead if are_all and self._is_whole else 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody takes its text as it comes."""
+        return self.request.is_read
+
+    def can_show(self, nodes: Nodes) -> bool:
+        """Whether tokens can be handed out while passes go ahead. Without beams, each chosen token is certain."""
+        return self.request.can_be_shown and self.beams is None and nodes[-1] == self._setup.tree.tip
+
+    def show(self, answer: Answer) -> None:
+        """Hand out the tokens that passes ahead have chosen so far. An error ends the request after these passes."""
+        if self._show_error is None:
+            try:
+                self._output.show(answer)
+            except Exception as error:
+                self._show_error = error
 
     @property
     def ends(self) -> frozenset[int]:
@@ -394,8 +412,9 @@ class RequestState:
 
     def _answer(self, answer: Answer) -> Answer:
         """The answer to the strategy's wish. A caller's functions run here: they get all scores, and may fail."""
-        assert self._wish is not None
-        return select(answer.logits, self._wish, answer.normalizers) if self._wish.functions else answer
+        if self._show_error is not None:
+            raise self._show_error
+        return select(answer.logits, self._wish, answer.normalizers) if self._wish and self._wish.functions else answer
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""

@@ -27,16 +27,14 @@ def of_record(record: Record) -> dict[str, float | None]:
     """The metrics of one generation, which did not fail.
 
     Returns:
-        FROM_STATS as in :class:`specbeam.results.Stats`. gap_p50 and gap_p95: percentiles of the milliseconds between
-        pieces of streamed text. repetition, distinct_1 and distinct_2: of the text, as :func:`repetition` and
-        :func:`distinct` compute them. The metrics of :func:`diversity`. If there are references, the metrics of
+        FROM_STATS as in :class:`specbeam.results.Stats`. The metrics of :func:`pieces`. repetition, distinct_1 and
+        distinct_2: of the text, as :func:`repetition` and :func:`distinct` compute them. The metrics of
+        :func:`diversity`. If there are references, the metrics of
         :func:`quality`. None where there is nothing to measure.
     """
     stats = record["stats"]
     metrics = {name: stats.get(name) for name in FROM_STATS}  # results of earlier versions lack some
-    gaps = np.diff(record["times"]) * 1000
-    for percentile in (50, 95):
-        metrics[f"gap_p{percentile}"] = float(np.percentile(gaps, percentile)) if len(gaps) else None
+    metrics |= pieces(record["times"], record.get("piece_tokens"))
     metrics["repetition"] = repetition(record["token_ids"])
     metrics |= {f"distinct_{n}": distinct([record["token_ids"]], n) for n in (1, 2)}
     metrics |= diversity(record["beams"])
@@ -57,6 +55,29 @@ FROM_STATS = (
     "peak_memory",
     "new_tokens",
 )
+
+
+def pieces(times: Sequence[float], tokens: Sequence[int] | None) -> dict[str, float | None]:
+    """How steadily a text came, in milliseconds.
+
+    Methods that deliver several tokens at once have longer gaps and as many tokens per second. So time is counted per
+    token: the tokens of a piece share the time since the piece before. The first piece has the time to the first token.
+
+    Args:
+        times: when each piece of text came, in seconds.
+        tokens: the tokens of each piece. None for results of earlier versions, which lack them.
+
+    Returns:
+        time_per_token: the mean. time_per_token_p95: of all tokens, the 95th percentile. gap_p50 and gap_p95:
+        percentiles of the times between pieces.
+    """
+    gaps = np.diff(times) * 1000
+    of_tokens = np.repeat(gaps / tokens[1:], tokens[1:]) if tokens is not None else np.empty(0)
+    return {
+        "time_per_token": float(of_tokens.mean()) if len(of_tokens) else None,
+        "time_per_token_p95": float(np.percentile(of_tokens, 95)) if len(of_tokens) else None,
+        **{f"gap_p{share}": float(np.percentile(gaps, share)) if len(gaps) else None for share in (50, 95)},
+    }
 
 
 def ngrams(token_ids: Sequence[int], n: int) -> list[tuple[int, ...]]:

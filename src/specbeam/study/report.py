@@ -37,8 +37,8 @@ COLUMNS = [
 # The columns of the second table.
 MORE_COLUMNS = [
     ("seconds", "seconds", 1.0),
-    ("median gap, ms", "gap_p50", 1.0),
-    ("95% gap, ms", "gap_p95", 1.0),
+    ("ms per token", "time_per_token", 1.0),
+    ("95% of ms per token", "time_per_token_p95", 1.0),
     ("peak memory, GB", "peak_memory", 1e-9),
     ("new tokens", "new_tokens", 1.0),
     ("beams evaluated, %", "evaluated_beams", 100.0),
@@ -53,6 +53,9 @@ MORE_COLUMNS = [
     ("ROUGE-2", "rouge2", 1.0),
     ("BLEU", "bleu", 1.0),
 ]
+
+NOT_SHOWN = ("gap_p50", "gap_p95")
+"""Metrics for readers of ``summary.json`` alone. Gaps between pieces say little where pieces have several tokens."""
 
 
 def write_report(
@@ -358,7 +361,7 @@ def table(summary: Mapping[str, Any]) -> Table:
 
 def more_metrics(methods: list[Mapping[str, Any]]) -> Table:
     """The other metrics. A metric that has no heading here is shown under its own name."""
-    known = {"tokens_per_second", *(name for _, name, _ in COLUMNS + MORE_COLUMNS)}
+    known = {"tokens_per_second", *NOT_SHOWN, *(name for _, name, _ in COLUMNS + MORE_COLUMNS)}
     others = [(n, n, 1.0) for n in measured(methods) if n not in known and not n.startswith("perplexity ")]
     columns = metric_columns(methods, MORE_COLUMNS + others)
     for name, heading in (("bleu", "corpus BLEU"), ("chrf", "corpus chrF")):

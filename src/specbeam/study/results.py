@@ -251,7 +251,7 @@ def write_parquet(path: Path, records: Iterable[Record]) -> None:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if name in ("token_ids", "times", "references"):
+    if name in ("token_ids", "times", "piece_tokens", "references"):
         return value
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
 

@@ -70,7 +70,7 @@ class Work:
             few = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"]), "min_new_tokens": 0}
             self._run(lm, prompt, few, draft, how)
             self._warm.add(method.name)
-        result, times = self._run(lm, prompt, options, draft, how)
+        result, times, tokens = self._run(lm, prompt, options, draft, how)
         stats = result.to_dict()["stats"]
         return {
             "rendered": show_prompt(lm, prompt, **how) if self.study.debug.render_input_text else None,
@@ -81,6 +81,7 @@ class Work:
             "stats": stats,
             "draft_precision": draft.precision if isinstance(draft, LanguageModel) else None,
             "times": times,
+            "piece_tokens": tokens,
         }
 
     def recording(self, messages: list[dict[str, str]], record: Record) -> list[Event]:
@@ -90,7 +91,7 @@ class Work:
         prompt, how = self._asked(lm, messages)
         seed = seed_of(self.study, record["row"], record["turn"], record["repeat"])
         chosen = Options.of(self._options(method, seed) | {"trace": True, "top_logprobs": LIKELIEST})
-        result, _ = self._run(lm, prompt, chosen, draft, how)
+        result, *_ = self._run(lm, prompt, chosen, draft, how)
         name = draft.source if isinstance(draft, LanguageModel) else draft
         return [finite(event) for event in events(lm, encode(lm, prompt, **how), chosen, name, result)]
 
@@ -126,17 +127,26 @@ class Work:
             return messages[-1]["content"], {"raw": chat.raw}
         return messages, {"system": chat.system_prompt if chat.use_system_prompt else None}
 
-    def _run(self, lm: LanguageModel, prompt: Any, options: Any, draft: Any, how: Any) -> tuple[Any, list[float]]:
-        """A result, and the seconds after which each piece of its text came."""
+    def _run(
+        self, lm: LanguageModel, prompt: Any, options: Any, draft: Any, how: Any
+    ) -> tuple[Any, list[float], list[int]]:
+        """A result, the seconds after which each piece of its text came, and the tokens of each piece."""
         engine = Engine(lm)
         start = time.perf_counter()
         request = engine.submit(prompt, options, draft=draft, **how)
+        pieces, more = request.pieces, True
         times: list[float] = []
-        while engine.step():
-            if any(piece.text for piece in request.pieces):
+        tokens: list[int] = []
+        waiting = 0  # tokens whose text has not come
+        while more:
+            more = engine.step()
+            waiting += sum(len(piece.token_ids) for piece in pieces)
+            if waiting and any(piece.text for piece in pieces):
                 times.append(time.perf_counter() - start)
-            request.pieces.clear()
-        return request.result(), times
+                tokens.append(waiting)
+                waiting = 0
+            pieces.clear()
+        return request.result(), times, tokens
 
     def _load(self, source: str | None, how: Mapping[str, Any]) -> LanguageModel:
         assert source is not None
