@@ -1,11 +1,15 @@
 """Fields that cannot be honoured are refused, in OpenAI's shape and with the name of the field. Nothing is ignored."""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 from openai import BadRequestError, NotFoundError
 
+from specbeam import prompts
 from specbeam.server.limits import Limits
+from tests.conftest import byte_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 PROMPT = {"prompt": "Hi"}
@@ -242,6 +246,34 @@ def test_a_prompt_and_new_tokens_that_the_context_cannot_hold_together(served, p
 def test_without_a_number_of_new_tokens_a_text_may_fill_the_context(served, path, prompt):
     usage = served.post(path, **prompt, temperature=0, ignore_eos=True).json()["usage"]
     assert usage["total_tokens"] == 256
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "fields"),
+    [
+        ("/v1/completions", "prompt", {"prompt": "a" * 20_000}),
+        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "a" * 20_000}]}),
+        ("/v1/responses", "input", {"input": "a" * 20_000}),
+    ],
+)
+def test_a_far_longer_prompt_is_not_tokenized(served, start, chat_lm, monkeypatch, path, field, fields):
+    monkeypatch.setattr(prompts, "tokenize", None)
+    error = served.refused(path, **fields)
+    assert re.fullmatch(
+        r"the prompt has at least 2,5\d\d tokens, but the model's context holds 256: shorten it", error["message"]
+    )
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    with start({"tiny": chat_lm}, limits=Limits(max_prompt_tokens=20)) as server:
+        error = server.refused(path, **fields)
+        assert re.fullmatch(r"the prompt has at least 2,5\d\d tokens, and this server's limit is 20", error["message"])
+
+
+def test_a_hostile_chat_template_costs_one_request(start, chat_lm):
+    hostile = replace(chat_lm, tokenizer=byte_tokenizer("{{ 'a' * 10**9 }}"))
+    with start({"tiny": chat_lm, "hostile": hostile}) as server:
+        error = server.refused("/v1/chat/completions", model="hostile", **CHAT)
+        assert error["message"].endswith("refuses these messages: it needs more than 256 MB of memory")
+        assert server.post("/v1/chat/completions", **CHAT).status_code == 200
 
 
 def test_no_message_shows_where_files_are(served, chat_lm):

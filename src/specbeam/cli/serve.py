@@ -17,6 +17,7 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any
 
+from specbeam import chat_templates
 from specbeam.cli.arguments import DEFAULT_MODEL, LOOKUPS, add_placement_to, check_source, completer
 from specbeam.errors import SpecbeamError
 
@@ -235,6 +236,7 @@ def _load(
     placement: dict[str, Any], sources: Sequence[tuple[str, str]], drafts: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, LanguageModel], dict[str, LanguageModel]]:
     """The models and the draft models, by their names."""
+    chat_templates.render.start()  # while this process imports and loads
     from specbeam.model import Placement, load
     from specbeam.server.models import check_memory
 

@@ -23,7 +23,7 @@ from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.prompts import Prompt, encode
+from specbeam.prompts import Prompt, encode, room
 from specbeam.whole_steps import whole_step
 
 Key = TypeVar("Key")
@@ -165,7 +165,7 @@ class Engine:
         chosen = Options.of(options or {})
         draft = load_draft(self.lm, draft)
         check_draft(self.lm, draft, chosen)
-        ids = encode(self.lm, prompt, system=system, raw=raw)
+        ids = encode(self.lm, prompt, system=system, raw=raw, most=room(self.lm))
         state = RequestState(
             self.lm,
             ids,

@@ -7,8 +7,10 @@ import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -35,6 +37,8 @@ from specbeam.server.rounds import WatchedRequest
 from specbeam.server.streams import ClientGone, EventStream, while_connected
 from specbeam.server.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
 
+T = TypeVar("T")
+
 logger = logging.getLogger("specbeam.server")
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status in the log for a client that went away. Nobody receives it."""
@@ -43,6 +47,8 @@ MAX_SHORT_BODY_BYTES = 8192
 
 So requests that come together are submitted together, and their prompts share a pass.
 """
+LONG_BODY_BYTES, MAX_LONG_BODIES = 1 << 18, 2
+"""Of longer bodies, two become tokens at a time. Each may take seconds and hundreds of megabytes."""
 
 
 class ErrorBody(BaseModel):
@@ -112,6 +118,7 @@ def make_app(
     """
     limits, access, life = limits or Limits(), access or Access(), Life()
     metrics, arrivals = Metrics(), Arrivals()
+    long_bodies = ThreadPoolExecutor(MAX_LONG_BODIES, "specbeam-tokenizing")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -134,6 +141,13 @@ def make_app(
     app.router.route_class = StrictRoute
     protect(app, limits, access, metrics, life)
 
+    async def tokenizing(request: Request, work: Callable[[], T]) -> T:
+        """The outcome of work that makes tokens of a request's body, in a thread."""
+        if len(await request.body()) <= LONG_BODY_BYTES:
+            return await asyncio.to_thread(work)
+        _give_turn(request)  # so that short requests do not wait for it
+        return await asyncio.get_running_loop().run_in_executor(long_bodies, work)
+
     async def generate(fields: Generation, request: Request) -> Response:
         """Answer a request for texts, whole or as a stream."""
         notes = request.scope["specbeam"]
@@ -143,12 +157,11 @@ def make_app(
             if logs_prompts:
                 notes["prompts"] = call.prompts
             await arrivals.pause()
-            if call.is_one_text and len(await request.body()) <= MAX_SHORT_BODY_BYTES:
+            if call.is_quick and len(await request.body()) <= MAX_SHORT_BODY_BYTES:
                 call.submit()
             else:
-                await while_connected(request.receive, asyncio.to_thread(call.submit), call)
-            if "turn" in notes:  # it is in the process of the client's connection
-                notes["turn"].close()
+                await while_connected(request.receive, tokenizing(request, call.submit), call)
+            _give_turn(request)
             answer = fields.answer(call)
             if fields.stream:
                 return EventStream(answer.frames(), call)
@@ -182,11 +195,11 @@ def make_app(
 
     @app.post("/tokenize")
     async def tokenize(fields: TokenizeRequest, request: Request) -> Response:
-        return json_response(await asyncio.to_thread(fields.answer, _models(request).get(fields.model)))
+        return json_response(await tokenizing(request, partial(fields.answer, _models(request).get(fields.model))))
 
     @app.post("/detokenize")
     async def detokenize(fields: DetokenizeRequest, request: Request) -> Response:
-        return json_response(await asyncio.to_thread(fields.answer, _models(request).get(fields.model)))
+        return json_response(await tokenizing(request, partial(fields.answer, _models(request).get(fields.model))))
 
     @app.get("/tokenizer_info")
     async def about_tokenizer(request: Request, model: str | None = None) -> Response:
@@ -283,6 +296,12 @@ def _models(request: Request) -> Models:
     """
     models: Models = request.app.state.models
     return models
+
+
+def _give_turn(request: Request) -> None:
+    """Let the next request begin. The turns are in the process of the client's connection."""
+    if (turn := request.scope["specbeam"].get("turn")) is not None:
+        turn.close()
 
 
 def _about(model: ServedModel) -> dict[str, Any]:
