@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.checkpoints.code import refusing
+from specbeam.control_tokens import ControlTokens
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 
@@ -34,7 +35,14 @@ def is_batch(prompt: Any) -> bool:
     return isinstance(prompt[0], str | Sequence) or getattr(prompt[0], "ndim", 0) == 1
 
 
-def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False) -> list[int]:
+def encode(
+    lm: LanguageModel,
+    prompt: Any,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    control_tokens: ControlTokens | None = None,
+) -> list[int]:
     """Token ids of one prompt.
 
     Args:
@@ -44,6 +52,7 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
             the assistant begins its answer.
         system: a system message to put first. It is refused beside one in the messages.
         raw: use no chat template. Messages and the system message are joined by blank lines.
+        control_tokens: of the model's tokenizer, to read those in messages as text. Without it they are control tokens.
 
     Raises:
         SpecbeamError: an empty prompt, one of another kind, messages the chat template refuses, or two sources of the
@@ -55,8 +64,14 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
     if lm.tokenizer is None:
         raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a model with its tokenizer")
     templated = not raw and bool(lm.tokenizer.chat_template)
-    text = render(lm.tokenizer, messages) if templated else "\n\n".join(message["content"] for message in messages)
-    ids: list[int] = tokenize(lm.tokenizer, text, add_special_tokens=not templated).input_ids
+    hidden = control_tokens.hide(messages) if control_tokens is not None and templated else None
+    if control_tokens is not None and hidden is not None:
+        messages, stand_ins = hidden
+        text = control_tokens.show(render(lm.tokenizer, messages), stand_ins)
+        ids = control_tokens.ids(tokenize(control_tokens.tokenizer, text, add_special_tokens=False).input_ids)
+    else:
+        text = render(lm.tokenizer, messages) if templated else "\n\n".join(message["content"] for message in messages)
+        ids = tokenize(lm.tokenizer, text, add_special_tokens=not templated).input_ids
     if not ids:
         raise SpecbeamError("the prompt has no tokens: give at least one")
     for i in ids:

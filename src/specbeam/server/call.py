@@ -17,7 +17,6 @@ from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
-from specbeam.prompts import encode
 from specbeam.results import Piece, Result
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import SEEDS, Plan
@@ -111,7 +110,7 @@ class Call:
     def _encode(self, prompt: Any) -> list[int]:
         lm, most = self.model.lm, self._limits.max_prompt_tokens
         try:
-            ids = encode(lm, prompt, raw=self._raw)
+            ids = self.model.encode(prompt, raw=self._raw)
         except SpecbeamError as error:
             raise Refusal(str(error), self._field) from error
         if len(ids) + self._writes > (context := lm.backend.context_length):
