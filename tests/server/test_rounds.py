@@ -81,7 +81,9 @@ def test_a_client_that_goes_away_frees_its_request(served, log):  # noqa: F811
         next(response.iter_lines())
         gate = Gate(served.models.get(None).engine)
     with gate:
-        wait_for(served, lambda: 'endpoint="/rounds/completions",outcome="cancelled"}' in served.http.get("/metrics").text)
+        wait_for(
+            served, lambda: 'endpoint="/rounds/completions",outcome="cancelled"}' in served.http.get("/metrics").text
+        )
     gate.request.result(60)
     assert " cancelled " in log.next("/rounds/completions")
     assert served.models.get(None).engine.live == 0

@@ -77,15 +77,15 @@ class Asked:
 
     Attributes:
         scope: of ASGI, without what cannot go to another process.
-        request_id: for the replica's log.
         body: the whole body.
         blocks: hashes of the beginnings of the prompt, each one block longer than the one before.
+        request_id: for the replica's log.
     """
 
     scope: dict[str, Any]
-    request_id: str
     body: bytes
     blocks: Sequence[bytes]
+    request_id: str
 
 
 class State(NamedTuple):
@@ -274,7 +274,7 @@ class Replicas:
         try:
             body = await _whole_body(receive)
             blocks = blocks_of(body) if scope["method"] == "POST" else ()
-            asked = Asked(_plain(scope), notes["id"], body, blocks)
+            asked = Asked(_plain(scope), body, blocks, notes["id"])
             await while_connected(receive, self._answer(asked, notes, send))
         except ClientGone:
             notes["outcome"] = "cancelled"
