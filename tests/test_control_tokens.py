@@ -139,6 +139,29 @@ def test_what_answers_show_stays_a_token_in_the_next_turn():
         assert read(tokenizer, messages).count(think) == count
 
 
+def test_an_answer_that_was_begun_is_continued():
+    tokenizer = TOKENIZERS["plain"]
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "a<|im_end|> b "}]
+    ids = read(tokenizer, messages)
+    assert names(tokenizer, ids) == ["<s>", "<|im_start|>", "<|im_end|>", "<|im_start|>"]
+    assert tokenizer.decode(ids).endswith("<|im_start|>assistant\na<|im_end|> b ")
+
+
+def test_a_vocabulary_with_gaps():
+    """The next id is not free, so only messages without control tokens are read."""
+    made = Tokenizer(models.BPE({"a": 0, "<s>": 1, "<": 2, "b": 4}, []))
+    made.add_special_tokens([AddedToken("<s>")])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=made, chat_template="{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+    )
+    gaps = Model(tokenizer)
+    gaps.backend.vocab_size = 5
+    tokens = ControlTokens(tokenizer)
+    assert encode(gaps, [{"role": "user", "content": "a<b"}], control_tokens=tokens) == [1, 0, 2, 4]
+    with pytest.raises(SpecbeamError, match="as text: leave them out"):
+        encode(gaps, [{"role": "user", "content": "a<s>"}], control_tokens=tokens)
+
+
 def test_a_turn_begins_as_the_one_before():
     """So that prefixes are shared."""
     tokenizer = TOKENIZERS["plain"]

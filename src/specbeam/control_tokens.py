@@ -69,9 +69,8 @@ class ControlTokens:
         names = self._special if message.get("role") == "assistant" else self._control
 
         def hide(text: str) -> str:
-            while starts := [
-                start for name, start, _ in self._find(text) if name in names
-            ]:  # again: tokens may overlap
+            # Once more after each change, since tokens may overlap.
+            while starts := [start for name, start, _ in self._find(text) if name in names]:
                 characters = [*text]
                 for start in starts:
                     characters[start] = stand_ins[characters[start]]
@@ -131,10 +130,9 @@ class ControlTokens:
             tokens.append(AddedToken(names[i], normalized=token.normalized and not is_control, **how))
         ours.add_tokens(tokens)
         ids: dict[Any, int] = {ours.token_to_id(name): i for i, name in names.items()}
+        # Where a vocabulary has gaps, the next ids may not be free.
         if any(theirs.model.id_to_token(ours_has) not in (None, names[i]) for ours_has, i in ids.items()):
-            raise _unreadable(
-                "the control tokens"
-            )  # the model's vocabulary has gaps, so ids of added tokens are not free
+            raise _unreadable("the control tokens")
         reader = copy.copy(self._theirs)
         reader._tokenizer = ours
         return reader, ids
