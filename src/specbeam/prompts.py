@@ -12,6 +12,7 @@ from torch import Tensor
 
 from specbeam import chat_templates
 from specbeam.checkpoints.code import refusing
+from specbeam.control_tokens import ControlTokens
 from specbeam.errors import SpecbeamError
 from specbeam.machine import return_free_memory
 from specbeam.model import LanguageModel
@@ -41,7 +42,13 @@ def is_batch(prompt: Any) -> bool:
 
 
 def encode(
-    lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False, most: int | None = None
+    lm: LanguageModel,
+    prompt: Any,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    most: int | None = None,
+    control_tokens: ControlTokens | None = None,
 ) -> list[int]:
     """Token ids of one prompt.
 
@@ -53,6 +60,7 @@ def encode(
         system: a system message to put first. It is refused beside one in the messages.
         raw: use no chat template. Messages and the system message are joined by blank lines.
         most: the most tokens that it may have. Of a text that has far more, not all is tokenized.
+        control_tokens: of the model's tokenizer, to read those in messages as text. Without it they are control tokens.
 
     Raises:
         PromptTooLong: it has more than ``most`` tokens.
@@ -60,23 +68,32 @@ def encode(
             system message.
     """
     messages = check(lm, prompt, system=system)
-    ids: list[int] = messages if isinstance(messages[0], int) else _encode_text(lm, messages, raw, most)
+    ids: list[int] = messages if isinstance(messages[0], int) else _encode_text(lm, messages, raw, most, control_tokens)
     if most is not None and len(ids) > most:
         raise too_long(lm, f"{len(ids):,}")
     return ids
 
 
-def _encode_text(lm: LanguageModel, messages: list[Message], raw: bool, most: int | None) -> list[int]:
+def _encode_text(
+    lm: LanguageModel, messages: list[Message], raw: bool, most: int | None, control_tokens: ControlTokens | None
+) -> list[int]:
     if lm.tokenizer is None:
         raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a model with its tokenizer")
     templated = not raw and bool(lm.tokenizer.chat_template)
-    text = render(lm.tokenizer, messages) if templated else "\n\n".join(message["content"] for message in messages)
+    tokenizer, hidden = lm.tokenizer, None
+    if control_tokens is not None and templated and (hidden := control_tokens.hide(messages)) is not None:
+        messages, stand_ins = hidden
+        tokenizer, text = control_tokens.tokenizer, control_tokens.show(render(lm.tokenizer, messages), stand_ins)
+    else:
+        text = render(lm.tokenizer, messages) if templated else "\n\n".join(message["content"] for message in messages)
     if most is not None:
         check_unicode(text)
-        least = least_tokens(lm.tokenizer, text, most, lambda beginning: len(token_ids(lm.tokenizer, beginning)))
+        least = least_tokens(tokenizer, text, most, lambda beginning: len(token_ids(tokenizer, beginning)))
         if least > most:
             raise too_long(lm, f"at least {least:,}")
-    ids = token_ids(lm.tokenizer, text, add_special_tokens=not templated)
+    ids = token_ids(tokenizer, text, add_special_tokens=not templated)
+    if control_tokens is not None and hidden is not None:
+        ids = control_tokens.ids(ids)
     if not ids:
         raise SpecbeamError("the prompt has no tokens: give at least one")
     for i in ids:

@@ -28,9 +28,14 @@ PROMPT = {"prompt": "Hi"}
             ("n", {"n": True}),
             ("n", {"n": 4, "num_beams": 2}),
             ("seed", {"seed": 1.5}),
+            ("seed", {"seed": 2**64}),
+            ("seed", {"seed": -(2**63) - 1}),
             ("logit_bias", {"logit_bias": {"99999": 1}}),
             ("logit_bias", {"logit_bias": {"a": 1}}),
             ("logit_bias", {"logit_bias": {"1": 1e9}}),
+            ("logit_bias", {"logit_bias": {"1": -10001}}),
+            ("logit_bias", {"logit_bias": {"1_0": 1}}),
+            ("logit_bias", {"logit_bias": {"+1": 1}}),
             ("stop", {"stop": ""}),
             ("stop", {"stop": 5}),
             ("max_tokens", {"max_tokens": -1}),
@@ -172,6 +177,39 @@ def test_a_value_that_would_be_ignored_or_guessed(served, body, param):
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert ("twice" if param else "UTF-8") in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("", "the body is empty: send a JSON object"),
+        (" \n", "the body is empty: send a JSON object"),
+        ("{", "the body is cut off: its JSON ends too early, at line 1, column 2"),
+        ('{"prompt": "a', "the body is cut off: its JSON ends too early, at line 1, column 14"),
+        ('{"prompt": "a",\n "max_tokens": 1', "the body is cut off: its JSON ends too early, at line 2, column 17"),
+        ('{"prompt": "a", "stream": tru', "the body is cut off: its JSON ends too early, at line 1, column 30"),
+        ('{"prompt": "a"} x', "the body is not valid JSON: Extra data at line 1, column 17"),
+        ('{"prompt": "a",\n}', "the body is not valid JSON: "),
+        ('{"prompt":\n a}', "the body is not valid JSON: Expecting value at line 2, column 2"),
+        ('\ufeff{"prompt": "a"}', "the body begins with a byte order mark: send UTF-8 without one"),
+        ("[]", "the body must be a JSON object"),
+        ("null", "the body must be a JSON object"),
+    ],
+)
+def test_bodies_are_told_what_is_wrong_with_them(served, body, says):
+    response = served.http.post("/v1/completions", content=body.encode(), headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(says)
+
+
+def test_limits_are_shown_as_they_are(served):
+    assert served.refused("/v1/completions", prompt="a", seed=2**64)["message"] == (
+        "seed: Input should be less than 18446744073709551616"
+    )
+    for bias in (10001, -10001):
+        assert "10000" in served.refused("/v1/completions", prompt="a", logit_bias={"5": bias})["message"]
+    fields = served.http.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert '"maximum": 10000' in json.dumps(fields["logit_bias"])
 
 
 def test_a_body_without_its_type(served):

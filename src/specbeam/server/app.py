@@ -26,8 +26,8 @@ from specbeam.server.arrivals import Arrivals
 from specbeam.server.call import Call
 from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest
-from specbeam.server.errors import Refusal, failed, json_response, refusal_of_body, stopping
-from specbeam.server.guard import Guard, Life
+from specbeam.server.errors import Refusal, failed, json_response, refusal_of_body, refusal_of_json, stopping
+from specbeam.server.guard import MAX_SHOWN_PATH, REQUEST_ID, Guard, Life
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics
 from specbeam.server.models import Models, ServedModel
@@ -80,8 +80,8 @@ class StrictRequest(Request):
     async def json(self) -> Any:
         try:
             return json.loads((await self.body()).decode(), object_pairs_hook=_given)
-        except json.JSONDecodeError:
-            raise  # FastAPI says so
+        except json.JSONDecodeError as error:
+            raise refusal_of_json(error) from error
         except (ValueError, RecursionError) as error:
             raise Refusal("the body cannot be read: send JSON in UTF-8, with numbers of a sane size") from error
 
@@ -102,7 +102,10 @@ class StrictRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(StrictRequest(request.scope, request.receive))
+            strict = StrictRequest(request.scope, request.receive)
+            if self.body_field is not None and not (await strict.body()).strip():
+                raise Refusal("the body is empty: send a JSON object, with the header Content-Type: application/json")
+            return await handler(strict)
 
         return handle
 
@@ -247,13 +250,19 @@ def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics, li
     """Check the requests to an application, log and count them, and answer errors in OpenAI's shape."""
     app.add_middleware(Guard, limits=limits, access=access, metrics=metrics, life=life)
     if access.cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=access.cors_origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
 
-    async def refuse(_: Request, refusal: Refusal) -> Response:
+    async def refuse(request: Request, refusal: Refusal) -> Response:
         if life.is_stopping and refusal.status < 500:
             refusal = stopping()
         elif refusal.status == 500:
-            logger.error("a request failed", exc_info=refusal)
+            logger.error("request %s failed", request.scope["specbeam"]["id"], exc_info=refusal)
         return refusal.response
 
     async def refuse_http(request: Request, error: HTTPException) -> Response:
@@ -261,15 +270,18 @@ def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics, li
             return error.__cause__.response
         says = str(error.detail)
         if error.status_code == 404:
-            says = "there is nothing at this path: the API begins with /v1, as in /v1/models, and /openapi.json has all"
+            path = request.scope["path"][:MAX_SHOWN_PATH]
+            says = f"there is nothing at {path}: the API begins with /v1, as in /v1/models, and /openapi.json has all"
         elif error.status_code == 405:
             says = f"{request.method} is not allowed here: use {(error.headers or {}).get('Allow', 'another method')}"
         response = Refusal(says, None, None, error.status_code).response
         response.headers.update(error.headers or {})
         return response
 
-    async def fail(_: Request, __: Exception) -> Response:
-        return failed().response
+    async def fail(request: Request, _: Exception) -> Response:
+        response = failed().response
+        response.headers[REQUEST_ID] = request.scope["specbeam"]["id"]  # it does not pass through the guard
+        return response
 
     handlers: dict[Any, Any] = {Refusal: refuse, HTTPException: refuse_http, Exception: fail}
     for kind, handler in handlers.items():

@@ -19,7 +19,6 @@ from specbeam.engine.strategies import MakeStrategy, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
 from specbeam.prompt_length import PromptTooLong
-from specbeam.prompts import encode
 from specbeam.results import Piece, Result
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import SEEDS, Plan

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticKnownError
 
 from specbeam.errors import SpecbeamError
-from specbeam.options import NEUTRAL_VALUES, Options
+from specbeam.options import MAX_LOGIT_BIAS, NEUTRAL_VALUES, Options
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
@@ -54,6 +54,9 @@ def whole(value: Any) -> Any:
 
 Whole = Annotated[int, BeforeValidator(whole)]
 TokenId = Annotated[Whole, Field(ge=0, lt=2**31)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]+$")]
+"""A token id as a name in an object."""
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 Count = Annotated[Whole, Field(ge=1, lt=2**31)]
 Size = Count | Literal["auto"]
 Unsupported: TypeAlias = None
@@ -101,7 +104,7 @@ class Decoding(Fields):
     top_p: float | None = Field(None, gt=0, le=1)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Added to scores, by token id.")
+    logit_bias: dict[TokenKey, Bias] | None = Field(None, description="Added to scores, by token id.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     stream: bool | None = None

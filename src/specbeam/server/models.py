@@ -6,16 +6,18 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from specbeam.backends.devices import free_memory
+from specbeam.control_tokens import ControlTokens
 from specbeam.engine import Engine
 from specbeam.engine.drafters import LOOKUPS
 from specbeam.engine.runs import MAX_FREE_SHARE
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, Placement, weights_of
+from specbeam.prompts import encode
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits
 from specbeam.server.tokens import TokenTexts
@@ -117,7 +119,14 @@ class ServedModel:
     """
 
     def __init__(
-        self, name: str, lm: LanguageModel, drafts: Mapping[str, LanguageModel], default_draft: str, limits: Limits
+        self,
+        name: str,
+        lm: LanguageModel,
+        drafts: Mapping[str, LanguageModel],
+        default_draft: str,
+        limits: Limits,
+        *,
+        allows_control_tokens: bool = False,
     ) -> None:
         if lm.tokenizer is None:
             raise SpecbeamError(f"{name} has no tokenizer, and a server needs one: give a model with its tokenizer")
@@ -132,6 +141,7 @@ class ServedModel:
         self.created = int(time.time())
         self._drafts = drafts
         self._default_draft = default_draft
+        self._control_tokens = None if allows_control_tokens else ControlTokens(lm.tokenizer)
 
     @property
     def name(self) -> str:
@@ -159,6 +169,13 @@ class ServedModel:
             )
         return self._drafts[name]
 
+    def encode(self, prompt: Any, *, raw: bool = False, most: int | None = None) -> list[int]:
+        """Token ids of a prompt, as :func:`specbeam.prompts.encode` makes them.
+
+        Control tokens in messages are read as text, unless the operator allows them.
+        """
+        return encode(self.lm, prompt, raw=raw, most=most, control_tokens=self._control_tokens)
+
     def check_chat_template(self) -> None:
         """Refuse a conversation if the model has no form for one.
 
@@ -177,6 +194,7 @@ class Models:
         drafts: draft models by name.
         default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none".
         sharers: processes of this machine that serve these models, and share its memory.
+        allows_control_tokens: control tokens in chat messages reach the models as such.
 
     Raises:
         SpecbeamError: a model has no tokenizer, or ``limits.max_cache_tokens`` do not fit into memory.
@@ -189,6 +207,8 @@ class Models:
         default_draft: str = NO_DRAFT,
         limits: Limits | None = None,
         sharers: int = 1,
+        *,
+        allows_control_tokens: bool = False,
     ) -> None:
         limits = limits or Limits()
         if limits.max_cache_tokens is None:
@@ -198,7 +218,14 @@ class Models:
             slots = dict.fromkeys(lms, limits.max_cache_tokens)
         named = {name: replace(draft, source=name) for name, draft in (drafts or {}).items()}
         self._models = {
-            name: ServedModel(name, lm, named, default_draft, replace(limits, max_cache_tokens=slots[name]))
+            name: ServedModel(
+                name,
+                lm,
+                named,
+                default_draft,
+                replace(limits, max_cache_tokens=slots[name]),
+                allows_control_tokens=allows_control_tokens,
+            )
             for name, lm in lms.items()
         }
 
