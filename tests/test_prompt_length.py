@@ -137,7 +137,7 @@ def read(monkeypatch):
 
 
 def model_with(tokenizer):
-    """What the encoding of a prompt needs of a model with a context of 256."""
+    """The parts of a model with a context of 256 that encode a prompt."""
     backend = SimpleNamespace(vocab_size=10**6, context_length=256, start_token_ids=None)
     return SimpleNamespace(tokenizer=tokenizer, backend=backend, source="it")
 

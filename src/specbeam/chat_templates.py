@@ -1,9 +1,9 @@
 """Chat templates, rendered in a process of their own.
 
 A chat template is a program that comes with a checkpoint. Jinja's sandbox keeps it from files, but lets it take all
-memory and time, and much of that inside a single call of C code that no thread can interrupt. So templates run in a
-child process, which is this module run as a program, and the kernel limits its memory and its processor time. The
-rendering itself is transformers'.
+memory and time. A single call of C code may do so, and no thread can interrupt that. So templates run in a child
+process, which is this module run as a program, and the kernel limits its memory and its processor time. The rendering
+itself is transformers'.
 """
 
 from __future__ import annotations

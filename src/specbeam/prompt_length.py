@@ -1,8 +1,8 @@
 """Texts with more tokens than a prompt may have are refused before all of them is tokenized.
 
-Tokenizing takes a second and 100 MB for each megabyte. A text of so many bytes that no tokens within the limit can
-stand for them is refused by its length. Where a tokenizer proves no such bound, beginnings of the text are tokenized,
-and one with clearly too many tokens decides. The tokens of such a beginning are counted and never used.
+Tokenizing takes a second and 100 MB for each megabyte. A text is refused by its length in bytes if no tokens within the
+limit can stand for them. Where a tokenizer proves no such bound, beginnings of the text are tokenized, and one with
+clearly too many tokens decides. The tokens of such a beginning are counted and never used.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ CHARACTERS_PER_TOKEN = 8
 MAX_TORN_TOKENS = 1024
 """More tokens than the pieces of one token or word have, where a beginning of the text ends within it."""
 GROWTH = 4
-"""The next beginning of a text is so many times longer."""
+"""The factor by which the next beginning of a text is longer."""
 NOT_IN_UTF8 = bytes([0xC0, 0xC1, *range(0xF5, 0x100)])
 NFC_SHRINKS = 4
-"""The normal form NFC makes a text less than so many times shorter: U+0390 has 2 bytes and may stand for 7."""
+"""The normal form NFC makes a text shorter by a smaller factor than this: U+0390 has 2 bytes and may stand for 7."""
 
 
 class PromptTooLong(SpecbeamError):
@@ -61,10 +61,10 @@ def least_tokens(tokenizer: Any, text: str, most: int, count: Callable[[str], in
 
 
 class Bound(NamedTuple):
-    """What a tokenizer proves of the length of its tokens.
+    """A bound on the length of tokens, which a tokenizer proves.
 
     Attributes:
-        longest: a token stands for at most so many bytes of a text.
+        longest: the most bytes of a text that a token stands for.
         lost: bytes that may vanish, since the vocabulary lacks them.
     """
 
@@ -82,9 +82,9 @@ _bounds: WeakKeyDictionary[Any, tuple[int, Bound | None]] = WeakKeyDictionary()
 def bound_of(tokenizer: Any) -> Bound | None:
     """The bound of a tokenizer; None if it proves none.
 
-    There is one where each byte of a text is in a token, unless it is lost by itself. So there is none with one token
-    for any unknown word or for a run of unknown characters, with a token that takes the space around it, or with a
-    normalizer that drops characters.
+    There is one where each byte of a text is in a token, unless it is lost by itself. Three kinds of tokenizers prove no
+    bound. One kind has a token for any unknown word, or for a run of unknown characters. Another has tokens that take
+    the space around them. The third has a normalizer that drops characters.
     """
     size = len(tokenizer)
     if tokenizer not in _bounds or _bounds[tokenizer][0] != size:  # tokens may have been added
