@@ -1,10 +1,10 @@
 """Beam steps (or tokens) per target pass, over widths and depths of the draft.
 
-    python bench/acceptance.py TARGET DRAFT [--num-beams 4] [--tokens 48] [--shapes 8x5,12x4,auto] [--strict]
-        [--json FILE]
+    python bench/acceptance.py TARGET DRAFT [--data FILE ...] [--num-beams 4] [--tokens 48] [--prompts 10] [--seed 0]
+        [--shapes 8x5,12x4,auto] [--strict] [--json FILE]
 
-It counts passes, not seconds, so the figures are the same on every machine. Prompts run together in one engine.
---strict switches the bound rule off.
+It counts passes, not seconds, so the figures are the same on every machine. Prompts run together in one engine. A
+figure is the median over the prompts of a kind, with the least and the most. --strict switches the bound rule off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from figures import Figures, add_json_option
 from machine import describe
-from prompts import CODING, PROSE
+from prompts import add_prompt_options, kinds
 
 import specbeam
 
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--num-beams", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--shapes", default="4x3,8x3,8x5,12x4,16x5", help="widths and depths, or auto")
-    parser.add_argument("--prompts", type=int, default=10, help="of each kind")
+    add_prompt_options(parser)
     parser.add_argument("--strict", action="store_true", help="without the bound rule")
     add_json_option(parser)
     given = parser.parse_args()
@@ -35,12 +35,14 @@ def main() -> None:
     figures = Figures.of_this_run()
     lm = specbeam.load(given.target, dtype="float32")
     draft = given.draft if given.draft in ("ngram", "suffix") else specbeam.load(given.draft, dtype="float32")
-    kinds = {"coding": CODING[: given.prompts], "prose": PROSE[: given.prompts]}
+    by_kind = kinds(given)
     print(f"{given.num_beams} beams, {given.tokens} tokens, {given.prompts} prompts of each kind\n")
     print(
-        "| width x depth | guesses per pass | " + " | ".join(f"{kind} (min to max)" for kind in kinds) + " | seconds |"
+        "| width x depth | guesses per pass | "
+        + " | ".join(f"{kind} (min to max)" for kind in by_kind)
+        + " | seconds |"
     )
-    print("| --- | --- | " + "--- | " * len(kinds) + "--- |", flush=True)
+    print("| --- | --- | " + "--- | " * len(by_kind) + "--- |", flush=True)
     for shape in given.shapes.split(","):
         start = time.perf_counter()
         options: dict[str, object] = {
@@ -53,7 +55,8 @@ def main() -> None:
             options |= {"draft_width": int(width), "num_draft_tokens": int(depth)}
         engine = specbeam.Engine(lm, max_requests=20)
         requests = {
-            kind: [engine.submit(prompt, options, draft=draft) for prompt in prompts] for kind, prompts in kinds.items()
+            kind: [engine.submit(ask.text, options, draft=draft, raw=ask.raw) for ask in asks]
+            for kind, asks in by_kind.items()
         }
         engine.run()
         stats = {kind: [request.result().stats for request in some] for kind, some in requests.items()}
@@ -61,7 +64,7 @@ def main() -> None:
         for kind, some in stats.items():
             rates = [s.steps_per_target_pass or 0.0 for s in some]
             names = (Path(given.target).stem, f"{given.num_beams} beams, {kind}", shape)
-            rate = figures.add(*names, unit="steps/pass", samples=rates, value=sum(rates) / len(rates))
+            rate = figures.add(*names, unit="steps/pass", samples=rates)
             cells.append(f"{rate.value:.2f} ({rate.min:.2f} to {rate.max:.2f})")
         everything = [s for some in stats.values() for s in some]
         guesses = sum(s.drafted for s in everything) / sum(s.target_passes for s in everything)

@@ -1,11 +1,13 @@
 """How many beams best-first beam search evaluates, by width, beside all beams and beside our choice by costs.
 
-    python bench/best_first.py MODEL [--num-beams 5 10 100 500] [--length-penalty 0] [--sentences 10] [--json FILE]
+    python bench/best_first.py MODEL [--num-beams 5 10 100 500] [--length-penalty 0] [--sentences 10] [--seed 0]
+        [--json FILE]
 
 MODEL is a .gguf file or a folder. It translates English sentences into French, after examples, up to a line break.
 Meister, Vieira and Cotterell 2020, "Best-First Beam Search", count the calls to the scoring function per text. So does
-this: each beam whose next tokens the model is asked for counts once, the prompt included. All methods return the same
-text, and all end as soon as no unfinished text can score above it.
+this: each beam whose next tokens the model is asked for counts once, the prompt included. Figures are medians over
+sentences that the seed draws, with the least and the most. All methods return the same text, and all end as soon as no
+unfinished text can score above it.
 
 - plain evaluates all beams of each step.
 - best-first evaluates one beam at a time: the best one that may decide the next step.
@@ -15,7 +17,7 @@ text, and all end as soon as no unfinished text can score above it.
 from __future__ import annotations
 
 import argparse
-import statistics
+import random
 from pathlib import Path
 from typing import Any
 
@@ -120,29 +122,33 @@ def main() -> None:
     parser.add_argument("--num-beams", type=int, nargs="+", default=[5, 10, 100, 500])
     parser.add_argument("--length-penalty", type=float, default=0.0)
     parser.add_argument("--sentences", type=int, default=10, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="draws the sentences")
     add_json_option(parser)
     given = parser.parse_args()
     print(describe())
     figures = Figures.of_this_run()
-    lm, sentences = specbeam.load(given.model), SENTENCES[: given.sentences]
-    print(f"{'beams':>5} {'method':10} {'evaluations per text':>20} {'saved':>6} {'passes':>7}")
+    lm = specbeam.load(given.model)
+    sentences = random.Random(given.seed).sample(SENTENCES, min(given.sentences, len(SENTENCES)))
+    print(f"{'beams':>5} {'method':10} {'evaluations per text':>20} {'saved (min to max)':>20} {'passes':>7}")
     for num_beams in given.num_beams:
         options = {"num_beams": num_beams, "length_penalty": given.length_penalty, "stop_strings": "\n"}
         results = {
             name: [translate(lm, sentence, options, how) for sentence in sentences] for name, how in METHODS.items()
         }
         plain = results["plain"]
-        of_plain = sum(map(evaluations, plain))
         for name, found in results.items():
             same = all(one.sequences == other.sequences for one, other in zip(found, plain, strict=True))
             counts, passes = [*map(evaluations, found)], [result.stats.target_passes for result in found]
-            saved, place = 1 - sum(counts) / of_plain, (f"{num_beams} beams", name)
-            figures.add(*place, unit="evaluations per text", samples=counts, value=statistics.mean(counts))
-            figures.add(*place, "saved", unit="of plain's evaluations", samples=[saved])
-            figures.add(*place, "passes", unit="passes per text", samples=passes, value=statistics.mean(passes))
+            shares, place = (
+                [1 - count / evaluations(b) for count, b in zip(counts, plain, strict=True)],
+                (f"{num_beams} beams", name),
+            )
+            made = figures.add(*place, unit="evaluations per text", samples=counts)
+            saved = figures.add(*place, "saved", unit="of plain's evaluations", samples=shares)
+            took = figures.add(*place, "passes", unit="passes per text", samples=passes)
             print(
-                f"{num_beams:5} {name:10} {statistics.mean(counts):20.0f} {saved:6.0%} {statistics.mean(passes):7.0f}"
-                f"{'' if same else '  DIFFERENT'}",
+                f"{num_beams:5} {name:10} {made.value:20.0f} {saved.value:6.0%} ({saved.min:.0%} to {saved.max:.0%}) "
+                f"{took.value:7.0f}{'' if same else '  DIFFERENT'}",
                 flush=True,
             )
     figures.write(given.json)

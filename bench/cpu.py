@@ -1,12 +1,13 @@
 """The CPU backend against CTranslate2 and llama.cpp: same weights, same prompts, same threads, one run.
 
     pip install ctranslate2 llama-cpp-python
-    python bench/cpu.py MODEL.gguf [--draft DRAFT.gguf] [--tokens 64] [--repeats 3] [--threads 2]
-        [--parts load greedy beams prefill passes drafts] [--json FILE]
+    python bench/cpu.py MODEL.gguf [--draft DRAFT.gguf] [--data FILE ...] [--tokens 64] [--prompts 10] [--seed 0]
+        [--repeats 1] [--threads 2] [--parts load greedy beams prefill passes drafts] [--json FILE]
 
-Every engine has its own process, which sleeps while others run. All take their turn in each repeat, so that a drifting
-machine favours none. Figures are medians; the warm-up is left out. CTranslate2 quantizes the file's own values to
-int8; llama.cpp runs the file as it is. If a peer is not installed or cannot run the model, a line says so.
+Every engine has its own process, which sleeps while others run. All take turns on every prompt, so that a drifting
+machine favours none. Figures are medians over the prompts, with the worst and the best; the warm-up is left out. The
+tables with drafts have each kind of prompt for itself, the others have all kinds. CTranslate2 quantizes the file's own
+values to int8; llama.cpp runs the file as it is. If a peer is not installed or cannot run the model, a line says so.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import psutil
 from figures import Figures, add_json_option
 from float_checkpoint import float_checkpoint
 from machine import describe
-from prompts import CODING, PROSE
+from prompts import CODING, PROSE, add_prompt_options, kinds
 
 import specbeam
 from specbeam.backends.cpu.library import library
@@ -40,6 +41,9 @@ PARTS = ("load", "greedy", "beams", "prefill", "passes", "drafts")
 SEARCHES: dict[str, dict[str, int]] = {"greedy": {}, "4 beams": {"num_beams": 4}}
 Ask = dict[str, Any]
 """A task for an engine: token ids, the number of new tokens, and specbeam's options."""
+PREFILLS = 3
+REST_SECONDS = 0.3
+"""Between two engines: the threads of a peer's OpenMP spin for 0.2 s after its work."""
 
 
 def main() -> None:
@@ -47,8 +51,8 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=2, help="prompts of each kind")
+    parser.add_argument("--repeats", type=int, default=1)
+    add_prompt_options(parser)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
@@ -82,31 +86,27 @@ def main() -> None:
         print()
 
     tokenizer = open_checkpoint(given.model).tokenizer
-    chat = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True).input_ids
-        if tokenizer.chat_template
-        else tokenizer(text).input_ids
-        for text in (*CODING[: given.prompts], *PROSE[: given.prompts])
-    ]
+    by_kind = {kind: [ask.ids(tokenizer) for ask in asks] for kind, asks in kinds(given).items()}
+    every = [ids for some in by_kind.values() for ids in some]
     if "greedy" in given.parts:
-        table(figures, given, "greedy", rows(engines, new=given.tokens), chat)
+        table(figures, given, "greedy", rows(engines, new=given.tokens), every)
     if "beams" in given.parts:
         beams = {name: engine for name, engine in engines.items() if "llama" not in name}
-        table(figures, given, "4 beams", rows(beams, new=given.tokens, num_beams=4), chat)
+        table(figures, given, "4 beams", rows(beams, new=given.tokens, num_beams=4), every)
     if "prefill" in given.parts:
         long = tokenizer(" ".join([*CODING, *PROSE] * 4)).input_ids[:512]
-        table(figures, given, f"prefill of {len(long)} tokens", rows(engines, new=1), [long])
+        table(figures, given, f"prefill of {len(long)} tokens", rows(engines, new=1), [long] * PREFILLS)
     if "passes" in given.parts:
         sizes = (1, 2, 4, 8, 16, 28, 32, 64)
         print("| one pass, ms | " + " | ".join(f"M={n}" for n in sizes) + " |\n| ---" + " | ---" * len(sizes) + " |")
         for name, engine in ours.items():
-            took = engine.ask({"passes": sizes, "repeats": given.repeats})
+            took = engine.ask({"passes": sizes, "repeats": 3 * given.repeats})
             for n, t in zip(sizes, took, strict=True):
                 figures.add(given.model.stem, f"pass of {n} nodes", name, unit="ms", samples=[1e3 * t])
             print(f"| {name} |", " | ".join(f"{1e3 * t:.1f} ({t / took[0]:.2f})" for t in took), "|", flush=True)
         print()
     if given.draft and "drafts" in given.parts:
-        for kind, some in (("coding", chat[: given.prompts]), ("prose", chat[given.prompts :])):
+        for kind, some in by_kind.items():
             for title, options in SEARCHES.items():
                 width, depth = (4, 3) if options else (1, 6)
                 size = {"draft": "model", "draft_width": width, "num_draft_tokens": depth}
@@ -205,22 +205,20 @@ def table(
 ) -> None:
     """Print the tokens per second of each method. The prompt's tokens count if only one token is new."""
     rates: dict[str, list[float]] = {name: [] for name in methods}
-    for repeat in range(-1, given.repeats):
+    for i, ids in enumerate(prompts[:1] + prompts * given.repeats):
         for name, (engine, ask) in methods.items():
-            taken = came = 0.0
-            for ids in prompts:
-                start = time.perf_counter()
-                came += engine.ask({**ask, "ids": ids}) + (len(ids) - 1 if ask["new"] == 1 else 0)
-                taken += time.perf_counter() - start
-            if repeat >= 0:
-                rates[name].append(came / taken)
+            time.sleep(REST_SECONDS)
+            start = time.perf_counter()
+            came = engine.ask({**ask, "ids": ids}) + (len(ids) - 1 if ask["new"] == 1 else 0)
+            if i > 0:  # the first one warms up
+                rates[name].append(came / (time.perf_counter() - start))
     first = next(iter(rates))
-    print(f"| {title} | tokens/s | times {first} (min to max) |\n| --- | --- | --- |")
+    print(f"| {title} | tokens/s (min to max) | times {first} (min to max) |\n| --- | --- | --- |")
     for name, values in rates.items():
         ratios = [a / b for a, b in zip(values, rates[first], strict=True)]
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         rate = figures.add(given.model.stem, title, name, unit="tokens/s", samples=values)
-        print(f"| {name} | {rate.value:.1f} | {spread} |", flush=True)
+        print(f"| {name} | {rate.value:.1f} ({rate.min:.1f} to {rate.max:.1f}) | {spread} |", flush=True)
     print()
 
 

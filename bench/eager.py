@@ -1,6 +1,7 @@
 """Eager greedy decoding against transformers' eager: same weights, same prompts, same tokens, one run.
 
-    python bench/eager.py MODEL [MODEL ...] [--tokens 48] [--repeats 3] [--dtype float32] [--json FILE]
+    python bench/eager.py MODEL [MODEL ...] [--tokens 48] [--prompts 10] [--seed 0] [--repeats 1] [--dtype float32]
+        [--json FILE]
 
 A MODEL is a folder or a .gguf file. The two take turns on every prompt, so that a drifting machine favours neither.
 The ratio is the median over such pairs, after a warm-up. Tokens/s count whole generations, prefill included.
@@ -17,47 +18,43 @@ import torch
 import transformers
 from figures import Figures, add_json_option
 from machine import describe
+from prompts import Ask, add_prompt_options, kinds
 
 import specbeam
 from specbeam.prompts import encode
-
-PROMPTS = [
-    "Why is the sky blue?",
-    "Write a Python function that reverses a linked list, and explain how it works.",
-    "Translate to French: the weather was fine, so we walked along the river until it was dark.",
-    "Summarize in one sentence: " + "The council met on Tuesday to discuss the new bridge and its cost. " * 8,
-]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
+    add_prompt_options(parser)
     parser.add_argument("--dtype", default="float32")
     add_json_option(parser)
     given = parser.parse_args()
     peer = f"transformers {transformers.__version__}"
     print(describe(peer))
     figures = Figures.of_this_run(peer)
-    print(f"{given.dtype}, {given.tokens} new tokens, {len(PROMPTS)} prompts x {given.repeats}\n")
+    asks = [ask for some in kinds(given).values() for ask in some]
+    print(f"{given.dtype}, {given.tokens} new tokens, {len(asks)} prompts x {given.repeats}\n")
     print("| model | transformers, tokens/s | specbeam, tokens/s | ratio (min to max) | same tokens |")
     print("| --- | --- | --- | --- | --- |")
     for path in given.models:
-        print(compare(path, given.tokens, given.repeats, given.dtype, figures), flush=True)
+        print(compare(path, asks, given.tokens, given.repeats, given.dtype, figures), flush=True)
         figures.write(given.json)
 
 
-def compare(path: Path, tokens: int, repeats: int, dtype: str, figures: Figures) -> str:
+def compare(path: Path, asks: list[Ask], tokens: int, repeats: int, dtype: str, figures: Figures) -> str:
     """The row of a model in the table. Its figures are added, too."""
     lm = specbeam.load(path, dtype=dtype)
     device = lm.backend.device
     theirs = load_with_transformers(path, dtype).to(device)
-    prompts = [encode(lm, prompt) for prompt in PROMPTS]
+    prompts = [encode(lm, ask.text, raw=ask.raw) for ask in asks]
     seconds: dict[str, list[float]] = {"transformers": [], "specbeam": []}
     same = 0
     for repeat in range(-1, repeats):
-        for prompt in prompts:
+        for prompt in prompts if repeat >= 0 else prompts[:1]:
             ids = torch.tensor([prompt], device=device)
             start = time.perf_counter()
             out = theirs.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=tokens)
@@ -66,8 +63,8 @@ def compare(path: Path, tokens: int, repeats: int, dtype: str, figures: Figures)
             end = time.perf_counter()
             expected = out[0, len(prompt) :].tolist()
             if repeat < 0:  # warm-up
-                same += result.token_ids == expected
                 continue
+            same += repeat == 0 and result.token_ids == expected
             seconds["transformers"].append((middle - start) / len(expected))
             seconds["specbeam"].append((end - middle) / len(result.token_ids))
     ratios = [a / b for a, b in zip(*seconds.values(), strict=True)]

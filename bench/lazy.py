@@ -1,29 +1,35 @@
 """Lazy beams against plain beams: seconds, passes, evaluated beams, and the most that deferring alone could save.
 
-    python bench/lazy.py TARGET [--draft DRAFT ...] [--data FILE ...] [--num-beams 4 16 64] [--tokens 64] [--prompts 2]
-        [--repeats 2] [--ends] [--trie] [--json FILE]
+    python bench/lazy.py TARGET [--draft DRAFT ...] [--data FILE ...] [--num-beams 4 16 64] [--tokens 64]
+        [--prompts 10] [--seed 0] [--repeats 1] [--minutes 25] [--ends] [--trie] [--json FILE]
 
 TARGET is a .gguf file or a folder. DRAFT is one, too, which gets int4 weights, or ngram or suffix. FILE is a data set
-in the format of HumanEval or Spec-Bench; each of its categories is a kind of prompt. Without a file, the prompts come
-from ``bench/prompts.py``. With --trie they are questions, each text is one of 2,592 titles of pages, and the likeliest
-ten are returned.
+in the format of HumanEval or Spec-Bench. Each of its categories is a kind of prompt, and HumanEval is two: "asked" with
+an instruction and the chat template, "completed" without both. Without a file, the prompts come from
+``bench/prompts.py``. With --trie they are questions, each text is one of 2,592 titles of pages, and the likeliest ten
+are returned.
 
-Plain beams are the search that evaluates all beams, and goes ahead of itself. All methods take turns on every prompt.
-Seconds are the best of the repeats, summed over the prompts of a kind. They include the prompts' reading. Ratios are
-plain seconds / seconds. "needed" is the share of the beams that score above the last text that is returned: only these
-must be evaluated. "bound" is the ratio without drafts if no other beam were evaluated, at the measured costs of passes.
+Plain beams are the search that evaluates all beams, and goes ahead of itself. All methods take turns on every prompt,
+and another one is first on the next prompt. A ratio is plain seconds / seconds on the same prompt, the best of the
+repeats each, the prompt's reading included. Its figure is the median over the prompts of a kind, with the worst and the
+best. "needed" is the share of the beams that score above the last text that is returned: only these must be evaluated.
+"bound" is the ratio without drafts if no other beam were evaluated, at the measured costs of passes.
+
+With --minutes the bench measures a prompt of each kind after the other, and begins no prompt that would not be done in
+time. Each line says how many prompts it has. The exit status is 1 if a text differs from the text of plain beams.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 from figures import Figures, add_json_option
 from machine import describe
-from prompts import CODING, PROSE, RETRIEVAL, TITLES
+from prompts import CODING, PROSE, RETRIEVAL, TITLES, Ask, add_prompt_options, kinds
 
 import specbeam
 from specbeam import Engine, TokenTrie
@@ -34,8 +40,6 @@ from specbeam.decoding.record import Record
 from specbeam.engine.costs import pass_times
 from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import make_search
-from specbeam.study.config import Data
-from specbeam.study.data import read_rows
 from specbeam.tree import Tree
 
 REPEATED = "Repeat this text three times. The early bird catches the worm, but the second mouse gets the cheese.\n" * 4
@@ -71,79 +75,125 @@ class PlainBeams:
         return [max(1, sum(score > log_prob for score in level)) for level in self.levels[:-1]]
 
 
-def main() -> None:
+class Case:
+    """A kind of prompt with a number of beams: one measurement per prompt.
+
+    Attributes:
+        needed, bound: of the beams, and of the ratio, as the module's documentation has them.
+        measured: by method and quantity.
+        same: how many prompts had equal texts with all methods.
+    """
+
+    def __init__(self) -> None:
+        self.needed: list[float] = []
+        self.bound: list[float] = []
+        self.measured: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+        self.same = 0
+
+    def add(self, seconds: dict[str, float], results: dict[str, specbeam.Result]) -> None:
+        """Add a prompt, measured with each method."""
+        for name, result in results.items():
+            of_method = self.measured[name]
+            of_method["ratio"].append(seconds["plain"] / seconds[name])
+            of_method["seconds"].append(seconds[name])
+            of_method["passes"].append(result.stats.target_passes)
+            of_method["nodes"].append(result.stats.nodes_evaluated - result.stats.prompt_tokens)
+            of_method["slots"].append(result.stats.peak_slots)
+        self.same += all(result.sequences == results["plain"].sequences for result in results.values())
+
+    def report(self, figures: Figures, *place: str) -> None:
+        """Print a line per method, and add its figures."""
+        count = len(self.needed)
+        needed = figures.add(*place, "needed", unit="needed beams / beams", samples=self.needed)
+        bound = figures.add(*place, "bound", unit="plain seconds / seconds", samples=self.bound)
+        equal = "same texts" if self.same == count else f"DIFFERENT texts of {count - self.same} prompts"
+        print(f"{', '.join(place)}, {count} prompts, {equal}:  needed {needed.value:.3f}  bound {bound.value:.2f}")
+        for name, of_method in self.measured.items():
+            ratio = figures.add(*place, name, unit="plain seconds / seconds", samples=of_method["ratio"])
+            costs = [
+                figures.add(*place, name, quantity, unit=f"{quantity} per prompt", samples=of_method[quantity])
+                for quantity in ("seconds", "passes", "nodes", "slots")
+            ]
+            print(f"    {name:32} {ratio.value:5.2f} ({ratio.min:.2f} to {ratio.max:.2f})", end="")
+            print("".join(f"  {cost.value:8.2f} {cost.unit.split()[0]}" for cost in costs), flush=True)
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
     parser.add_argument("--draft", nargs="+", default=[])
-    parser.add_argument("--data", nargs="+", default=[])
-    parser.add_argument("--categories", nargs="+", help="of the data sets; default: all")
+    add_prompt_options(parser)
     parser.add_argument("--num-beams", type=int, nargs="+", default=[4, 16, 64])
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--prompts", type=int, default=2, help="of each kind")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--minutes", type=float, help="begin no prompt that would not be done after them")
     parser.add_argument("--ends", action="store_true", help="texts may end by themselves")
     parser.add_argument("--trie", action="store_true", help="find titles of pages")
     add_json_option(parser)
     given = parser.parse_args()
+    start = time.perf_counter()
     print(describe())
     figures = Figures.of_this_run()
     lm = specbeam.load(given.target)
     cost = pass_times(lm.backend, ahead=True).expected
     drafts = {Path(d).stem: d if d in ("ngram", "suffix") else specbeam.load(d, quantize="int4") for d in given.draft}
+    plain = PlainBeams()
+    methods: dict[str, dict[str, Any]] = {"plain": {"strategy": plain}, "lazy": {}}
+    methods |= {f"with {name}": {"draft": draft} for name, draft in drafts.items()}
     length: dict[str, Any] = {"max_new_tokens": given.tokens}
     if given.trie:
         length |= {"constraint": TokenTrie(TITLES, lm), "length_penalty": 0.0}
-    elif not given.ends:
-        length["min_new_tokens"] = given.tokens
+        by_kind = kinds(given, {"titles": RETRIEVAL})
+    else:
+        length |= {} if given.ends else {"min_new_tokens": given.tokens}
+        by_kind = kinds(given, {"code": CODING, "prose": PROSE, "repeated text": [REPEATED]})
     for num_beams in given.num_beams:
-        options = {"num_beams": num_beams, **length, "share_prefix": False}
-        if given.trie:
-            options["num_return_sequences"] = min(num_beams, 10)
-            by_kind = {"titles": RETRIEVAL[: given.prompts]}
-        else:
-            by_kind = kinds(given.data, given.categories, given.prompts)
         measure_passes(lm, num_beams)
-        for kind, prompts in by_kind.items():
-            plain = PlainBeams()
-            methods: dict[str, dict[str, Any]] = {"plain": {"strategy": plain}, "lazy": {}}
-            methods |= {f"with {name}": {"draft": draft} for name, draft in drafts.items()}
-            seconds, passes, nodes, slots = (dict.fromkeys(methods, 0.0) for _ in range(4))
-            same, needed, possible, costs, least = True, 0, 0, 0.0, 0.0
-            for prompt in prompts:
-                results: dict[str, specbeam.Result] = {}
-                times: dict[str, list[float]] = {name: [] for name in methods}
-                for _ in range(given.repeats):
-                    for name, how in methods.items():
-                        engine = Engine(lm)
-                        request = engine.submit(prompt, options, **how)
-                        begin = time.perf_counter()
-                        engine.run()
-                        times[name].append(time.perf_counter() - begin)
-                        results[name] = request.result()
-                for name, result in results.items():
-                    seconds[name] += min(times[name])
-                    passes[name] += result.stats.target_passes
-                    nodes[name] += result.stats.nodes_evaluated - result.stats.prompt_tokens
-                    slots[name] = max(slots[name], result.stats.peak_slots)
-                same &= all(result.sequences == results["plain"].sequences for result in results.values())
+        few = {"num_beams": num_beams, "max_new_tokens": MEASURED_TOKENS}
+        take_turns(lm, Ask(PROSE[0]), few, methods, repeats=1, first=0)  # warms up
+    cases: dict[tuple[str, str], Case] = {}
+    begun = time.perf_counter()
+    for number in range(max(map(len, by_kind.values()))):
+        if given.minutes and number:
+            longest = (time.perf_counter() - begun) / number
+            if time.perf_counter() - start + longest > 60 * given.minutes:
+                print(f"--minutes {given.minutes:g}: {number} prompts of each kind were measured, no more")
+                break
+        for num_beams in given.num_beams:
+            options: dict[str, Any] = {"num_beams": num_beams, **length, "share_prefix": False}
+            if given.trie:
+                options["num_return_sequences"] = min(num_beams, 10)
+            for kind, asks in by_kind.items():
+                if number == len(asks):
+                    continue
+                seconds, results = take_turns(lm, asks[number], options, methods, given.repeats, number % len(methods))
+                case = cases.setdefault((kind, f"{num_beams} beams"), Case())
+                case.add(seconds, results)
                 of_steps = plain.needed(results["plain"].sequences[-1].log_prob)
-                needed, possible = needed + sum(of_steps), possible + len(of_steps) * num_beams
-                costs += len(of_steps) * cost(num_beams)
-                least += sum(map(cost, of_steps))
-            place = kind, f"{num_beams} beams"
-            figures.add(*place, "needed", unit="needed beams / beams", samples=[needed / possible])
-            figures.add(*place, "bound", unit="plain seconds / seconds", samples=[costs / least])
-            print(f"{kind:16} {num_beams:3} beams  needed {needed / possible:.3f}  bound {costs / least:.2f}")
-            for name in methods:
-                ratio = seconds["plain"] / seconds[name]
-                figures.add(*place, name, unit="plain seconds / seconds", samples=[ratio])
-                figures.add(*place, name, "slots", unit="most slots of the cache", samples=[slots[name]])
-                print(
-                    f"    {name:32} {seconds[name]:7.2f} s {ratio:5.2f}  {passes[name]:5.0f} passes "
-                    f"{nodes[name]:6.0f} nodes {slots[name]:6.0f} slots  {'same' if same else 'DIFFERENT'}",
-                    flush=True,
-                )
+                case.needed.append(sum(of_steps) / (len(of_steps) * num_beams))
+                case.bound.append(len(of_steps) * cost(num_beams) / sum(map(cost, of_steps)))
+    for place, case in cases.items():
+        case.report(figures, *place)
     figures.write(given.json)
+    return int(any(case.same < len(case.needed) for case in cases.values()))
+
+
+def take_turns(
+    lm: specbeam.LanguageModel, ask: Ask, options: dict[str, Any], methods: dict[str, Any], repeats: int, first: int
+) -> tuple[dict[str, float], dict[str, specbeam.Result]]:
+    """The best seconds and the result of each method on a prompt. The methods take turns, from this one on."""
+    names = [*methods]
+    seconds: dict[str, float] = dict.fromkeys(methods, float("inf"))
+    results: dict[str, specbeam.Result] = {}
+    for _ in range(repeats):
+        for name in [*names[first:], *names[:first]]:
+            engine = Engine(lm)
+            request = engine.submit(ask.text, options, raw=ask.raw, **methods[name])
+            begin = time.perf_counter()
+            engine.run()
+            seconds[name] = min(seconds[name], time.perf_counter() - begin)
+            results[name] = request.result()
+    return seconds, {name: results[name] for name in names}
 
 
 def measure_passes(lm: specbeam.LanguageModel, num_beams: int) -> None:
@@ -156,17 +206,5 @@ def measure_passes(lm: specbeam.LanguageModel, num_beams: int) -> None:
         engine.run()
 
 
-def kinds(files: list[str], categories: list[str] | None, per_kind: int) -> dict[str, list[str]]:
-    """The prompts of each kind: the first of the bench's own, or drawn from data sets."""
-    if not files:
-        return {"code": CODING[:per_kind], "prose": PROSE[:per_kind], "repeated text": [REPEATED]}
-    prompts: dict[str, list[str]] = {}
-    for file in files:
-        for row in read_rows(Data(source=file, per_category=per_kind), [], seed=0):
-            if categories is None or row.category in (None, *categories):
-                prompts.setdefault(row.category or Path(file).name.split(".")[0], []).append(row.turns[0])
-    return prompts
-
-
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,22 +1,23 @@
 """Drafts under load: new tokens per second of all live requests together, with a draft and without.
 
-    python bench/load.py MODEL [--draft DRAFT] [--live 1 8 16] [--tokens 64] [--repeats 3] [--json FILE]
+    python bench/load.py MODEL [--draft DRAFT] [--live 1 8 16] [--tokens 64] [--prompts 10] [--seed 0] [--repeats 10]
+        [--json FILE]
 
-MODEL and DRAFT are .gguf files or folders. The methods take turns in each repeat. Seconds are the processor's, so that
-other programs hardly count: give it one thread (SPECBEAM_THREADS=1, OMP_NUM_THREADS=1). A ratio is the median, over the
-repeats, of the ratio to plain greedy search.
+MODEL and DRAFT are .gguf files or folders. The methods take turns in each repeat, which has the next prompts of a draw.
+Seconds are the processor's, so that other programs hardly count: give it one thread (SPECBEAM_THREADS=1,
+OMP_NUM_THREADS=1). A ratio is the median, over the repeats, of the ratio to plain greedy search, with the worst and the
+best.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from pathlib import Path
 
 from figures import Figures, add_json_option
 from machine import describe
-from prompts import CODING, PROSE
+from prompts import Ask, add_prompt_options, kinds
 
 import specbeam
 from specbeam.engine.drafters import Draft
@@ -28,7 +29,8 @@ def main() -> None:
     parser.add_argument("--draft", type=Path)
     parser.add_argument("--live", type=int, nargs="+", default=[1, 8, 16])
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=10)
+    add_prompt_options(parser)
     add_json_option(parser)
     given = parser.parse_args()
     print(describe())
@@ -38,33 +40,38 @@ def main() -> None:
     if given.draft is not None:
         methods[f"draft {given.draft.stem}"] = specbeam.load(given.draft)
     print(f"{given.model.stem}, {given.tokens} new tokens per request\n")
-    print("| live requests | method | tokens/s | of plain |\n| --- | --- | --- | --- |")
+    asks = [ask for together in zip(*kinds(given).values(), strict=False) for ask in together]
+    print("| live requests | method | tokens/s | of plain (min to max) |\n| --- | --- | --- | --- |")
     for live in given.live:
         speeds: dict[str, list[float]] = {name: [] for name in methods}
         for repeat in range(-1, given.repeats):
             for name, draft in methods.items():
-                speed = tokens_per_second(lm, live, given.tokens, max(repeat, 0), draft)
+                start = max(repeat, 0) * live
+                now = [asks[(start + i) % len(asks)] for i in range(live)]
+                speed = tokens_per_second(lm, now, given.tokens, draft)
                 if repeat >= 0:  # the first round warms up
                     speeds[name].append(speed)
         for name, samples in speeds.items():
-            ratio = statistics.median(a / b for a, b in zip(samples, speeds["plain"], strict=True))
-            value = figures.add(given.model.stem, f"{live} live", name, unit="tokens/s", samples=samples).value
-            print(f"| {live} | {name} | {value:.0f} | {ratio:.2f} |", flush=True)
+            ratios = [a / b for a, b in zip(samples, speeds["plain"], strict=True)]
+            place = (given.model.stem, f"{live} live", name)
+            value = figures.add(*place, unit="tokens/s", samples=samples).value
+            ratio = figures.add(*place, "of plain", unit="of plain tokens/s", samples=ratios)
+            spread = f"{ratio.value:.2f} ({ratio.min:.2f} to {ratio.max:.2f})"
+            print(f"| {live} | {name} | {value:.0f} | {spread} |", flush=True)
     figures.write(given.json)
 
 
-def tokens_per_second(lm: specbeam.LanguageModel, live: int, tokens: int, repeat: int, draft: Draft | None) -> float:
+def tokens_per_second(lm: specbeam.LanguageModel, asks: list[Ask], tokens: int, draft: Draft | None) -> float:
     """All requests begin together and make equally many tokens. Reading the prompts does not count."""
-    prompts = [prompt for pair in zip(CODING, PROSE, strict=True) for prompt in pair]
-    engine = specbeam.Engine(lm, max_requests=live)
-    for i in range(live):
-        prompt = prompts[(i + repeat * live) % len(prompts)]
-        engine.submit(prompt, {"max_new_tokens": tokens, "eos_token_id": []}, draft=draft)
-    for _ in range(4):
+    engine = specbeam.Engine(lm, max_requests=len(asks))
+    options = {"max_new_tokens": tokens, "eos_token_id": []}
+    requests = [engine.submit(ask.text, options, draft=draft, raw=ask.raw) for ask in asks]
+    while not all(request.pieces for request in requests):
         engine.step()
+    before = sum(len(piece.token_ids) for request in requests for piece in request.pieces)  # a step may make several
     start = time.process_time()
     engine.run()
-    return live * tokens / (time.process_time() - start)
+    return (len(asks) * tokens - before) / (time.process_time() - start)
 
 
 if __name__ == "__main__":

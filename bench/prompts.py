@@ -1,9 +1,16 @@
-"""The prompts of the benches."""
+"""The prompts of the benches: a figure that stands for a kind of work comes from at least ten, drawn by a seed."""
 
 from __future__ import annotations
 
+import argparse
 import random
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specbeam.study.config import Data
+from specbeam.study.data import read_rows
 
 CODING = [
     "Write a Python function that merges two sorted lists into one sorted list.",
@@ -46,8 +53,79 @@ RETRIEVAL = [
         "My bike has a flat tyre, and I am new to this.",
         "What can I do against frost on the roses?",
         "The hands of the old clock in our kitchen do not move any more.",
+        "My son turns three, and I want to surprise him with something sweet.",
+        "We need something that keeps the neighbour's dog out of our beds.",
+        "I have no room for my boat until spring.",
+        "The rain comes in above the bedroom.",
+        "Which lamp is right for a small room?",
+        "I would like to sell my old coat.",
+        "The seedlings on my balcony are too tall for their pots.",
+        "We move next week, and the mirror is large.",
     )
 ]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt. ``raw``: a chat model reads it without its chat template, too."""
+
+    text: str
+    raw: bool = False
+
+    def ids(self, tokenizer: Any) -> list[int]:
+        """Its token ids."""
+        if self.raw or not tokenizer.chat_template:
+            found: list[int] = tokenizer(self.text).input_ids
+        else:
+            messages = [{"role": "user", "content": self.text}]
+            found = tokenizer.apply_chat_template(messages, add_generation_prompt=True).input_ids
+        return found
+
+
+def add_prompt_options(parser: argparse.ArgumentParser) -> None:
+    """The options of :func:`kinds`."""
+    parser.add_argument(
+        "--data", nargs="+", default=[], metavar="FILE", help="in the format of HumanEval or Spec-Bench"
+    )
+    parser.add_argument("--categories", nargs="+", help="of the data sets; A+B is one kind; default: all")
+    parser.add_argument("--prompts", type=int, default=10, help="of each kind")
+    parser.add_argument("--seed", type=int, default=0, help="draws the prompts")
+
+
+def kinds(given: argparse.Namespace, own: Mapping[str, Sequence[str]] | None = None) -> dict[str, list[Ask]]:
+    """The prompts of each kind, drawn with the seed from data sets, or else from the bench's own.
+
+    Each category of a data set is a kind, or several together. HumanEval is two. "asked" is an instruction and the
+    problem, as a message to a chat model. "completed" is the problem alone, without a chat template.
+
+    Args:
+        given: the options of :func:`add_prompt_options`.
+        own: prompts by kind. Default: coding and prose.
+    """
+    found: dict[str, list[Ask]] = {}
+    if not given.data:
+        for kind, texts in (own or {"coding": CODING, "prose": PROSE}).items():
+            found[kind] = [Ask(text) for text in draw(texts, given)]
+    for file in given.data:
+        name = Path(file).name.split(".")[0]
+        rows = read_rows(Data(source=file), [], given.seed)
+        if problems := [row for row in rows if row.problem is not None]:
+            drawn = draw(problems, given)
+            found[f"{name}, asked"] = [Ask(row.turns[0]) for row in drawn]
+            found[f"{name}, completed"] = [Ask(row.problem["prompt"], raw=True) for row in drawn if row.problem]
+            continue
+        for kind in given.categories or dict.fromkeys(row.category or name for row in rows):
+            some = [row for row in rows if (row.category or name) in kind.split("+")]
+            found[kind] = [Ask(row.turns[0]) for row in draw(some, given)]
+    return found
+
+
+Item = TypeVar("Item")
+
+
+def draw(items: Sequence[Item], given: argparse.Namespace) -> list[Item]:
+    """As many as were asked for, in no order, so that the first ones are a draw, too."""
+    return random.Random(given.seed).sample(items, min(given.prompts, len(items)))
 
 
 class NewPrompts:

@@ -122,13 +122,15 @@ class Run:
     Attributes:
         seconds: until all had their answers.
         first_tokens: the seconds until each client's first token.
-        gaps: the seconds between tokens of all clients.
+        per_token: each client's seconds per token after the first, however many tokens a frame has.
+        gaps: the seconds between frames of all clients.
         texts: of the clients.
         finish_reasons: of the texts that were streamed.
     """
 
     seconds: float
     first_tokens: list[float]
+    per_token: list[float]
     gaps: list[float]
     texts: list[str]
     finish_reasons: set[str | None]
@@ -187,10 +189,12 @@ class Bench:
             print(f"server: {name} {failure}", file=sys.stderr, flush=True)
             raise
         times = [answer["times"] for answer in answers if answer["times"]]
+        asked = [body["max_tokens"] for body, answer in zip(bodies, answers, strict=True) if answer["times"]]
         gaps = [after - before for one in times for before, after in pairwise(one)]
         return Run(
             found["seconds"],
             [one[0] for one in times],
+            [(one[-1] - one[0]) / max(1, tokens - 1) for one, tokens in zip(times, asked, strict=True)],
             gaps,
             [answer["text"] for answer in answers],
             {answer["finish_reason"] for answer in answers},
@@ -269,8 +273,8 @@ class Bench:
 
     def show_load(self) -> None:
         """A line for each number of clients, method and server, and then the goals."""
-        print("| clients | server | tokens/s | first token, p50 (p99), ms | between tokens, p50 (p99), ms |")
-        print("| --- | --- | --- | --- | --- |")
+        print("| clients | server | tokens/s | p50 (p99), ms: first token | each further token | between frames |")
+        print("| --- | --- | --- | --- | --- | --- |")
         for (method, count, name), repeats in self._runs.items():
             case = (self.table.model, f"{count} {method}", name)
             speeds = [speed for runs in self._speeds(method, count, name).values() for speed in runs]
@@ -278,7 +282,8 @@ class Bench:
             runs = [run for repeat in repeats.values() for run in repeat]
             for what, lists in (
                 ("first token", [run.first_tokens for run in runs]),
-                ("between tokens", [run.gaps for run in runs]),
+                ("each further token", [run.per_token for run in runs]),
+                ("between frames", [run.gaps for run in runs]),
             ):
                 half, most = (
                     self.table.figures.add(

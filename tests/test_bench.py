@@ -1,5 +1,6 @@
 """The figures of benches: the files that are kept can be read, and two runs can be compared."""
 
+import argparse
 import asyncio
 import json
 import subprocess
@@ -52,6 +53,91 @@ def test_a_run_is_worse_if_it_lost_more_than_noise(bench, tmp_path, monkeypatch,
     monkeypatch.setattr(sys, "argv", ["compare", *map(str, paths)])
     assert compare.main() == status
     assert capsys.readouterr().out.splitlines()[-1].endswith(f"| {verdict} |")
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """Fifteen problems in the format of HumanEval."""
+    names = "abcdefghijklmno"
+    rows = [
+        {"task_id": f"T/{name}", "prompt": f"def {name}(x):\n", "entry_point": name, "test": "def check(f): pass"}
+        for name in names
+    ]
+    path = tmp_path / "programs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def asked(*words):
+    from prompts import add_prompt_options, kinds
+
+    parser = argparse.ArgumentParser()
+    add_prompt_options(parser)
+    return kinds(parser.parse_args([*map(str, words)]))
+
+
+def test_prompts_are_drawn_by_a_seed_ten_of_each_kind(bench, programs):
+    drawn = asked("--data", programs)
+    problems, chats = drawn["programs, completed"], drawn["programs, asked"]
+    assert len(problems) == len({ask.text for ask in problems}) == 10
+    assert all(ask.raw for ask in problems)
+    assert not any(ask.raw for ask in chats)
+    for problem, chat in zip(problems, chats, strict=True):
+        before = "Complete this Python function. Answer with the whole function.\n\n```python\n"
+        assert chat.text == f"{before}{problem.text}```"
+    assert asked("--data", programs) == drawn != asked("--data", programs, "--seed", 1)
+    assert asked("--data", programs, "--prompts", 3)["programs, asked"] == chats[:3]  # a shorter run is part of it
+    assert {kind: len(some) for kind, some in asked().items()} == {"coding": 10, "prose": 10}
+
+
+def test_categories_can_be_one_kind(bench, tmp_path):
+    path = tmp_path / "questions.jsonl"
+    categories = ["writing", "rag", "roleplay"] * 8
+    rows = [{"question_id": i, "category": name, "turns": [f"{name} {i}"]} for i, name in enumerate(categories)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    drawn = asked("--data", path, "--categories", "writing+roleplay", "rag")
+    assert {kind: len(some) for kind, some in drawn.items()} == {"writing+roleplay": 10, "rag": 8}
+    assert {ask.text.split()[0] for ask in drawn["writing+roleplay"]} == {"writing", "roleplay"}
+
+
+def test_lazy_beams_are_measured_prompt_by_prompt(bench, programs, tmp_path, monkeypatch, capsys):
+    _, figures = bench
+    import lazy
+    from long_text import write_model
+
+    found = tmp_path / "found.json"
+    words = ["lazy", str(write_model(tmp_path / "model", vocab_size=600, context=600)), "--data", str(programs)]
+    words += ["--draft", "ngram", "--num-beams", "2", "--tokens", "4", "--json", str(found)]
+    ratios = iter([0.5, 1.0, 2.0])
+    take_turns = lazy.take_turns
+
+    def timed(lm, ask, options, methods, repeats, first):
+        """A prompt, where methods are as much faster than plain beams as a list says."""
+        seconds, results = take_turns(lm, ask, options, methods, repeats, first)
+        if "share_prefix" in options and not ask.raw:
+            ratio = next(ratios)
+            seconds = {name: 1.0 if name == "plain" else 1 / ratio for name in seconds}
+        return seconds, results
+
+    monkeypatch.setattr(lazy, "take_turns", timed)
+    monkeypatch.setattr(sys, "argv", [*words, "--prompts", "3"])
+    assert lazy.main() == 0
+    kept = {figure.name: figure for figure in figures.Figures.read(found).figures}
+    ratio = kept["programs, asked / 2 beams / with ngram"]
+    assert (ratio.min, ratio.value, ratio.max) == (0.5, 1.0, 2.0)
+    assert {f"programs, completed / 2 beams / {name}" for name in ("plain", "lazy", "needed", "bound")} <= {*kept}
+    assert "programs, asked, 2 beams, 3 prompts, same texts" in capsys.readouterr().out
+
+    def wrong(*given, **how):
+        seconds, results = take_turns(*given, **how)
+        return seconds, {**results, "lazy": replace(results["lazy"], sequences=[])}
+
+    monkeypatch.setattr(lazy, "take_turns", wrong)
+    monkeypatch.setattr(sys, "argv", [*words, "--prompts", "3", "--minutes", "1e-6"])
+    assert lazy.main() == 1
+    out = capsys.readouterr().out
+    assert "1 prompts of each kind were measured, no more" in out
+    assert "programs, asked, 2 beams, 1 prompts, DIFFERENT texts of 1 prompts" in out
 
 
 def test_a_file_without_figures_is_refused(bench, tmp_path, monkeypatch, capsys):

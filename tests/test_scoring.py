@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import specbeam
 from specbeam import SpecbeamError, hf
 from specbeam.engine.store import Store, store_of
 from specbeam.scoring import score
@@ -90,6 +91,40 @@ def test_many_continuations_of_one_context_do_not_share_one_tree(model, monkeypa
     texts = [([3], [a, b, a, b]) for a in range(VOCAB) for b in range(VOCAB)]
     assert len(list(score(lm, texts, max_batch_tokens=32))) == len(texts)
     assert max(lengths) <= 1 + 32
+
+
+EXAMPLES = [n % VOCAB for n in range(100)]
+
+
+def test_contexts_that_begin_alike_share_that_beginning(model, monkeypatch):
+    lm = hf.wrap(model)
+    passes = []
+    forward = lm.backend.forward
+    monkeypatch.setattr(lm.backend, "forward", lambda s: passes.append([len(x.tokens) for x in s]) or forward(s))
+    texts = [([*EXAMPLES, question, 3], [label, 4]) for label in (5, 6) for question in range(VOCAB)]
+    answers = {number: log_prob for number, log_prob, _ in score(lm, texts)}
+    # The first question with its two labels, then seven others beside each other.
+    assert passes == [[104], [4] * 8, [4] * 3]
+    for number, text in enumerate(texts):
+        assert answers[number] == pytest.approx(expected(model, *text)[0], abs=1e-4)
+
+
+@pytest.mark.parametrize("max_batch_tokens", [16, 512])
+def test_what_shares_a_pass_or_a_beginning_changes_no_bit(lm, max_batch_tokens):
+    lm = specbeam.load(lm.source, backend="cpu")
+    texts = [([*EXAMPLES[: 100 - 30 * (n % 3)], n, n], [n % 5, n % 7, 8]) for n in range(20)]
+    alone = [answer for text in texts for _, *answer in score(lm, [text])]
+    assert [answer for _, *answer in sorted(score(lm, texts, max_batch_tokens=max_batch_tokens))] == alone
+
+
+def test_contexts_that_are_done_are_not_kept(model):
+    lm = hf.wrap(model)
+    store = store_of(lm.backend)
+    texts = [([n % VOCAB, *EXAMPLES, n // VOCAB], [5]) for n in range(40)]
+    in_use = [store.in_use for _ in score(lm, texts, max_contexts=2)]
+    assert max(in_use) <= 102  # one context, whose beginning the next one may share
+    del texts
+    assert store.in_use == 0
 
 
 @pytest.mark.parametrize(("text", "says"), [(([], [3]), "needs a context"), (([3], [VOCAB]), "token id 12 is not in")])

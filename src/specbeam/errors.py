@@ -18,7 +18,14 @@ class Unsupported(SpecbeamError):
 class TooManyNodes(SpecbeamError):
     """The memory of an engine cannot hold the nodes that a strategy asks for, although its request is alone.
 
-    It is raised in the strategy, where it asked. A strategy that catches it may go on with fewer nodes.
+    It is raised in a strategy that would rather go on with fewer nodes (``Evaluate.or_fewer``), where it asked.
+    """
+
+
+class NotFinite(SpecbeamError):
+    """Logits are NaN or +inf, or all of a row are -inf. So no token has a probability.
+
+    It is raised in the strategy, where it asked. One that asked about draft tokens may go on without them.
     """
 
 

@@ -12,7 +12,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.keywords import OptionKeywords, show_option_keywords
 from specbeam.model import LanguageModel
 from specbeam.options import Options, given_options
-from specbeam.prompts import Prompt, encode, is_batch
+from specbeam.prompts import Prompt, encode, is_batch, room
 from specbeam.results import Piece, Result
 from specbeam.results import Sequence as FoundSequence
 
@@ -80,7 +80,7 @@ def generate(
     longest, length = 0, 0
     for number, one in enumerate(prompt):
         with _numbered(number):
-            tokens = len(encode(lm, one, system=system, raw=raw))
+            tokens = len(encode(lm, one, system=system, raw=raw, most=room(lm)))
         longest, length = (number, tokens) if tokens > length else (longest, length)
     with _numbered(longest):  # the others need less room
         engine.check(prompt[longest], chosen, system=system, raw=raw, draft=draft)
@@ -173,9 +173,9 @@ def _found(engine: Engine, request: Request) -> Iterator[FoundSequence]:
 
 
 def _pieces(engine: Engine, request: Request) -> Iterator[Piece]:
-    more = True
+    pieces, more = request.pieces, True
     while more:
         more = engine.step()
-        while request.pieces:
-            yield request.pieces.popleft()
+        while pieces:
+            yield pieces.popleft()
     request.result()  # raises the error that ended the request, if any

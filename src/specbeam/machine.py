@@ -5,10 +5,12 @@ A container has the limits of its control group, version 1 or 2, and of all grou
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import NamedTuple
@@ -53,6 +55,12 @@ def usable_memory(root: Path = Path("/"), mapped: int = 0) -> Memory:
     machine = _machine_memory(root, mapped)
     groups = [found for group in _groups("memory", root) if (found := _group_memory(group, mapped)) is not None]
     return Memory(*(min(sizes) for sizes in zip(machine, *groups, strict=True)))
+
+
+def return_free_memory() -> None:
+    """Give the system the memory that this process has freed. glibc keeps it otherwise, in pieces, for each thread."""
+    with suppress(AttributeError, OSError, TypeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def keep_in_memory(mapping: mmap.mmap, file: Path) -> None:

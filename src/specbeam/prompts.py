@@ -10,9 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from specbeam import chat_templates
 from specbeam.checkpoints.code import refusing
+from specbeam.control_tokens import ControlTokens
 from specbeam.errors import SpecbeamError
+from specbeam.machine import return_free_memory
 from specbeam.model import LanguageModel
+from specbeam.prompt_length import PromptTooLong, least_tokens
 
 Message = dict[str, Any]
 """A chat message: a dictionary with the text "role" and the "content", a text or a list of parts.
@@ -26,6 +30,9 @@ Prompt = str | Sequence[int] | Sequence[Message] | NDArray[np.integer[Any]] | Te
 PLACE_OF_ANSWER = "<PLACE OF THE ANSWER>"
 """Put at the end of the message that is to be continued, this shows where the chat template has that end."""
 
+MANY_CHARACTERS = 1 << 18
+"""Tokenizing a text with more characters takes hundreds of megabytes for a time."""
+
 
 def is_batch(prompt: Any) -> bool:
     """Whether this is a list of prompts, not one prompt."""
@@ -34,7 +41,15 @@ def is_batch(prompt: Any) -> bool:
     return isinstance(prompt[0], str | Sequence) or getattr(prompt[0], "ndim", 0) == 1
 
 
-def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bool = False) -> list[int]:
+def encode(
+    lm: LanguageModel,
+    prompt: Any,
+    *,
+    system: str | None = None,
+    raw: bool = False,
+    most: int | None = None,
+    control_tokens: ControlTokens | None = None,
+) -> list[int]:
     """Token ids of one prompt.
 
     Args:
@@ -44,19 +59,41 @@ def encode(lm: LanguageModel, prompt: Any, *, system: str | None = None, raw: bo
             the assistant begins its answer.
         system: a system message to put first. It is refused beside one in the messages.
         raw: use no chat template. Messages and the system message are joined by blank lines.
+        most: the most tokens that it may have. Of a text that has far more, not all is tokenized.
+        control_tokens: of the model's tokenizer, to read those in messages as text. Without it they are control tokens.
 
     Raises:
+        PromptTooLong: it has more than ``most`` tokens.
         SpecbeamError: an empty prompt, one of another kind, messages the chat template refuses, or two sources of the
             system message.
     """
     messages = check(lm, prompt, system=system)
-    if isinstance(messages[0], int):
-        return messages
+    ids: list[int] = messages if isinstance(messages[0], int) else _encode_text(lm, messages, raw, most, control_tokens)
+    if most is not None and len(ids) > most:
+        raise too_long(lm, f"{len(ids):,}")
+    return ids
+
+
+def _encode_text(
+    lm: LanguageModel, messages: list[Message], raw: bool, most: int | None, control_tokens: ControlTokens | None
+) -> list[int]:
     if lm.tokenizer is None:
         raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a model with its tokenizer")
     templated = not raw and bool(lm.tokenizer.chat_template)
-    text = render(lm.tokenizer, messages) if templated else "\n\n".join(message["content"] for message in messages)
-    ids: list[int] = tokenize(lm.tokenizer, text, add_special_tokens=not templated).input_ids
+    tokenizer, hidden = lm.tokenizer, None
+    if control_tokens is not None and templated and (hidden := control_tokens.hide(messages)) is not None:
+        messages, stand_ins = hidden
+        tokenizer, text = control_tokens.tokenizer, control_tokens.show(render(lm.tokenizer, messages), stand_ins)
+    else:
+        text = render(lm.tokenizer, messages) if templated else "\n\n".join(message["content"] for message in messages)
+    if most is not None:
+        check_unicode(text)
+        least = least_tokens(tokenizer, text, most, lambda beginning: len(token_ids(tokenizer, beginning)))
+        if least > most:
+            raise too_long(lm, f"at least {least:,}")
+    ids = token_ids(tokenizer, text, add_special_tokens=not templated)
+    if control_tokens is not None and hidden is not None:
+        ids = control_tokens.ids(ids)
     if not ids:
         raise SpecbeamError("the prompt has no tokens: give at least one")
     for i in ids:
@@ -115,8 +152,7 @@ def render(tokenizer: Any, messages: list[Message]) -> str:
     begun = last["role"] == "assistant"
     if begun:
         messages = [*earlier, last | {"content": last["content"] + PLACE_OF_ANSWER}]
-    with refusing("the model's chat template refuses these messages"):
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=not begun)
+    text = apply_chat_template(tokenizer, messages, add_generation_prompt=not begun)
     if begun:
         text, found, _ = text.rpartition(PLACE_OF_ANSWER)
         if not found or not text.endswith(last["content"].lstrip()):
@@ -127,20 +163,60 @@ def render(tokenizer: Any, messages: list[Message]) -> str:
     return text
 
 
+def apply_chat_template(tokenizer: Any, messages: list[Message], **how: bool) -> str:
+    """The text of ``tokenizer.apply_chat_template``, rendered with limits (:mod:`specbeam.chat_templates`).
+
+    Args:
+        how: ``add_generation_prompt`` or ``continue_final_message``.
+
+    Raises:
+        SpecbeamError: the template refuses the messages, or exceeds a limit.
+    """
+    with refusing("the model's chat template refuses these messages"):
+        given = [{name: value for name, value in message.items() if value is not None} for message in messages]
+        return chat_templates.render(tokenizer.get_chat_template(), given, **tokenizer.special_tokens_map, **how)
+
+
+def token_ids(tokenizer: Any, text: str, add_special_tokens: bool = False) -> list[int]:
+    """The token ids of a text. Raises SpecbeamError as :func:`tokenize`."""
+    ids: list[int] = tokenize(tokenizer, text, add_special_tokens).input_ids
+    if len(text) > MANY_CHARACTERS:
+        return_free_memory()
+    return ids
+
+
 def tokenize(tokenizer: Any, text: str, add_special_tokens: bool, **details: bool) -> Any:
     """The tokenizer's encoding of a text: its ``input_ids``, and the details that are asked for.
 
     Raises:
         SpecbeamError: the text is not valid Unicode, or the tokenizer is damaged.
     """
+    check_unicode(text)
+    with refusing("the model's tokenizer cannot read this text"):
+        return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **details)
+
+
+def check_unicode(text: str) -> None:
+    """Raises SpecbeamError if a text has half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise SpecbeamError(
             f"the prompt has half a surrogate pair ({text[error.start]!r}), which is no character: give valid Unicode"
         ) from error
-    with refusing("the model's tokenizer cannot read this text"):
-        return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **details)
+
+
+def room(lm: LanguageModel) -> int:
+    """The most tokens of a prompt: the context must hold at least one new token too, except behind an encoder."""
+    return lm.backend.context_length - (lm.backend.start_token_ids is None)
+
+
+def too_long(lm: LanguageModel, tokens: str) -> PromptTooLong:
+    """The error for a prompt with more tokens than there is room for."""
+    context = lm.backend.context_length
+    too = ", which must hold at least one new token too" if room(lm) < context else ""
+    message = f"the prompt has {tokens} tokens, but {lm.source} has a context of {context:,}{too}: shorten the prompt"
+    return PromptTooLong(message, tokens)
 
 
 def _messages(prompt: Sequence[Message]) -> list[Message]:

@@ -88,6 +88,8 @@ class Stats:
             again (``share_prefix`` of :class:`specbeam.Options`).
         acceptance_histogram: how many of the passes that checked guesses accepted 0 of them, 1, 2, and so on; None
             without such passes.
+        acceptance_by_position: for each position, how many guesses the target checked there, and how many of them were
+            accepted. The first position is directly after the known tokens of a text or a beam. None without guesses.
     """
 
     prompt_tokens: int
@@ -112,6 +114,7 @@ class Stats:
     reused_tokens: int = 0
     acceptance_histogram: list[int] | None = None
     evaluated_beams: float | None = None
+    acceptance_by_position: list[list[int]] | None = None
 
 
 @dataclass(frozen=True)

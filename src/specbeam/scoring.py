@@ -1,10 +1,12 @@
 """Log-probabilities of given continuations.
 
-The continuations of one context form a tree: the context is evaluated once, and so is every shared beginning.
+The continuations of one context form a tree: the context is evaluated once, and so is every shared beginning. Contexts
+that begin alike, with the same examples for instance, share the slots of that beginning.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 from specbeam.backends.contract import Segment
 from specbeam.engine.slots import Slots
 from specbeam.engine.store import EngineCache, store_of
-from specbeam.errors import SpecbeamError
+from specbeam.errors import NotFinite, SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.prompts import encode
 from specbeam.selection import Answer, Wish
@@ -42,10 +44,14 @@ def score(
         Greedy is whether each token was the likeliest at its place.
 
     Raises:
-        SpecbeamError: a text has no context, or a token that is not in the model's vocabulary.
+        SpecbeamError: a text has no context, or a token that is not in the model's vocabulary. Also logits that are
+            not finite.
     """
-    # Taken from the end, the longest first: a lack of memory shows at once.
-    waiting = sorted(_shared(texts, max_batch_tokens), key=lambda some: sum(map(len, texts[some[0]])))
+    # In the order of their tokens, each context shares most with the one before. The longest one is the first, so that
+    # a lack of memory shows early.
+    waiting = deque(sorted(_shared(texts, max_batch_tokens), key=lambda numbers: texts[numbers[0]][0]))
+    lengths = [sum(map(len, texts[numbers[0]])) for numbers in waiting]
+    waiting.rotate(-lengths.index(max(lengths)) if lengths else 0)
     live: list[Continuations] = []
     cache = EngineCache(store_of(lm.backend))
     while waiting or live:
@@ -57,7 +63,7 @@ def score(
 def _round(
     lm: LanguageModel,
     texts: Sequence[Text],
-    waiting: list[list[int]],
+    waiting: deque[list[int]],
     live: list[Continuations],
     cache: EngineCache,
     max_contexts: int,
@@ -65,12 +71,12 @@ def _round(
 ) -> list[Continuations]:
     """Begin waiting trees, run one pass, and return the trees that are finished."""
     while waiting and len(live) < max_contexts:
-        numbers = waiting.pop()
+        numbers = waiting.popleft()
         live.append(Continuations(lm, numbers, [texts[number] for number in numbers], cache))
     batch: list[tuple[Continuations, Nodes]] = []
     room = max_batch_tokens
-    for tree in live:
-        if len(nodes := tree.pending[:room]):
+    for place, tree in enumerate(live):
+        if not tree.waits_for(live[:place]) and len(nodes := tree.pending[:room]):
             batch.append((tree, nodes))
             room -= len(nodes)
     if batch:
@@ -80,12 +86,19 @@ def _round(
         rows = [slice(end - len(segment.wanted), end) for end, segment in zip(ends, segments, strict=True)]
         wishes = [(part, tree.wish(nodes)) for part, (tree, nodes) in zip(rows, batch, strict=True)]
         answers = lm.backend.choose(logits, wishes)
+        if not all(answer.finite for answer in answers):
+            raise NotFinite(
+                f"a text has no score, because logits of {lm.source} are not finite: check its weights, or give "
+                "dtype='float32' if numbers overflow"
+            )
         for (tree, nodes), answer in zip(batch, answers, strict=True):
             tree.receive(nodes, answer)
     finished = [tree for tree in live if not len(tree.pending)]
     live[:] = [tree for tree in live if len(tree.pending)]
     for tree in finished:
         tree.close()
+    if finished:  # the next context may begin as the last one does
+        cache.drop_kept(cache.kept - max(tree.context_length for tree in finished))
     return finished
 
 
@@ -112,6 +125,7 @@ class Continuations:
 
     Attributes:
         numbers: the texts' numbers.
+        context_length: the number of the context's tokens.
         pending: nodes still to be evaluated, ancestors first.
         log_probs: sums over the tokens evaluated so far, float64 [texts].
         greedy: whether all these tokens were the likeliest, bool [texts].
@@ -119,6 +133,7 @@ class Continuations:
 
     def __init__(self, lm: LanguageModel, numbers: list[int], texts: list[Text], cache: EngineCache) -> None:
         self.numbers = numbers
+        self.context_length = len(texts[0][0])
         self.log_probs = np.zeros(len(texts))
         self.greedy = np.ones(len(texts), dtype=bool)
         if not all(context for context, _ in texts):
@@ -137,8 +152,20 @@ class Continuations:
                 elif depth + 1 < len(whole):
                     (node,) = tree.guess(node, whole[depth]).tolist()
         self._after, self._tokens, self._texts = np.array(sorted(scored), dtype=np.int64).reshape(-1, 3).T
-        self._slots = Slots(tree, lm.backend, cache)
+        self._slots = Slots(tree, lm.backend, cache, shares=True)
         self.pending = self._slots.missing(self._after) if scored else self._after
+
+    def waits_for(self, others: Sequence[Continuations]) -> bool:
+        """Whether another tree is about to read the same tokens, so that this one should wait for them.
+
+        Args:
+            others: trees that began before this one.
+        """
+        if self._slots.is_fresh:
+            if self._slots.waits(other._slots for other in others):
+                return True
+            self.pending = self._slots.missing(self._after)
+        return False
 
     def segment(self, nodes: Nodes) -> Segment:
         """The tree's part of a pass over some of its pending nodes."""
@@ -155,6 +182,7 @@ class Continuations:
         """Take the answer about some pending nodes."""
         tokens, texts, rows, columns = self._scored(nodes)
         self.pending = self.pending[len(nodes) :]
+        self._slots.leave(self.pending)
         self._slots.free_unseen(self.pending)
         if len(tokens):
             assert answer.given is not None

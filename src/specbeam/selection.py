@@ -152,6 +152,11 @@ class Answer:
         rows = [logits[which] for logits, which in self.sources]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
+    @property
+    def finite(self) -> bool:
+        """Whether each row of logits has probabilities: no logit is NaN or +inf, and not all are -inf."""
+        return bool(np.isfinite(self.normalizers).all())
+
     def passes(self, n: int) -> Iterator[Answer]:
         """The answers of the passes, about n nodes each."""
         for first in range(0, len(self.tokens), n):

@@ -170,6 +170,34 @@ def test_the_pass_in_which_something_comes_up_is_the_last(backends):
     assert passes([free, free], ends=range(VOCAB)) == {1}
 
 
+def test_answers_so_far_are_shown_between_passes(backends):
+    backend, segments, wish = backends[0], [root(0, [1], 7), root(ROOM, [2], 7)], Wish()
+    shown = []
+
+    def forward(every, show):
+        return backend.forward_ahead(segments, [wish, wish], [None, None], 8, [], GO_ON, every, show)
+
+    def show(answers):
+        shown.append([(answer.tokens.tolist(), answer.log_probs.tolist()) for answer in answers])
+
+    for every in (1, 3, 7, 8):
+        shown.clear()
+        answers = forward(every, show)
+        passes = [*range(every, 8, every)]  # the last pass is not among them
+        whole = [(answer.tokens.tolist(), answer.log_probs.tolist()) for answer in answers]
+        assert shown == [[(tokens[:n], scores[:n]) for tokens, scores in whole] for n in passes]
+        assert {len(answer.tokens) for answer in answers} == {8}
+
+    def fail(answers):
+        show(answers)
+        raise KeyboardInterrupt
+
+    shown.clear()
+    with pytest.raises(KeyboardInterrupt):
+        forward(2, fail)
+    assert len(shown) == 1
+
+
 def root(slot, tokens, ahead):
     """First tokens of texts, in slots from a slot on, and slots for this many nodes to come."""
     n, slots = len(tokens), slot + np.arange(len(tokens) + ahead)

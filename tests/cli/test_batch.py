@@ -136,6 +136,21 @@ def test_a_row_may_have_several_texts(run, model, tmp_path, source, into):
         assert row["sequences"] == expected.to_dict()["sequences"]
 
 
+def test_a_column_that_is_not_used_need_not_be_for_python(run, interrupted, tmp_path):
+    far = pa.array([2**62] * len(PROMPTS), pa.timestamp("us"))
+    table = pa.table({"prompt": PROMPTS, "far": far, "bytes": [b"\xff"] * len(PROMPTS)})
+    pq.write_table(table, tmp_path / "in.parquet")
+    few = ("--batch-size", 1, "--max-new-tokens", 2)
+    interrupted("in.parquet", "out.parquet", *few)
+    assert run("in.parquet", "out.parquet", *few) == (0, "")
+    assert pq.read_table(tmp_path / "out.parquet").select(table.column_names).equals(table)
+    refused = "specbeam: the column 'far' of in.parquet cannot be"
+    says = f"{refused} in a .jsonl file (date value out of range): name OUT .parquet, or leave the column out\n"
+    assert run("in.parquet", "out.jsonl", model=NOT_FETCHED) == (2, says)
+    says = f"{refused} used: date value out of range\n"
+    assert run("in.parquet", "other.parquet", "--column", "far", model=NOT_FETCHED) == (2, says)
+
+
 def test_columns_with_names_of_options_are_data(run, model, tmp_path):
     write(tmp_path / "in.jsonl", [{"prompt": "hi", "max_new_tokens": 2, "text": "system"}])
     status, err = run("in.jsonl", "out.jsonl", "--max-new-tokens", 4)
@@ -395,6 +410,9 @@ def test_a_full_disk_is_one_line_and_what_is_finished_stays(run, tmp_path, monke
         ("in.jsonl", '{"prompt": "x"}\n"x"', ["out.jsonl"], "in.jsonl is damaged: line 2 is no JSON object"),
         ("in.jsonl", '{"prompt": "x"}\n[\0]\n', ["out.jsonl"], "in.jsonl is damaged: line 2 is not JSON"),
         ("in.jsonl", '{"prompt": "x"}\n' * 300 + "{", ["out.jsonl"], "in.jsonl is damaged: line 301 is not JSON"),
+        ("in.jsonl", '{"prompt": "x"}\n{"n": 1, "n": 1}', ["out.jsonl"], "line 2 is not JSON: the key 'n' is there"),
+        ("in.jsonl", '{"a": [{"n": 1, "n": 2}]}', ["out.jsonl"], "line 1 is not JSON: the key 'n' is there twice"),
+        ("in.jsonl", '{"prompt": "x", "n": 1e400}', ["out.parquet"], "column 'n' cannot be in a .parquet file (Could"),
         ("in.csv", 'prompt\nx\n"y', ["out.jsonl"], "in.csv is damaged: line 3: unexpected end of data"),
         ("in.csv", b"prompt\nx\n\xff\n", ["out.jsonl"], "line 3 is not UTF-8 text (byte 9)"),
         ("in.jsonl", '{"prompt": "x", "\\ud83d": 1}\n', ["out.parquet"], "cannot be in a .parquet file ('utf-8' codec"),

@@ -75,6 +75,22 @@ def test_the_steps_lead_to_the_text(result):
     assert sum(len(entry["steps"]) for entry in result.trace) == 30
 
 
+def test_positions_of_guesses_are_counted_as_the_trace_shows_them(result):
+    """A guess below a guess that may still be accepted is one position further."""
+    place, counts = {}, []
+    for entry in result.trace:
+        for guess in entry["drafted"]:
+            place[guess["node"]] = at = place.get(guess["after"], -1) + 1
+            counts += [[0, 0]] * (at == len(counts))
+            counts[at] = [counts[at][0] + 1, counts[at][1]]
+        for beam in [*(beam for step in entry["steps"] for beam in step), *entry["ahead"]]:
+            if (at := place.pop(beam["node"], None)) is not None:
+                counts[at] = [counts[at][0], counts[at][1] + 1]
+    assert result.stats.acceptance_by_position == (counts or None)
+    assert sum(drafted for drafted, _ in counts) == result.stats.drafted
+    assert sum(accepted for _, accepted in counts) == result.stats.accepted
+
+
 def test_rounds_add_up_to_the_statistics(result):
     stats = result.stats
     guesses = [g for entry in result.trace for g in entry["drafted"]]
@@ -201,6 +217,7 @@ def test_a_trace_changes_no_pass_and_no_bit(confident, monkeypatch, num_beams, d
     assert traced.sequences == plain.sequences
     assert [getattr(traced.stats, name) for name in COUNTS] == [getattr(plain.stats, name) for name in COUNTS]
     assert traced.stats.acceptance_histogram == plain.stats.acceptance_histogram
+    assert traced.stats.acceptance_by_position == plain.stats.acceptance_by_position
     assert (plain.stats.evaluated_beams < 1) == (num_beams == 16 or draft is not None)
 
 

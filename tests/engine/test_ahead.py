@@ -5,6 +5,7 @@ import pytest
 import specbeam
 from specbeam import Engine
 from specbeam.engine.costs import PassTimes, nominal_cost
+from specbeam.engine.output import Output
 from tests.conftest import assert_are_beams_of_transformers, beams_of_transformers, random_model
 
 STEP_BY_STEP = {"stop_strings": ["a stop string that no text has"]}  # it is looked for after each token
@@ -42,9 +43,14 @@ def results(engine, options, count=3):
     return [request.result() for request in requests]
 
 
-def passes_of_calls(monkeypatch, lm, before=lambda: None):
-    """The number of passes of each call that may go ahead, as they come. Passes count as fast, on any machine."""
-    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: 1e-3 * nominal_cost(nodes))
+def passes_of_calls(monkeypatch, lm, before=lambda: None, seconds=1e-3):
+    """The number of passes of each call that may go ahead, as they come. Passes count as fast, on any machine.
+
+    Args:
+        seconds: of a pass over few nodes.
+    """
+    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: seconds * nominal_cost(nodes))
+    monkeypatch.setattr(PassTimes, "knows", lambda times, nodes: True)
     calls, forward_ahead = [], lm.backend.forward_ahead
 
     def recorded(*args):
@@ -199,3 +205,139 @@ def test_if_passes_ahead_fail_each_request_goes_on_alone(lm, monkeypatch):
     expected = [result.sequences for result in results(Engine(lm), {})]
     monkeypatch.setattr(lm.backend, "forward_ahead", fail)
     assert [result.sequences for result in results(Engine(lm), {})] == expected
+
+
+# Streams.
+
+SECONDS_PER_PASS = 0.0055
+"""A token may wait for the next three passes, which take less than 20 ms."""
+
+
+def read(engine, *submitted):
+    """The pieces of requests that somebody reads from the start, and the results. The engine runs in its thread."""
+    requests = [engine.submit([97 + n, 98, 99], {"max_new_tokens": 30} | one) for n, one in enumerate(submitted)]
+    pieces = [request.pieces for request in requests]
+    with engine:
+        found = [request.result(60) for request in requests]
+    return [[*some] for some in pieces], found
+
+
+def lengths(pieces):
+    return [len(piece.token_ids) for piece in pieces if piece.token_ids]
+
+
+def test_tokens_reach_their_reader_while_the_backend_goes_on(lm, monkeypatch):
+    calls = passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS)
+    (pieces,), (result,) = read(Engine(lm), {"eos_token_id": []})
+    assert calls == [8, 8, 8, 4]
+    assert lengths(pieces) == [1, 4, 4, 4, 4, 4, 4, 4, 1]
+    assert result.stats.target_passes == 30
+
+
+def test_where_no_thread_can_take_tokens_the_backend_goes_less_far(lm, monkeypatch):
+    calls = passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS)
+    pieces = [*specbeam.stream(lm, [97, 98, 99], max_new_tokens=30, eos_token_id=[])]
+    assert calls == [4] * 7
+    assert lengths(pieces) == [1, *calls, 1]
+    calls.clear()
+    specbeam.generate(lm, [97, 98, 99], max_new_tokens=30, eos_token_id=[])  # nobody reads
+    assert calls == [8, 8, 8, 5]
+
+
+def test_a_slow_pass_hands_out_each_token(lm, monkeypatch):
+    passes_of_calls(monkeypatch, lm, seconds=0.03)
+    (pieces,), _ = read(Engine(lm), {"eos_token_id": []})
+    assert lengths(pieces) == [1] * 30
+
+
+def test_as_long_as_the_time_of_a_pass_is_unknown_each_token_is_handed_out(lm, monkeypatch):
+    calls = passes_of_calls(monkeypatch, lm)
+    monkeypatch.setattr(PassTimes, "knows", lambda times, nodes: False)
+    (pieces,), _ = read(Engine(lm), {"eos_token_id": []})
+    assert calls == [8, 8, 8, 5]
+    assert lengths(pieces) == [1] * 30
+
+
+def test_tokens_of_beams_are_certain_only_after_their_step(lm, monkeypatch):
+    calls = passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS)
+    options = {"num_beams": 4, "eos_token_id": []}
+    (pieces,), (result,) = read(Engine(lm), options)
+    assert max(calls) == 1 + int(0.02 / (SECONDS_PER_PASS * nominal_cost(4)))
+    assert [token for piece in pieces for token in piece.token_ids] == result.token_ids
+    assert result.sequences == results(Engine(lm), options, count=1)[0].sequences
+
+
+@pytest.mark.parametrize("options", [*KINDS, BEAMS[1]])
+def test_a_reader_changes_no_bit(lm, monkeypatch, options):
+    passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS)
+    kinds = [options, {"temperature": 0.9, "seed": 7}, {"max_new_tokens": 17}]
+    alone = [results(Engine(lm), one | STEP_BY_STEP, n + 1)[n] for n, one in enumerate(kinds)]
+    for some_are_read in (False, True):
+        engine = Engine(lm)
+        if some_are_read:
+            silent = engine.submit([1, 2], options | {"max_new_tokens": 40})  # nobody takes its pieces
+        pieces, found = read(engine, *kinds)
+        assert not some_are_read or not silent.is_read
+        for some, result, other in zip(pieces, found, alone, strict=True):
+            assert result.sequences == other.sequences
+            assert result.stats.target_passes == other.stats.target_passes
+            assert "".join(piece.text for piece in some) == result.text
+            assert [token for piece in some for token in piece.token_ids] == result.token_ids
+            assert [one for piece in some for one in piece.log_probs] == result.sequences[0].log_probs
+
+
+def test_a_reader_may_cancel_in_the_middle_of_passes(lm, monkeypatch):
+    """No pass comes after that, and the text is what it has read."""
+    calls, taken = passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS), []
+    engine = Engine(lm)
+    request = engine.submit([97, 98, 99], {"max_new_tokens": 30, "eos_token_id": []})
+
+    def take(piece):
+        taken.append(piece)
+        if len(taken) == 2:
+            request.cancel()
+
+    request.add_piece_callback(take, lambda function, *args: function(*args))  # as an event loop elsewhere would
+    with engine:
+        result = request.result(60)
+    assert calls == [4]
+    assert result.finish_reason == "cancelled"
+    assert [token for piece in taken for token in piece.token_ids] == result.token_ids
+    assert len(result.token_ids) == 5
+
+
+def test_a_function_in_the_engines_thread_gets_pieces_between_calls(lm, monkeypatch):
+    """It may do anything, even use the backend."""
+    calls, pieces = passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS), []
+    engine = Engine(lm)
+    request = engine.submit([97, 98, 99], {"max_new_tokens": 30, "eos_token_id": []})
+
+    def take(piece):
+        pieces.append(piece)
+        if len(pieces) < 4:
+            specbeam.generate(lm, [1, 2], max_new_tokens=2, stop_strings=["no text has this"])
+
+    request.add_piece_callback(take)
+    with engine:
+        request.result(60)
+    assert max(calls) == max(lengths(pieces)) == 4
+
+
+def test_a_text_that_cannot_be_shown_ends_only_its_request(lm, monkeypatch):
+    passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS)
+    engine, show = Engine(lm), Output.show
+    fine, broken = (engine.submit([97 + n, 98, 99], {"max_new_tokens": 30, "eos_token_id": []}) for n in range(2))
+    pieces, _ = fine.pieces, broken.pieces  # both are read
+
+    def fail(output, answer):
+        if output._request is broken:
+            raise ValueError("no text")
+        show(output, answer)
+
+    monkeypatch.setattr(Output, "show", fail)
+    with engine:
+        with pytest.raises(ValueError, match="no text"):
+            broken.result(60)
+        found = fine.result(60)
+    assert found.sequences == results(Engine(lm), {"eos_token_id": []}, count=1)[0].sequences
+    assert [token for piece in pieces for token in piece.token_ids] == found.token_ids

@@ -419,13 +419,8 @@ def test_kept_texts_and_requests_stay_within_the_memory(lm, tokens, kinds):
         assert engine.cache_tokens <= store.in_use - before <= tokens
     assert engine.cache_tokens == 0
     for request, wish in requests:
-        try:
-            got = request.result()
-        except SpecbeamError:
-            with pytest.raises(SpecbeamError, match="cache slots"):  # it fails because of its own size
-                ended(Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32), *wish)
-        else:
-            assert [s.token_ids for s in got.sequences] == [s.token_ids for s in result(lm, *wish).sequences]
+        got = request.result()
+        assert [s.token_ids for s in got.sequences] == [s.token_ids for s in result(lm, *wish).sequences]
     del engine
     gc.collect()
     assert store.in_use == before

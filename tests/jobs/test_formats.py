@@ -61,7 +61,11 @@ def test_the_columns_of_a_parquet_file_stay_as_they_are(tmp_path, monkeypatch):
             "dictionary": pa.array(["x", "y", None] * 3).dictionary_encode(),
             "decimal": [decimal.Decimal("1.10"), None, decimal.Decimal("-2.00")] * 3,
             "time": pa.array([day, None, day] * 3, pa.timestamp("us", "UTC")),
+            "far": pa.array([2**62, None, -(2**62)] * 3, pa.timestamp("us", "UTC")),
+            "long": pa.array([2**62, None, 1] * 3, pa.duration("s")),
+            "fine": pa.array([1, None, 10**9 + 1] * 3, pa.time64("ns")),
             "bytes": [b"\xff", b"", None] * 3,
+            "not finite": [float("inf"), None, float("-inf")] * 3,
             "large": pa.array(["a", None, "b"] * 3, pa.large_string()),
             "null": pa.nulls(9),
         }
@@ -73,14 +77,86 @@ def test_the_columns_of_a_parquet_file_stay_as_they_are(tmp_path, monkeypatch):
         assert len(rows) == 9
         assert rows.columns == table.column_names
         writer(tmp_path / "out.parquet", rows, TYPES)(ADDED[:9])
-        writer(tmp_path / "out.jsonl", rows, TYPES)(ADDED[:9])
     written = pq.read_table(tmp_path / "out.parquet")
     assert written.select(table.column_names).equals(table)
     assert written.schema.metadata[b"mine"] == b"kept"
     assert written.select([*TYPES]).to_pylist() == ADDED[:9]
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [{name: line[name] for name in TYPES} for line in lines] == ADDED[:9]
-    assert lines[0]["nested"] == [{"a": [1, None]}]
+
+
+def test_timestamps_of_spark_do_not_wrap_around(tmp_path):
+    forever = pa.table({"until": pa.array([datetime.datetime(9999, 12, 31)], pa.timestamp("us"))})
+    pq.write_table(forever, tmp_path / "in.parquet", use_deprecated_int96_timestamps=True)
+    with open_rows(tmp_path / "in.parquet") as rows:
+        writer(tmp_path / "out.parquet", rows, TYPES)(ADDED[:1])
+    assert pq.read_table(tmp_path / "out.parquet").select(["until"]).equals(forever)
+
+
+def test_columns_of_a_parquet_file_as_json(tmp_path):
+    day = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
+    columns = {
+        "nested": ([{"a": [1, None]}], [{"a": [1, None]}]),
+        "large": (2**63 - 1, 2**63 - 1),
+        "tiny": (5e-324, 5e-324),
+        "day": (day, str(day)),
+        "time": (pa.scalar(1_000, pa.time64("ns")), "00:00:00.000001"),
+        "decimal": (decimal.Decimal("1.10"), "1.10"),
+        "map": (pa.scalar([("k", 1)], pa.map_(pa.string(), pa.int8())), [["k", 1]]),
+        'ö"': ("ö\u2028", "ö\u2028"),
+    }
+    pq.write_table(pa.table({name: pa.array([given]) for name, (given, _) in columns.items()}), tmp_path / "in.parquet")
+    with open_rows(tmp_path / "in.parquet") as rows:
+        writer(tmp_path / "out.jsonl", rows, TYPES)(ADDED[:1])
+    (line,) = (tmp_path / "out.jsonl").read_text("utf-8").split("\n")[:-1]
+    assert list(json.loads(line).items()) == [*((name, text) for name, (_, text) in columns.items()), *ADDED[0].items()]
+
+
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        (pa.scalar(b"abc"), "JSON has no bytes"),
+        (pa.scalar([{"a": b"abc"}]), "JSON has no bytes"),
+        (pa.scalar(float("nan")), "not JSON compliant"),
+        (pa.scalar([float("inf")]), "not JSON compliant"),
+        (pa.scalar(2**62, pa.timestamp("us")), "date value out of range"),
+        (pa.scalar(1, pa.time64("ns")), "would lose data"),
+    ],
+)
+def test_what_json_does_not_have_is_refused_by_column(tmp_path, cell, says):
+    pq.write_table(pa.table({"prompt": ["a"], "x": pa.array([cell])}), tmp_path / "in.parquet")
+    with open_rows(tmp_path / "in.parquet") as rows:
+        assert [*rows.cells("prompt")] == ["a"]
+        with pytest.raises(SpecbeamError, match=f"the column 'x' of .*{says}.*name OUT .parquet, or leave the column"):
+            writer(tmp_path / "out.jsonl", rows, TYPES)
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+NUMBERS = (
+    "1e400",
+    "-1E+999",
+    "1.10",
+    "1e-400",
+    "-0.0",
+    str(2**70),
+    "9" * 5_000,
+    "0.1000000000000000055511151231257827",
+)
+
+
+def test_a_line_of_json_stays_as_it_is(tmp_path):
+    lines = ["{}", *(f'{{"x":[{number}] ,"y": "\\ud83d\u2028"\t}}' for number in NUMBERS)]
+    (tmp_path / "in.jsonl").write_text("\r\n".join(lines), "utf-8", newline="")
+    with open_rows(tmp_path / "in.jsonl") as rows:
+        writer(tmp_path / "out.jsonl", rows, {"text": "string"})([{"text": "\ud83d"}] * len(rows))
+    first, *written = (tmp_path / "out.jsonl").read_text("utf-8").split("\n")[:-1]
+    assert first == '{"text": "\\ud83d"}'
+    assert written == [line.removesuffix("\t}") + ', "text": "\\ud83d"}' for line in lines[1:]]
+
+
+@pytest.mark.parametrize("number", ["1e400", "-1E+999", str(2**70), "9" * 5_000])
+def test_a_number_too_large_for_parquet_is_refused(tmp_path, number):
+    (tmp_path / "in.jsonl").write_text(f'{{"x": 1.5}}\n{{"x": {number}}}')
+    with open_rows(tmp_path / "in.jsonl") as rows, pytest.raises(SpecbeamError, match=r"column 'x' .*name OUT .jsonl"):
+        writer(tmp_path / "out.parquet", rows, TYPES)
 
 
 @pytest.mark.parametrize("at", range(0, 700, 50))
@@ -92,7 +168,7 @@ def test_a_damaged_parquet_file_is_no_traceback(tmp_path, at):
     whole[start : start + 8] = b"\xff" * 8
     path.write_bytes(whole)
     with suppress(SpecbeamError), open_rows(path) as rows:
-        assert len([*rows]) == len(rows)  # the damage was in a part that nobody needs
+        assert len([*rows.cells("prompt")]) == len(rows)  # the damage was in a part that nobody needs
 
 
 def test_the_same_rows_come_each_time_whatever_ends_a_line(tmp_path):

@@ -50,11 +50,11 @@ class Running:
 
 
 @contextlib.contextmanager
-def serving(lms, drafts=None, default_draft="none", limits=None, access=None, grace=None):
-    limits = limits or Limits()
-    models = Models(lms, drafts, default_draft, limits)
+def serving(lms, drafts=None, default_draft="none", limits=None, access=None, grace=None, **how):
+    limits, access = limits or Limits(), access or Access()
+    models = Models(lms, drafts, default_draft, limits, **how)
     bound = listen("127.0.0.1", 0)
-    server = Server(make_app(models, limits, access or Access()), grace)
+    server = Server(make_app(models, limits, access), grace, trusted_proxies=access.trusted_proxies)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
     running = Running(bound.getsockname()[1], server, models)

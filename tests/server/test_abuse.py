@@ -8,11 +8,13 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from specbeam.server import serving
+from specbeam.server import app, serving, tokenizing
 from specbeam.server.limits import Limits
 from tests.server.conftest import serving_alone
 
@@ -200,3 +202,27 @@ def test_a_head_has_a_limit(served):
         with contextlib.suppress(ConnectionResetError):
             assert b"too large" in client.recv(1000)
     assert served.http.get("/health").status_code == 200
+
+
+def test_long_texts_take_turns_and_hold_up_no_short_one(served, monkeypatch):
+    """Of more long bodies than may begin at once, two are tokenized at a time."""
+    monkeypatch.setattr(app, "LONG_BODY_BYTES", 10_000)
+    tokenize, begun, go = tokenizing.token_ids, threading.Semaphore(0), threading.Event()
+
+    def waiting(*given, **how):
+        begun.release()
+        go.wait()
+        return tokenize(*given, **how)
+
+    monkeypatch.setattr(tokenizing, "token_ids", waiting)
+    with ThreadPoolExecutor(12) as clients:
+        long = [clients.submit(served.post, "/tokenize", prompt="a" * 11_000) for _ in range(12)]
+        for _ in range(app.MAX_LONG_BODIES):
+            assert begun.acquire(timeout=60)
+        assert (
+            served.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=1).status_code
+            == 200
+        )
+        assert not begun.acquire(blocking=False)
+        go.set()
+        assert [answer.result().json()["count"] for answer in long] == [11_000] * 12

@@ -1,7 +1,9 @@
 """``specbeam serve`` as people start it: one line for each mistake, and an end by signal that loses nothing."""
 
 import gc
+import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -16,6 +18,7 @@ import pytest
 import specbeam
 from specbeam import cli
 from specbeam.machine import Memory
+from specbeam.server.limits import Access
 from tests.conftest import reference_model
 from tests.pages import ROOT, blocks
 from tests.server.conftest import serving_alone
@@ -31,6 +34,11 @@ def test_a_server_from_start_to_signal(chat_lm, draft_lm):
             line = server.stderr.readline()
             assert line.startswith("specbeam: big at http://127.0.0.1:"), line + server.stderr.read()
             url = line.split()[-1]
+            assert server.stderr.readline().startswith("specbeam: the page is ")
+            slots = 256 + 32 * 256
+            says = f"{slots:,} tokens in {slots * chat_lm.backend.slot_bytes / 0.75e9:.3g} GB"
+            line = server.stderr.readline()
+            assert line == f"specbeam: the KV cache of big holds up to {says} (--max-cache-tokens changes that)\n"
             with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as patient:  # until it listens
                 assert patient.get(url.replace("/v1", "/health")).status_code == 200
             client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
@@ -53,6 +61,90 @@ def test_a_server_from_start_to_signal(chat_lm, draft_lm):
             assert "Hi" not in logged
         finally:
             server.kill()
+
+
+def started(monkeypatch, capsys, *arguments):
+    """The access of a server that the command line starts, and the lines that it prints at its start."""
+    found = []
+
+    def make_app(models, limits, access, **_):
+        found.append((models, access))
+
+    monkeypatch.setattr("specbeam.server.app.make_app", make_app)
+    monkeypatch.setattr("specbeam.server.serving.Server.__init__", lambda self, app, grace, ready, proxies: None)
+    monkeypatch.setattr("specbeam.server.serving.Server.run", lambda *_, **__: None)
+    try:
+        assert cli.main(["serve", "--port", "0", *map(str, arguments)]) == 0
+    finally:
+        gc.unfreeze()
+    models, access = found.pop()
+    return models, access, capsys.readouterr().err.splitlines()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_server_that_others_reach_without_a_key_warns(chat_lm, monkeypatch, capsys, host):
+    model = ["--model", f"tiny={chat_lm.source}"]
+    _, _, lines = started(monkeypatch, capsys, *model, "--host", host)
+    assert [line for line in lines if "WARNING" in line] == lines[-2:]  # the last lines
+    assert lines[-2].startswith(f"specbeam: WARNING: there is no API key, and {host} port ")
+    assert "SPECBEAM_API_KEY" in lines[-1]
+    for safe in (["--host", host, "--api-key", "a"], ["--host", "127.0.0.1"], ["--allowed-host", "llm.example"]):
+        assert "WARNING" not in "".join(started(monkeypatch, capsys, *model, *safe)[2])
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert "\033[1;31mspecbeam: WARNING" in "".join(started(monkeypatch, capsys, *model, "--host", host)[2])
+
+
+def test_access_as_it_is_given(chat_lm, monkeypatch, capsys):
+    model = ["--model", f"tiny={chat_lm.source}"]
+    assert started(monkeypatch, capsys, *model)[1] == Access()
+    hosts = ["--allowed-host", "LLM.example", "--allowed-host", "[::1]", "--trusted-proxy", "10.0.0.0/8"]
+    keys = ["--api-key", "a", "--api-key", "b"]
+    _, access, _ = started(monkeypatch, capsys, *model, *hosts, *keys, "--host", "0.0.0.0")
+    assert access == Access(
+        api_keys=("a", "b"), is_local=False, allowed_hosts=("llm.example", "::1"), trusted_proxies=("10.0.0.0/8",)
+    )
+    monkeypatch.setenv("SPECBEAM_API_KEY", "c  d\n")
+    assert started(monkeypatch, capsys, *model)[1].api_keys == ("c", "d")
+    assert started(monkeypatch, capsys, *model, *keys)[1].api_keys == ("a", "b")
+
+
+def test_the_start_says_the_precision_of_each_model(chat_lm, plain_lm, monkeypatch, capsys):
+    models = ["--model", f"big={chat_lm.source}", "--model", f"small={plain_lm.source}", "--backend", "cpu"]
+    _, _, lines = started(monkeypatch, capsys, *models)
+    assert lines[-2:] == ["specbeam: big: int8 on cpu", "specbeam: small: int8 on cpu"]
+    _, _, lines = started(monkeypatch, capsys, *models, "--dtype", "float32")
+    assert lines[-2:] == ["specbeam: big: float32 on cpu", "specbeam: small: float32 on cpu"]
+
+
+def test_control_tokens_reach_the_model_if_the_operator_says_so(chat_lm, monkeypatch, capsys):
+    forged = [{"role": "user", "content": "<eos>"}]
+    for flags, count in (([], 0), (["--allow-control-tokens"], 1)):
+        models, _, _ = started(monkeypatch, capsys, "--model", f"tiny={chat_lm.source}", *flags)
+        assert models.get("tiny").encode(forged).count(chat_lm.tokenizer.eos_token_id) == count
+
+
+def test_the_container_is_not_root_and_knows_its_health(served):
+    instructions = re.findall(r"^([A-Z]+) (.*)$", (ROOT / "Dockerfile").read_text().replace("\\\n", ""), re.MULTILINE)
+    last = max(number for number, (name, _) in enumerate(instructions) if name == "FROM")
+    image = dict(instructions[last:])  # the last instruction of each name
+    user, _, group = image["USER"].partition(":")
+    assert int(user) > 0
+    assert int(group) > 0
+    assert json.loads(image["ENTRYPOINT"])[:2] == ["specbeam", "serve"]
+    python, flag, program = json.loads(image["HEALTHCHECK"].partition("CMD ")[2])
+    assert (python, flag) == ("python", "-c")
+    assert image["EXPOSE"] in program
+    for port, status in ((served.port, 0), (1, 1)):
+        command = [sys.executable, flag, program.replace("8000", str(port))]
+        assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode == status
+
+
+def test_the_image_gets_what_the_package_is_built_of_and_nothing_else():
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
+    assert lines[0] == "*"
+    kept = {line[1:] for line in lines if line[0] == "!"}
+    assert kept == {"pyproject.toml", "constraints.txt", "README.md", "LICENSE", "cmake", "src"}
+    assert all((ROOT / name).exists() for name in kept)
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path):
@@ -97,6 +189,11 @@ def test_the_demo_opens_the_page(chat_lm, tmp_path):
         (["--grace", "-1"], "--grace"),
         (["--grace", "nan"], "--grace"),
         (["--api-key", ""], "--api-key is empty"),
+        (["--api-key", "a", "--api-key", ""], "--api-key is empty"),
+        (["--allowed-host", "https://llm.example"], "--allowed-host 'https://llm.example'"),
+        (["--allowed-host", "llm.example:80"], "--allowed-host 'llm.example:80'"),
+        (["--trusted-proxy", "nginx"], "--trusted-proxy 'nginx'"),
+        (["--trusted-proxy", "10.0.0.1/8"], "--trusted-proxy '10.0.0.1/8'"),
         (["--timeout", "nan"], "--timeout=nan"),
         (["--timeout", "-1"], "--timeout=-1"),
         (["--max-tokens", "0"], "--max-tokens=0"),

@@ -5,8 +5,10 @@ import http.client
 import json
 import logging
 import queue
+import re
 import threading
 import weakref
+from types import SimpleNamespace
 
 import httpx
 import openai
@@ -14,6 +16,7 @@ import pytest
 
 import specbeam
 from specbeam.server.limits import Access, Limits
+from specbeam.server.models import default_caches
 
 LONG = {"prompt": "abc", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 
@@ -91,13 +94,29 @@ def test_a_client_that_goes_away_frees_its_place_before_the_next_pass(start, cha
                 assert connection.getresponse().status == 200  # the stream has begun
             wait_for(server, lambda: engine.live + engine.waiting == 1 + texts)
             connection.close()
-            assert "new_tokens=0" in log.next("cancelled")
+            wait_for(server, lambda: 'outcome="cancelled"} 1.0' in server.http.get("/metrics").text)
+        assert "new_tokens=0" in log.next("cancelled")  # once the engine has ended its texts
         assert server.post("/v1/completions", prompt="a", max_tokens=1).status_code == 200
         assert engine.live == engine.waiting == 0
         metrics = server.http.get("/metrics").text
         assert f'specbeam_prompt_tokens_total{{model="tiny"}} {3 * texts + 1}.0' in metrics  # counted when they ended
         assert 'specbeam_requests_total{endpoint="/v1/completions",outcome="cancelled"} 1.0' in metrics
         assert engine.cache_tokens == 0
+
+
+@pytest.mark.parametrize("texts", [1, 3])
+def test_the_log_has_the_tokens_of_a_client_that_went_away(start, chat_lm, log, texts):
+    with start({"tiny": chat_lm}) as server:
+        engine = server.models.get(None).engine
+        connection = connect(server, **LONG | {"temperature": 1, "seed": 1}, n=texts, stream=True)
+        assert connection.getresponse().readline().startswith(b"data: ")
+        with Gate(engine):
+            connection.close()
+            wait_for(server, lambda: 'outcome="cancelled"} 1.0' in server.http.get("/metrics").text)
+        line = log.next("cancelled")
+        (new_tokens,) = re.findall(r"new_tokens=(\d+)", line)
+        assert int(new_tokens) > 0
+        assert f'generation_tokens_total{{model="tiny"}} {new_tokens}.0' in server.http.get("/metrics").text
 
 
 def test_a_server_that_has_ended_leaves_no_engine(start, chat_lm):
@@ -242,8 +261,9 @@ def test_a_request_has_a_time_limit(start, chat_lm):
 
 
 def test_api_keys(start, chat_lm):
-    with start({"tiny": chat_lm}, access=Access(api_key="secret")) as server:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secrét".encode("latin-1")}):
+    with start({"tiny": chat_lm}, access=Access(api_keys=("secret", "schlüssel"))) as server:
+        wrong = ["Bearer wrong", "Bearer", "secret", "Basic secret", "Bearer secret schlüssel", "Bearer secrét"]
+        for headers in ({}, *({"authorization": value.encode("latin-1")} for value in wrong)):
             response = server.http.get("/v1/models", headers=headers)
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
@@ -252,6 +272,8 @@ def test_api_keys(start, chat_lm):
         with pytest.raises(openai.AuthenticationError):
             server.client("wrong").models.list()
         assert server.client("secret").models.list().data[0].id == "tiny"
+        for value in ("bearer secret", "BEARER  secret", "Bearer schlüssel"):
+            assert server.http.get("/v1/models", headers={"authorization": value.encode()}).status_code == 200
 
 
 def test_a_local_server_answers_no_other_hosts_and_no_pages_of_other_sites(served):
@@ -267,6 +289,32 @@ def test_a_local_server_answers_no_other_hosts_and_no_pages_of_other_sites(serve
     assert "access-control-allow-origin" not in response.headers
 
 
+def test_names_that_a_server_is_given(start, chat_lm):
+    for is_local in (True, False):
+        access = Access(is_local=is_local, allowed_hosts=("llm.example", "10.0.0.1"))
+        with start({"tiny": chat_lm}, access=access) as server:
+            for host in ("llm.example", "LLM.example:443", "10.0.0.1", "localhost"):
+                assert server.http.get("/v1/models", headers={"host": host}).status_code == 200
+                assert server.http.get("/v1/models", headers={"origin": f"https://{host}"}).status_code == 200
+            for host in ("evil.example", "x.llm.example", "10.0.0.2"):
+                error = server.http.get("/v1/models", headers={"host": host}).json()["error"]
+                assert error["code"] == "host_not_allowed"
+                assert repr(host) in error["message"]
+                assert "--allowed-host" in error["message"]
+                error = server.http.get("/v1/models", headers={"origin": f"http://{host}"}).json()["error"]
+                assert error["code"] == "origin_not_allowed"
+                assert f"http://{host}" in error["message"]
+    with start({"tiny": chat_lm}, access=Access(is_local=False)) as server:  # without names, all are allowed
+        assert server.http.get("/v1/models", headers={"host": "any.example"}).status_code == 200
+
+
+def test_files_of_the_page_go_to_pages_of_any_name(served):
+    """Plain proxy_pass: the host is this machine's, and browsers name the proxy as the scripts' origin."""
+    for path in ("/", "/page/app.js"):
+        assert served.http.get(path, headers={"origin": "https://llm.example"}).status_code == 200
+        assert served.http.get(path, headers={"host": "evil.example"}).status_code == 403
+
+
 def test_cors_where_it_is_given(start, chat_lm):
     origin = "https://chat.example"
     with start({"tiny": chat_lm}, access=Access(cors_origins=(origin,))) as server:
@@ -274,6 +322,7 @@ def test_cors_where_it_is_given(start, chat_lm):
         assert server.http.options("/v1/completions", headers=asked).headers["access-control-allow-origin"] == origin
         response = server.http.get("/v1/models", headers={"origin": origin})
         assert response.headers["access-control-allow-origin"] == origin
+        assert "x-request-id" in response.headers["access-control-expose-headers"]
         assert server.http.get("/v1/models", headers={"origin": "https://evil.example"}).status_code == 403
 
 
@@ -283,10 +332,94 @@ def test_the_log_has_one_line_per_request_and_no_prompts(served, log):
     assert "model=tiny prompt_tokens=9 new_tokens=3" in line
     served.post("/v1/completions", prompt="my secret", foo=1)
     assert log.lines.get(timeout=60).startswith("POST /v1/completions 400 refused")
-    served.http.get("/etc/passwd")
-    assert log.lines.get(timeout=60).startswith("GET other 404 refused")
+    for path in ("/etc/passwd", "/a%0Ab%20c?d=e"):
+        response = served.http.get(path)
+        assert log.lines.get(timeout=60).startswith(f"GET {path.partition('?')[0]} 404 refused")
+        assert response.json()["error"]["message"].startswith(f"there is nothing at {response.url.path}: ")
+    served.http.get("/" + "a" * 5000)
+    assert len(log.lines.get(timeout=60)) < 400
     assert log.lines.empty()
     assert "secret" not in line
+
+
+def numbers_of(server):
+    """The numbers of ``/metrics``, by name."""
+    lines = server.http.get("/metrics").text.splitlines()
+    return {name: float(number) for name, number in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+
+
+def test_texts_that_are_kept_have_a_limit_and_are_counted(start, chat_lm, draft_lm):
+    model = '{model="tiny"}'
+    with start({"tiny": chat_lm}, {"small": draft_lm}) as server:
+        prompts = [f"{number:04d} " * 10 for number in range(200)]
+        for begin in range(0, len(prompts), 100):
+            server.post("/v1/completions", prompt=prompts[begin : begin + 100], max_tokens=1, temperature=0)
+        numbers = numbers_of(server)
+        limit = numbers["specbeam_max_cache_tokens" + model]
+        assert limit == server.models.get(None).engine.max_cache_tokens == 256 + 32 * 256
+        assert numbers["specbeam_cache_tokens" + model] == 0
+        assert 0.9 * limit < numbers["specbeam_kept_tokens" + model] <= limit < sum(map(len, prompts))
+        slot_bytes = chat_lm.backend.slot_bytes
+        assert numbers["specbeam_kept_bytes" + model] == numbers["specbeam_kept_tokens" + model] * slot_bytes
+        drafted = {"draft": "small", "num_draft_tokens": 3}  # a number, for "auto" may not draft
+        server.post("/v1/completions", prompt="abcdefgh", max_tokens=9, temperature=0, ignore_eos=True, **drafted)
+        numbers = numbers_of(server)
+        assert numbers["specbeam_kept_tokens" + model] * slot_bytes < numbers["specbeam_kept_bytes" + model]
+        assert numbers["specbeam_kept_bytes" + model] <= limit * slot_bytes
+
+
+def on_machine(memory, slot_bytes, context_length):
+    """The sizes of a model and a machine."""
+    backend = SimpleNamespace(memory_for_caches=lambda: memory, slot_bytes=slot_bytes, context_length=context_length)
+    return SimpleNamespace(backend=backend)
+
+
+def test_the_default_cache_fits_the_model():
+    """It does not grow with the machine. 8,192 is the context of SmolLM2, and 2,048 a typical request."""
+    for memory in (10**10, 10**12):
+        small = on_machine(memory, 23_040, 8192)
+        assert default_caches({"a": small}, Limits(), 1) == {"a": 8192 + 32 * 2048}
+        assert default_caches({"a": small}, Limits(max_requests=100), 1) == {"a": 8192 + 100 * 2048}
+        assert default_caches({"a": small}, Limits(max_requests=1, max_beams=4), 1) == {"a": 8192 + 4 * 2048}
+        assert default_caches({"a": on_machine(memory, 23_040, 256)}, Limits(), 1) == {"a": 256 + 32 * 256}
+    large = on_machine(10**9, 100_000, 8192)
+    assert default_caches({"a": large}, Limits(), 1) == {"a": 10_000}
+    assert default_caches({"a": large, "b": on_machine(10**9, 400_000, 256)}, Limits(), 1) == {"a": 2000, "b": 2000}
+    assert default_caches({"a": large}, Limits(), 4) == {"a": 2500}
+
+
+def test_requests_have_ids(served, log, monkeypatch):
+    def asked(path="/v1/models", **how):
+        response = served.http.request(how.pop("method", "GET"), path, **how)
+        assert f" id={response.headers['x-request-id']}" in log.next(path)
+        return response.headers["x-request-id"]
+
+    for given in ("a", "req-1_2.3:4/5+6=", "a" * 128, "0123456789abcdef" * 2):
+        assert asked(headers={"x-request-id": given}) == given
+    made = [asked(headers={"x-request-id": given}) for given in ("", "a b", "a" * 129, "é".encode(), "a;b", 'a"')]
+    made += [asked(), asked("/none"), asked("/v1/completions", method="POST", json=LONG | {"stream": True})]
+    made += [asked("/v1/completions", method="POST", json={}), asked("/v1/models", headers={"host": "evil"})]
+    assert len({*made}) == len(made)
+    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in made)
+    monkeypatch.setattr("specbeam.server.app.tokenizer_info", lambda _: 1 / 0)
+    assert asked("/tokenizer_info")
+    answer = served.client(default_headers={"x-request-id": "mine"}).models.list()
+    assert answer._request_id == "mine"
+
+
+def test_the_log_has_the_address_of_the_client(start, chat_lm, log):
+    chain = (
+        "203.0.113.9, 198.51.100.7"  # a client may begin it as it likes. A proxy adds the address it sees to the end
+    )
+    for proxies, expected in ((("127.0.0.1",), "198.51.100.7"), (("10.0.0.0/8",), "127.0.0.1")):
+        with start({"tiny": chat_lm}, access=Access(trusted_proxies=proxies)) as server:
+            server.http.get("/v1/models", headers={"x-forwarded-for": chain})
+            assert f" client={expected} " in log.next("/v1/models")
+    with start({"tiny": chat_lm}) as server:
+        server.http.get("/v1/models", headers={"x-forwarded-for": "a b=c\t\u00e9".encode()})
+        assert re.search(r" client=a\?b\?c\?+ id=", log.next("/v1/models"))
+        server.http.get("/v1/models")
+        assert " client=127.0.0.1 " in log.next("/v1/models")
 
 
 def test_metrics(start, chat_lm):

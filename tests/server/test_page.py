@@ -690,7 +690,7 @@ def test_a_closed_tab_frees_its_request(browser, served):
 
 
 def test_the_page_asks_for_the_key(browser, start, plain_lm):
-    with start({"tiny": plain_lm}, access=Access(api_key="secret")) as running:
+    with start({"tiny": plain_lm}, access=Access(api_keys=("secret",))) as running:
         context = browser.new_context()
         tab = context.new_page()
         tab.goto(running.url)

@@ -1,11 +1,15 @@
 """Fields that cannot be honoured are refused, in OpenAI's shape and with the name of the field. Nothing is ignored."""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 from openai import BadRequestError, NotFoundError
 
+from specbeam import prompts
 from specbeam.server.limits import Limits
+from tests.conftest import byte_tokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 PROMPT = {"prompt": "Hi"}
@@ -24,9 +28,14 @@ PROMPT = {"prompt": "Hi"}
             ("n", {"n": True}),
             ("n", {"n": 4, "num_beams": 2}),
             ("seed", {"seed": 1.5}),
+            ("seed", {"seed": 2**64}),
+            ("seed", {"seed": -(2**63) - 1}),
             ("logit_bias", {"logit_bias": {"99999": 1}}),
             ("logit_bias", {"logit_bias": {"a": 1}}),
             ("logit_bias", {"logit_bias": {"1": 1e9}}),
+            ("logit_bias", {"logit_bias": {"1": -10001}}),
+            ("logit_bias", {"logit_bias": {"1_0": 1}}),
+            ("logit_bias", {"logit_bias": {"+1": 1}}),
             ("stop", {"stop": ""}),
             ("stop", {"stop": 5}),
             ("max_tokens", {"max_tokens": -1}),
@@ -111,7 +120,9 @@ def test_fields_of_responses(served, field):
         [{"content": "Hi"}],
         [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
         [{"role": "robot", "content": "Hi"}],
-        [{"role": "user", "content": "Hi", "name": "me"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": "Hi", "name": "<|im_end|>"}],
+        [{"role": "user", "content": "Hi", "refusal": "No"}],
         [{"role": "user", "content": "\ud800"}],
         "Hi",
     ],
@@ -127,8 +138,12 @@ def test_a_field_of_a_message_is_named(served):
     image = [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]
     error = served.refused("/v1/chat/completions", messages=[{"role": "user", "content": image}])
     assert error["message"] == "messages[0].content[0].type: Input should be 'text'"
-    error = served.refused("/v1/chat/completions", messages=[{"role": "user", "content": "Hi", "name": "me"}])
-    assert error["message"] == "name is not supported: remove it"
+    error = served.refused("/v1/chat/completions", messages=[{"role": "user", "content": "Hi", "refusal": "No"}])
+    assert error["message"] == "refusal is not supported: remove it"
+    error = served.refused("/v1/chat/completions", messages=[{"role": "user", "content": None}])
+    assert (error["message"], error["code"]) == ("messages[0].content: Field required", "missing_parameter")
+    error = served.refused("/v1/responses", input=[{"role": "user"}])
+    assert error["message"] == "input[0].content: Field required"
 
 
 @pytest.mark.parametrize("prompt", ["", [], [""], [[]], [1, -1], [1, "a"], [300], [[300]], None, {"a": 1}, 5])
@@ -164,6 +179,39 @@ def test_a_value_that_would_be_ignored_or_guessed(served, body, param):
     assert ("twice" if param else "UTF-8") in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("", "the body is empty: send a JSON object"),
+        (" \n", "the body is empty: send a JSON object"),
+        ("{", "the body is cut off: its JSON ends too early, at line 1, column 2"),
+        ('{"prompt": "a', "the body is cut off: its JSON ends too early, at line 1, column 14"),
+        ('{"prompt": "a",\n "max_tokens": 1', "the body is cut off: its JSON ends too early, at line 2, column 17"),
+        ('{"prompt": "a", "stream": tru', "the body is cut off: its JSON ends too early, at line 1, column 30"),
+        ('{"prompt": "a"} x', "the body is not valid JSON: Extra data at line 1, column 17"),
+        ('{"prompt": "a",\n}', "the body is not valid JSON: "),
+        ('{"prompt":\n a}', "the body is not valid JSON: Expecting value at line 2, column 2"),
+        ('\ufeff{"prompt": "a"}', "the body begins with a byte order mark: send UTF-8 without one"),
+        ("[]", "the body must be a JSON object"),
+        ("null", "the body must be a JSON object"),
+    ],
+)
+def test_bodies_are_told_what_is_wrong_with_them(served, body, says):
+    response = served.http.post("/v1/completions", content=body.encode(), headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"].startswith(says)
+
+
+def test_limits_are_shown_as_they_are(served):
+    assert served.refused("/v1/completions", prompt="a", seed=2**64)["message"] == (
+        "seed: Input should be less than 18446744073709551616"
+    )
+    for bias in (10001, -10001):
+        assert "10000" in served.refused("/v1/completions", prompt="a", logit_bias={"5": bias})["message"]
+    fields = served.http.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert '"maximum": 10000' in json.dumps(fields["logit_bias"])
+
+
 def test_a_body_without_its_type(served):
     response = served.http.post("/v1/completions", content=json.dumps(PROMPT), headers={"content-type": "text/plain"})
     assert response.status_code == 400
@@ -197,6 +245,73 @@ def test_a_prompt_that_is_longer_than_the_context(served):
     error = served.refused("/v1/completions", prompt="a" * 300)
     assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
     assert "256" in error["message"]
+    error = served.refused("/v1/completions", prompt="a" * 256, max_tokens=0, echo=True)
+    assert error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    ("path", "limit", "prompt"),
+    [
+        ("/v1/completions", "max_tokens", {"prompt": "a" * 250}),
+        ("/v1/completions", "max_tokens", {"prompt": "a" * 250, "echo": True, "n": 2, "stream": True}),
+        ("/v1/completions", "max_tokens", {"prompt": "a" * 250, "num_beams": 3}),
+        ("/rounds/completions", "max_tokens", {"prompt": "a" * 250}),
+        ("/v1/chat/completions", "max_tokens", {"messages": [{"role": "user", "content": "a" * 231}]}),
+        ("/v1/chat/completions", "max_completion_tokens", {"messages": [{"role": "user", "content": "a" * 231}]}),
+        ("/v1/responses", "max_output_tokens", {"input": "a" * 231}),
+    ],
+)
+def test_a_prompt_and_new_tokens_that_the_context_cannot_hold_together(served, path, limit, prompt):
+    """The prompt has 250 tokens, and the context holds 256."""
+    error = served.refused(path, **prompt, **{limit: 50})
+    assert (error["param"], error["code"]) == (limit, "context_length_exceeded")
+    assert error["message"] == (
+        f"the prompt has 250 tokens and {limit} is 50, but the model's context holds 256: "
+        "ask for at most 6 new tokens, or shorten the prompt"
+    )
+    assert served.refused(path, **prompt, **{limit: 7})["code"] == "context_length_exceeded"
+    assert served.post(path, **prompt, **{limit: 6}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/v1/completions", {"prompt": "a" * 250}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a" * 231}]}),
+        ("/v1/responses", {"input": "a" * 231}),
+    ],
+)
+def test_without_a_number_of_new_tokens_a_text_may_fill_the_context(served, path, prompt):
+    usage = served.post(path, **prompt, temperature=0, ignore_eos=True).json()["usage"]
+    assert usage["total_tokens"] == 256
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "fields"),
+    [
+        ("/v1/completions", "prompt", {"prompt": "a" * 20_000}),
+        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "a" * 20_000}]}),
+        ("/v1/responses", "input", {"input": "a" * 20_000}),
+    ],
+)
+def test_a_far_longer_prompt_is_not_tokenized(served, start, chat_lm, monkeypatch, path, field, fields):
+    monkeypatch.setattr(prompts, "tokenize", None)
+    error = served.refused(path, **fields)
+    assert re.fullmatch(
+        r"the prompt has at least 2,5\d\d tokens, but the model's context holds 256: shorten it", error["message"]
+    )
+    assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+    with start({"tiny": chat_lm}, limits=Limits(max_prompt_tokens=20)) as server:
+        error = server.refused(path, **fields)
+        assert re.fullmatch(r"the prompt has at least 2,5\d\d tokens, and this server's limit is 20", error["message"])
+
+
+def test_a_hostile_chat_template_costs_one_request(start, chat_lm):
+    hostile = replace(chat_lm, tokenizer=byte_tokenizer("{{ 'a' * 10**9 }}"))
+    with start({"tiny": chat_lm, "hostile": hostile}) as server:
+        error = server.refused("/v1/chat/completions", model="hostile", **CHAT)
+        assert error["message"].endswith("refuses these messages: it needs more than 256 MB of memory")
+        assert server.post("/v1/chat/completions", **CHAT).status_code == 200
 
 
 def test_no_message_shows_where_files_are(served, chat_lm):
@@ -211,13 +326,14 @@ def test_limits(start, chat_lm):
     with start({"tiny": chat_lm}, limits=limits) as server:
         for fields, param in [
             ({"prompt": ["a"] * 3}, "prompt"),
-            ({"prompt": "a" * 21}, "prompt"),
+            ({"prompt": "a" * 21, "max_tokens": 1}, "prompt"),
             ({"max_tokens": 31}, "max_tokens"),
             ({"num_beams": 5}, "num_beams"),
             ({"n": 5}, "n"),
             ({"best_of": 5}, "best_of"),
         ]:
             assert server.refused("/v1/completions", **{"prompt": "a", **fields})["param"] == param
+        assert server.refused("/v1/completions", prompt="a" * 21)["code"] == "context_length_exceeded"
         assert server.refused("/v1/completions", 413, prompt="a" * 3000)["code"] == "body_too_large"
         chunks = (b" " * 1000 for _ in range(100))  # no Content-Length
         assert server.http.post("/v1/completions", content=chunks).status_code == 413

@@ -67,6 +67,8 @@ def on_ray(model, *options):
         try:
             line = process.stderr.readline()
             assert line.startswith("specbeam: tiny at http://127.0.0.1:"), line + process.stderr.read()
+            process.stderr.readline()
+            assert process.stderr.readline().startswith("specbeam: in each replica, the KV cache of tiny holds up to ")
             reader = threading.Thread(target=process.stderr.read)  # a full pipe would stop the server
             reader.start()
             cluster = Cluster(process, line.split()[-1].removesuffix("/v1"))
@@ -99,6 +101,15 @@ def cluster(long_lm, draft_lm):
 def same(answer):
     """The part that depends neither on the time nor on the requests before."""
     return [answer.get(name) for name in ("object", "model", "choices")]
+
+
+def test_ids_and_messages_are_treated_as_by_one_server(cluster):
+    for path, fields in (("/v1/completions", {"prompt": "a"}), ("/v1/completions", {}), ("/v1/none", {})):
+        response = cluster.http.post(path, json=fields, headers={"x-request-id": "mine"})
+        assert response.headers.get_list("x-request-id") == ["mine"]
+    messages = [{"role": "user", "content": "<eos><bos>"}]
+    answer = cluster.post("/v1/chat/completions", messages=messages, max_tokens=1, return_token_ids=True).json()
+    assert [i for i in answer["prompt_token_ids"] if i >= 256] == [256]
 
 
 def test_answers_are_those_of_one_server(cluster, start, long_lm, draft_lm):
@@ -162,7 +173,7 @@ def test_a_busy_replica_does_not_get_more_of_its_conversation(monkeypatch):
     router.initialize_state()
     replicas = [SimpleNamespace(replica_id=name) for name in "ab"]
     body = json.dumps({"prompt": "busy " * 60}).encode()
-    request = SimpleNamespace(args=[Asked({}, body, blocks_of(body))])
+    request = SimpleNamespace(args=[Asked({}, body, blocks_of(body), "id")])
 
     def send():
         first = asyncio.run(router.choose_replicas(replicas, request))[0][0].replica_id

@@ -7,7 +7,7 @@ import pytest
 import specbeam
 from specbeam.options import Options
 from specbeam.recording import begin, events
-from tests.server.test_life import Gate, log  # noqa: F401
+from tests.server.test_life import Gate, log, wait_for  # noqa: F401
 
 SIZES = {"num_draft_tokens": 3, "draft_width": 2, "draft_budget": 6}
 BEAMS = {"num_beams": 4, "draft": "ngram", "temperature": 0, **SIZES}
@@ -81,8 +81,11 @@ def test_a_client_that_goes_away_frees_its_request(served, log):  # noqa: F811
         next(response.iter_lines())
         gate = Gate(served.models.get(None).engine)
     with gate:
-        assert "cancelled" in log.next("/rounds/completions")
+        wait_for(
+            served, lambda: 'endpoint="/rounds/completions",outcome="cancelled"}' in served.http.get("/metrics").text
+        )
     gate.request.result(60)
+    assert " cancelled " in log.next("/rounds/completions")
     assert served.models.get(None).engine.live == 0
 
 

@@ -2,7 +2,10 @@
 
 import gzip
 import json
+from functools import partial
 
+import httpx
+import huggingface_hub
 import pandas
 import pyarrow.parquet
 import pytest
@@ -95,8 +98,21 @@ def test_rows_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("data", "content", "message"),
     [
-        ({"columns": Columns(prompt="questoin")}, TABLE, "did you mean data.columns.prompt=question"),
-        ({"columns": Columns(reference="ref")}, TABLE, "no key data.columns.reference=ref"),
+        (
+            {"columns": Columns(prompt="questoin")},
+            TABLE,
+            r"^data.columns.prompt=questoin: \S+ row 1 has no such column: did you mean 'question'\? "
+            "there are question, answer, kind$",
+        ),
+        ({"columns": Columns(reference="zzz")}, TABLE, "row 1 has no such column: there are question, answer, kind$"),
+        (
+            {"columns": Columns(prompt="said.in.eng")},
+            [{"said": {"in": {"en": "a", "de": "b"}}}],
+            "row 1 has no such column: did you mean 'said.in.en'. there are said.in.en, said.in.de$",
+        ),
+        ({"columns": Columns(prompt="sad.en")}, [{"said": {"en": "a"}}], "row 1 has no such column: .*there are said$"),
+        ({"columns": Columns(prompt="said.en")}, [{"said": "a"}], "row 1 has no such column: .*there are said$"),
+        ({"columns": Columns(prompt="said.en")}, [{"said": {"en": "a"}}, {"said": None}], "row 2 has no text"),
         ({}, [{"prompt": "a"}, {"prompt": " "}], "row 2 has no text"),
         ({}, [{"prompt": "a"}, {"prompt": None}], "row 2 has no text"),
         (
@@ -107,7 +123,11 @@ def test_rows_are_told_apart(tmp_path):
         ({}, [{"said": "a"}], "data.columns.prompt is missing: it is one of said"),
         ({}, [], "has no rows"),
         ({}, [3], "is no object"),
-        ({"categories": ["x"]}, [{"prompt": "a", "category": "y"}], "no key data.categories=x"),
+        (
+            {"categories": ["x"]},
+            [{"prompt": "a", "category": "y"}],
+            r"^data.categories=x: \S+ has no such category: there are y$",
+        ),
         ({"template": "{promt}"}, TABLE, "data.template does not fit"),
         ({"format": "spec_bench"}, TABLE, "has no turns"),
         ({"format": "human_eval"}, TABLE, "prompt has no text"),
@@ -116,6 +136,28 @@ def test_rows_are_told_apart(tmp_path):
 def test_what_is_wrong_is_named(tmp_path, data, content, message):
     with pytest.raises(SpecbeamError, match=message):
         read_rows(Data(source=write(tmp_path / "t.jsonl", content), **data), [], 0)
+
+
+def test_a_hub_without_an_answer_is_asked_for_a_data_set_once(tmp_path, monkeypatch, caplog):
+    """huggingface_hub would ask five more times, with a line for each."""
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def silent(self, *names, **how):
+        asked.append(names or how)
+        raise httpx.ConnectError("no such host")
+
+    for name in ("dataset_info", "model_info", "hf_hub_download"):
+        monkeypatch.setattr(huggingface_hub.HfApi, name, silent)
+    monkeypatch.setattr(huggingface_hub, "dataset_info", partial(silent, None))
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path))
+    says = r"^the data set org/set cannot be loaded \(it is not in the local cache, and no hub answers: no such host\)"
+    with pytest.raises(SpecbeamError, match=says):
+        read_rows(Data(source="org/set"), [], 0)
+    assert (asked, caplog.records) == ([("org/set",)], [])
+    assert not datasets.config.HF_HUB_OFFLINE
 
 
 def test_unreadable_files_are_one_line(tmp_path):

@@ -1,4 +1,4 @@
-"""Metrics against the libraries' own values, closed forms and traces of generations."""
+"""Metrics against the libraries' own values, closed forms and the counts of generations."""
 
 import json
 from dataclasses import asdict
@@ -16,6 +16,7 @@ from specbeam.study.metrics import (
     finished,
     of_corpus,
     of_record,
+    pieces,
     quality,
     repetition,
     time_by_component,
@@ -82,7 +83,7 @@ def make(
         "beams": beams or [{"text": text, "token_ids": list(token_ids), "score": -1.0}],
         "stats": stats,
         "times": [0.25, 0.75, 2.0],
-        "trace": None,
+        "piece_tokens": [1, 1, 5],
         "error": None,
         "wall": 2.1,
     }
@@ -106,6 +107,8 @@ def test_the_metrics_of_a_record():
         "tokens_per_second": 20.0,
         "time_to_first_token": 0.25,
         "seconds": 2.0,
+        "time_per_token": pytest.approx(1750 / 6),  # 500 ms for a token, and then 1250 ms for five
+        "time_per_token_p95": pytest.approx(250 + 0.75 * 250),
         "gap_p50": pytest.approx(875.0),  # of 500 and 1250 ms
         "gap_p95": pytest.approx(500 + 0.95 * 750),
         "target_passes": 7,
@@ -118,6 +121,8 @@ def test_the_metrics_of_a_record():
         "repetition": None,
         "distinct_1": 1.0,
         "distinct_2": 1.0,
+        "beams_distinct_1": None,
+        "beams_distinct_2": None,
         "self_bleu": None,
         "edit_distance": None,
     }
@@ -125,10 +130,34 @@ def test_the_metrics_of_a_record():
 
 
 def test_an_empty_text_has_few_metrics():
-    metrics = of_record(make("", token_ids=[], times=[], references=["something"]))
-    for name in ("gap_p50", "gap_p95", "repetition", "distinct_1", "distinct_2"):
+    metrics = of_record(make("", token_ids=[], times=[], piece_tokens=[], references=["something"]))
+    for name in (
+        "time_per_token",
+        "time_per_token_p95",
+        "gap_p50",
+        "gap_p95",
+        "repetition",
+        "distinct_1",
+        "distinct_2",
+    ):
         assert metrics[name] is None
     assert metrics["bleu"] == metrics["rougeL"] == metrics["chrf"] == 0
+
+
+def test_time_per_token_is_the_same_for_tokens_that_come_one_by_one_and_several_at_a_time():
+    one_by_one = pieces([0.1 * n for n in range(1, 10)], [1] * 9)
+    at_once = pieces([0.1, 0.5, 0.9], [1, 4, 4])
+    assert at_once["time_per_token"] == pytest.approx(one_by_one["time_per_token"]) == pytest.approx(100)
+    assert at_once["time_per_token_p95"] == pytest.approx(one_by_one["time_per_token_p95"])
+    assert at_once["gap_p50"] == pytest.approx(4 * one_by_one["gap_p50"])
+
+
+def test_results_of_earlier_versions_lack_the_tokens_of_pieces():
+    record = make()
+    del record["piece_tokens"]
+    metrics = of_record(record)
+    assert metrics["time_per_token"] is metrics["time_per_token_p95"] is None
+    assert metrics["gap_p50"] == pytest.approx(875.0)
 
 
 @pytest.mark.parametrize(
@@ -141,9 +170,19 @@ def test_repetition(token_ids, share):
 
 def test_diversity_of_beams():
     found = diversity([beam(1, 2, 3, 4), beam(1, 2, 5), beam(1, 2, 3, 4)])
-    assert found["distinct_1"] == pytest.approx(5 / 11)
-    assert found["distinct_2"] == pytest.approx(4 / 8)
+    assert found["beams_distinct_1"] == pytest.approx(5 / 11)
+    assert found["beams_distinct_2"] == pytest.approx(4 / 8)
     assert found["edit_distance"] == pytest.approx((2 / 4 + 0 + 2 / 4) / 3)
+
+
+def test_distinct_n_is_of_the_text_whether_there_are_other_beams_or_not():
+    """Four beams that are nearly one text would make it look repetitive, and the same text alone would not."""
+    alone = of_record(make(token_ids=[1, 2, 3, 1]))
+    of_four = of_record(make(token_ids=[1, 2, 3, 1], beams=[beam(1, 2, 3, 1)] * 4))
+    assert alone["distinct_1"] == of_four["distinct_1"] == pytest.approx(3 / 4)
+    assert alone["distinct_2"] == of_four["distinct_2"] == pytest.approx(3 / 3)
+    assert (alone["beams_distinct_1"], of_four["beams_distinct_1"]) == (None, pytest.approx(3 / 16))
+    assert (alone["beams_distinct_2"], of_four["beams_distinct_2"]) == (None, pytest.approx(3 / 12))
 
 
 @pytest.mark.parametrize(
@@ -208,51 +247,43 @@ def test_a_corpus_is_judged_as_a_whole():
     assert of_corpus([make(), failed()]) == {}
 
 
-def guess(accepted, parent=None, on=None):
-    return {"token_id": 1, "text": "x", "accepted": accepted, "parent": parent, "beam": on}
+def drafting(*counts):
+    """A generation with these guesses, drafted and accepted, at each position."""
+    record = make()
+    record["stats"]["acceptance_by_position"] = [[*pair] for pair in counts]
+    return record
 
 
-def test_acceptance_by_position_counts_depths_below_the_text():
-    first = [
-        guess(True, on=0),
-        guess(False, on=0),
-        guess(True, parent=0),
-        guess(False, parent=1),
-        guess(False, parent=2),
-    ]
-    second = [guess(False, on=1), guess(True), guess(True, parent=1)]  # the last two: below an earlier round's
-    trace = [{"drafted": first, "steps": []}, {"drafted": second, "steps": []}, {"drafted": [], "steps": []}]
-    records = [make(trace=trace), make(), failed()]
-    assert acceptance_by_position(records) == [
-        {"position": 1, "drafted": 3, "accepted": 1},
-        {"position": 2, "drafted": 2, "accepted": 1},
-        {"position": 3, "drafted": 1, "accepted": 0},
-    ]
-    assert acceptance_by_position([make()]) == []
+def test_acceptance_by_position_adds_the_counts_of_generations():
+    records = [drafting((3, 1), (2, 1), (1, 0)), drafting((4, 4)), make(), failed()]
+    found = acceptance_by_position(records)
+    assert [(one["position"], one["drafted"], one["accepted"]) for one in found] == [(1, 7, 5), (2, 2, 1), (3, 1, 0)]
+    earlier = make()
+    del earlier["stats"]["acceptance_by_position"]
+    assert acceptance_by_position([make(), earlier]) == []
+
+
+def test_few_guesses_that_were_all_right_have_a_wide_interval():
+    """Wilson's interval by its formula: of 3 of 3, it goes down to n / (n + z * z)."""
+    (one,) = acceptance_by_position([drafting((3, 3))])
+    assert (one["low"], one["high"]) == pytest.approx((3 / (3 + 1.959964**2), 1))
+    (many,) = acceptance_by_position([drafting((300, 300))])
+    assert many["low"] > 0.98
+    (less_sure,) = acceptance_by_position([drafting((3, 3))], confidence=0.5)
+    assert less_sure["low"] > one["low"]
 
 
 def test_positions_of_a_model_that_drafts_for_itself():
     """With a single text and one guess per level, all guesses are right at every position."""
     lm = hf.wrap(random_model("llama", vocab_size=12, eos_token_id=None, bos_token_id=2))
     sizes = {"num_draft_tokens": 3, "draft_width": 1, "max_new_tokens": 12}
-    result = specbeam.generate(lm, [2, 3, 4], draft=lm, trace=True, **sizes)
-    found = acceptance_by_position([make(trace=result.trace)])
+    result = specbeam.generate(lm, [2, 3, 4], draft=lm, **sizes)
+    found = acceptance_by_position([make(stats=asdict(result.stats))])
     assert [one["position"] for one in found] == [1, 2, 3]
     assert all(one["drafted"] >= 2 for one in found)
     assert sum(one["drafted"] for one in found) == result.stats.drafted
     # Guesses past the last token are not part of the text.
     assert result.stats.drafted - 3 <= sum(one["accepted"] for one in found) == result.stats.accepted
-
-
-def test_positions_of_guesses_below_beams():
-    lm = hf.wrap(random_model("llama", vocab_size=12, eos_token_id=None, bos_token_id=2))
-    sizes = {"num_draft_tokens": 2, "draft_width": 4, "max_new_tokens": 12}
-    result = specbeam.generate(lm, [2, 3, 4], draft=lm, trace=True, num_beams=3, **sizes)
-    found = acceptance_by_position([make(trace=result.trace)])
-    assert found[0]["position"] == 1
-    assert 0 < found[0]["accepted"] <= found[0]["drafted"]
-    assert sum(one["drafted"] for one in found) <= result.stats.drafted
-    assert sum(one["accepted"] for one in found) <= result.stats.accepted
 
 
 def test_the_times_of_components():

@@ -3,18 +3,24 @@
 import re
 import shutil
 import threading
+import xml.etree.ElementTree as ElementTree
 from contextlib import contextmanager
 from functools import partial
 from html.parser import HTMLParser
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
+import pandas
 import pytest
 from markupsafe import Markup
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("yaml")
 
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
 from specbeam.study import plots, report, samples, words
+from specbeam.study.statistics import share_interval
 
 METHODS = {
     "greedy": ("greedy", 13.4, 1.0),
@@ -39,6 +45,11 @@ def around(mean, n=24):
 
 def around_ratio(ratio, share=0.1, n=24):
     return {"ratio": ratio, "low": ratio * (1 - share), "high": ratio * (1 + share), "p": 0.001, "n": n}
+
+
+def place(position, drafted, accepted):
+    low, high = share_interval(accepted, drafted)
+    return {"position": position, "drafted": drafted, "accepted": accepted, "low": low, "high": high}
 
 
 def token(text, drafted, beam=0, score=-1.0):
@@ -155,10 +166,7 @@ def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
         "methods": method_summaries,
         "categories": categories if with_categories else {},
         "acceptance_by_position": {
-            name: [
-                {"position": p, "drafted": 900 - 100 * p, "accepted": round((900 - 100 * p) * (0.9 - 0.04 * i) ** p)}
-                for p in range(1, 8)
-            ]
+            name: [place(p, 900 - 100 * p, round((900 - 100 * p) * (0.9 - 0.04 * i) ** p)) for p in range(1, 8)]
             for i, name in enumerate(drafting)
         },
         "time": {name: {"target": 14.0 / METHODS[name][2], "draft": 0.4, "rest": 0.3} for name in methods},
@@ -243,16 +251,23 @@ def test_the_answer_says_what_is_fastest_by_how_much_whether_exact_and_where():
 def test_a_difference_that_is_not_settled_is_called_that_and_other_texts_have_their_quality():
     summary = study()["summary"]
     summary["fastest"]["unsettled"] = ["greedy", "sampling"]
+    summary["fastest"]["rivals"] |= {"greedy": around_ratio(1.05), "sampling": around_ratio(1.06)}
     drafts = summary["methods"][1]
     drafts["against"]["tokens_per_second"]["low"] = 0.97
     drafts["agreement"]["same"] = 20
     lead = said(summary)
     assert "was the fastest" not in lead
+    spread = "The spread of this run is larger than its effect: which of greedy, n-gram drafts, greedy and sampling is"
+    assert lead.startswith(f"{spread} the fastest is not settled.")
     assert "n-gram drafts has the highest mean speed: 24.9" in lead
-    assert "do not settle whether it is faster than greedy and sampling." in lead
     assert "do not settle which of them is faster" in lead
     assert "in 20 of 24 generations" in lead
-    assert "Its mean quality is perplexity 4.91 against 4.91" in lead
+    assert "Its mean quality is ROUGE-L 0.241 against 0.241, perplexity 4.91 against 4.91" in lead
+    summary["fastest"]["unsettled"] = ["greedy"]
+    first = (
+        "The spread of this run is larger than its effect: greedy, n-gram drafts is 1.05 times (0.95–1.16) as fast as"
+    )
+    assert said(summary).startswith(f"{first} greedy. ")
 
 
 def test_of_few_prompts_nothing_is_called_the_fastest():
@@ -265,10 +280,13 @@ def test_of_few_prompts_nothing_is_called_the_fastest():
         for figures in by_method.values():
             if figures["against"]:
                 figures["against"] |= {"low": None, "high": None, "n": 1}
-    report_data["summary"]["fastest"]["unsettled"] = ["greedy"]
+    report_data["summary"]["fastest"] |= {"unsettled": ["greedy"], "rivals": {"greedy": None}}
     lead = said(report_data["summary"])
     assert "24.9 tokens per second (n=3: too few for an interval)" in lead
-    assert "do not settle whether it is faster than greedy" in lead
+    too_small = (
+        "This run is too small to show an effect: which of greedy, n-gram drafts and greedy is the fastest is not"
+    )
+    assert lead.startswith(f"{too_small} settled.")
     assert "1.86 times (n=3: too few for an interval) as fast as greedy, so the measurements do not settle" in lead
     assert "No method is settled to be faster than greedy." in lead
     assert "helps" not in lead
@@ -314,16 +332,82 @@ def test_plots_are_files_and_in_the_page(report_of):
     from PIL import Image
 
     folder, html, page = report_of("everything")
-    for name in ["frontier", "frontier-references", "acceptance", "time", "categories"]:
+    for name in ["frontier-task", "frontier-perplexity", "acceptance", "time", "categories"]:
         with Image.open(folder / "plots" / f"{name}.png") as image:
             image.verify()
             assert image.format == "PNG"
             assert image.size[0] > 1000
+        assert (folder / "plots" / f"{name}.pdf").read_bytes().startswith(b"%PDF-")
+        root = ElementTree.fromstring((folder / "plots" / f"{name}.svg").read_bytes())
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        shown = "".join(root.itertext())
+        assert "greedy, n-gram drafts" in shown  # letters, not curves: an editor can change them
     described = [attributes["aria-label"] for tag, attributes in page.tags if attributes.get("role") == "img"]
     assert len(described) == 5
     assert all(len(alt) > 50 for alt in described)
     drawn = html[html.index("<figure>") :]
     assert not [hex for hex in plots.LIGHT.values() if hex in drawn]  # all colours follow the theme
+
+
+def test_tables_are_files(report_of):
+    folder, _, _ = report_of("everything")
+    table = pandas.read_csv(folder / "tables" / "methods.csv").set_index(["method", "category", "metric"])
+    speed = table.loc[("greedy", float("nan"), "tokens_per_second")].squeeze()
+    assert (speed["mode"], speed.value, speed.low, speed.high, speed.n) == (
+        "greedy", 13.4, pytest.approx(0.94 * 13.4), pytest.approx(1.07 * 13.4), 24
+    )  # fmt: skip
+    ratio = table.loc[("greedy, n-gram drafts", float("nan"), "speed_up")].squeeze()
+    assert (ratio.value, ratio.low, ratio.high) == (pytest.approx(24.9 / 13.4), 1.31, 2.09)
+    assert table.loc[("greedy, n-gram drafts", "code", "steps_per_target_pass")].squeeze().value == 2.31 * 1.5
+    third = table.loc[("greedy, n-gram drafts", float("nan"), "acceptance_at_3")].squeeze()
+    assert third.n == 600
+    assert third.low < third.value < third.high
+    tex = (folder / "tables" / "methods.tex").read_text()
+    rows = [line for line in tex.splitlines() if line.endswith("\\\\")]
+    assert len(rows) == 1 + len(METHODS)
+    assert rows[0].count("&") == rows[1].count("&") == tex.split("{tabular}{l")[1].split("}")[0].count("r")
+    assert r"1.86$\times$ (1.31--2.09, n=24)" in rows[2]
+    assert "self-BLEU" not in tex
+    assert r"accepted, \%" in rows[0]
+    assert "31.7" in (folder / "tables" / "metrics.tex").read_text()
+
+
+def test_tasks_come_before_perplexity_and_the_page_says_what_that_rewards(report_of):
+    _, html, page = report_of("everything")
+    (headings,) = [row for row in re.findall(r"<thead>(.*?)</thead>", html) if "ROUGE-L" in row]
+    assert headings.index("ROUGE-L") < headings.index("perplexity")
+    assert html.index("Speed and ROUGE-L") < html.index("Speed and perplexity")
+    assert "Beam search looks for likely text, so it is ahead here by construction" in page.text
+
+
+def axes_of(plot, monkeypatch):
+    """The axes of the wide drawing of a plot."""
+    drawn = []
+    monkeypatch.setattr(plots, "_plot", lambda *given: drawn.append(given[-1]))
+    plot()
+    figure = Figure()
+    FigureCanvasAgg(figure)
+    drawn[0](figure, False)
+    return figure.axes[0]
+
+
+def test_points_of_a_frontier_fill_its_axes(monkeypatch):
+    summary = study()["summary"]
+    for method in summary["methods"]:
+        method["metrics"]["tokens_per_second"] = around(100 + method["metrics"]["tokens_per_second"]["mean"])
+    axes = axes_of(lambda: plots.frontiers(summary, dict.fromkeys(METHODS, "blue")), monkeypatch)
+    left, right = axes.get_xlim()
+    ends = [method["metrics"]["tokens_per_second"] for method in summary["methods"]]
+    assert left < min(end["low"] for end in ends) < max(end["high"] for end in ends) < right
+    assert max(end["high"] for end in ends) - min(end["low"] for end in ends) > 0.75 * (right - left)
+
+
+def test_acceptance_has_its_counts_and_intervals(monkeypatch):
+    summary = {"acceptance_by_position": {"speculative": [place(1, 1200, 900), place(2, 3, 3)]}}
+    axes = axes_of(lambda: plots.acceptance(summary, {"speculative": "blue"}), monkeypatch)
+    assert {"1,200", "3"} <= {text.get_text() for text in axes.texts}
+    (bars,) = [collection.get_segments() for collection in axes.collections]
+    assert bars[1][:, 1] == pytest.approx([0.438, 1], abs=0.001)  # 3 of 3 may be a share of 44%
 
 
 def test_nothing_is_asked_of_the_network_and_ids_are_unique(report_of):
@@ -345,7 +429,7 @@ def test_texts_are_escaped_wherever_they_come_from(tmp_path):
     report_data["summary"]["fastest"]["unsettled"] = ["greedy", bad]
     report_data["header"] = [(bad, bad)]
     report_data["summary"]["categories"] = {bad: {bad: {"tokens_per_second": 9, "steps_per_target_pass": 2.0}}}
-    report_data["summary"]["acceptance_by_position"] = {bad: [{"position": 1, "drafted": 5, "accepted": 3}]}
+    report_data["summary"]["acceptance_by_position"] = {bad: [place(1, 5, 3)]}
     report_data["summary"]["time"] = {bad: {"target": 1.0, "draft": 0.0, "rest": 0.1}}
     report_data["records"] = [
         generation("greedy", 0, category=bad, text=NASTY, prompt=NASTY),
@@ -488,7 +572,8 @@ def test_a_report_replaces_the_one_before_and_leaves_no_pieces(report_of, tmp_pa
     assert (tmp_path / "plots" / "acceptance.png").exists()
     written(tmp_path, **study(["greedy"]))
     assert not (tmp_path / "plots" / "acceptance.png").exists()
-    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "plots"}
+    assert {path.name for path in tmp_path.iterdir()} == {"report.html", "plots", "tables"}
+    assert not (tmp_path / "plots" / "acceptance.pdf").exists()
     assert not [path for path in (tmp_path / "plots").iterdir() if path.name.startswith(".")]
 
 

@@ -19,11 +19,13 @@ from transformers import AutoModelForCausalLM
 import specbeam
 from specbeam.cli import main
 from specbeam.errors import SpecbeamError
+from specbeam.options import Options
 from specbeam.study import results, work
 from specbeam.study.composition import compose
 from specbeam.study.config import check
 from specbeam.study.data import Row
 from specbeam.study.run import run_study
+from specbeam.study.samples import MAX_SAMPLES
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
 from tests.jobs.faults import Crash, CrashingDisk, killed_at_sync
 from tests.pages import ROOT, files, shell
@@ -78,7 +80,7 @@ def study(*words):
 
 def kept(folder):
     _, records, scores = results.read(folder)
-    # Without the trace: how much is drafted depends on the seconds of passes.
+    # Without the statistics: how much is drafted depends on the seconds of passes.
     compared = ("key", "text", "token_ids", "beams", "finish_reason", "error", "category", "references")
     return {record["key"]: {name: record[name] for name in compared} for record in records}, scores
 
@@ -117,6 +119,56 @@ def test_a_study_finds_what_generate_finds(words, folder, tmp_path, capsys):
     assert re.search(r"<dt>date</dt><dd>\d{4}-\d\d-\d\d", header)
     assert study("show", str(tmp_path / "run")) == 0
     assert "speculative" in capsys.readouterr().out
+
+
+def test_no_measured_generation_is_traced(words, tmp_path, monkeypatch):
+    """A trace costs time. The generations that the report shows run once more for it, after all measured ones."""
+    ran = []
+
+    class Engine(specbeam.Engine):
+        def submit(self, prompt, options, **how):
+            request = super().submit(prompt, options, **how)
+            ran.append((Options.of(options).trace, request))
+            return request
+
+    monkeypatch.setattr(work, "Engine", Engine)
+    assert study(*words, "decode.mode=[greedy,speculative,speculative-beam]", "decode.num_draft_tokens=2") == 0
+    _, records, _ = results.read(tmp_path / "run")
+    traced = [trace for trace, _ in ran]
+    warm_ups = 3
+    assert traced[: warm_ups + len(records)] == [False] * (warm_ups + len(records))
+    # The first prompt of each method, and the samples of the report.
+    assert 3 <= traced.count(True) <= 3 + MAX_SAMPLES
+    assert len(traced) == warm_ups + len(records) + traced.count(True)
+    measured = [request.result().text for trace, request in ran[warm_ups:] if not trace]
+    assert measured == [record["text"] for record in records]
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    drafted = {record["method"]: 0 for record in records}
+    for record in records:
+        drafted[record["method"]] += record["stats"]["drafted"]
+    assert drafted["greedy"] == 0 < min(drafted["speculative"], drafted["speculative-beam"])
+    for method, places in summary["acceptance_by_position"].items():
+        assert sum(place["drafted"] for place in places) == drafted[method]
+    table = pandas.read_parquet(tmp_path / "run" / "generations.parquet")
+    assert 2 <= table.trace.notna().sum() == traced.count(True)
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "what it proposed" in report
+    assert len([*(tmp_path / "run" / "replays").iterdir()]) == 3
+    ran.clear()
+    assert study(*words, "decode.mode=[greedy,speculative,speculative-beam]", "decode.num_draft_tokens=2") == 0
+    assert not ran  # recordings are kept, too
+    assert (tmp_path / "run" / "report.html").read_text().count("what it proposed") == report.count("what it proposed")
+
+
+def test_a_recording_that_fails_leaves_the_measured_generations(small, tmp_path, monkeypatch, caplog):
+    def fail(*given):
+        raise MemoryError("no room for a trace")
+
+    monkeypatch.setattr(work.Work, "recording", fail)
+    assert study(*small("run")) == 0
+    assert "was not recorded: no room for a trace" in caplog.text
+    assert len(kept(tmp_path / "run")[0]) == 2
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_perplexity_is_transformers_loss(words, folder, tmp_path):
@@ -284,6 +336,10 @@ def test_a_run_of_earlier_names_is_shown_and_compared_with_one_of_today(words, t
         assert study("show", str(folder), "--json") == 0
         summaries.append(json.loads(capsys.readouterr().out) | {"run": None})
     assert summaries[0] == summaries[1]
+    assert study("show", str(now)) == 0
+    first = capsys.readouterr().out.splitlines()[1]
+    assert first.startswith("This run is too small to show an effect: which of ")
+    assert first.endswith(" is the fastest is not settled.")
     study("diff", str(before), str(now))
     out = capsys.readouterr().out
     assert [line.split()[0] for line in out.splitlines()[:2]] == ["beam", "speculative-beam"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -110,6 +110,8 @@ class AheadBackend(Backend, Protocol):
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],
+        every: int = 1,
+        show: Callable[[list[Answer]], object] | None = None,
     ) -> list[Answer]:
         """Passes over one node, or beams, of each of several trees. Each is over the tokens that the one before chose.
 
@@ -124,6 +126,8 @@ class AheadBackend(Backend, Protocol):
             passes: the most passes, at least 1. A pass is the last one where the strategy has to look at its answer.
             ends: token ids. The pass that chooses one of them is the last.
             halt: int32 [1]. Any thread may change it from 0. Then the pass that runs is the last.
+            every, show: after every this many passes but the last one, call this function with the answers so far. They
+                are valid until it returns. It must not use the backend. An error that it raises ends the passes.
 
         Returns:
             For each segment an answer with the rows of each pass. It has the logits of the last pass alone.

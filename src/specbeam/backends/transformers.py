@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
 from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.files import read_json
+from specbeam.checkpoints.finite import are_finite, not_finite
 from specbeam.errors import SpecbeamError
 from specbeam.selection import Answer, Wish, choose
 
@@ -38,6 +39,7 @@ UNLIMITED_CONTEXT = 1 << 20
 """Tokens. For models without a longest text, such as models with relative positions."""
 
 _slot_elements: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+_checked: WeakSet[Any] = WeakSet()
 
 
 class LearnedKeyValues(KeyValues):
@@ -250,8 +252,8 @@ def load_model(path: Path, device: str, dtype: str, own: str, adapter: Adapter |
         adapter: is merged into them.
 
     Raises:
-        SpecbeamError: no such device or dtype, tensors are missing, transformers cannot load it, or the adapter is for
-            another model.
+        SpecbeamError: no such device or dtype, tensors are missing or not finite, transformers cannot load it, or the
+            adapter is for another model.
     """
     chosen = choose_device(device)
     folder, file = (path, {}) if path.is_dir() else (path.parent, {"gguf_file": path.name})
@@ -270,7 +272,27 @@ def load_model(path: Path, device: str, dtype: str, own: str, adapter: Adapter |
         )
     if adapter is not None:
         _merge(model, adapter)
+    check_weights(model, str(path))
     return model.to(chosen).eval()
+
+
+def check_weights(model: Any, name: str) -> None:
+    """Refuse a model of transformers with weights that are not finite. Each model is read once.
+
+    If it is trained later, its logits tell. Buffers are not read, because they may hold masks.
+
+    Args:
+        name: of the model, for the error.
+
+    Raises:
+        SpecbeamError: names the tensor.
+    """
+    if model in _checked:
+        return
+    for tensor, weights in model.named_parameters():
+        if weights.is_floating_point() and not weights.is_meta and not are_finite(weights.detach()):
+            raise not_finite(name, tensor)
+    _checked.add(model)
 
 
 @torch.no_grad()

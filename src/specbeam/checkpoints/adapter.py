@@ -16,6 +16,7 @@ from torch import Tensor
 
 from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, check_links, read_json
 from specbeam.checkpoints.fingerprint import Extent
+from specbeam.checkpoints.finite import are_finite, not_finite
 from specbeam.checkpoints.safetensors_file import shapes_of
 from specbeam.errors import SpecbeamError
 
@@ -139,9 +140,15 @@ class Adapter:
         return [tokens for tokens, _ in shapes.values()]
 
     def replacement(self, name: str) -> Tensor:
-        """The new tensor in place of one that is replaced."""
+        """The new tensor in place of one that is replaced.
+
+        Raises:
+            SpecbeamError: its weights are not finite.
+        """
         with safe_open(self.weights, "pt") as tensors:
             new: Tensor = tensors.get_tensor(self.replaced[name])
+        if not are_finite(new):
+            raise not_finite(self.weights, self.replaced[name])
         return new
 
     def check(self, shape_of: Callable[[str], Sequence[int] | None], tied: Collection[str]) -> None:
@@ -170,11 +177,18 @@ class Adapter:
                 )
 
     def update(self, name: str, start: int, stop: int) -> Tensor:
-        """Rows ``start`` to ``stop`` of s B A [out, in] for a tensor that is updated, in float32."""
+        """Rows ``start`` to ``stop`` of s B A [out, in] for a tensor that is updated, in float32.
+
+        Raises:
+            SpecbeamError: weights of A or B are not finite.
+        """
         update = self.updates[name]
         with safe_open(self.weights, "pt") as tensors:
             a, b = tensors.get_slice(update.a), tensors.get_slice(update.b)
             left, right = (a[:, start:stop].t(), b[:].t()) if update.embedding else (b[start:stop], a[:])
+        for factor, weights in zip((update.a, update.b)[:: 1 if update.embedding else -1], (left, right), strict=True):
+            if not are_finite(weights):
+                raise not_finite(self.weights, factor)
         delta: Tensor = update.scale * (left.float() @ right.float())
         return delta
 

@@ -178,6 +178,10 @@ class Checkpoint(ABC):
         """How many rows of a tensor have about this many elements, to read them at once."""
         return max(1, elements // max(1, prod(self.shape(source)[1:])))
 
+    def place(self, source: str) -> tuple[Path, str]:
+        """The file of a tensor, and its name there."""
+        return self.path, source
+
     def shape(self, source: str) -> tuple[int, ...]:
         """The shape of a tensor, as it is read."""
         return self.shapes[source]

@@ -189,6 +189,9 @@ class FolderCheckpoint(Checkpoint):
         """For each tensor that an adapter updates, by its name in the files, its name in the adapter."""
         return {} if self.adapter is None else {self._stored(name): name for name in self.adapter.updates}
 
+    def place(self, source: str) -> tuple[Path, str]:
+        return self._places[source]
+
     def shape(self, source: str) -> tuple[int, ...]:
         shape = self.shapes[source]
         return shape[::-1] if self.architecture.stores_transposed(source) else shape

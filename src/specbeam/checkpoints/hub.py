@@ -62,27 +62,28 @@ def fetch(repository: str, revision: str | None = None, pick: str | None = None,
             Also for an index that names files outside the repository.
     """
     with _errors_of(repository, revision, download):
-        no_answer = _no_answer(repository, revision) if download else None
+        silence = no_answer(repository, revision) if download else None
         try:
-            return _fetch(repository, revision, pick, download and no_answer is None)
+            return _fetch(repository, revision, pick, download and silence is None)
         except SpecbeamError:
             raise
         except Exception as not_in_cache:
-            raise no_answer or not_in_cache from None
+            raise silence or not_in_cache from None
 
 
-def _no_answer(repository: str, revision: str | None) -> Exception | None:
-    """Why no hub answers; None if one does.
+def no_answer(repository: str, revision: str | None = None, kind: str = "model") -> Exception | None:
+    """Why no hub answers a question about a model or a "dataset"; None if one does.
 
     huggingface_hub repeats some requests for half a minute, and waits for others without end. So one request of its own
     finds out first. A hub that refuses it answers, too. The requests that follow report its reasons.
     """
-    from huggingface_hub import constants, model_info
-    from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub import constants, dataset_info, model_info
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    ask = dataset_info if kind == "dataset" else model_info
     try:
-        model_info(repository, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except HfHubHTTPError:
+        ask(repository, revision=revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except (HfHubHTTPError, HFValidationError):
         return None
     except Exception as error:
         return error

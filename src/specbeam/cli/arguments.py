@@ -8,6 +8,7 @@ from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from specbeam import chat_templates
 from specbeam.cli.prompts import read_prompts
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
@@ -208,6 +209,8 @@ def check_source(source: str) -> None:
 
 def load_model(given: argparse.Namespace) -> LanguageModel:
     """Load the model as the options of ``add_model_to`` say."""
+    if not getattr(given, "raw", True):
+        chat_templates.render.start()  # while this process imports and loads
     from specbeam.model import load
 
     names = ("revision", "adapter", "backend", "device", "dtype", "quantize", "threads")

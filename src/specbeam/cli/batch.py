@@ -143,6 +143,8 @@ def run_alone(
 
     with open_rows(source) as rows:
         column = prompt_column(source, rows.columns, given.column)
+        for _ in rows.cells(column):  # a cell that cannot be used is reported before a model is loaded
+            pass
         added = added_columns(source, rows.columns, given.tokens, options)
         write = writer(output, rows, {new: COLUMN_TYPES[name] for name, new in added.items()})
         for notice in notices(source, rows.columns, column, added):
@@ -174,7 +176,7 @@ def run_alone(
                         first = first or f"first row {number}: {answer['error']}"
                     yield {new: answer.get(name) for name, new in added.items()}
 
-            todo = ((number, row.get(column)) for number, row in enumerate(rows) if number not in finished)
+            todo = (prompt for prompt in enumerate(rows.cells(column)) if prompt[0] not in finished)
             try:
                 launch(chunks(todo, BATCHES_PER_JOB * given.batch_size), Generation(given, options), keep)
                 with finished.reporting_kept_rows():

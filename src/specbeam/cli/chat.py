@@ -180,20 +180,21 @@ class Chat:
 
     def token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """The messages as the model reads them. Raises SpecbeamError if the context cannot hold them."""
-        from specbeam.prompts import encode
+        from specbeam.prompt_length import PromptTooLong
+        from specbeam.prompts import encode, room
 
-        if self.has_template:
-            ids = encode(self.lm, messages, system=self.system)
-        else:
+        most = room(self.lm)
+        try:
+            if self.has_template:
+                return encode(self.lm, messages, system=self.system, most=most)
             said = [f"{SPEAKERS.get(m['role'], m['role'])}: {m['content']}" for m in messages]
             text = "\n\n".join([*([self.system] if self.system else []), *said, "Assistant:"])
-            ids = encode(self.lm, text, raw=True)
-        if len(ids) >= (context := self.lm.backend.context_length):
+            return encode(self.lm, text, raw=True, most=most)
+        except PromptTooLong as error:
             raise SpecbeamError(
-                f"the conversation with this message has {len(ids):,} tokens, and the context of {self.lm.source} "
-                f"holds {context:,}: /drop forgets the oldest turn, /clear all turns"
-            )
-        return ids
+                f"the conversation with this message has {error.tokens} tokens, and the context of {self.lm.source} "
+                f"holds {self.lm.backend.context_length:,}: /drop forgets the oldest turn, /clear all turns"
+            ) from error
 
     def do_help(self, argument: str) -> None:
         """/help: list the commands."""

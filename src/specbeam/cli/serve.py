@@ -7,6 +7,7 @@ import gc
 import ipaddress
 import logging
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any
 
+from specbeam import chat_templates
 from specbeam.cli.arguments import DEFAULT_MODEL, LOOKUPS, add_placement_to, check_source, completer
 from specbeam.errors import SpecbeamError
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:  # it imports PyTorch, which takes a second
 
 KEY_VARIABLE = "SPECBEAM_API_KEY"
 GRACE_SECONDS = 30.0
+HOST_NAME = re.compile(r"[\w.-]+|\[[0-9a-fA-F:.]+\]", re.ASCII)
+"""A name or an address, as clients write it into the header Host, without a port."""
 
 
 def add_to(commands: Any) -> None:
@@ -58,7 +62,26 @@ def add_to(commands: Any) -> None:
     add = access.add_argument
     add("--host", default="127.0.0.1", help="the address to listen on (default %(default)s)")
     add("--port", type=int, default=8000, metavar="N", help="0 takes any free one (default %(default)s)")
-    add("--api-key", metavar="KEY", help=f"clients must send it as a bearer token (default: ${KEY_VARIABLE}, or none)")
+    add(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="clients must send one of these keys as a bearer token (repeatable; default: those in "
+        f"${KEY_VARIABLE}, with spaces between them, or none)",
+    )
+    add(
+        "--allowed-host",
+        action="append",
+        metavar="NAME",
+        help="a name under which clients reach the server, as through a proxy (repeatable; default: this machine's)",
+    )
+    add(
+        "--trusted-proxy",
+        action="append",
+        metavar="ADDRESS",
+        help="believe X-Forwarded-For and X-Forwarded-Proto from this address or network (repeatable; default: this "
+        "machine)",
+    )
     add("--cors-origin", action="append", metavar="URL", help="let pages of this site use the server (repeatable)")
 
     limits = parser.add_argument_group("limits (larger requests are refused)")
@@ -69,7 +92,10 @@ def add_to(commands: Any) -> None:
     add("--max-prompt-tokens", help="tokens of a prompt (default: the model's context)")
     add("--max-prompts", help="prompts in one request (default 128)")
     add("--max-beams", help="beams or texts for one prompt (default 32)")
-    add("--max-cache-tokens", help="tokens in the KV cache of each model (default: all share a quarter of the memory)")
+    add(
+        "--max-cache-tokens",
+        help="tokens in the KV cache of each model (default: enough for --max-requests)",
+    )
     add("--max-body-bytes", help="bytes of a request (default 4000000)")
     limits.add_argument(
         "--timeout", type=float, metavar="S", help="seconds after which a request ends with the text so far"
@@ -89,6 +115,11 @@ def add_to(commands: Any) -> None:
     )
     add("--replicas", type=int, metavar="N", help="processes that have the models (default: one on each node)")
     add("--address", help="the cluster: auto, host:port or ray://host:port (default: one that is started here)")
+    parser.add_argument(
+        "--allow-control-tokens",
+        action="store_true",
+        help="let control tokens in chat messages reach the model as such (default: as text)",
+    )
     parser.add_argument("--log-prompts", action="store_true", help="write prompts into the log, too")
     parser.set_defaults(run=run)
 
@@ -110,8 +141,16 @@ def run(given: argparse.Namespace, when_ready: Callable[[str], object] | None = 
         raise SpecbeamError(f"--port {given.port} is not allowed: give 0 to 65535")
     if not 0 <= given.grace <= TIMEOUT_MAX:  # nor NaN
         raise SpecbeamError(f"--grace {given.grace} is not allowed: give 0 or more seconds")
-    if given.api_key == "":  # of a shell's variable that is not set, for example
+    if "" in (given.api_key or ()):  # of a shell's variable that is not set, for example
         raise SpecbeamError("--api-key is empty: give a key, or leave it out for a server that takes all requests")
+    for host in given.allowed_host or ():
+        if not HOST_NAME.fullmatch(host):
+            raise SpecbeamError(f"--allowed-host {host!r} is no name of a host: give one such as llm.example.org")
+    for address in given.trusted_proxy or ():
+        try:
+            ipaddress.ip_network(address)
+        except ValueError as error:
+            raise SpecbeamError(f"--trusted-proxy {address!r} is no address and no network: {error}") from error
     for option in ("replicas", "address"):
         if given.launcher != "ray" and getattr(given, option) is not None:
             raise SpecbeamError(f"--{option} goes with --launcher ray")
@@ -132,14 +171,19 @@ def _serve(
     when_ready: Callable[[str], object] | None,
 ) -> int:
     from specbeam.server.app import make_app
-    from specbeam.server.limits import Access, Limits
+    from specbeam.server.limits import LOOPBACK_ADDRESSES, Access, Limits
     from specbeam.server.models import NO_DRAFT, Models
     from specbeam.server.serving import Server, accept, listen
 
     chosen = {field.name: value for field in fields(Limits) if (value := getattr(given, field.name)) is not None}
     limits = Limits(**chosen)
-    key = os.environ.get(KEY_VARIABLE) if given.api_key is None else given.api_key
-    access = Access(api_key=key or None, is_local=_is_loopback(given.host), cors_origins=tuple(given.cors_origin or ()))
+    access = Access(
+        api_keys=tuple(given.api_key or os.environ.get(KEY_VARIABLE, "").split()),
+        is_local=_is_loopback(given.host),
+        allowed_hosts=tuple(host.lower().strip("[]") for host in given.allowed_host or ()),
+        trusted_proxies=tuple(given.trusted_proxy or LOOPBACK_ADDRESSES),
+        cors_origins=tuple(given.cors_origin or ()),
+    )
     bound = listen(given.host, given.port)  # before the models, which take long to load
     load = partial(_load, _placement(given), sources, [named for named in drafts if named[1] not in LOOKUPS])
     default_draft = drafts[0][0] if drafts else NO_DRAFT
@@ -150,6 +194,7 @@ def _serve(
     shown = f"[{host}]" if ":" in host else host
     names = ", ".join(name for name, _ in sources)
     page = f"http://{shown}:{port}/"
+    precisions: list[str] = []
     with ExitStack() as stack:
         if given.launcher == "ray":
             from specbeam.jobs.cluster import import_ray
@@ -170,17 +215,29 @@ def _serve(
                     threads=given.threads,
                     on_gpu=(given.device or "").startswith("cuda"),
                     logs_prompts=given.log_prompts,
+                    allows_control_tokens=given.allow_control_tokens,
                 )
             )
+            caches = replicas.cache_limits()
             app: Starlette = make_front(replicas, limits, access)
         else:
-            app = make_app(Models(*load(), default_draft, limits), limits, access, logs_prompts=given.log_prompts)
+            models = Models(*load(), default_draft, limits, allows_control_tokens=given.allow_control_tokens)
+            caches = models.cache_limits
+            precisions = [f"{model.name}: {model.lm.precision}" for model in models]
+            app = make_app(models, limits, access, logs_prompts=given.log_prompts)
         accept(bound)
         gc.collect()
         gc.freeze()  # a full collection need not look at models and libraries, while no text goes on
         print(f"specbeam: {names} at {page}v1", file=sys.stderr)
         print(f"specbeam: the page is {page}", file=sys.stderr, flush=True)
-        Server(app, given.grace, when_ready and partial(when_ready, page)).run(sockets=[bound])
+        for line in precisions:
+            print(f"specbeam: {line}", file=sys.stderr, flush=True)
+        for sentence in caches:
+            print(f"specbeam: {sentence} (--max-cache-tokens changes that)", file=sys.stderr, flush=True)
+        if not access.is_local and not access.api_keys:
+            _warn(host, port)
+        ready = when_ready and partial(when_ready, page)
+        Server(app, given.grace, ready, access.trusted_proxies).run(sockets=[bound])
     return 0
 
 
@@ -211,6 +268,16 @@ def _check_names(option: str, named: Sequence[tuple[str, str]]) -> None:
                 raise SpecbeamError(f"--draft {name}={source}: {name} has a meaning of its own. Give another name")
 
 
+def _warn(host: str, port: int) -> None:
+    """Say that the server is open to other machines. On a terminal the lines are red."""
+    begin, end = ("\033[1;31m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    for line in (
+        f"there is no API key, and {host} port {port} is open to other machines: who reaches it can use the models",
+        f"set {KEY_VARIABLE} or --api-key, or leave --host out to listen on this machine only",
+    ):
+        print(f"{begin}specbeam: WARNING: {line}{end}", file=sys.stderr, flush=True)
+
+
 def _is_loopback(host: str) -> bool:
     """Whether only this machine can reach the address."""
     try:
@@ -227,6 +294,7 @@ def _load(
     placement: dict[str, Any], sources: Sequence[tuple[str, str]], drafts: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, LanguageModel], dict[str, LanguageModel]]:
     """The models and the draft models, by their names."""
+    chat_templates.render.start()  # while this process imports and loads
     from specbeam.model import Placement, load
     from specbeam.server.models import check_memory
 

@@ -117,22 +117,26 @@ COLUMNS = {
     "steps_per_target_pass": ("steps/pass", "{:.2f}"),
     "acceptance_rate": ("accepted", "{:.0%}"),
     "evaluated_beams": ("beams evaluated", "{:.0%}"),
-    "perplexity": ("perplexity", "{:.2f}"),
     "rougeL": ("ROUGE-L", "{:.3f}"),
+    "perplexity": ("perplexity", "{:.2f}"),
 }
 """The columns of the table: a heading by metric, and how its figures are written."""
 
 
 def print_table(folder: Path) -> None:
-    """Print one line per method."""
+    """Print one line per method. A first line says if the measurements spread more than the methods differ."""
     from rich.console import Console
     from rich.table import Table
 
+    from specbeam.study.report import spread
     from specbeam.study.run import summary_of
     from specbeam.study.statistics import MIN_VALUES_FOR_INTERVAL
     from specbeam.study.words import settled, too_few
 
-    methods = summary_of(folder)["methods"]
+    summary = summary_of(folder)
+    methods = summary["methods"]
+    for sentence in spread(summary["fastest"] or {"unsettled": []}):
+        print(sentence.striptags())
     table = Table(box=None, pad_edge=False)
     there = [name for name in COLUMNS if any(name in method["metrics"] for method in methods)]
     tested = any(method["pass_at_1"] is not None for method in methods)

@@ -36,6 +36,10 @@ class Evaluate:
             the tokens to the tree pass by pass, in their order and without any others.
         ends: token ids after which no further pass is needed.
         beams: how the nodes go on as beams. None if one node goes on as one text.
+        or_fewer: if memory is short, raise :class:`specbeam.errors.TooManyNodes` here: the strategy would rather go on
+            with fewer nodes. Otherwise the engine evaluates the nodes in parts, and their ancestors again. The draft
+            model's nodes are always such.
+        any_logits: take the answer also if the logits are not finite. Else the engine raises :class:`NotFinite`.
     """
 
     nodes: Any
@@ -44,6 +48,8 @@ class Evaluate:
     ahead: int = 0
     ends: frozenset[int] = frozenset()
     beams: Beams | None = None
+    or_fewer: bool = False
+    any_logits: bool = False
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from specbeam.decoding.drafter import Drafter, Guesses
 from specbeam.decoding.finished import Finished, normalized
 from specbeam.decoding.record import Record
 from specbeam.decoding.speculative_beam import Known, speculative_round
-from specbeam.errors import TooManyNodes
+from specbeam.errors import NotFinite, TooManyNodes
 from specbeam.tree import NO_NODES, Nodes
 
 NOTHING = float("-inf")
@@ -71,8 +71,8 @@ def lazy_beam_search(
 ) -> Strategy:
     """Beam search, in which beams are deferred while that pays. Drafts then go below the best beam alone.
 
-    An evaluated beam keeps its memory as long as an earlier step is open. Where the memory cannot hold that, the search
-    goes on with all beams, and without guesses.
+    An evaluated beam keeps its memory as long as an earlier step is open. Where the memory cannot hold that, or
+    logits are not finite, the search goes on with all beams, and without guesses.
     """
     known = Known()
     while not search.done:
@@ -87,7 +87,7 @@ def lazy_beam_search(
                 yield from beam_round(search.tree, search, record)
             else:
                 yield from speculative_round(search.tree, search, record, drafter, known)
-        except TooManyNodes:
+        except (TooManyNodes, NotFinite):
             if search.levels:
                 search.go_on_from(search.levels[0])
             search.tree.keep(search.beams, search.finished_nodes)
@@ -107,7 +107,7 @@ def lazy_round(
         guesses = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))
         guessed = np.setdiff1d(known.missing(guesses.nodes), wanted)
         wanted = np.union1d(wanted, guessed)
-    known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
+    known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed), or_fewer=True)))
     record.round(guessed, guesses.declined, wanted)
     lengths = tree.depths(wanted) - tree.prompt_length + 1
     closed, shortest = search.advance(known, lengths), lengths.min()

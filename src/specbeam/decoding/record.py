@@ -25,15 +25,18 @@ class Record:
         left_out: beams of steps that the target did not evaluate.
         rested: rounds without guesses because none would have paid.
         checks: for each round with guesses, how many were accepted in it.
+        positions: for each position after the known tokens, how many guesses the target checked, and how many of them
+            were accepted.
         trace: the rounds as plain data (see :class:`specbeam.Result`); None if they are not remembered.
     """
 
     def __init__(self, tree: Tree, decode: Callable[[list[int]], str] | None = None) -> None:
         self.steps = self.drafted = self.accepted = self.left_out = self.rounds = self.rested = 0
         self.checks: list[int] = []
+        self.positions: list[list[int]] = []
         self.trace: list[dict[str, Any]] | None = None if decode is None else []
         self._tree = tree
-        self._guesses: set[int] = set()  # guesses that may still be accepted
+        self._guesses: dict[int, int] = {}  # the positions of guesses that may still be accepted, by node
         self._text = cache(lambda token: "" if decode is None else decode([token]))
         self._drafted: dict[int, dict[str, Any]] = {}  # all guesses in the trace, by node
         self._shown: set[int] = set()  # nodes in the trace that may still be dropped
@@ -52,11 +55,15 @@ class Record:
         self.rounds += 1
         self.rested += rests
         if self._guesses:
-            self._guesses = {node for node in self._guesses if self._tree.is_live(node)}
+            self._guesses = {node: at for node, at in self._guesses.items() if self._tree.is_live(node)}
         if len(guesses):
             self.drafted += len(guesses)
             self.checks.append(0)
-            self._guesses.update(guesses.tolist())
+            for node, parent in zip(guesses.tolist(), self._tree.parents(guesses).tolist(), strict=True):
+                at = self._guesses[node] = self._guesses.get(parent, -1) + 1
+                if at == len(self.positions):
+                    self.positions.append([0, 0])
+                self.positions[at][0] += 1
         if self.trace is not None:
             nodes = sorted(self._ends) if evaluated is None else np.unique(evaluated).tolist()
             guessed = self._traced_guesses(guesses)
@@ -131,10 +138,11 @@ class Record:
 
     def _accept(self, beams: Any) -> None:
         if self._guesses:
-            accepted = self._guesses.intersection(map(int, beams))
+            accepted = self._guesses.keys() & {*map(int, beams)}
             self.accepted += len(accepted)
             self.checks[-1] += len(accepted)
-            self._guesses -= accepted
+            for node in accepted:
+                self.positions[self._guesses.pop(node)][1] += 1
 
     def _token(self, node: int) -> dict[str, Any]:
         token = int(self._tree.tokens(node))

@@ -9,18 +9,27 @@ from specbeam.decoding.greedy import chosen
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
+from specbeam.errors import TooManyNodes
 from specbeam.tree import Tree
 
 
 def sample_several(tree: Tree, wish: Wishes, stop: Stopping, record: Record, count: int) -> Strategy:
-    """Independent samples, each with its own noise. Texts that agree so far share their nodes, first the prompt's."""
+    """Independent samples, each with its own noise. Texts that agree so far share their nodes, first the prompt's.
+
+    Where the memory cannot hold all texts, half of them wait until the others have ended.
+    """
     tips = np.full(count, tree.tip)
-    growing = np.arange(count)
+    growing, waiting = np.arange(count), np.arange(0)
     hypotheses: dict[int, Hypothesis] = {}
     while True:
         growing = growing[np.argsort(tips[growing], kind="stable")]  # in the order in which the logits lie
         before = tips[growing]
-        answer = yield Evaluate(before, wish(tree, before, streams=growing))
+        try:
+            answer = yield Evaluate(before, wish(tree, before, streams=growing), or_fewer=len(growing) > 1)
+        except TooManyNodes:
+            half = len(growing) // 2
+            growing, waiting = growing[:half], np.concatenate([growing[half:], waiting])
+            continue
         drawn = [(tip, *chosen(answer, row)) for row, tip in enumerate(before.tolist())]
         continued = {(tip, token): log_prob for tip, token, log_prob in drawn}
         parents, tokens = np.array([*continued], dtype=np.int64).T
@@ -34,5 +43,7 @@ def sample_several(tree: Tree, wish: Wishes, stop: Stopping, record: Record, cou
                 hypotheses[i] = Hypothesis(int(tips[i]), float(tree.scores(tips[i])), reason)
         if len(hypotheses) == count:
             return [hypotheses[i] for i in range(count)]
-        growing = np.array([i for i in growing.tolist() if i not in hypotheses])
-        tree.keep(tips[growing], tips[[*hypotheses]])
+        growing = np.array([i for i in growing.tolist() if i not in hypotheses], dtype=np.int64)
+        if not len(growing):
+            growing, waiting = waiting, growing
+        tree.keep(tips[[*growing, *waiting]], tips[[*hypotheses]])

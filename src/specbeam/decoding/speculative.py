@@ -11,34 +11,50 @@ import numpy as np
 
 from specbeam.decoding import Evaluate, Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.greedy import chosen, greedy_round
+from specbeam.decoding.greedy import chosen, greedy, greedy_round
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
+from specbeam.errors import NotFinite, TooManyNodes
 from specbeam.tree import Tree
 
 
 def speculative(tree: Tree, wish: Wishes, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:
-    """Choose tokens as the plain method does, for as long as they were guessed; the answers are all there."""
-    while True:
-        tip = tree.tip
-        guesses = yield from drafter.propose(np.array([tip]), tree.scores([tip]))
-        if guesses.declined:  # then the backend can go ahead
-            if ended := (yield from greedy_round(tree, wish, stop, record, rests=True)):
-                return ended
-            for _ in range(int(tree.depths(tree.tip) - tree.depths(tip))):
-                drafter.pace.learn(guesses, tree, steps=[])
-            continue
-        nodes = np.sort(np.array([tip, *guesses.nodes]))
-        answer = yield Evaluate(nodes, wish(tree, nodes, guesses.nodes))
-        rows = {node: row for row, node in enumerate(nodes.tolist())}
-        record.round(guesses.nodes, guesses.declined, nodes)
-        steps = []
-        while (row := rows.get(tip)) is not None:
-            tip = tree.append(tip, *chosen(answer, row))
-            record.step([tip])
-            steps.append(np.array([tip]))
-            if reason := stop(tree, tip):
-                return [Hypothesis(tip, float(tree.scores(tip)), reason)]
-        drafter.pace.learn(guesses, tree, steps)
-        tree.keep(tip)
+    """Choose tokens as the plain method does, for as long as they were guessed; the answers are all there.
+
+    Where the memory cannot hold guesses, or logits are not finite, the text goes on without guesses: plain decoding may
+    never meet these logits.
+    """
+    ended: list[Hypothesis] = []
+    while not ended:
+        try:
+            ended = yield from speculative_round(tree, wish, stop, record, drafter)
+        except (NotFinite, TooManyNodes):
+            tree.keep(tree.tip)
+            ended = yield from greedy(tree, wish, stop, record)
+    return ended
+
+
+def speculative_round(tree: Tree, wish: Wishes, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:
+    """Evaluate the tip and guesses below it. Choose every token whose answer is known. Returns the text if it ends."""
+    tip = tree.tip
+    guesses = yield from drafter.propose(np.array([tip]), tree.scores([tip]))
+    if guesses.declined:  # then the backend can go ahead
+        ended = yield from greedy_round(tree, wish, stop, record, rests=True)
+        for _ in range(int(tree.depths(tree.tip) - tree.depths(tip))):
+            drafter.pace.learn(guesses, tree, steps=[])
+        return ended
+    nodes = np.sort(np.array([tip, *guesses.nodes]))
+    answer = yield Evaluate(nodes, wish(tree, nodes, guesses.nodes), or_fewer=True)
+    rows = {node: row for row, node in enumerate(nodes.tolist())}
+    record.round(guesses.nodes, guesses.declined, nodes)
+    steps = []
+    while (row := rows.get(tip)) is not None:
+        tip = tree.append(tip, *chosen(answer, row))
+        record.step([tip])
+        steps.append(np.array([tip]))
+        if reason := stop(tree, tip):
+            return [Hypothesis(tip, float(tree.scores(tip)), reason)]
+    drafter.pace.learn(guesses, tree, steps)
+    tree.keep(tip)
+    return []

@@ -9,7 +9,7 @@ from specbeam.decoding import Answer, Evaluate, Strategy
 from specbeam.decoding.beam import Search, beam_round, beam_search
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.record import Record
-from specbeam.errors import TooManyNodes
+from specbeam.errors import NotFinite, TooManyNodes
 from specbeam.selection import gather
 from specbeam.tree import Nodes, Tree
 
@@ -19,14 +19,14 @@ def speculative_beam_search(tree: Tree, search: Search, record: Record, drafter:
 
     All beams are evaluated, so every round takes at least one step. No step is approximated: each is a step of the
     plain search. A step does without a beam only where the beam cannot matter (the bound rule of ``BeamSearch``).
-    Guesses that may still become beams keep their answers for the next round. Where the memory cannot hold guesses, the
-    search goes on without them.
+    Guesses that may still become beams keep their answers for the next round. Where the memory cannot hold guesses, or
+    their logits are not finite, the search goes on without them.
     """
     known = Known()
     while not search.done:
         try:
             yield from speculative_round(tree, search, record, drafter, known)
-        except TooManyNodes:
+        except (TooManyNodes, NotFinite):
             tree.keep(search.beams, search.finished_nodes)
             return (yield from beam_search(tree, search, record))
     return search.hypotheses()
@@ -43,7 +43,7 @@ def speculative_round(tree: Tree, search: Search, record: Record, drafter: Draft
         return []
     wanted = known.missing(np.concatenate([search.beams, guesses.nodes]))
     guessed = np.setdiff1d(wanted, search.beams)
-    known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed))))
+    known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed), or_fewer=True)))
     record.round(guessed, guesses.declined, wanted)
     steps = []
     while not search.done:

@@ -64,6 +64,13 @@ class PassTimes:
             ]
         self._expected = {}
 
+    def knows(self, nodes: int) -> bool:
+        """Whether passes of about this size were measured, here or by the times to expect otherwise."""
+        size = _size(max(1, nodes))
+        return any(one.size == size for one in self._measured) or (
+            self._otherwise is not None and self._otherwise.knows(nodes)
+        )
+
     def expected(self, nodes: int) -> float:
         """Expected seconds of a pass.
 

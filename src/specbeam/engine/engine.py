@@ -23,7 +23,7 @@ from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.prompts import Prompt, encode
+from specbeam.prompts import Prompt, encode, room
 from specbeam.whole_steps import whole_step
 
 Key = TypeVar("Key")
@@ -38,7 +38,8 @@ class Engine:
         max_batch_tokens: the most nodes per pass. Longer prompts are read in chunks, so that they do not hold up the
             requests that are generating.
         max_cache_tokens: cache slots for the keys and values of all live requests together. When they would not
-            suffice, the youngest request pauses: it gives up its slots and is read again later, to the same result. By
+            suffice, the youngest request pauses: it gives up its slots and is read again later, to the same result. One
+            text of full length has to fit: then a request finishes, whatever its beams and its draft would need. By
             default all engines of the process share a quarter of its memory, or four fifths of the GPU's free memory.
         max_waiting: the most requests that wait beside ``max_requests`` others. ``submit`` refuses further requests.
 
@@ -87,7 +88,7 @@ class Engine:
         self.lm = lm
         self._memory = Memory(lm.backend, max_batch_tokens, max_cache_tokens)
         self._wakeups = Wakeups()
-        self._scheduler = Scheduler(max_requests, max_batch_tokens, max_waiting, self._memory)
+        self._scheduler = Scheduler(max_requests, max_batch_tokens, max_waiting, self._memory, self._wakeups)
         self._thread = EngineThread(self._scheduler, self._wakeups)
 
     def submit(
@@ -164,7 +165,7 @@ class Engine:
         chosen = Options.of(options or {})
         draft = load_draft(self.lm, draft)
         check_draft(self.lm, draft, chosen)
-        ids = encode(self.lm, prompt, system=system, raw=raw)
+        ids = encode(self.lm, prompt, system=system, raw=raw, most=room(self.lm))
         state = RequestState(
             self.lm,
             ids,
@@ -290,3 +291,18 @@ class Engine:
     def cache_tokens(self) -> int:
         """Cache slots of the target in use by live requests."""
         return self._scheduler.used_slots
+
+    @property
+    def kept_tokens(self) -> int:
+        """Cache slots of the target that keep texts for later requests. Live requests take them when they need them."""
+        return self._memory.kept_slots
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the texts that are kept for later requests, on the target and on draft models."""
+        return self._memory.kept_bytes
+
+    @property
+    def max_cache_tokens(self) -> int:
+        """The most cache slots that live requests and kept texts may take together."""
+        return self._memory.cache_tokens

@@ -42,8 +42,10 @@ class Memory:
         for_caches = backend.memory_for_caches()
         self._logits_bytes = for_caches * (LOGITS_SHARE_ON_GPU if backend.device.type == "cuda" else LOGITS_SHARE)
         self._sharing: WeakSet[Memory] | None = None
+        self._origin = ""  # of the limit, for messages
         if max_cache_tokens is None:
             self.cache_bytes = max(for_caches, backend.slot_bytes)
+            self._origin = f" ({self.cache_bytes / 1e9:.3g} GB, by default a part of the memory that was free)"
             with _sharing_lock:
                 self._sharing = _sharing.setdefault(str(backend.device), WeakSet())
                 self._sharing.add(self)
@@ -73,6 +75,16 @@ class Memory:
     def used_slots(self) -> int:
         """Slots of the target that this engine's requests hold."""
         return self._target.used
+
+    @property
+    def kept_slots(self) -> int:
+        """Slots of the target that keep texts for later requests."""
+        return self._target.kept
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that keep texts for later requests, on the target and on draft models."""
+        return sum(cache.kept * backend.slot_bytes for backend, cache in list(self._caches.items()))
 
     @property
     def held(self) -> int:
@@ -120,8 +132,8 @@ class Memory:
         if request.least_bytes > self.cache_bytes:
             slots = -(-request.least_bytes // self._slot_bytes)
             raise SpecbeamError(
-                f"prompt and max_new_tokens need {slots} cache slots, the engine has {self.cache_tokens}: ask for "
-                "fewer new tokens or raise max_cache_tokens"
+                f"prompt and max_new_tokens need {slots} cache slots, the engine has {self.cache_tokens}"
+                f"{self._origin}: ask for fewer new tokens or raise max_cache_tokens"
             )
         if not self.holds_logits([request.most_rows]):
             needed = LOGITS_COPIES * request.most_rows * self._row_bytes
@@ -134,8 +146,8 @@ class Memory:
     def too_small(self) -> TooManyNodes:
         """The error of a request that outgrows the memory though it is alone."""
         return TooManyNodes(
-            f"the texts of this request need more than the engine's {self.cache_tokens} cache slots: ask for fewer "
-            "beams or new tokens, or raise max_cache_tokens"
+            f"the texts of this request need more than the engine's {self.cache_tokens} cache slots{self._origin}: "
+            "ask for fewer beams or new tokens, or raise max_cache_tokens"
         )
 
 

@@ -20,7 +20,7 @@ class ModelState:
         prompt_ids: the prompt's token ids. A model with an encoder reads them before the first pass.
         new_tokens: the most tokens per text.
         texts: the number of texts that grow at once.
-        guesses: the most guesses per round.
+        guesses: the most guesses per round. Where slots are short, the request does without them.
         most_rows: the most nodes whose logits are needed at once.
         prompt_length: the prompt's length in tokens of this model, if these are others.
         most_nodes: the most nodes per pass.
@@ -56,10 +56,10 @@ class ModelState:
         self.tree = tree
         self.most_rows = most_rows
         self._most_nodes = texts + guesses  # of a round
-        # Texts may share only the prompt. Guesses may last for two rounds.
+        # Texts may share only the prompt. If they do not fit together, they are evaluated one after the other.
         shared = max(len(prompt_ids), tree.prompt_length, prompt_length) + (new_tokens if texts == 1 else 0)
         own = 0 if texts == 1 else new_tokens
-        self._least_slots = min(shared, self._lasting(shared) + most_nodes) + own + 2 * guesses
+        self._least_slots = min(shared, self._lasting(shared) + most_nodes) + own
         self.passes = self.answered = self.nodes = 0
         self.seconds = 0.0
         self.source: Any = None
@@ -85,6 +85,17 @@ class ModelState:
         slots, self._slots = self._slots, None
         if slots is not None:
             slots.close()
+
+    def lose(self, nodes: int) -> None:
+        """A pass over some nodes showed that a slot may hold numbers that are not finite: all are to be read again.
+
+        So are the slots of other requests that it began with.
+        """
+        self.passes += 1
+        self.nodes += nodes
+        self._shares = False
+        self.close()
+        self.open()
 
     @property
     def unread_source(self) -> list[int] | None:

@@ -14,6 +14,7 @@ from specbeam.engine.setup import Setup
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.results import Piece, Result, Sequence, Stats, TopLogProbs
+from specbeam.selection import Answer
 from specbeam.streaming import TextStream
 from specbeam.tree import Nodes
 
@@ -84,6 +85,17 @@ class Output:
             text = self._take(tokens)
             trace = self._trace(one_round, text, target, draft)
             self._request.give(Piece(text, tokens, log_probs, top_logprobs, trace=trace))
+
+    def show(self, answer: Answer) -> None:
+        """Hand out tokens that passes ahead have chosen for a text, before its strategy adds them to the tree.
+
+        Args:
+            answer: of all passes since the text's tip.
+        """
+        shown = self._streamed - self._setup.tree.trunk_length
+        tokens: list[int] = answer.tokens[shown:, 0].tolist()
+        log_probs: list[float] = answer.log_probs[shown:, 0].tolist()
+        self._request.give(Piece(self._take(tokens), tokens, log_probs))
 
     def find(self, hypothesis: Hypothesis) -> None:
         """Hand out a sequence that is certain to be the next best."""
@@ -204,4 +216,5 @@ class Output:
             reused_tokens=target.reused_tokens,
             acceptance_histogram=record.acceptance_histogram(),
             evaluated_beams=record.evaluated(self._setup.options.num_beams),
+            acceptance_by_position=record.positions or None,
         )

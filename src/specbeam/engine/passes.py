@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import time
 from contextlib import nullcontext
-from functools import cache
-from itertools import accumulate, islice, pairwise
+from functools import cache, partial
+from itertools import accumulate, chain, islice, pairwise
+from operator import attrgetter
 from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
@@ -22,6 +22,7 @@ from specbeam.engine.scheduler import Batch, Scheduler
 from specbeam.selection import Answer
 
 NO_LOGITS = torch.empty(0, 0)
+NORMALIZERS = attrgetter("normalizers")
 
 
 def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool:
@@ -30,6 +31,9 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     If the pass fails, its halves are tried. A request that fails alone is ended. If there is no memory for it while
     others are live, the youngest is paused instead. Before that, kept texts are forgotten.
 
+    A request whose logits are not finite is tried alone. Where one mask is over all trees, another tree's NaN may have
+    come in, since 0 times NaN is NaN.
+
     Args:
         scheduler: learns which batches are too large.
         one_torch_thread: let the requests use one thread of PyTorch, because the target's passes have their own.
@@ -37,19 +41,25 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     Returns:
         Whether every request got its logits.
     """
+    alone: Batch = []
     backend, start = batch[0][0].backend, time.perf_counter()  # a request that goes on may ask its other model
     try:
-        logits, parts, answers, passes = _forward(batch, scheduler.passes_at_once(batch), scheduler.news)
+        logits, parts, answers, passes = _forward(batch, scheduler)
     except Exception as error:
         failure = forget_frames(error)
     else:
         with _one_thread() if one_torch_thread else nullcontext():
-            for (request, nodes), rows, own in zip(batch, parts, answers, strict=True):
-                request.receive(nodes, logits, rows, own, passes - 1)
+            if _are_finite(answers):
+                for (request, nodes), rows, own in zip(batch, parts, answers, strict=True):
+                    request.receive(nodes, logits, rows, own, passes - 1)
+            else:
+                alone = _receive_sound(batch, logits, parts, answers, passes - 1)
         # The time includes the use of the logits by the requests: choosing among them has a cost, too.
         seconds = (time.perf_counter() - start) / passes
         pass_times(backend, ahead=passes > 1).add(sum(len(nodes) for _, nodes in batch), seconds)
         scheduler.succeeded()
+        for part in scheduler.still_live(alone):
+            run_pass([part], scheduler, one_torch_thread)
         return True
     # Outside of the except block: inside it, Python would hold on to the memory of the failed pass.
     if len(batch) == 1:
@@ -65,12 +75,8 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     return fine
 
 
-def _forward(batch: Batch, passes: int, halt: NDArray[np.int32]) -> tuple[Tensor, list[slice], list[list[Answer]], int]:
+def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], list[list[Answer]], int]:
     """Run a pass, or several where the backend goes on by itself.
-
-    Args:
-        passes: the most that the backend may run by itself, each over the tokens that the one before has chosen.
-        halt: int32 [1], not 0 if the pass that runs is to be the last.
 
     Returns:
         The logits, float32 [n, vocab], each request's rows of them, and the answers to its wishes about them. Last, the
@@ -78,6 +84,7 @@ def _forward(batch: Batch, passes: int, halt: NDArray[np.int32]) -> tuple[Tensor
     """
     backend = batch[0][0].backend
     start = time.perf_counter()
+    passes = scheduler.passes_at_once(batch)
     if unread := [state for request, _ in batch for state in request.unread_sources]:
         _encode(cast(EncodingBackend, backend), unread)
     segments = [request.segment(nodes, passes - 1) for request, nodes in batch]
@@ -87,7 +94,11 @@ def _forward(batch: Batch, passes: int, halt: NDArray[np.int32]) -> tuple[Tensor
     if passes > 1:
         ends = frozenset[int]().union(*(request.ends for request, _ in batch))
         own_wishes, beams = [wish for _, wish in asked], [request.beams for request, _ in batch]
-        found = cast(AheadBackend, backend).forward_ahead(segments, own_wishes, beams, passes, ends, halt)
+        every = scheduler.passes_unseen(batch)
+        show = partial(_show, batch, scheduler) if every < passes and any(one.is_read for one, _ in batch) else None
+        found = cast(AheadBackend, backend).forward_ahead(
+            segments, own_wishes, beams, passes, ends, scheduler.news, every, show
+        )
         logits, passes = NO_LOGITS, len(found[0].tokens) // len(segments[0].tokens)
     else:
         logits = backend.forward(segments)
@@ -101,6 +112,33 @@ def _forward(batch: Batch, passes: int, halt: NDArray[np.int32]) -> tuple[Tensor
     for (request, nodes), own in zip(batch, ahead, strict=True):
         request.spend(seconds * len(nodes) / together, sum(ahead) - own, len(batch))
     return logits, parts, [[*islice(answers, len(some))] for some in wishes], passes
+
+
+def _are_finite(answers: list[list[Answer]]) -> bool:
+    """Whether all requests have answers, all about finite logits. All at once: for each, Python would take a while."""
+    return all(answers) and bool(np.isfinite(np.concatenate([*map(NORMALIZERS, chain.from_iterable(answers))])).all())
+
+
+def _receive_sound(batch: Batch, logits: Tensor, parts: list[slice], answers: list[list[Answer]], ahead: int) -> Batch:
+    """Let the requests go on whose logits are finite. Returns the part of the batch that has to be tried alone."""
+    found, alone = list(zip(batch, parts, answers, strict=True)), Batch()
+    all_sound = all(request.is_sound(logits, rows, own) for (request, _), rows, own in found)
+    for (request, nodes), rows, own in found:  # without rows, nobody can tell
+        if all_sound or (rows.start < rows.stop and request.is_sound(logits, rows, own)):
+            request.receive(nodes, logits, rows, own, ahead)
+        elif len(batch) == 1:
+            request.refuse(nodes, logits, rows, own)
+        else:
+            alone.append((request, nodes))
+    return alone
+
+
+def _show(batch: Batch, scheduler: Scheduler, answers: list[Answer]) -> None:
+    """Hand out what passes that go ahead have chosen so far to its readers."""
+    for (request, nodes), answer in zip(batch, answers, strict=True):
+        if request.is_read and request.can_show(nodes):
+            request.show(answer)
+    scheduler.wakeups.send(in_round=True)
 
 
 def _encode(backend: EncodingBackend, states: list[ModelState]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from specbeam.engine.wakeups import CallSoon, Waiters, Wakeups, call_all, call_now
+from specbeam.engine.wakeups import CallSoon, Waiters, Wakeups, call_all, call_now, wake_thread
 from specbeam.errors import SpecbeamError
 from specbeam.results import Piece, Result, Sequence
 
@@ -34,7 +34,7 @@ class Request:
     Attributes:
         prompt_ids: the prompt's token ids.
         max_length: the most tokens of prompt and text together.
-        pieces: streamed pieces of text that nobody has taken yet.
+        is_read: somebody has asked for its pieces. Until then tokens may wait for later ones, for the sake of speed.
         found: finished sequences that nobody has taken yet, best first. Each comes as soon as it is certain.
         done: there is a result or an error.
     """
@@ -49,15 +49,23 @@ class Request:
     ) -> None:
         self.prompt_ids = prompt_ids
         self.max_length = max_length
-        self.pieces: deque[Piece] = deque()
+        self.is_read = False
         self.found: deque[Sequence] = deque()
         self.done = False
         self.outcome: Result | Exception | None = None
         self.cancellations = cancellations  # the engine's queue of requests to end
+        self._pieces: deque[Piece] = deque()
+        self._is_read_here = False  # by a function that runs in the engine's thread
         self._state: RequestState | None = state  # the engine's, until the request is done
         self._wakeups = wakeups
         self._end_waiters: Waiters = {}
         self._news_waiters: Waiters = {}  # for a piece, or the end
+
+    @property
+    def pieces(self) -> deque[Piece]:
+        """Streamed pieces of text that nobody has taken yet."""
+        self.is_read = True
+        return self._pieces
 
     def cancel(self) -> None:
         """End the request before the next pass. Its result is the text so far. May be called from any thread."""
@@ -106,13 +114,16 @@ class Request:
             callback, call_soon: as for :meth:`add_done_callback`.
         """
 
+        self._is_read_here |= call_soon is call_now
+        pieces = self.pieces
+
         def take() -> None:
             done = self.done  # before the pieces, because the last one comes before the end
             try:
-                while self.pieces:
-                    callback(self.pieces.popleft())
+                while pieces:
+                    callback(pieces.popleft())
             finally:
-                if not done or self.pieces:
+                if not done or pieces:
                     self._call_later(self._news_waiters, take, self._has_news, call_soon)
 
         self._call_later(self._news_waiters, take, self._has_news, call_soon)
@@ -152,11 +163,16 @@ class Request:
         """Cache slots in use on the target. A request that waits, is paused or is done uses none."""
         return 0 if (state := self._state) is None else state.used_slots
 
-    # The engine's thread calls these two.
+    # The engine's thread calls these.
+
+    @property
+    def can_be_shown(self) -> bool:
+        """Whether its readers can take pieces in the middle of a round, because none of them needs this thread."""
+        return self._wakeups.engine_runs and not self._is_read_here
 
     def give(self, piece: Piece) -> None:
         """Hand out a piece."""
-        self.pieces.append(piece)
+        self._pieces.append(piece)
         if self._news_waiters:
             self._wakeups.add(self._news_waiters)
 
@@ -175,7 +191,7 @@ class Request:
         return self.outcome
 
     def _has_news(self) -> bool:
-        return self.done or bool(self.pieces)
+        return self.done or bool(self._pieces)
 
     def _take(self) -> Piece | None:
         """The next piece, or None if it has not come yet. After the last one, StopIteration or the request's error."""
@@ -191,7 +207,7 @@ class Request:
     def _sleep(self, waiters: Waiters, is_over: Callable[[], bool], timeout: float | None = None) -> None:
         """Let the calling thread sleep until the engine wakes it, but at most ``timeout`` seconds."""
         event = threading.Event()
-        waiters[event.set] = call_now
+        waiters[event.set] = wake_thread
         try:
             if not is_over():
                 self._check_that_the_engine_runs()

@@ -27,7 +27,7 @@ from specbeam.engine.request import Request
 from specbeam.engine.setup import make_setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy, may_be_lazy
 from specbeam.engine.wakeups import Wakeups
-from specbeam.errors import SpecbeamError, TooManyNodes
+from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.selection import Answer, Beams, Wish, select
@@ -49,7 +49,6 @@ class RequestState:
         deadline: when it is to end with the text so far, in seconds of ``time.monotonic``.
         drafting: whether the pending nodes are for the draft model.
         pending: nodes still to be evaluated, ancestors first, int64 [n].
-        source_bytes: bytes that encoders' outputs take.
     """
 
     def __init__(
@@ -123,14 +122,16 @@ class RequestState:
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
         self._trees = [*{state.tree for state in self._states}]
         self._state = self._target  # on the model that is to evaluate the pending nodes
-        self.source_bytes = sum(state.source_bytes for state in self._states)
         self._make_strategy = strategy or make_strategy
         self._strategy: Strategy | None = None
         self._wanted = NO_NODES  # nodes that the strategy asked about
         self._asked = NO_NODES  # the same ones in ascending order, as their rows of logits come
+        self._part = NO_NODES  # the asked nodes that are evaluated now: all of them, unless memory is short
         self._wish: Wish | None = None  # what it asked; None for the logits
         self._step = Evaluate(NO_NODES)  # the latest of the strategy
         self._received: list[Tensor] = []
+        self._has_read_again = False  # because logits were not finite
+        self._show_error: Exception | None = None
         self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
 
     @property
@@ -139,9 +140,14 @@ class RequestState:
         return max(state.most_rows for state in self._states)
 
     @property
+    def source_bytes(self) -> int:
+        """Bytes that encoders' outputs take."""
+        return sum(state.source_bytes for state in self._states)
+
+    @property
     def least_bytes(self) -> int:
-        """Bytes that it needs for one text of full length."""
-        return sum(state.least_bytes + state.source_bytes for state in self._states)
+        """Bytes that it needs for one text of full length, without a draft."""
+        return self._target.least_bytes + self._target.source_bytes
 
     @property
     def round_bytes(self) -> int:
@@ -183,7 +189,7 @@ class RequestState:
                 self._advance(None)
             else:
                 self._received = []
-                self.pending = self._state.slots.missing(self._asked)
+                self._evaluate(self._asked)
 
     def pause(self) -> None:
         """Give up all slots until :meth:`open`."""
@@ -200,7 +206,7 @@ class RequestState:
             trees = (state.slots for one in others for state in one.open_states if state.backend is self.backend)
             if self._state.slots.waits(trees):
                 return True
-            self.pending = self._state.slots.missing(self._asked)
+            self.pending = self._state.slots.missing(self._part)
         return False
 
     @property
@@ -244,7 +250,24 @@ class RequestState:
         if not self._step.ahead or self._setup.record.trace is not None or self._alternatives is not None:
             return 0
         are_all = len(nodes) == len(self.pending) == len(self._asked) and self._asked is self._wanted
-        return self._step.ahead if are_all and not self._received else 0
+        return self._step.ahead if are_all and self._is_whole else 0
+
+    @property
+    def is_read(self) -> bool:
+        """Whether somebody takes its text as it comes."""
+        return self.request.is_read
+
+    def can_show(self, nodes: Nodes) -> bool:
+        """Whether tokens can be handed out while passes go ahead. Without beams, each chosen token is certain."""
+        return self.request.can_be_shown and self.beams is None and nodes[-1] == self._setup.tree.tip
+
+    def show(self, answer: Answer) -> None:
+        """Hand out the tokens that passes ahead have chosen so far. An error ends the request after these passes."""
+        if self._show_error is None:
+            try:
+                self._output.show(answer)
+            except Exception as error:
+                self._show_error = error
 
     @property
     def ends(self) -> frozenset[int]:
@@ -258,11 +281,11 @@ class RequestState:
 
     def segment(self, nodes: Nodes, ahead: int = 0) -> Segment:
         """The request's part of a pass over some of its pending nodes, or of ``ahead`` more passes."""
-        if len(nodes) == len(self._asked) == len(self.pending) and not self._received:  # all of them, no ancestors
+        if len(nodes) == len(self._part) == len(self.pending) and not self._received:  # all of them, no ancestors
             wanted = np.arange(len(nodes))
         else:
-            first, end = self._asked.searchsorted((nodes[0], nodes[-1] + 1))
-            wanted = nodes.searchsorted(self._asked[first:end])
+            first, end = self._part.searchsorted((nodes[0], nodes[-1] + 1))
+            wanted = nodes.searchsorted(self._part[first:end])
         self._is_torn = True
         try:
             segment = self._state.segment(nodes, wanted, None if self._wish is None else self._wish.vocab, ahead)
@@ -290,7 +313,23 @@ class RequestState:
         Empty as long as others are pending, or if the strategy wants the rows in another order than they come in.
         """
         in_order = self._asked is self._wanted
-        return self._wishes() if len(nodes) == len(self.pending) and in_order and not self._received else []
+        return self._wishes() if len(nodes) == len(self.pending) and in_order and self._is_whole else []
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether no rows of the step come before those at the pending nodes, or after them."""
+        return not self._received and len(self._part) == len(self._asked)
+
+    def is_sound(self, logits: Tensor, rows: slice, answers: list[Answer]) -> bool:
+        """Whether it can go on with its rows of logits, or with the answers about them.
+
+        No text depends on the logits of a draft model.
+        """
+        if self.drafting or self._step.any_logits:
+            return True
+        if answers:
+            return answers[0].finite
+        return rows.start == rows.stop or bool(logits[rows].amax(-1).isfinite().all())
 
     def receive(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer], ahead: int = 0) -> None:
         """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on.
@@ -312,9 +351,11 @@ class RequestState:
         state = self._state
         self.pending = self.pending[len(nodes) :]
         state.evaluated(nodes, self.pending, ahead)
-        if len(self.pending):
+        if len(self.pending) or self._part[-1] < self._asked[-1]:
             if rows.start < rows.stop:  # a view would keep the logits of the whole pass
                 self._received.append(logits[rows].clone())
+            if not len(self.pending):
+                self._evaluate(self._unanswered)
             return
         state.answered += 1 + ahead
         if not answers:
@@ -326,6 +367,34 @@ class RequestState:
         if (alternatives := self._alternatives) is not None:
             alternatives.add(self._wanted, answers.pop())
         self._advance(self._answer(answers[0]) if answers else logits)
+
+    def refuse(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> None:
+        """Its logits at wanted ones among some pending nodes are not finite, and its pass was over no other tree.
+
+        The first time it reads all its tokens again. After that the strategy asks for other nodes, or the request ends.
+        Arguments are as for :meth:`receive`.
+        """
+        with self._failing_alone():
+            problem = self._not_finite(nodes, logits, rows, answers)
+            self._received = []
+            self._state.lose(len(nodes))
+            if self._has_read_again:
+                self._advance(problem)
+            else:
+                self.pending = self._state.slots.missing(self._asked)
+            self._has_read_again = True
+
+    def _not_finite(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> NotFinite:
+        wanted = self._asked[np.isin(self._asked, nodes)]
+        highest = answers[0].normalizers if answers else logits[rows].amax(-1).cpu().numpy()
+        passes, row = divmod(int(np.flatnonzero(~np.isfinite(highest))[0]), len(wanted))
+        there = (answers[0].logits if answers else logits[rows])[row]  # a backend that goes ahead stops there
+        found = "NaN" if there.isnan().any() else "+inf" if there.amax() > 0 else "-inf alone"
+        length = int(self._setup.tree.depths(wanted[row])) + 1 + passes
+        return NotFinite(
+            f"no token has a probability after {length} tokens, because the logits of {self._lm.source} hold {found}: "
+            "check its weights, or give dtype='float32' if numbers overflow"
+        )
 
     @property
     def _alternatives(self) -> Alternatives | None:
@@ -343,8 +412,9 @@ class RequestState:
 
     def _answer(self, answer: Answer) -> Answer:
         """The answer to the strategy's wish. A caller's functions run here: they get all scores, and may fail."""
-        assert self._wish is not None
-        return select(answer.logits, self._wish, answer.normalizers) if self._wish.functions else answer
+        if self._show_error is not None:
+            raise self._show_error
+        return select(answer.logits, self._wish, answer.normalizers) if self._wish and self._wish.functions else answer
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
@@ -368,20 +438,49 @@ class RequestState:
             self.fail(error)
         self._is_torn = False
 
-    def ask_again(self, problem: TooManyNodes) -> None:
-        """Let the strategy ask for other nodes. If it cannot, the request ends with the error."""
-        with self._failing_alone():
-            self._received = []
-            self._advance(problem)
+    def make_do(self, memory: Memory) -> None:
+        """Get along with the memory, which cannot hold the pending nodes although no other request is live.
 
-    def _advance(self, answer: Answer | Tensor | TooManyNodes | None) -> None:
+        The draft model's cache goes, and so do guesses and deferred levels, which the strategy can do without. Where
+        the nodes of a plain step do not fit together, they are evaluated in parts.
+        """
+        with self._failing_alone():
+            if self._draft is not None and self._draft in self._states:
+                self._draft.close()
+                self._states.remove(self._draft)
+            if self.drafting or self._step.or_fewer:
+                self._advance(memory.too_small)
+            if not self.done:
+                self._take_part(memory)
+
+    def _take_part(self, memory: Memory) -> None:
+        """Evaluate only as many of the nodes as have the memory for all their ancestors, and the rest afterwards.
+
+        No other node of the tree keeps its slot, so the nodes of the next part may need some ancestors evaluated again.
+        One node always fits: the engine has memory for a text of full length.
+        """
+        slots, part = self._target.slots, self._unanswered
+        room = (memory.cache_bytes - self.source_bytes) // self._target.backend.slot_bytes
+        while True:
+            slots.keep(part)
+            self._evaluate(part)
+            if len(part) == 1 or slots.used + len(self.pending) <= room:
+                break
+            part = part[: len(part) // 2]
+        if slots.used + min(len(self.pending), memory.max_batch_tokens) > room:
+            raise memory.too_small
+
+    def _advance(self, answer: Answer | Tensor | TooManyNodes | NotFinite | None) -> None:
         """Let the strategy take an answer and name the next nodes, or finish."""
         assert self._strategy is not None
         try:
-            step = self._strategy.throw(answer) if isinstance(answer, TooManyNodes) else self._strategy.send(answer)
-            while isinstance(step, Hypothesis):
-                self._output.find(step)
-                step = next(self._strategy)
+            step = self._strategy.throw(answer) if isinstance(answer, SpecbeamError) else self._strategy.send(answer)
+            while isinstance(step, Hypothesis) or (step.drafting and self._draft not in self._states):
+                if isinstance(step, Hypothesis):
+                    self._output.find(step)
+                    step = next(self._strategy)
+                else:
+                    step = self._strategy.throw(TooManyNodes("the draft model has no memory any more: leave it out"))
         except StopIteration as finished:
             self._finish(finished.value)
             return
@@ -399,8 +498,18 @@ class RequestState:
         wanted = self._wanted.tolist()
         ascending = sorted({*wanted})
         self._asked = self._wanted if wanted == ascending else np.array(ascending, dtype=np.int64)
-        self.pending = self._state.slots.missing(self._asked)
+        self._received = []
+        self._evaluate(self._asked)
         self._output.stream(self._target, self._draft)
+
+    def _evaluate(self, part: Nodes) -> None:
+        """Let some of the nodes that the strategy asked about be pending, with their ancestors that have no slot."""
+        self._part, self.pending = part, self._state.slots.missing(part)
+
+    @property
+    def _unanswered(self) -> Nodes:
+        """The nodes that the strategy asked about and whose rows of logits have not come."""
+        return self._asked[sum(map(len, self._received)) :]
 
     def _release_dropped(self) -> None:
         """Take back the slots of nodes that no text needs any more."""

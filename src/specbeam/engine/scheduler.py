@@ -15,6 +15,7 @@ from specbeam.engine.memory import Memory
 from specbeam.engine.queue import Queue
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
+from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import QueueFull
 from specbeam.tree import Nodes
 
@@ -28,6 +29,8 @@ MAX_OVERTAKING_REQUESTS = 32
 MAX_PASSES_AT_ONCE = 8
 MAX_SECONDS_AT_ONCE = 0.1
 """When the backend goes on by itself, tokens come several at a time. These are limits for that."""
+MAX_SECONDS_UNSEEN = 0.02
+"""While somebody reads a text, a token waits at most this long for later ones. It reaches its reader within 25 ms."""
 PASSES_BEFORE_LARGER = 64
 """After a batch that was too large, this many passes succeed before larger ones are tried again."""
 
@@ -58,15 +61,19 @@ class Scheduler:
         max_requests, max_batch_tokens, max_waiting: as for :class:`specbeam.Engine`.
 
     Attributes:
+        wakeups: of the clients.
         cancelled: requests to be ended before the next pass. Any thread may append to it.
         news: int32 [1], not 0 if something has come since the round began that is to be looked at before the next pass.
     """
 
-    def __init__(self, max_requests: int, max_batch_tokens: int, max_waiting: int | None, memory: Memory) -> None:
+    def __init__(
+        self, max_requests: int, max_batch_tokens: int, max_waiting: int | None, memory: Memory, wakeups: Wakeups
+    ) -> None:
         self.max_requests = max_requests
         self.max_batch_tokens = max_batch_tokens
         self.max_waiting = max_waiting
         self.memory = memory
+        self.wakeups = wakeups
         self.news = np.zeros(1, dtype=np.int32)
         self.cancelled = Cancelled(self.news)
         self._queue = Queue()
@@ -279,11 +286,21 @@ class Scheduler:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)
             most = min(most, int(seconds / pass_times(backend, ahead=True).expected(nodes)))
+            if read := [one for one in batch if one[0].is_read]:
+                unseen = self.passes_unseen(batch)
+                can_show = all(request.can_show(nodes) for request, nodes in read)
+                most = most // unseen * unseen or most if can_show else min(most, unseen)
             bytes_per_pass = nodes * backend.slot_bytes
             room = (self.memory.room if len(batch) > 1 else self.memory.cache_bytes) - self.memory.held
             most = max(1, min(most, room // bytes_per_pass))
             self.memory.drop_kept(room - most * bytes_per_pass)
         return most
+
+    def passes_unseen(self, batch: Batch) -> int:
+        """After how many passes that go ahead the tokens of texts that somebody reads are to be handed out."""
+        nodes = sum(len(nodes) for _, nodes in batch)
+        times = pass_times(batch[0][0].backend, ahead=True)
+        return 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1
 
     def _count_sources(self) -> None:
         self.memory.source_bytes = sum(request.source_bytes for request in self._live)
@@ -305,7 +322,7 @@ class Scheduler:
                 return [batch for batch in batches if batch]
             if not self.pause_youngest():
                 (request,) = self._live
-                request.ask_again(self.memory.too_small)
+                request.make_do(self.memory)
                 return []
             batches = [self.still_live(batch) for batch in batches]
 

@@ -12,6 +12,7 @@ from specbeam.engine.costs import SharedCost, pass_times
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
+from specbeam.prompts import room, too_long
 from specbeam.tree import Tree
 
 
@@ -47,13 +48,8 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Se
         SpecbeamError: a prompt as long as the context, or an option that the model cannot honour.
     """
     backend = lm.backend
-    follows = backend.start_token_ids is None  # with an encoder, the text does not follow the prompt
-    if len(prompt_ids) + follows > backend.context_length:
-        too = ", which must hold at least one new token too" if follows else ""
-        raise SpecbeamError(
-            f"the prompt has {len(prompt_ids)} tokens, but {lm.source} has a context of {backend.context_length}"
-            f"{too}: shorten the prompt"
-        )
+    if len(prompt_ids) > room(lm):
+        raise too_long(lm, f"{len(prompt_ids):,}")
     if options.stop_strings and lm.tokenizer is None:
         raise SpecbeamError(f"stop_strings need a text to look in, and {lm.source} has no tokenizer: leave them out")
     check_token_ids(options, backend.vocab_size)

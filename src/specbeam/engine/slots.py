@@ -143,6 +143,12 @@ class Slots:
             if len(placed):
                 self._release(placed)
 
+    def keep(self, nodes: Nodes) -> None:
+        """Take back the slots of all nodes but these, their ancestors and the trunk."""
+        self._follow_tree()
+        needed = np.union1d(self.tree.trunk, self.tree.paths_beyond_trunk(nodes))
+        self._release(np.setdiff1d(np.flatnonzero(self._slot != NOWHERE), needed))
+
     def free_unseen(self, pending: Nodes) -> None:
         """Free the slots of the trunk's first nodes, if all layers have windows and no later node sees these nodes.
 

@@ -1,7 +1,8 @@
 """Wakes the clients that wait for requests: threads, tasks of asyncio, and callbacks.
 
 A client registers a function, and how it is to be called: at once, or by an event loop's ``call_soon_threadsafe``. A
-client that does not wait costs nothing. All calls of a round that go the same way are handed over as one.
+client that does not wait costs nothing. All calls of a round that go the same way are handed over as one. While passes
+go ahead, clients may be called in the middle of a round. Functions that run in the engine's thread wait for its end.
 
 There are no locks: a thread that held one while it waits for the interpreter would stop the engine. A client registers
 first and then looks again, and the engine gives first and then looks for clients. So no wake-up is lost.
@@ -29,6 +30,11 @@ def call_now(function: Callable[..., object], *args: Any) -> None:
     function(*args)
 
 
+def wake_thread(function: Callable[..., object], *args: Any) -> None:
+    """Wake another thread that sleeps. Unlike a callback this is short, so it may come in the middle of a round."""
+    call_now(function, *args)
+
+
 class Wakeups:
     """The wake-ups of one engine's clients.
 
@@ -51,14 +57,21 @@ class Wakeups:
             if (call_soon := waiters.pop(wake, None)) is not None:
                 self._calls[call_soon].append(wake)
 
-    def send(self) -> None:
-        """Call the clients of the round."""
+    def send(self, in_round: bool = False) -> None:
+        """Call the clients of the round.
+
+        Args:
+            in_round: the round goes on. Leave functions that run in this thread to its end.
+        """
+        later = self._calls.pop(call_now, []) if in_round else []
         while self._calls:
             call_soon, wakes = self._calls.popitem()
             try:
                 call_soon(call_all, wakes)
             except Exception:  # such as a loop that was closed: its tasks are gone
                 logger.debug("clients of a request could not be called", exc_info=True)
+        if later:
+            self._calls[call_now] = later
 
 
 def call_all(wakes: Iterable[Wake]) -> None:

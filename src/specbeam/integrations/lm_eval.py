@@ -12,7 +12,6 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
@@ -23,6 +22,7 @@ from specbeam.engine.drafters import check_draft
 from specbeam.errors import BAD_INPUT, SpecbeamError
 from specbeam.model import LanguageModel, load
 from specbeam.options import BEAM_OPTIONS, SAMPLING_OPTIONS, Options, check_names
+from specbeam.prompts import apply_chat_template
 from specbeam.scoring import score
 
 logger = logging.getLogger("lm_eval.models.specbeam")  # below the logger that the harness sets up
@@ -157,11 +157,11 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         refused = None
         for messages in (chat_history, [message for message in chat_history if message["role"] != "system"]):
             try:
-                return str(self.tokenizer.apply_chat_template(messages, tokenize=False, **how))
-            except TemplateError as error:  # some know no system role: try without, as the harness does
+                return apply_chat_template(self.tokenizer, messages, **how)
+            except SpecbeamError as error:  # some know no system role: try without, as the harness does
                 logger.warning("the chat template refuses messages of %s: %s", [m["role"] for m in messages], error)
                 refused = error
-        raise SpecbeamError(f"the chat template of {self.lm.source} refuses the messages: {refused}")
+        raise SpecbeamError(f"{self.lm.source}: {refused}")
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False

@@ -21,10 +21,12 @@ from transformers.generation import (
     GenerateBeamEncoderDecoderOutput,
     GenerateDecoderOnlyOutput,
     GenerateEncoderDecoderOutput,
+    InfNanRemoveLogitsProcessor,
     PrefixConstrainedLogitsProcessor,
 )
 
 from specbeam.backends.encoder_decoder import EncodedBackend, backend_of
+from specbeam.backends.transformers import check_weights
 from specbeam.compat import argument_of_generate
 from specbeam.engine import Engine, Request
 from specbeam.errors import SpecbeamError
@@ -71,8 +73,16 @@ def wrap(model: Any, tokenizer: Any = None) -> LanguageModel:
         tokenizer: the tokenizer that goes with it. Without one prompts are token ids, and texts are empty.
 
     Raises:
-        SpecbeamError: no loaded model, or one that cannot be decoded, such as one that keeps no keys and values.
+        SpecbeamError: no loaded model, or one that cannot be decoded, such as one that keeps no keys and values. Also
+            weights that are not finite.
     """
+    lm = _wrap(model, tokenizer)
+    check_weights(model, type(model).__name__)
+    return lm
+
+
+def _wrap(model: Any, tokenizer: Any) -> LanguageModel:
+    """The same, whatever its weights are."""
     if getattr(model, "generation_config", None) is None:  # a model without a head has None
         is_name = isinstance(model, str | os.PathLike)
         given = f"model={model!r}" if is_name else f"an object of type {type(model).__name__}"
@@ -164,7 +174,10 @@ def generate(
         )
     _check_arguments(model_kwargs)
     bridged = isinstance(draft, LanguageModel) or assistant_tokenizer is not None  # another vocabulary, by way of text
-    lm = replace(wrap(model, tokenizer if bridged else None), generation_defaults={})  # transformers has filled them in
+    own_tokenizer = tokenizer if bridged else None
+    replaces_invalid = any(isinstance(p, InfNanRemoveLogitsProcessor) for p in logits_processor)
+    lm = _wrap(model, own_tokenizer) if replaces_invalid else wrap(model, own_tokenizer)
+    lm = replace(lm, generation_defaults={})  # transformers has filled them in
     if model.config.is_encoder_decoder:
         backend, prompts = _encoded_sources(model, input_ids, inputs_tensor, model_kwargs)
         lm, padding = replace(lm, backend=backend), [0] * len(input_ids)
@@ -184,7 +197,7 @@ def generate(
     length = input_ids.shape[1]
     returned = generation_config.num_return_sequences or 1
     copies = max(beams, returned)  # transformers has repeated each prompt
-    details = Details(generation_config)
+    details = Details(generation_config, any_logits=replaces_invalid)
     # Samples are requests of their own where a prefix_allowed_tokens_fn gets their number, and where each has a draft,
     # a streamer, scores or logits.
     alone = _has_numbered_texts(logits_processor) or how or details.scores or details.logits

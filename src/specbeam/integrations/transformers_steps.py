@@ -26,7 +26,7 @@ from specbeam.decoding.speculative_beam import speculative_beam_search
 from specbeam.decoding.stopping import Stopping
 from specbeam.engine import Setup
 from specbeam.engine.strategies import make_search, make_strategy
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, TooManyNodes
 from specbeam.integrations.transformers_processors import Row
 from specbeam.selection import changed
 from specbeam.tree import Nodes, Tree
@@ -37,14 +37,16 @@ class Details:
 
     Attributes:
         scores, logits: whether to record them.
+        any_logits: go on where the logits are not finite: a processor replaces them.
         num_candidates: the candidates per beam. Each end token of the configuration counts, even if it is -1 or there
             twice.
     """
 
-    def __init__(self, generation_config: Any) -> None:
+    def __init__(self, generation_config: Any, any_logits: bool) -> None:
         recorded = bool(generation_config.return_dict_in_generate)
         self.scores = recorded and bool(generation_config.output_scores)
         self.logits = recorded and bool(generation_config.output_logits)
+        self.any_logits = any_logits
         eos = generation_config._eos_token_tensor
         self.num_candidates = max(2, 1 + (0 if eos is None else len(eos)))
 
@@ -77,7 +79,8 @@ class Steps:
         has_beams = setup.options.num_beams > 1
         if self._criteria:
             setup = replace(setup, stop=CriteriaStopping(setup.stop, self._met, one_text=not has_beams))
-        return self._beam_search(setup, drafter) if has_beams else self._one_text(setup, drafter)
+        strategy = self._beam_search(setup, drafter) if has_beams else self._one_text(setup, drafter)
+        return taking_any_logits(strategy) if self._details.any_logits else strategy
 
     def _one_text(self, setup: Setup, drafter: Drafter | None) -> Strategy:
         if not (self._details.scores or self._details.logits):
@@ -138,6 +141,24 @@ class Steps:
         return cast(NDArray[np.bool_], met.cpu().numpy())
 
 
+def taking_any_logits(strategy: Strategy) -> Strategy:
+    """The same strategy. It gets the answers about logits that are not finite, too."""
+    step = next(strategy)
+    try:
+        while True:
+            if isinstance(step, Evaluate):
+                step.any_logits = True
+            try:
+                answer = yield step
+            except SpecbeamError as problem:
+                step = strategy.throw(problem)
+            else:
+                step = strategy.send(answer)
+    except StopIteration as finished:
+        hypotheses: list[Hypothesis] = finished.value
+        return hypotheses
+
+
 class KnownRows:
     """The rows of logits that the target has computed for a strategy, and the scores that were made of them."""
 
@@ -150,7 +171,11 @@ class KnownRows:
         step = next(strategy)
         try:
             while True:
-                answer = yield step
+                try:
+                    answer = yield step
+                except TooManyNodes as problem:
+                    step = strategy.throw(problem)
+                    continue
                 if isinstance(step, Evaluate) and not step.drafting:
                     assert step.wish is not None
                     self._rows = {int(node): row for row, node in enumerate(step.nodes)}

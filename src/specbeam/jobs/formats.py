@@ -6,6 +6,7 @@ import csv
 import hashlib
 import io
 import json
+import math
 import os
 import shutil
 import stat
@@ -14,9 +15,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import UUID
 
 from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import replacing
@@ -36,6 +42,8 @@ ROW_GROUP_BYTES = 4 * 2**20
 """The size of a row group in a Parquet file, before compression. It is in memory until it is written."""
 PAGE_BUFFER_BYTES = 2**16
 """Bytes that are read at a time from each column of a Parquet file."""
+CONVERSION_ERRORS = (ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError)
+"""Raised for damaged bytes, and by pyarrow for a cell without a value in Python."""
 
 
 def open_rows(path: Path) -> Rows:
@@ -51,7 +59,7 @@ def open_rows(path: Path) -> Rows:
 
 
 class Rows(ABC):
-    """The rows of a file. Each iteration reads them from the disk anew, and only a few are in memory at a time.
+    """The rows of a file. They are read from the disk anew each time, and only a few are in memory at a time.
 
     A context manager that closes the file. Its constructor reads the whole file, so that it reports any damaged row.
 
@@ -73,9 +81,9 @@ class Rows(ABC):
             with self._reporting_damage():
                 self.digest = hashlib.file_digest(self._file, "sha256").hexdigest()
             self._count, columns = 0, dict[str, None]()
-            for row in self:
-                self._count += 1
-                columns.update(dict.fromkeys(row))
+            for count, names in self._checked(self._counts):
+                self._count += count
+                columns.update(dict.fromkeys(names))
             self.columns = [*columns]
             if not self._count:
                 raise SpecbeamError(f"{path} has no rows")
@@ -92,38 +100,40 @@ class Rows(ABC):
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[Row]:
-        return self._checked(self._rows)
+    @abstractmethod
+    def _counts(self) -> Iterator[tuple[int, Iterable[str]]]:
+        """For all rows, a few at a time: how many there are, and the names of their columns.
+
+        Raises ValueError, or pyarrow's errors, for a damaged row.
+        """
 
     @abstractmethod
-    def _rows(self) -> Iterator[Row]:
-        """The rows from the file's position on. Raises ValueError, or pyarrow's errors, for a damaged row."""
+    def cells(self, column: str) -> Iterator[Any]:
+        """The cells of a column, row by row, as Python's values.
 
+        Raises:
+            SpecbeamError: a cell has no value in Python.
+        """
+
+    @abstractmethod
+    def lines(self) -> Iterator[str]:
+        """The rows as JSON objects.
+
+        Raises:
+            SpecbeamError: JSON has no value for a cell.
+        """
+
+    @abstractmethod
     def schema(self) -> Any:
         """The names and types of the columns of a Parquet file with these rows.
 
         Raises:
             SpecbeamError: the cells of a column have different types.
         """
-        pa = pyarrow()
-        schema = pa.schema([])
-        for rows in chunks(self, ROWS_PER_TABLE):
-            found = table_of(rows, {name: None for row in rows for name in row}).schema
-            if not found.equals(schema):
-                try:
-                    schema = pa.unify_schemas([schema, found], promote_options="permissive")
-                except pa.ArrowException as error:
-                    raise SpecbeamError(
-                        f"{self.path} cannot become a .parquet file ({error}): name OUT .jsonl"
-                    ) from error
-        for _ in self.tables(schema):  # whole numbers may be too large for a column that has fractions elsewhere
-            pass
-        return schema
 
+    @abstractmethod
     def tables(self, schema: Any) -> Iterator[Any]:
         """The rows as pyarrow's tables of a few rows each. The schema is the one that ``schema`` returns."""
-        for rows in chunks(self, ROWS_PER_TABLE):
-            yield table_of(rows, {field.name: field.type for field in schema})
 
     def _checked(self, read: Callable[[], Iterator[T]]) -> Iterator[T]:
         """The items that a function reads from the file's beginning on."""
@@ -151,7 +161,7 @@ class Rows(ABC):
             raise
         except OSError as error:
             raise SpecbeamError(f"{self.path} cannot be read: {error.strerror or error}") from error
-        except (ValueError, TypeError, LookupError, ArithmeticError, NotImplementedError) as error:  # pyarrow's, too
+        except CONVERSION_ERRORS as error:
             self._check_unchanged()
             raise SpecbeamError(f"{self.path} is damaged: {error}") from error
 
@@ -169,7 +179,32 @@ def seekable(path: Path) -> io.BufferedReader | io.BufferedRandom:
 
 
 class ParquetRows(Rows):
-    """The rows of a Parquet file. Its columns keep their types."""
+    """The rows of a Parquet file. Only cells that are asked for become Python's values: the others keep their types."""
+
+    def cells(self, column: str) -> Iterator[Any]:
+        for batch in self._checked(partial(self._batches, [column])):
+            try:
+                cells = batch.column(column).to_pylist()
+            except CONVERSION_ERRORS as error:
+                raise SpecbeamError(f"the column {column!r} of {self.path} cannot be used: {error}") from error
+            yield from cells
+
+    def lines(self) -> Iterator[str]:
+        for batch in self._checked(self._batches):
+            columns = [self._members(batch.column(name), name) for name in self.columns]
+            for members in zip(*columns, strict=True):
+                yield "{" + ", ".join(members) + "}"
+
+    def _members(self, cells: Any, column: str) -> list[str]:
+        """Cells of a column as the members of JSON objects."""
+        try:
+            if cells.type == pyarrow().time64("ns"):  # which Python would cut to microseconds
+                cells = cells.cast("time64[us]")
+            key = json_of(column)
+            return [f"{key}: {json_of(cell)}" for cell in cells.to_pylist()]
+        except CONVERSION_ERRORS as error:
+            message = f"the column {column!r} of {self.path} cannot be in a .jsonl file ({error})"
+            raise SpecbeamError(f"{message}: name OUT .parquet, or leave the column out") from error
 
     def schema(self) -> Any:
         return self._parquet_file().schema_arrow
@@ -178,36 +213,123 @@ class ParquetRows(Rows):
         for batch in self._checked(self._batches):
             yield pyarrow().Table.from_arrays(batch.columns, schema=schema)
 
-    def _rows(self) -> Iterator[Row]:
-        check_distinct(self._parquet_file().schema_arrow.names)
+    def _counts(self) -> Iterator[tuple[int, Iterable[str]]]:
+        names = self.schema().names
+        check_distinct(names)
         for batch in self._batches():
-            yield from batch.to_pylist()
+            yield batch.num_rows, names
 
-    def _batches(self) -> Iterator[Any]:
-        batches: Iterator[Any] = self._parquet_file().iter_batches(ROWS_PER_TABLE, use_threads=False)
+    def _batches(self, columns: list[str] | None = None) -> Iterator[Any]:
+        file = self._parquet_file()
+        batches: Iterator[Any] = file.iter_batches(ROWS_PER_TABLE, columns=columns, use_threads=False)
         return batches
 
     def _parquet_file(self) -> Any:
         # By default pyarrow reads a whole row group at a time, and many files have one row group.
-        return pyarrow().parquet.ParquetFile(self._file, buffer_size=PAGE_BUFFER_BYTES, pre_buffer=False)
+        # Spark's INT96 timestamps have microseconds. By default they become nanoseconds, which end in 2262.
+        how = {"buffer_size": PAGE_BUFFER_BYTES, "pre_buffer": False, "coerce_int96_timestamp_unit": "us"}
+        return pyarrow().parquet.ParquetFile(self._file, **how)
 
 
-class JsonlRows(Rows):
+class TextRows(Rows):
+    """The rows of a file of text. Iteration reads them as dictionaries."""
+
+    def __iter__(self) -> Iterator[Row]:
+        return self._checked(self._rows)
+
+    @abstractmethod
+    def _rows(self) -> Iterator[Row]:
+        """The rows from the file's position on. Raises ValueError for a damaged row."""
+
+    def _counts(self) -> Iterator[tuple[int, Iterable[str]]]:
+        return ((1, row) for row in self._rows())
+
+    def cells(self, column: str) -> Iterator[Any]:
+        return (row.get(column) for row in self)
+
+    def lines(self) -> Iterator[str]:
+        return map(json_of, self)
+
+    def schema(self) -> Any:
+        pa = pyarrow()
+        schema = pa.schema([])
+        for rows in chunks(self, ROWS_PER_TABLE):
+            found = table_of(rows, {name: None for row in rows for name in row}).schema
+            if not found.equals(schema):
+                try:
+                    schema = pa.unify_schemas([schema, found], promote_options="permissive")
+                except pa.ArrowException as error:
+                    raise SpecbeamError(
+                        f"{self.path} cannot become a .parquet file ({error}): name OUT .jsonl"
+                    ) from error
+        for _ in self.tables(schema):  # whole numbers may be too large for a column that has fractions elsewhere
+            pass
+        return schema
+
+    def tables(self, schema: Any) -> Iterator[Any]:
+        for rows in chunks(self, ROWS_PER_TABLE):
+            yield table_of(rows, {field.name: field.type for field in schema})
+
+
+class JsonlRows(TextRows):
     """The rows of a file with one JSON object per line."""
 
+    def lines(self) -> Iterator[str]:
+        # As they stand there: Python would write some numbers in another way, and others as Infinity.
+        for _, line in self._checked(self._numbered):
+            yield line.replace("\r", " ")  # no JSON string has one
+
     def _rows(self) -> Iterator[Row]:
+        for number, line in self._numbered():
+            try:
+                row = ROW_DECODER.decode(line)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"line {number} is not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"line {number} is no JSON object")
+            yield row
+
+    def _numbered(self) -> Iterator[tuple[int, str]]:
+        """The lines that are not empty, with their numbers."""
         for number, line in enumerate(lines_of(self._file), 1):
-            if line.strip():
-                try:
-                    row = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise ValueError(f"line {number} is not JSON: {error}") from error
-                if not isinstance(row, dict):
-                    raise ValueError(f"line {number} is no JSON object")
-                yield row
+            if line := line.strip(" \t\r\n"):
+                yield number, line
 
 
-class CsvRows(Rows):
+@dataclass(frozen=True)
+class LargeNumber:
+    """A number that is too large for Python's int or float. No column of a Parquet file has room for it."""
+
+    digits: str
+
+    def __repr__(self) -> str:
+        return self.digits if len(self.digits) <= 24 else f"{self.digits[:24]}..."
+
+
+def whole_number(digits: str) -> int | LargeNumber:
+    try:
+        return int(digits)
+    except ValueError:  # Python reads at most 4,300 digits
+        return LargeNumber(digits)
+
+
+def fraction(digits: str) -> float | LargeNumber:
+    return LargeNumber(digits) if math.isinf(value := float(digits)) else value
+
+
+def distinct_members(members: list[tuple[str, Any]]) -> Row:
+    row: Row = {}
+    for name, value in members:
+        if name in row:
+            raise ValueError(f"the key {name!r} is there twice")
+        row[name] = value
+    return row
+
+
+ROW_DECODER = json.JSONDecoder(object_pairs_hook=distinct_members, parse_int=whole_number, parse_float=fraction)
+
+
+class CsvRows(TextRows):
     """The rows of a .csv file. All cells are texts, as they stand there."""
 
     def _rows(self) -> Iterator[Row]:
@@ -348,9 +470,30 @@ def arrow_type(pa: Any, kind: Type) -> Any:
 
 
 def jsonl_writer(path: Path, rows: Rows) -> Write:
+    for _ in rows.lines():  # a cell that JSON does not have is reported before there is anything to write
+        pass
+
     def write(cells: Iterable[Row]) -> None:
         with replacing(path) as file:
-            for row, added in zip(rows, cells, strict=True):
-                file.write(json_line(row | added, default=str))  # JSON has no dates and the like: they become texts
+            for line, added in zip(rows.lines(), cells, strict=True):
+                given = line[:-1].rstrip()  # without the closing brace
+                file.write(given.encode() + (b"" if given == "{" else b", ") + json_line(added)[1:])
 
     return write
+
+
+def json_of(value: Any) -> str:
+    """A value as JSON.
+
+    Raises:
+        TypeError: it holds bytes, or another value that JSON does not have.
+        ValueError: it holds a number that is not finite.
+    """
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=json_text)
+
+
+def json_text(value: Any) -> str:
+    """The text for a date and the like: JSON knows only texts and numbers."""
+    if isinstance(value, date | time | timedelta | Decimal | UUID):
+        return str(value)
+    raise TypeError(f"JSON has no {type(value).__name__}")

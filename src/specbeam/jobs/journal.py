@@ -99,9 +99,9 @@ def entries_in(path: Path, *, drop_damaged: bool = False) -> Iterator[tuple[Entr
             yield entry, end
 
 
-def json_line(entry: Entry, default: Any = None) -> bytes:
-    """An entry as one line of JSON in UTF-8; ``default`` as for :func:`json.dumps`."""
+def json_line(entry: Entry) -> bytes:
+    """An entry as one line of JSON in UTF-8."""
     try:
-        return json.dumps(entry, ensure_ascii=False, default=default).encode() + b"\n"
+        return json.dumps(entry, ensure_ascii=False).encode() + b"\n"
     except UnicodeEncodeError:  # half of a surrogate pair, which only an escape can spell
-        return json.dumps(entry, default=default).encode() + b"\n"
+        return json.dumps(entry).encode() + b"\n"

@@ -7,8 +7,10 @@ import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -24,8 +26,8 @@ from specbeam.server.arrivals import Arrivals
 from specbeam.server.call import Call
 from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest
-from specbeam.server.errors import Refusal, failed, json_response, refusal_of_body, stopping
-from specbeam.server.guard import Guard, Life
+from specbeam.server.errors import Refusal, failed, json_response, refusal_of_body, refusal_of_json, stopping
+from specbeam.server.guard import MAX_SHOWN_PATH, REQUEST_ID, Guard, Life
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics
 from specbeam.server.models import Models, ServedModel
@@ -35,6 +37,8 @@ from specbeam.server.rounds import WatchedRequest
 from specbeam.server.streams import ClientGone, EventStream, while_connected
 from specbeam.server.tokenizing import DetokenizeRequest, TokenizeRequest, tokenizer_info
 
+T = TypeVar("T")
+
 logger = logging.getLogger("specbeam.server")
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status in the log for a client that went away. Nobody receives it."""
@@ -43,6 +47,8 @@ MAX_SHORT_BODY_BYTES = 8192
 
 So requests that come together are submitted together, and their prompts share a pass.
 """
+LONG_BODY_BYTES, MAX_LONG_BODIES = 1 << 18, 2
+"""Of longer bodies, two become tokens at a time. Each may take seconds and hundreds of megabytes."""
 
 
 class ErrorBody(BaseModel):
@@ -66,24 +72,27 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 
 
 class StrictRequest(Request):
-    """A request whose body must be JSON in UTF-8, without an object that has a name twice."""
+    """A request whose body must be JSON in UTF-8, without an object that has a name twice.
+
+    Values that are null are left out: everywhere they stand for a field that is not given.
+    """
 
     async def json(self) -> Any:
         try:
-            return json.loads((await self.body()).decode(), object_pairs_hook=_unique)
-        except json.JSONDecodeError:
-            raise  # FastAPI says so
+            return json.loads((await self.body()).decode(), object_pairs_hook=_given)
+        except json.JSONDecodeError as error:
+            raise refusal_of_json(error) from error
         except (ValueError, RecursionError) as error:
             raise Refusal("the body cannot be read: send JSON in UTF-8, with numbers of a sane size") from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs. One of two values with the same name would be ignored."""
+def _given(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The fields that these pairs give. One of two values with the same name would be ignored."""
     made = dict(pairs)
     if len(made) < len(pairs):
         name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
         raise Refusal(f"{name} is given twice: leave one out", name, "invalid_value")
-    return made
+    return {name: value for name, value in pairs if value is not None}
 
 
 class StrictRoute(APIRoute):
@@ -93,7 +102,10 @@ class StrictRoute(APIRoute):
         handler = super().get_route_handler()
 
         async def handle(request: Request) -> Response:
-            return await handler(StrictRequest(request.scope, request.receive))
+            strict = StrictRequest(request.scope, request.receive)
+            if self.body_field is not None and not (await strict.body()).strip():
+                raise Refusal("the body is empty: send a JSON object, with the header Content-Type: application/json")
+            return await handler(strict)
 
         return handle
 
@@ -109,6 +121,7 @@ def make_app(
     """
     limits, access, life = limits or Limits(), access or Access(), Life()
     metrics, arrivals = Metrics(), Arrivals()
+    long_bodies = ThreadPoolExecutor(MAX_LONG_BODIES, "specbeam-tokenizing")
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -131,6 +144,13 @@ def make_app(
     app.router.route_class = StrictRoute
     protect(app, limits, access, metrics, life)
 
+    async def tokenizing(request: Request, work: Callable[[], T]) -> T:
+        """The outcome of work that makes tokens of a request's body, in a thread."""
+        if len(await request.body()) <= LONG_BODY_BYTES:
+            return await asyncio.to_thread(work)
+        _give_turn(request)  # so that short requests do not wait for it
+        return await asyncio.get_running_loop().run_in_executor(long_bodies, work)
+
     async def generate(fields: Generation, request: Request) -> Response:
         """Answer a request for texts, whole or as a stream."""
         notes = request.scope["specbeam"]
@@ -140,12 +160,11 @@ def make_app(
             if logs_prompts:
                 notes["prompts"] = call.prompts
             await arrivals.pause()
-            if call.is_one_text and len(await request.body()) <= MAX_SHORT_BODY_BYTES:
+            if call.is_quick and len(await request.body()) <= MAX_SHORT_BODY_BYTES:
                 call.submit()
             else:
-                await while_connected(request.receive, asyncio.to_thread(call.submit), call)
-            if "turn" in notes:  # it is in the process of the client's connection
-                notes["turn"].close()
+                await while_connected(request.receive, tokenizing(request, call.submit), call)
+            _give_turn(request)
             answer = fields.answer(call)
             if fields.stream:
                 return EventStream(answer.frames(), call)
@@ -179,11 +198,11 @@ def make_app(
 
     @app.post("/tokenize")
     async def tokenize(fields: TokenizeRequest, request: Request) -> Response:
-        return json_response(await asyncio.to_thread(fields.answer, _models(request).get(fields.model)))
+        return json_response(await tokenizing(request, partial(fields.answer, _models(request).get(fields.model))))
 
     @app.post("/detokenize")
     async def detokenize(fields: DetokenizeRequest, request: Request) -> Response:
-        return json_response(await asyncio.to_thread(fields.answer, _models(request).get(fields.model)))
+        return json_response(await tokenizing(request, partial(fields.answer, _models(request).get(fields.model))))
 
     @app.get("/tokenizer_info")
     async def about_tokenizer(request: Request, model: str | None = None) -> Response:
@@ -231,13 +250,19 @@ def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics, li
     """Check the requests to an application, log and count them, and answer errors in OpenAI's shape."""
     app.add_middleware(Guard, limits=limits, access=access, metrics=metrics, life=life)
     if access.cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=access.cors_origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=access.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
 
-    async def refuse(_: Request, refusal: Refusal) -> Response:
+    async def refuse(request: Request, refusal: Refusal) -> Response:
         if life.is_stopping and refusal.status < 500:
             refusal = stopping()
         elif refusal.status == 500:
-            logger.error("a request failed", exc_info=refusal)
+            logger.error("request %s failed", request.scope["specbeam"]["id"], exc_info=refusal)
         return refusal.response
 
     async def refuse_http(request: Request, error: HTTPException) -> Response:
@@ -245,15 +270,18 @@ def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics, li
             return error.__cause__.response
         says = str(error.detail)
         if error.status_code == 404:
-            says = "there is nothing at this path: the API begins with /v1, as in /v1/models, and /openapi.json has all"
+            path = request.scope["path"][:MAX_SHOWN_PATH]
+            says = f"there is nothing at {path}: the API begins with /v1, as in /v1/models, and /openapi.json has all"
         elif error.status_code == 405:
             says = f"{request.method} is not allowed here: use {(error.headers or {}).get('Allow', 'another method')}"
         response = Refusal(says, None, None, error.status_code).response
         response.headers.update(error.headers or {})
         return response
 
-    async def fail(_: Request, __: Exception) -> Response:
-        return failed().response
+    async def fail(request: Request, _: Exception) -> Response:
+        response = failed().response
+        response.headers[REQUEST_ID] = request.scope["specbeam"]["id"]  # it does not pass through the guard
+        return response
 
     handlers: dict[Any, Any] = {Refusal: refuse, HTTPException: refuse_http, Exception: fail}
     for kind, handler in handlers.items():
@@ -280,6 +308,12 @@ def _models(request: Request) -> Models:
     """
     models: Models = request.app.state.models
     return models
+
+
+def _give_turn(request: Request) -> None:
+    """Let the next request begin. The turns are in the process of the client's connection."""
+    if (turn := request.scope["specbeam"].get("turn")) is not None:
+        turn.close()
 
 
 def _about(model: ServedModel) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from specbeam import chat_templates
 from specbeam.constraints import TokenTrie
 from specbeam.decoding import Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
@@ -17,13 +18,15 @@ from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
-from specbeam.prompts import encode
+from specbeam.prompt_length import PromptTooLong
 from specbeam.results import Piece, Result
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import SEEDS, Plan
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 
+TOO_LONG = "context_length_exceeded"
+"""OpenAI's code, by which clients know that they have to shorten the conversation."""
 News = list[tuple[int, Piece | None]]
 """Pieces with the number of their request. None at the end of a request."""
 
@@ -71,9 +74,9 @@ class Call:
         self._is_cancelled = False
 
     @property
-    def is_one_text(self) -> bool:
-        """Whether it stands for one request to the engine."""
-        return len(self.prompts) * self.plan.draws == 1
+    def is_quick(self) -> bool:
+        """Whether a short prompt is submitted at once: one request to the engine, and no template to wait for."""
+        return len(self.prompts) * self.plan.draws == 1 and (self._raw or chat_templates.render.is_ready)
 
     def submit(self) -> None:
         """Submit the requests. Tokenizers and chat templates take long for long prompts.
@@ -109,19 +112,28 @@ class Call:
             raise refusal_of(error, plan.names, "structured_outputs") from error
 
     def _encode(self, prompt: Any) -> list[int]:
-        lm, most = self.model.lm, self._limits.max_prompt_tokens
+        backend, limit = self.model.lm.backend, self._limits.max_prompt_tokens
+        context, begin = backend.context_length, backend.start_token_ids
+        fit = context - (begin is None)  # with an encoder, the text does not follow the prompt
         try:
-            ids = encode(lm, prompt, raw=self._raw)
+            ids = self.model.encode(prompt, raw=self._raw, most=fit if limit is None else min(fit, limit))
+        except PromptTooLong as error:
+            says = f"the prompt has {error.tokens} tokens"
+            if limit is not None and limit < fit:
+                raise Refusal(f"{says}, and this server's limit is {limit:,}", self._field, TOO_LONG) from error
+            says += f", but the model's context holds {context:,}: shorten it"
+            raise Refusal(says, self._field, TOO_LONG) from error
         except SpecbeamError as error:
             raise Refusal(str(error), self._field) from error
-        if len(ids) + self._writes > (context := lm.backend.context_length):
+        asked, left = self.plan.asked, context - len(ids if begin is None else begin)
+        if asked is not None and asked > left:
+            name = self.plan.names["max_new_tokens"]
             raise Refusal(
-                f"the prompt has {len(ids)} tokens, but the model's context holds {context}: shorten it",
-                self._field,
-                "context_length_exceeded",
+                f"the prompt has {len(ids)} tokens and {name} is {asked}, but the model's context holds {context}: "
+                f"ask for at most {left} new tokens, or shorten the prompt",
+                name,
+                TOO_LONG,
             )
-        if most is not None and len(ids) > most:
-            raise Refusal(f"the prompt has {len(ids)} tokens, and this server's limit is {most}", self._field)
         return ids
 
     def _submit_one(self, ids: list[int], options: Options, number: int) -> None:

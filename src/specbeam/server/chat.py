@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from specbeam.server.answers import Answer, Part
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
-from specbeam.server.fields import Decoding, Fields, Unsupported, Whole
+from specbeam.server.fields import Decoding, Fields, Unsupported, Whole, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.tokens import chat_log_probs
@@ -17,6 +17,8 @@ from specbeam.server.tokens import chat_log_probs
 MAX_TOP_LOGPROBS = 20
 ROLES = {"developer": "system"}
 """OpenAI's newer name of a role, and the name that chat templates know."""
+NAME = r"^[^\s<|\\/>]+$"
+"""The names that OpenAI takes. So none can look like a control token such as ``<|im_end|>``."""
 
 
 class TextPart(Fields):
@@ -30,18 +32,22 @@ class Message(Fields):
     """A message of a conversation. The chat template of the model says which roles there are."""
 
     role: str
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
-    name: Unsupported = None
+    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(None, validate_default=True)
+    name: Annotated[str, Field(pattern=NAME)] | None = Field(None, description="For the chat template: message.name.")
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     refusal: Unsupported = None
     audio: Unsupported = None
     tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Unsupported = None
 
+    _content_of = field_validator("content")(content_of)
+
     @property
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates read it."""
-        content = self.content if isinstance(self.content, str) else [part.model_dump() for part in self.content]
-        return {"role": ROLES.get(self.role, self.role), "content": content}
+        content = [part.model_dump() for part in self.content] if isinstance(self.content, list) else self.content
+        message = {"role": ROLES.get(self.role, self.role), "content": content}
+        return message if self.name is None else message | {"name": self.name}
 
 
 class TextFormat(Fields):
@@ -84,11 +90,11 @@ class ChatRequest(Decoding):
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal("top_logprobs goes with logprobs: true", "top_logprobs")
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        most = getattr(self, name)
         plan = self.plan(
             model,
             limits,
-            limits.max_tokens if most is None else most,
+            getattr(self, name),
+            limits.max_tokens,
             {"max_new_tokens": name},
             (self.top_logprobs or 0) if self.logprobs else None,
         )

@@ -32,13 +32,13 @@ class CompletionRequest(Decoding):
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The requests to the engine."""
-        most = MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        plan = self.plan(
-            model, limits, most, {"max_new_tokens": "max_tokens", "top_logprobs": "logprobs"}, self.logprobs
-        )
+        names = {"max_new_tokens": "max_tokens", "top_logprobs": "logprobs"}
+        plan = self.plan(model, limits, self.max_tokens, MAX_TOKENS, names, self.logprobs)
         prompts: Any = self.prompt if _is_batch(self.prompt) else [self.prompt]
         scored = self.logprobs if self.echo else None
-        return Call(model, prompts, plan, limits, field="prompt", raw=True, prompt_top=scored, writes=most > 0)
+        return Call(
+            model, prompts, plan, limits, field="prompt", raw=True, prompt_top=scored, writes=self.max_tokens != 0
+        )
 
     def answer(self, call: Call) -> Completion:
         return Completion(call, self)

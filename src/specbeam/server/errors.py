@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi.responses import Response
 
-from specbeam.errors import QueueFull, SpecbeamError
+from specbeam.errors import NotFinite, QueueFull, SpecbeamError
 from specbeam.option_names import nearest_name
 from specbeam.options import Options
 
@@ -82,10 +82,23 @@ def refusal_of(error: Exception, names: Mapping[str, str], param: str | None = N
     if not isinstance(error, SpecbeamError):
         return failed()
     message = str(error)
+    if isinstance(error, NotFinite):
+        return Refusal(message, None, "internal_error", 500)
     if found := OPTION.search(message):
         param = names.get(found[0], found[0])
     message = OPTION.sub(lambda name: names.get(name[0], name[0]), message)
     return Refusal(message.replace("max_cache_tokens", "the server's --max-cache-tokens"), param)
+
+
+def refusal_of_json(error: json.JSONDecodeError) -> Refusal:
+    """The refusal of a body that is no JSON."""
+    if error.doc.startswith("\ufeff"):
+        return Refusal("the body begins with a byte order mark: send UTF-8 without one")
+    rest = error.doc[error.pos :].strip()
+    if error.msg.startswith("Unterminated string") or any(word.startswith(rest) for word in ("true", "false", "null")):
+        line, column = error.doc.count("\n") + 1, len(error.doc) - error.doc.rfind("\n")
+        return Refusal(f"the body is cut off: its JSON ends too early, at line {line}, column {column}")
+    return Refusal(f"the body is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}")
 
 
 def refusal_of_body(errors: list[Any], names: list[str]) -> Refusal:
@@ -97,7 +110,7 @@ def refusal_of_body(errors: list[Any], names: list[str]) -> Refusal:
     """
     first = errors[0]
     _, *place = first["loc"]
-    if not place or first["type"] == "json_invalid":
+    if not place:
         return Refusal("the body must be a JSON object, sent with the header Content-Type: application/json")
     param = str(place[0])
     # Where a field has several forms, pydantic reports what is wrong with each, and names the form in the place.
@@ -112,9 +125,16 @@ def refusal_of_body(errors: list[Any], names: list[str]) -> Refusal:
         return Refusal(f"{place[-1]} is not supported: remove it", param, "unsupported_parameter")
     # The form that fits best fails last, and so in the deepest place.
     where = _shown(max(of_field, key=lambda error: len(error["loc"]))["loc"])
-    there = [error["msg"].removeprefix("Value error, ") for error in of_field if _shown(error["loc"]) == where]
+    there = [_says(error) for error in of_field if _shown(error["loc"]) == where]
     says = " or ".join(dict.fromkeys(there[:4]))
     return Refusal(f"{where}: {says}", param, "invalid_value" if first["type"] != "missing" else "missing_parameter")
+
+
+def _says(error: Any) -> str:
+    """pydantic's message, with a limit as it is: pydantic rounds a limit of 64 bits."""
+    says: str = error["msg"].removeprefix("Value error, ")
+    limits = [limit for limit in error.get("ctx", {}).values() if isinstance(limit, int)]
+    return re.sub(r"-?\d+$", str(limits[0]), says) if error["type"].startswith(("less", "greater")) and limits else says
 
 
 def _shown(place: Any) -> str:

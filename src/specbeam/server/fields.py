@@ -9,10 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
+from pydantic_core import PydanticKnownError
 
 from specbeam.errors import SpecbeamError
-from specbeam.options import NEUTRAL_VALUES, Options
+from specbeam.options import MAX_LOGIT_BIAS, NEUTRAL_VALUES, Options
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
@@ -53,6 +54,9 @@ def whole(value: Any) -> Any:
 
 Whole = Annotated[int, BeforeValidator(whole)]
 TokenId = Annotated[Whole, Field(ge=0, lt=2**31)]
+TokenKey = Annotated[str, Field(pattern=r"^[0-9]+$")]
+"""A token id as a name in an object."""
+Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 Count = Annotated[Whole, Field(ge=1, lt=2**31)]
 Size = Count | Literal["auto"]
 Unsupported: TypeAlias = None
@@ -63,6 +67,17 @@ class Fields(BaseModel):
     """An object of a request. Unknown fields are refused, and so are values of another type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+def content_of(content: Any, message: ValidationInfo) -> Any:
+    """The content of a message. Only the assistant's may be null, as in the type that OpenAI's client returns.
+
+    Raises:
+        PydanticKnownError: the content of another message is missing.
+    """
+    if content is None and message.data.get("role") != "assistant":
+        raise PydanticKnownError("missing")
+    return "" if content is None else content
 
 
 class StreamOptions(Fields):
@@ -89,7 +104,7 @@ class Decoding(Fields):
     top_p: float | None = Field(None, gt=0, le=1)
     stop: str | Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**64)] | None = None
-    logit_bias: dict[str, float] | None = Field(None, description="Added to scores, by token id.")
+    logit_bias: dict[TokenKey, Bias] | None = Field(None, description="Added to scores, by token id.")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     stream: bool | None = None
@@ -145,11 +160,20 @@ class Decoding(Fields):
         if self.stream and self.best_of is not None and not self.use_beam_search and self.best_of > (self.n or 1):
             raise Refusal("best_of cannot be streamed: all its texts must end before the best one is known", "best_of")
 
-    def plan(self, model: ServedModel, limits: Limits, max_tokens: int, names: dict[str, str], top: int | None) -> Plan:
+    def plan(
+        self,
+        model: ServedModel,
+        limits: Limits,
+        asked: int | None,
+        default: int,
+        names: dict[str, str],
+        top: int | None,
+    ) -> Plan:
         """How to decode for this request.
 
         Args:
-            max_tokens: new tokens.
+            asked: new tokens, if the request says how many.
+            default: new tokens otherwise, or as many as the context has left.
             names: fields by option, where the names differ and it depends on the endpoint.
             top: how many likeliest tokens to return for each place; None for no log-probabilities.
 
@@ -157,6 +181,7 @@ class Decoding(Fields):
             Refusal: fields out of range, or that contradict each other.
         """
         self.check()
+        max_tokens = default if asked is None else asked
         n = self.n or 1
         choices = self.structured_outputs and tuple(dict.fromkeys(self.structured_outputs.choice or ()))
         if choices == ():
@@ -219,6 +244,7 @@ class Decoding(Fields):
             draft=model.draft(self.draft),
             priority=self.priority or 0,
             names=names,
+            asked=asked,
             choices=choices or (),
         )
 
@@ -233,6 +259,7 @@ class Plan:
         searches: by beams, so that each text has a score.
         draft, priority: as for :meth:`specbeam.Engine.submit`.
         names: fields of the request by the options that they set.
+        asked: the new tokens that the request asks for; None if it does not say how many.
         choices: the allowed texts; empty if all are.
     """
 
@@ -243,4 +270,5 @@ class Plan:
     draft: Any
     priority: int
     names: dict[str, str]
+    asked: int | None = None
     choices: tuple[str, ...] = ()

@@ -1,33 +1,41 @@
-"""The work before and after each request: keys, hosts, the size of the body, the log, and the counts."""
+"""The work before and after each request: keys, hosts, the size of the body, ids, the log, and the counts."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import logging
+import re
 import time
+import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specbeam.server.errors import Refusal, stopping
-from specbeam.server.limits import Access, Limits
+from specbeam.server.limits import LOOPBACK_ADDRESSES, Access, Limits
 from specbeam.server.metrics import Metrics, Tally
 from specbeam.server.page import is_page
 from specbeam.server.streams import ClientGone
 
 logger = logging.getLogger("specbeam.server")
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOPBACK = ("localhost", *LOOPBACK_ADDRESSES)
 OPEN_PATHS = ("/health",)
 """Paths that need no API key."""
 MAX_BODY_SECONDS = 60.0
 """A client has this time to send its body."""
 MAX_BEGINNING = 8
 """Requests that are parsed and submitted at once. Others wait here, so that a crowd does not hold up /health."""
+REQUEST_ID = "x-request-id"
+"""The header with a request's id. OpenAI's clients show it as ``_request_id``."""
+VALID_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+"""The ids that clients or proxies may give. Other ones could damage the log, and are replaced."""
+MAX_SHOWN_PATH = 200
+"""The log shows this many characters of a path."""
 OUTCOMES = {401: "denied", 403: "denied", 429: "queue_full", 503: "stopping"}
 
 
@@ -44,18 +52,21 @@ class Guard:
         self._metrics = metrics
         self._life = life
         self._turns = asyncio.Semaphore(MAX_BEGINNING)
+        self._hosts = {*LOOPBACK, *access.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or "specbeam" in scope:
             await self._app(scope, receive, send)
             return
         begin = time.monotonic()
-        notes: dict[str, Any] = {"status": 500}
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        notes: dict[str, Any] = {"status": 500, "id": given if VALID_ID.fullmatch(given) else uuid.uuid4().hex}
         scope["specbeam"] = notes
 
         async def noting(message: Message) -> None:
             if message["type"] == "http.response.start":
                 notes["status"] = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = notes["id"]
             await send(message)
 
         turn = notes["turn"] = ExitStack()
@@ -78,17 +89,32 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
-        if self._access.is_local:
-            if _hostname(f"//{headers.get('host', '')}") not in LOOPBACK:
-                raise Refusal("this server answers requests to localhost only", None, "host_not_allowed", 403)
-            origin = headers.get("origin")
-            if origin is not None and not self._allows(origin):
-                raise Refusal("this server answers no pages of other sites", None, "origin_not_allowed", 403)
-        if scope["path"] in OPEN_PATHS or is_page(scope["path"]):
+        checks_names = self._access.is_local or self._access.allowed_hosts
+        if checks_names and (host := _hostname(f"//{headers.get('host', '')}")) not in self._hosts:
+            raise Refusal(
+                f"this server does not answer requests to the host {host!r}: if it is one of its names, start it with "
+                "--allowed-host",
+                None,
+                "host_not_allowed",
+                403,
+            )
+        if is_page(scope["path"]):
             return
-        if (key := self._access.api_key) is not None:
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), key.encode()):
+        origin = headers.get("origin")
+        if checks_names and origin is not None and not self._allows(origin):
+            raise Refusal(
+                f"this server does not answer pages of {origin!r}: start it with --allowed-host if clients reach it "
+                "under that name, or with --cors-origin for another site",
+                None,
+                "origin_not_allowed",
+                403,
+            )
+        if scope["path"] in OPEN_PATHS:
+            return
+        if self._access.api_keys:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            key = given.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+            if not any(hmac.compare_digest(key, one.encode()) for one in self._access.api_keys):
                 raise Refusal(
                     "the API key is wrong or missing: send Authorization: Bearer KEY", None, "invalid_api_key", 401
                 )
@@ -99,7 +125,9 @@ class Guard:
             raise Refusal(self._too_large, None, "body_too_large", 413)
 
     def _allows(self, origin: str) -> bool:
-        return origin in self._access.cors_origins or "*" in self._access.cors_origins or _hostname(origin) in LOOPBACK
+        return (
+            origin in self._access.cors_origins or "*" in self._access.cors_origins or _hostname(origin) in self._hosts
+        )
 
     @property
     def _too_large(self) -> str:
@@ -133,32 +161,47 @@ class Guard:
         outcome = notes.get("outcome") or OUTCOMES.get(status)
         if outcome is None:
             outcome = "finished" if status < 400 else "refused" if status < 500 else "failed"
-        settle(scope, self._metrics.add)
-        endpoint, tally = notes["endpoint"], notes.get("tally")
-        self._metrics.count(endpoint, outcome, tally)
-        line = f"{scope['method']} {endpoint} {status} {outcome} {seconds:.3f} s"
-        if tally is not None:
-            line += f" model={tally.model} prompt_tokens={tally.prompt_tokens} new_tokens={tally.new_tokens}"
-        if notes.get("prompts") is not None:
-            line += f" prompts={notes['prompts']!r}"
-        logger.info(line)
+
+        def log(later: Tally | None = None) -> None:
+            """Write the line. ``later``: the cost of texts that ended after their client had gone."""
+            line = f"{scope['method']} {_path(scope)} {status} {outcome} {seconds:.3f} s"
+            line += f" client={_client(scope)} id={notes['id']}"
+            if (tally := notes.get("tally")) is not None:
+                new_tokens = tally.new_tokens + (0 if later is None else later.new_tokens)
+                line += f" model={tally.model} prompt_tokens={tally.prompt_tokens} new_tokens={new_tokens}"
+            if notes.get("prompts") is not None:
+                line += f" prompts={notes['prompts']!r}"
+            logger.info(line)
+
+        def end(later: Tally) -> None:
+            self._metrics.add(later)
+            log(later)
+
+        is_over = settle(scope, end)
+        self._metrics.count(notes["endpoint"], outcome, notes.get("tally"))
+        if is_over:
+            log()
 
 
-def settle(scope: Scope, take_later: Callable[[Tally], object]) -> dict[str, Any]:
-    """The notes of a request that has ended, as plain data, which another process can read.
+def settle(scope: Scope, take_later: Callable[[Tally], object]) -> bool:
+    """Make the notes of a request that has ended plain data, which another process can read.
 
     Args:
-        take_later: is given what is not in the tally of the notes. If the client went away, requests to the engine are
+        take_later: is given the cost that is not in the notes. If the client went away, requests to the engine may be
             left, and end later.
+
+    Returns:
+        Whether nothing is left.
     """
     notes: dict[str, Any] = scope["specbeam"]
     if "endpoint" not in notes:
         notes["endpoint"] = getattr(scope.get("route"), "path", "other")
-    if (call := notes.pop("call", None)) is not None:
-        left = [request for request in call.requests if request.outcome is None]
-        notes["tally"] = Tally.of(call, left)
-        Tally.later(call, left, take_later)
-    return notes
+    if (call := notes.pop("call", None)) is None:
+        return True
+    left = [request for request in call.requests if request.outcome is None]
+    notes["tally"] = Tally.of(call, left)
+    Tally.later(call, left, take_later)
+    return not left
 
 
 class Life:
@@ -180,6 +223,18 @@ def _first(message: Message, receive: Receive) -> Receive:
         return messages.pop() if messages else await receive()
 
     return first
+
+
+def _path(scope: Scope) -> str:
+    """The path as the client wrote it: with a line break as %0A, so that it stays one line of the log."""
+    raw: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
+    return raw.decode("ascii", "backslashreplace")[:MAX_SHOWN_PATH]
+
+
+def _client(scope: Scope) -> str:
+    """The client's address. Behind a trusted proxy it is a text of the proxy."""
+    host = (scope.get("client") or ("unknown",))[0]
+    return re.sub(r"[^\w.:%-]", "?", host, flags=re.ASCII)[:64]
 
 
 def _hostname(url: str) -> str | None:

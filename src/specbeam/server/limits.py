@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from specbeam.errors import SpecbeamError
 
+LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
 MAY_BE_ZERO = ("max_waiting", "timeout")
 
 
@@ -23,8 +24,8 @@ class Limits:
         max_requests: requests that share a pass. A request for several texts counts once for each text, and a beam
             search once.
         max_waiting: requests that wait beside them.
-        max_cache_tokens: cache slots for the keys and values of each model's requests. By default all models share a
-            quarter of the memory.
+        max_cache_tokens: cache slots of each model, for live requests and kept texts together; None for enough slots
+            for ``max_requests`` typical requests (:func:`specbeam.server.models.default_caches`).
         timeout: seconds after which a request ends with the text so far; None for never.
 
     Raises:
@@ -53,12 +54,17 @@ class Access:
     """Who may use a server.
 
     Attributes:
-        api_key: clients must give it as a bearer token; None for no key.
+        api_keys: clients must give one of them as a bearer token; empty for no key.
         is_local: it listens on this machine only. Then requests for other hosts and from other sites are refused, so
             that no web page can reach it through the user's browser (DNS rebinding).
+        allowed_hosts: names under which clients reach it beside this machine's own, such as "llm.example.org". Requests
+            for other hosts and from other sites are refused then, wherever it listens.
+        trusted_proxies: addresses or networks of proxies, whose X-Forwarded-For and X-Forwarded-Proto are believed.
         cors_origins: sites whose pages may use it, such as "https://chat.example.org". "*" stands for all.
     """
 
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     is_local: bool = True
+    allowed_hosts: tuple[str, ...] = ()
+    trusted_proxies: tuple[str, ...] = LOOPBACK_ADDRESSES
     cors_origins: tuple[str, ...] = ()

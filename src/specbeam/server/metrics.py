@@ -29,6 +29,9 @@ LOADS = {
     "specbeam_live_requests": "Requests that share passes now.",
     "specbeam_waiting_requests": "Requests that wait for a place.",
     "specbeam_cache_tokens": "Slots of the KV cache that live requests use.",
+    "specbeam_kept_tokens": "Slots of the KV cache that keep texts for later requests.",
+    "specbeam_kept_bytes": "Bytes of the kept texts, also on draft models.",
+    "specbeam_max_cache_tokens": "The most slots of the KV cache, used and kept together.",
 }
 """The fields of :class:`specbeam.server.models.Load`."""
 
@@ -59,12 +62,15 @@ class Tally:
         )
 
     @classmethod
-    def later(cls, call: Call, left: Iterable[Request], take: Callable[[Tally], object]) -> None:
-        """Give the costs of the requests that are left of a call to ``take``, once the engine has ended them."""
+    def later(cls, call: Call, left: Sequence[Request], take: Callable[[Tally], object]) -> None:
+        """Give the cost of the requests that are left of a call to ``take``, once the engine has ended all of them."""
+        unfinished = {*left}
 
         def end(request: Request) -> None:
-            if isinstance(result := request.outcome, Result):
-                take(cls(call.model.name, 0, [(result.stats, new_tokens_of(result))]))
+            unfinished.remove(request)
+            if not unfinished:
+                done = [outcome for one in left if isinstance(outcome := one.outcome, Result)]
+                take(cls(call.model.name, 0, [(result.stats, new_tokens_of(result)) for result in done]))
 
         call_soon = asyncio.get_running_loop().call_soon_threadsafe
         for request in left:

@@ -6,15 +6,18 @@ import asyncio
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from specbeam.backends.devices import free_memory
+from specbeam.control_tokens import ControlTokens
 from specbeam.engine import Engine
 from specbeam.engine.drafters import LOOKUPS
+from specbeam.engine.runs import MAX_FREE_SHARE
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, Placement, weights_of
+from specbeam.prompts import encode
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits
 from specbeam.server.tokens import TokenTexts
@@ -22,6 +25,11 @@ from specbeam.server.tokens import TokenTexts
 NO_DRAFT = "none"
 MAX_WEIGHTS_SHARE = 0.8
 """Of the free memory. The rest is for caches and passes."""
+TYPICAL_TOKENS = 2048
+"""Cache slots of a typical request: a prompt of 1,024 tokens with 4 beams of 256, or a conversation of 4 turns.
+
+A turn in ShareGPT has 161 tokens of prompt and 338 of answer on average (Kwon et al. 2023, section 6.1).
+"""
 
 
 def check_memory(sources: Sequence[str], placement: Placement) -> None:
@@ -65,6 +73,24 @@ def check_caches(lms: Mapping[str, LanguageModel], tokens: int) -> None:
             )
 
 
+def default_caches(lms: Mapping[str, LanguageModel], limits: Limits, sharers: int) -> dict[str, int]:
+    """Cache slots for each model, by name, if the operator does not say how many.
+
+    A cache keeps texts until it is full, so a busy server takes its whole limit. A share of the machine would be
+    gigabytes even for the smallest model. So the limit follows from the requests. Each of ``max_requests`` has slots as
+    a typical request, and so does each of ``max_beams``, if these are more. A text that fills the context fits beside
+    them. Where memory is short, all models have the same number of slots.
+
+    Args:
+        sharers: processes that share the memory.
+    """
+    backends = [lm.backend for lm in lms.values()]
+    room = backends[0].memory_for_caches() // sharers // sum(backend.slot_bytes for backend in backends)
+    at_once = max(limits.max_requests, limits.max_beams)
+    needed = [one.context_length + at_once * min(one.context_length, TYPICAL_TOKENS) for one in backends]
+    return {name: max(1, min(slots, room)) for name, slots in zip(lms, needed, strict=True)}
+
+
 class Load(NamedTuple):
     """The work of a model's engine at a moment."""
 
@@ -72,6 +98,15 @@ class Load(NamedTuple):
     live_requests: int
     waiting_requests: int
     cache_tokens: int
+    kept_tokens: int
+    kept_bytes: int
+    max_cache_tokens: int
+
+    @classmethod
+    def of(cls, model: ServedModel) -> Load:
+        engine = model.engine
+        counts = (engine.live, engine.waiting, engine.cache_tokens, engine.kept_tokens, engine.kept_bytes)
+        return cls(model.name, *counts, engine.max_cache_tokens)
 
 
 class ServedModel:
@@ -84,7 +119,14 @@ class ServedModel:
     """
 
     def __init__(
-        self, name: str, lm: LanguageModel, drafts: Mapping[str, LanguageModel], default_draft: str, limits: Limits
+        self,
+        name: str,
+        lm: LanguageModel,
+        drafts: Mapping[str, LanguageModel],
+        default_draft: str,
+        limits: Limits,
+        *,
+        allows_control_tokens: bool = False,
     ) -> None:
         if lm.tokenizer is None:
             raise SpecbeamError(f"{name} has no tokenizer, and a server needs one: give a model with its tokenizer")
@@ -99,6 +141,7 @@ class ServedModel:
         self.created = int(time.time())
         self._drafts = drafts
         self._default_draft = default_draft
+        self._control_tokens = None if allows_control_tokens else ControlTokens(lm.tokenizer)
 
     @property
     def name(self) -> str:
@@ -126,6 +169,13 @@ class ServedModel:
             )
         return self._drafts[name]
 
+    def encode(self, prompt: Any, *, raw: bool = False, most: int | None = None) -> list[int]:
+        """Token ids of a prompt, as :func:`specbeam.prompts.encode` makes them.
+
+        Control tokens in messages are read as text, unless the operator allows them.
+        """
+        return encode(self.lm, prompt, raw=raw, most=most, control_tokens=self._control_tokens)
+
     def check_chat_template(self) -> None:
         """Refuse a conversation if the model has no form for one.
 
@@ -143,6 +193,8 @@ class Models:
         lms: loaded models by name.
         drafts: draft models by name.
         default_draft: the name of the draft of requests that name none: of a draft model, a lookup, or "none".
+        sharers: processes of this machine that serve these models, and share its memory.
+        allows_control_tokens: control tokens in chat messages reach the models as such.
 
     Raises:
         SpecbeamError: a model has no tokenizer, or ``limits.max_cache_tokens`` do not fit into memory.
@@ -154,12 +206,28 @@ class Models:
         drafts: Mapping[str, LanguageModel] | None = None,
         default_draft: str = NO_DRAFT,
         limits: Limits | None = None,
+        sharers: int = 1,
+        *,
+        allows_control_tokens: bool = False,
     ) -> None:
         limits = limits or Limits()
-        if limits.max_cache_tokens is not None:
+        if limits.max_cache_tokens is None:
+            slots = default_caches(lms, limits, sharers)
+        else:
             check_caches(lms, limits.max_cache_tokens)
+            slots = dict.fromkeys(lms, limits.max_cache_tokens)
         named = {name: replace(draft, source=name) for name, draft in (drafts or {}).items()}
-        self._models = {name: ServedModel(name, lm, named, default_draft, limits) for name, lm in lms.items()}
+        self._models = {
+            name: ServedModel(
+                name,
+                lm,
+                named,
+                default_draft,
+                replace(limits, max_cache_tokens=slots[name]),
+                allows_control_tokens=allows_control_tokens,
+            )
+            for name, lm in lms.items()
+        }
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models.values())
@@ -180,8 +248,17 @@ class Models:
     @property
     def loads(self) -> list[Load]:
         """The work of the engines at this moment."""
-        engines = [(model.name, model.engine) for model in self]
-        return [Load(name, engine.live, engine.waiting, engine.cache_tokens) for name, engine in engines]
+        return [Load.of(model) for model in self]
+
+    @property
+    def cache_limits(self) -> list[str]:
+        """The limits of the caches for the operator, a sentence for each model."""
+        sentences = []
+        for model in self:
+            tokens = model.engine.max_cache_tokens
+            gigabytes = tokens * model.lm.backend.slot_bytes / (1 - MAX_FREE_SHARE) / 1e9  # free slots lie between
+            sentences.append(f"the KV cache of {model.name} holds up to {tokens:,} tokens in {gigabytes:.3g} GB")
+        return sentences
 
     @property
     def ended(self) -> list[str]:

@@ -16,7 +16,7 @@ import os
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from ray import serve
@@ -79,11 +79,13 @@ class Asked:
         scope: of ASGI, without what cannot go to another process.
         body: the whole body.
         blocks: hashes of the beginnings of the prompt, each one block longer than the one before.
+        request_id: for the replica's log.
     """
 
     scope: dict[str, Any]
     body: bytes
     blocks: Sequence[bytes]
+    request_id: str
 
 
 class State(NamedTuple):
@@ -168,22 +170,25 @@ class Replica:
 
     Args:
         load: loads the models.
-        default_draft, limits: as for :class:`specbeam.server.models.Models`.
+        default_draft, limits, allows_control_tokens: as for :class:`specbeam.server.models.Models`.
         sharers: the replicas that share the memory of this machine.
         threads: for models that are loaded without a number of threads.
         logs_prompts: as for :func:`specbeam.server.app.make_app`.
     """
 
     def __init__(
-        self, load: LoadModels, default_draft: str, limits: Limits, sharers: int, threads: int, logs_prompts: bool
+        self,
+        load: LoadModels,
+        default_draft: str,
+        limits: Limits,
+        sharers: int,
+        threads: int,
+        logs_prompts: bool,
+        allows_control_tokens: bool,
     ) -> None:
         os.environ.setdefault("SPECBEAM_THREADS", str(threads))  # other replicas use the other processors
         lms, drafts = load()
-        if limits.max_cache_tokens is None and sharers > 1:
-            backends = [lm.backend for lm in lms.values()]
-            slots = backends[0].memory_for_caches() // sharers // sum(backend.slot_bytes for backend in backends)
-            limits = replace(limits, max_cache_tokens=max(1, slots))
-        self._models = Models(lms, drafts, default_draft, limits)
+        self._models = Models(lms, drafts, default_draft, limits, sharers, allows_control_tokens=allows_control_tokens)
         self._app = make_app(self._models, limits, logs_prompts=logs_prompts)
         self._uncounted: deque[Tally] = deque(maxlen=MAX_UNCOUNTED)
         self._models.start()
@@ -206,7 +211,7 @@ class Replica:
             if message.get("more_body", False):  # the last message goes with the notes
                 has_news.set()
 
-        scope: Scope = {**asked.scope, "specbeam": {}}
+        scope: Scope = {**asked.scope, "specbeam": {"id": asked.request_id}}
         answering = asyncio.ensure_future(self._app(scope, receive, send))
         answering.add_done_callback(lambda _: has_news.set())
         try:
@@ -217,20 +222,26 @@ class Replica:
                     taken, messages[:] = [*messages], []
                     yield taken
             if answering.exception() is not None:
-                logger.error("a request failed", exc_info=answering.exception())
-            yield [{"type": NOTES, "notes": settle(scope, self._uncounted.append)}, *messages]
+                logger.error("request %s failed", asked.request_id, exc_info=answering.exception())
+            settle(scope, self._uncounted.append)
+            yield [{"type": NOTES, "notes": scope["specbeam"]}, *messages]
         finally:  # Ray cancels this when the client goes away
             has_gone.set()
             with suppress(Exception):
                 await answering
             if "call" in scope["specbeam"]:  # nobody waits for the notes
-                self._uncounted.append(settle(scope, self._uncounted.append)["tally"])
+                settle(scope, self._uncounted.append)
+                self._uncounted.append(scope["specbeam"]["tally"])
 
     async def state(self) -> State:
         """How this replica is. The costs in it are the front's to count."""
         uncounted = [*self._uncounted]
         self._uncounted.clear()
         return State(self._models.ended, self._models.loads, uncounted)
+
+    async def cache_limits(self) -> list[str]:
+        """As for :class:`specbeam.server.models.Models`."""
+        return self._models.cache_limits
 
     async def stop(self, grace: float | None) -> None:
         """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
@@ -262,7 +273,8 @@ class Replicas:
         notes["turn"].close()
         try:
             body = await _whole_body(receive)
-            asked = Asked(_plain(scope), body, blocks_of(body) if scope["method"] == "POST" else ())
+            blocks = blocks_of(body) if scope["method"] == "POST" else ()
+            asked = Asked(_plain(scope), body, blocks, notes["id"])
             await while_connected(receive, self._answer(asked, notes, send))
         except ClientGone:
             notes["outcome"] = "cancelled"
@@ -322,6 +334,11 @@ class Replicas:
             self.metrics.add(tally)
         return states
 
+    def cache_limits(self) -> list[str]:
+        """The limits of the caches in each replica for the operator, a sentence for each model."""
+        answers = self._broadcast("cache_limits").results(timeout_s=STATE_SECONDS)
+        return [f"in each replica, {sentence}" for sentence in answers[0]]
+
     async def stop(self, grace: float | None) -> None:
         """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
         with suppress(DeploymentUnavailableError, RayActorError):
@@ -373,12 +390,13 @@ def replicas_on_ray(
     threads: int | None = None,
     on_gpu: bool = False,
     logs_prompts: bool = False,
+    allows_control_tokens: bool = False,
 ) -> Iterator[Replicas]:
     """Start replicas on a Ray cluster, and wait until all of them have their models. Afterwards they are stopped.
 
     Args:
         load: travels to the replicas pickled. specbeam must be installed where they run.
-        default_draft, limits: as for :class:`specbeam.server.models.Models`.
+        default_draft, limits, allows_control_tokens: as for :class:`specbeam.server.models.Models`.
         name: of the application on the cluster. One that has the name is replaced.
         address: as for :func:`specbeam.jobs.launchers.crew_on_ray`.
         replicas: None for one on each node.
@@ -413,7 +431,9 @@ def replicas_on_ray(
             request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
         )
         logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
-        application = deployment.bind(load, default_draft, limits, sharers, max(1, int(cpus)), logs_prompts)
+        application = deployment.bind(
+            load, default_draft, limits, sharers, max(1, int(cpus)), logs_prompts, allows_control_tokens
+        )
         quiet = {"log_level": "ERROR", "enable_access_log": False}
         try:
             serve.start(proxy_location="Disabled", logging_config=quiet)

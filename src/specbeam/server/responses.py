@@ -8,13 +8,13 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from specbeam.results import Result
 from specbeam.server.call import Call
 from specbeam.server.chat import MAX_TOP_LOGPROBS, ROLES, TextFormat
 from specbeam.server.errors import Refusal
-from specbeam.server.fields import Decoding, Fields, Unsupported, Whole
+from specbeam.server.fields import Decoding, Fields, Unsupported, Whole, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.statistics import statistics, token_counts, vllm_metrics
@@ -36,11 +36,13 @@ class InputMessage(Fields):
     """A message of the conversation so far."""
 
     role: str
-    content: str | Annotated[list[InputPart], Field(min_length=1)]
+    content: str | Annotated[list[InputPart], Field(min_length=1)] | None = Field(None, validate_default=True)
     type: Literal["message"] | None = None
     id: str | None = Field(None, description="Accepted in answers that are given back.")
     status: str | None = Field(None, description="Accepted in answers that are given back.")
     phase: Unsupported = None
+
+    _content_of = field_validator("content")(content_of)
 
 
 class TextConfig(Fields):
@@ -83,9 +85,9 @@ class ResponseRequest(Decoding):
         model.check_chat_template()
         if self.top_logprobs is not None and not self.include:
             raise Refusal(f'top_logprobs goes with include: ["{LOGPROBS}"]', "top_logprobs")
-        most = limits.max_tokens if self.max_output_tokens is None else self.max_output_tokens
         top = (self.top_logprobs or 0) if self.include else None
-        plan = self.plan(model, limits, most, {"max_new_tokens": "max_output_tokens"}, top)
+        names = {"max_new_tokens": "max_output_tokens"}
+        plan = self.plan(model, limits, self.max_output_tokens, limits.max_tokens, names, top)
         if plan.draws > 1:
             raise Refusal("best_of needs several texts, and this endpoint gives one: leave it out", "best_of")
         return Call(model, [self._messages()], plan, limits, field="input")
@@ -95,7 +97,7 @@ class ResponseRequest(Decoding):
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         for message in self.input:
-            content = message.content
+            content = message.content or ""
             text = content if isinstance(content, str) else "\n".join(part.text for part in content)
             messages.append({"role": ROLES.get(message.role, message.role), "content": text})
         return messages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvicorn
@@ -12,6 +12,7 @@ from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from specbeam.errors import SpecbeamError
+from specbeam.server.limits import LOOPBACK_ADDRESSES
 
 CONNECTION_SECONDS = 75.0
 """An idle connection is closed after this time. It is longer than clients and proxies keep theirs.
@@ -134,10 +135,15 @@ class Server(uvicorn.Server):
         app: made by :func:`specbeam.server.app.make_app` or :func:`specbeam.server.replicas.make_front`.
         grace: seconds after which the requests that are left end with the text so far.
         when_ready: called in a thread, once clients can connect.
+        trusted_proxies: as in :class:`specbeam.server.limits.Access`.
     """
 
     def __init__(
-        self, app: Starlette, grace: float | None = None, when_ready: Callable[[], object] | None = None
+        self,
+        app: Starlette,
+        grace: float | None = None,
+        when_ready: Callable[[], object] | None = None,
+        trusted_proxies: Sequence[str] = LOOPBACK_ADDRESSES,
     ) -> None:
         super().__init__(
             uvicorn.Config(
@@ -147,7 +153,8 @@ class Server(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                proxy_headers=False,
+                proxy_headers=True,
+                forwarded_allow_ips=[*trusted_proxies],
                 timeout_keep_alive=int(CONNECTION_SECONDS),
                 timeout_graceful_shutdown=int(LAST_SECONDS),
                 backlog=BACKLOG,

@@ -62,20 +62,20 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await while_connected(receive, self._send(send), self._call)
+            await while_connected(receive, self._send(send, scope["specbeam"]["id"]), self._call)
         except ClientGone:
             scope["specbeam"]["outcome"] = "cancelled"
         finally:
             self._call.cancel()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, request_id: str) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for frame in self._frames:
                 await send({"type": "http.response.body", "body": frame, "more_body": True})
         except Exception as error:
             if not isinstance(error, Refusal) or error.status >= 500:
-                logger.exception("a stream failed")
+                logger.exception("the stream of request %s failed", request_id)
             await send({"type": "http.response.body", "body": error_frame(error), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from specbeam.errors import SpecbeamError
-from specbeam.prompts import encode, tokenize
+from specbeam.prompts import token_ids
 from specbeam.server.chat import Message
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import Fields, TokenId
@@ -32,10 +32,10 @@ class TokenizeRequest(Fields):
         field = "prompt" if self.messages is None else "messages"
         try:
             if self.messages is not None:
-                ids = encode(model.lm, [message.for_template for message in self.messages])
+                ids = model.encode([message.for_template for message in self.messages])
             else:
                 special = self.add_special_tokens is not False
-                ids = tokenize(model.lm.tokenizer, self.prompt or "", add_special_tokens=special).input_ids
+                ids = token_ids(model.lm.tokenizer, self.prompt or "", add_special_tokens=special)
         except SpecbeamError as error:
             raise refusal_of(error, {}, field) from error
         made = {"count": len(ids), "max_model_len": model.lm.backend.context_length, "tokens": ids}

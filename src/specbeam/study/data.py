@@ -9,13 +9,15 @@ import json
 import random
 import string
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specbeam.checkpoints.hub import no_answer
 from specbeam.errors import SpecbeamError
-from specbeam.study.config import Columns, Data, nearest
+from specbeam.option_names import nearest_name
+from specbeam.study.config import Columns, Data
 
 TABLES = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -166,18 +168,27 @@ def _read(path: Path) -> str:
 
 def _of_hub(data: Data) -> Iterator[Any]:
     try:
-        from datasets import load_dataset
+        from datasets import config, load_dataset
     except ImportError as error:
         raise SpecbeamError("data sets of the hub need the package datasets: pip install datasets") from error
+    assert data.source is not None
+    silence, offline = no_answer(data.source, kind="dataset"), config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = offline or silence is not None  # a data set may be in the cache
     try:
-        yield from load_dataset(data.source, data.subset, split=data.split)
+        rows = load_dataset(data.source, data.subset, split=data.split)
     except Exception as error:  # the network, the name or the split: the message says which
-        line = " ".join(str(error).split())[:200]
-        raise SpecbeamError(f"the data set {data.source} cannot be loaded ({line}): give a file") from error
+        is_silent = silence is not None and isinstance(error, ConnectionError)
+        why = "it is not in the local cache, and no hub answers: " if is_silent else ""
+        line = " ".join(str(silence if is_silent else error).split())[:200]
+        raise SpecbeamError(f"the data set {data.source} cannot be loaded ({why}{line}): give a file") from error
+    finally:
+        config.HF_HUB_OFFLINE = offline
+    yield from rows
 
 
 def _of_table(data: Data, record: Mapping[str, Any], i: int) -> Row:
-    columns, name = _columns(data.columns, record), f"{data.source} row {i + 1}"
+    name = f"{data.source} row {i + 1}"
+    columns = _columns(data.columns, record, name)
     prompt = _text(_cell(record, columns.prompt), name)
     references = _cell(record, columns.reference) if columns.reference else []
     references = [references] if isinstance(references, str) else list(references or [])
@@ -191,11 +202,12 @@ def _of_table(data: Data, record: Mapping[str, Any], i: int) -> Row:
     )
 
 
-def _columns(given: Columns, record: Mapping[str, Any]) -> Columns:
+def _columns(given: Columns, record: Mapping[str, Any], row: str) -> Columns:
     """The columns to use: the given names, or the usual ones."""
-    for which, name in vars(given).items():
-        if name is not None:
-            nearest(f"data.columns.{which}={name}", name.split(".")[0], record)
+    for which, column in vars(given).items():
+        if column is not None:
+            names = _names(record, column)
+            _check_there(f"data.columns.{which}={column}", column, names, f"{row} has no such column")
     usual = {
         "prompt": ("prompt", "text", "question", "input", "instruction"),
         "reference": ("reference", "references", "answer", "target"),
@@ -217,6 +229,23 @@ def _cell(record: Mapping[str, Any], column: str | None) -> Any:
     for name in (column or "").split(".") if column not in record else [column]:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
+
+
+def _names(record: Mapping[str, Any], column: str) -> list[str]:
+    """The columns of a record; for a column such as translation.en, the fields of translation."""
+    first, _, field = column.partition(".")
+    cell = record.get(first)
+    if column in record or not field or not isinstance(cell, Mapping | None) or first not in record:
+        return [*record]
+    return [column] if cell is None else [f"{first}.{name}" for name in _names(cell, field)]
+
+
+def _check_there(setting: str, name: str, there: Collection[str], problem: str) -> None:
+    """Raise SpecbeamError, with the names that are there and the nearest of them, unless the name is among them."""
+    if name not in there:
+        near = nearest_name(name, [*there])
+        hint = f"did you mean {near!r}? " if near else ""
+        raise SpecbeamError(f"{setting}: {problem}: {hint}there are {', '.join(map(str, there)) or 'none'}")
 
 
 def _templated(data: Data, record: Mapping[str, Any], name: str) -> str:
@@ -264,7 +293,7 @@ def _draw(rows: list[Row], data: Data, seed: int) -> list[Row]:
     if data.categories is not None:
         there = {row.category: None for row in rows if row.category}
         for category in data.categories:
-            nearest(f"data.categories={category}", category, there)
+            _check_there(f"data.categories={category}", category, there, f"{data.source} has no such category")
         rows = [row for row in rows if row.category in data.categories]
     numbers = [*range(len(rows))]
     if data.per_category is not None:

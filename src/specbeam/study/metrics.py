@@ -7,7 +7,6 @@ rouge_score).
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import combinations, zip_longest
 from statistics import fmean
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from specbeam.study.results import Record
+from specbeam.study.statistics import share_interval
 
 
 def finished(records: Iterable[Record]) -> list[Record]:
@@ -27,16 +27,16 @@ def of_record(record: Record) -> dict[str, float | None]:
     """The metrics of one generation, which did not fail.
 
     Returns:
-        FROM_STATS as in :class:`specbeam.results.Stats`. gap_p50 and gap_p95: percentiles of the milliseconds between
-        pieces of streamed text. repetition: as :func:`repetition` computes it. The metrics of :func:`diversity`. If
-        there are references, the metrics of :func:`quality`. None where there is nothing to measure.
+        FROM_STATS as in :class:`specbeam.results.Stats`. The metrics of :func:`pieces`. repetition, distinct_1 and
+        distinct_2: of the text, as :func:`repetition` and :func:`distinct` compute them. The metrics of
+        :func:`diversity`. If there are references, the metrics of
+        :func:`quality`. None where there is nothing to measure.
     """
     stats = record["stats"]
     metrics = {name: stats.get(name) for name in FROM_STATS}  # results of earlier versions lack some
-    gaps = np.diff(record["times"]) * 1000
-    for percentile in (50, 95):
-        metrics[f"gap_p{percentile}"] = float(np.percentile(gaps, percentile)) if len(gaps) else None
+    metrics |= pieces(record["times"], record.get("piece_tokens"))
     metrics["repetition"] = repetition(record["token_ids"])
+    metrics |= {f"distinct_{n}": distinct([record["token_ids"]], n) for n in (1, 2)}
     metrics |= diversity(record["beams"])
     if record["references"]:
         metrics |= quality(record["text"], record["references"])
@@ -57,6 +57,29 @@ FROM_STATS = (
 )
 
 
+def pieces(times: Sequence[float], tokens: Sequence[int] | None) -> dict[str, float | None]:
+    """How steadily a text came, in milliseconds.
+
+    Methods that deliver several tokens at once have longer gaps and as many tokens per second. So time is counted per
+    token: the tokens of a piece share the time since the piece before. The first piece has the time to the first token.
+
+    Args:
+        times: when each piece of text came, in seconds.
+        tokens: the tokens of each piece. None for results of earlier versions, which lack them.
+
+    Returns:
+        time_per_token: the mean. time_per_token_p95: of all tokens, the 95th percentile. gap_p50 and gap_p95:
+        percentiles of the times between pieces.
+    """
+    gaps = np.diff(times) * 1000
+    of_tokens = np.repeat(gaps / tokens[1:], tokens[1:]) if tokens is not None else np.empty(0)
+    return {
+        "time_per_token": float(of_tokens.mean()) if len(of_tokens) else None,
+        "time_per_token_p95": float(np.percentile(of_tokens, 95)) if len(of_tokens) else None,
+        **{f"gap_p{share}": float(np.percentile(gaps, share)) if len(gaps) else None for share in (50, 95)},
+    }
+
+
 def ngrams(token_ids: Sequence[int], n: int) -> list[tuple[int, ...]]:
     return list(zip(*(token_ids[start:] for start in range(n)), strict=False))
 
@@ -67,23 +90,32 @@ def repetition(token_ids: Sequence[int]) -> float | None:
     return 1 - len(set(seen)) / len(seen) if seen else None
 
 
+def distinct(texts: Iterable[Sequence[int]], n: int) -> float | None:
+    """The share of different n-grams in texts together (distinct-n, Li et al. 2016, 5.3); None without an n-gram.
+
+    It falls with the number of texts, so only values of equally many texts compare.
+    """
+    every = [gram for token_ids in texts for gram in ngrams(token_ids, n)]
+    return len(set(every)) / len(every) if every else None
+
+
 def diversity(beams: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """How much the beams of one generation differ.
 
     Returns:
-        distinct_1 and distinct_2: the share of different tokens, and of different pairs, in all beams (Li et al. 2016,
-        5.3). self_bleu: the mean over beams of a beam's BLEU, 0 to 100. The other beams are its references (Zhu et al.
-        2018, 3.2.2). edit_distance: the mean over pairs of beams of the number of tokens to insert, delete or replace
-        (Levenshtein 1966). It is divided by the length of the longer beam. The last two are None for a single beam.
+        beams_distinct_1 and beams_distinct_2: :func:`distinct` of all beams. self_bleu: the mean over beams of a beam's
+        BLEU, 0 to 100. The other beams are its references (Zhu et al. 2018, 3.2.2). edit_distance: the mean over pairs
+        of beams of the number of tokens to insert, delete or replace (Levenshtein 1966). It is divided by the length of
+        the longer beam. All are None for a single beam.
     """
-    metrics: dict[str, float | None] = {}
-    for n in (1, 2):
-        every = [gram for beam in beams for gram in ngrams(beam["token_ids"], n)]
-        metrics[f"distinct_{n}"] = len(set(every)) / len(every) if every else None
     texts, ids = [beam["text"] for beam in beams], [beam["token_ids"] for beam in beams]
-    metrics["self_bleu"] = _self_bleu(texts) if len(texts) > 1 else None
-    metrics["edit_distance"] = _edit_distance(ids) if len(ids) > 1 else None
-    return metrics
+    several = len(beams) > 1
+    return {
+        "beams_distinct_1": distinct(ids, 1) if several else None,
+        "beams_distinct_2": distinct(ids, 2) if several else None,
+        "self_bleu": _self_bleu(texts) if several else None,
+        "edit_distance": _edit_distance(ids) if several else None,
+    }
 
 
 def _self_bleu(texts: list[str]) -> float:
@@ -130,27 +162,19 @@ def of_corpus(records: Iterable[Record]) -> dict[str, float]:
     return {"bleu": corpus_bleu(texts, streams).score, "chrf": corpus_chrf(texts, streams).score}
 
 
-def acceptance_by_position(records: Iterable[Record]) -> list[dict[str, int]]:
+def acceptance_by_position(records: Iterable[Record], confidence: float = 0.95) -> list[dict[str, Any]]:
     """How many guesses were drafted, and how many accepted, at each depth below the text or the beam.
 
-    Position 1 is directly below. Guesses below the guesses of an earlier round are left out: a trace does not say how
-    deep they are.
+    Position 1 is directly below. "low" and "high" are the ends of Wilson's interval of accepted / drafted (1927), which
+    takes guesses for independent.
     """
-    drafted: dict[int, int] = defaultdict(int)
-    accepted: dict[int, int] = defaultdict(int)
-    for record in finished(records):
-        for round in record["trace"] or []:
-            depths: list[int | None] = []  # of the round's guesses, parents first
-            for guess in round["drafted"]:
-                above = 0 if guess["beam"] is not None else None
-                if guess["parent"] is not None:
-                    above = depths[guess["parent"]]
-                depth = None if above is None else above + 1
-                depths.append(depth)
-                if depth is not None:
-                    drafted[depth] += 1
-                    accepted[depth] += guess["accepted"]
-    return [{"position": depth, "drafted": drafted[depth], "accepted": accepted[depth]} for depth in sorted(drafted)]
+    counts = [record["stats"].get("acceptance_by_position") or [] for record in finished(records)]
+    found = []
+    for position, places in enumerate(zip_longest(*counts, fillvalue=(0, 0)), 1):
+        drafted, accepted = (sum(some) for some in zip(*places, strict=True))
+        low, high = share_interval(accepted, drafted, confidence)
+        found.append({"position": position, "drafted": drafted, "accepted": accepted, "low": low, "high": high})
+    return found
 
 
 def time_by_component(records: Iterable[Record]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The study's plots, drawn with matplotlib: as SVG for the page, whose colours follow its theme, and as PNG."""
+"""The study's plots, drawn with matplotlib: as SVG for the page, whose colours follow its theme, and as files."""
 
 from __future__ import annotations
 
@@ -47,12 +47,18 @@ SERIES = ["blue", "vermillion", "green", "purple", "orange", "teal", "grey"]
 MARKERS = {"greedy": "o", "sample": "^", "beam": "s", "speculative": "D", "speculative-beam": "P"}
 
 # The qualities of a frontier: the metric, its name on an axis, and whether more of it is better. Each group is one
-# plot, of the first metric that was measured.
+# plot, of the first metric that was measured. Metrics of the task come first.
 QUALITIES = [
-    [("perplexity", "perplexity", False)],
     [("pass_at_1", "pass@1", True), ("rougeL", "ROUGE-L", True), ("chrf", "chrF", True)],
+    [("perplexity", "perplexity", False)],
 ]
-NAMES = ["frontier", "frontier-references", "acceptance", "time", "categories"]
+WHAT_PERPLEXITY_REWARDS = (
+    "Perplexity is how surprised a model is by the text; lower is better. It rewards what is likely and what repeats "
+    "itself. Beam search looks for likely text, so it is ahead here by construction, whatever the text is worth."
+)
+NAMES = ["frontier-task", "frontier-perplexity", "acceptance", "time", "categories"]
+FORMATS = ("png", "svg", "pdf")
+"""The formats of a plot's files."""
 MAX_CATEGORIES_SHOWN = 16
 
 
@@ -66,6 +72,7 @@ class Plot:
     Attributes:
         wide: SVG for a column of text.
         narrow: the same for the width of a phone, drawn anew so that its letters are as large.
+        files: the plot with its title, as the content of a file of each of FORMATS.
     """
 
     name: str
@@ -74,7 +81,7 @@ class Plot:
     alt: str
     wide: str
     narrow: str
-    png: bytes
+    files: Mapping[str, bytes]
 
 
 def draw_all(summary: Mapping[str, Any], new_tokens: Mapping[str, int]) -> list[Plot]:
@@ -95,7 +102,7 @@ def draw_all(summary: Mapping[str, Any], new_tokens: Mapping[str, int]) -> list[
 
 
 def frontiers(summary: Mapping[str, Any], colours: Mapping[str, str]) -> list[Plot]:
-    """Speed against quality, for perplexity and for the best measure of likeness to references."""
+    """Speed against quality: by the task's own measure, if there is one, and by perplexity."""
     found = []
     for name, group in zip(NAMES, QUALITIES, strict=False):
         for metric, label, more_is_better in group:
@@ -142,26 +149,20 @@ def _frontier(name: str, label: str, more_is_better: bool, points: list[Point], 
             axes.plot([p.left, p.right], [p.y, p.y], color=colour, linewidth=1.1, solid_capstyle="butt")
             axes.plot([p.x, p.x], [p.low, p.high], color=colour, linewidth=1.1, solid_capstyle="butt")
             axes.plot([p.x], [p.y], MARKERS.get(p.mode, "o"), color=colour, markersize=7.5, markeredgewidth=0)
-        bottom, top = min(p.low for p in points), max(p.high for p in points)
-        room = max(0.12 * (top - bottom), 0.02 * abs(top), 1e-6)
-        axes.set_ylim(bottom - room, top + room)
-        axes.set_xlim(0, 1.08 * max(p.right for p in points))
+        axes.set_xlim(*_with_room(min(p.left for p in points), max(p.right for p in points)))
+        axes.set_ylim(*_with_room(min(p.low for p in points), max(p.high for p in points)))
         if not more_is_better:
             axes.invert_yaxis()
         axes.set_xlabel("tokens per second")
         axes.set_ylabel(label if more_is_better else f"{label} (lower is better: axis reversed)")
         _label(figure, axes, points, colours, narrow)
 
-    lower = (
-        ""
-        if more_is_better
-        else " Perplexity is how surprised a model is by the text; lower is better, so the axis runs downwards. "
-        "Repetitive text surprises little, too, so read it beside the samples."
-    )
+    lower = "" if more_is_better else f" {WHAT_PERPLEXITY_REWARDS} The axis runs downwards."
     return _plot(
         name,
         f"Speed and {label}",
-        "Up and to the right is better. The lines through a point are its intervals; below 5 prompts there are none. "
+        "Up and to the right is better. Neither axis begins at 0. The lines through a point are its intervals; below 5 "
+        "prompts there are none. "
         "Methods on the dashed line are the frontier of the means: no other mean is both faster and better. Where "
         "intervals overlap, the order is not settled." + lower,
         f"Scatter plot of tokens per second and {label}. On the frontier: {', '.join(points[i].method for i in best)}. "
@@ -171,50 +172,68 @@ def _frontier(name: str, label: str, more_is_better: bool, points: list[Point], 
     )
 
 
+def _with_room(least: float, most: float) -> tuple[float, float]:
+    """The ends of an axis whose points fill most of it."""
+    room = max(0.12 * (most - least), 0.02 * abs(most), 1e-6)
+    return least - room, most + room
+
+
 def pareto(points: list[tuple[float, float]]) -> list[int]:
     """The numbers of the points that no other point beats in both coordinates, where more is better."""
     return [i for i, (x, y) in enumerate(points) if not any(a >= x and b >= y and (a, b) != (x, y) for a, b in points)]
 
 
 def acceptance(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot | None:
-    """How often the first, second, third guess of a round is accepted."""
+    """How often the first, second, third guess after the known tokens is accepted, and of how many guesses."""
     lines = {
         method: places
         for method, counts in summary.get("acceptance_by_position", {}).items()
-        if (places := [(p["position"], p["accepted"] / p["drafted"], p["drafted"]) for p in counts if p["drafted"]])
+        if (places := [p | {"share": p["accepted"] / p["drafted"]} for p in counts if p["drafted"]])
     }
     if not lines:
         return None
+    last = max(place["position"] for places in lines.values() for place in places)
 
     def draw(figure: Figure, narrow: bool) -> None:
-        figure.set_size_inches(*((3.7, 3.2) if narrow else (7.6, 3.5)))
+        figure.set_size_inches(3.7 if narrow else 7.6, (3.2 if narrow else 3.5) + 0.14 * len(lines))
         axes = _axes(figure, grid="y")
+        ticks = range(1, last + 1, 1 + (last - 1) // (7 if narrow else 12))
         ends = []
         for number, (method, places) in enumerate(lines.items()):
             colour = LIGHT[colours.get(method, SERIES[number % len(SERIES)])]
-            xs, ys, counts = zip(*places, strict=True)
-            axes.plot(xs, ys, color=colour, linewidth=1.5)
-            axes.scatter(xs, ys, s=[6 + 44 * n / max(counts) for n in counts], color=colour, linewidths=0, zorder=3)
+            aside = 0.07 * (number - (len(lines) - 1) / 2)  # intervals of several methods are beside each other
+            xs, ys = [p["position"] + aside for p in places], [p["share"] for p in places]
+            beyond = [[p["share"] - p["low"] for p in places], [p["high"] - p["share"] for p in places]]
+            axes.errorbar(xs, ys, beyond, color=colour, linewidth=1.5, elinewidth=1, marker="o", markersize=4)
             ends.append((method, xs[-1], ys[-1], colour))
+            for place in places:
+                if place["position"] in ticks:
+                    axes.annotate(
+                        f"{place['drafted']:,}", (place["position"], 0), (0, -22 - 10 * number), ha="center", va="top",
+                        xycoords=("data", "axes fraction"), textcoords="offset points", color=colour, fontsize=7.5,
+                    )  # fmt: skip
         axes.set_ylim(-0.02, 1.04)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-        first, last = (end(x for places in lines.values() for x, _, _ in places) for end in (min, max))
-        axes.set_xticks(range(first, last + 1, 1 + (last - first) // 12))
+        axes.set_xticks(ticks)
         axes.margins(x=0.04)
-        axes.set_xlabel("place of the guess after the last known token")
+        axes.set_xlabel("place after the last known token, and the number of guesses", labelpad=6 + 10 * len(lines))
         axes.set_ylabel("accepted")
         _label_ends(figure, axes, ends, narrow)
 
-    def described(method: str, places: list[tuple[int, float, int]]) -> str:
-        (first, a, _), (last, b, _) = places[0], places[-1]
-        return f"{method}: {a:.0%} at place {first}" + (f", {b:.0%} at place {last}" if last != first else "")
+    def described(method: str, places: list[dict[str, Any]]) -> str:
+        ends = places[:1] + places[1:][-1:]
+        return f"{method}: " + ", ".join(
+            f"{p['share']:.0%} of {p['drafted']:,} at place {p['position']} ({p['low']:.0%}–{p['high']:.0%})"
+            for p in ends
+        )
 
     return _plot(
         "acceptance",
         "Guesses accepted, by place",
-        "The share of guesses that became part of the text, by how far ahead they were made. A guess is accepted only "
-        "if all those before it were; long drafts are made where they are likely to be right, so a line may rise all "
-        "the same. A larger dot stands for more guesses.",
+        "The share of guesses that became part of the text, by how far ahead they were made. The bars are Wilson's "
+        "intervals, as of independent guesses, and the numbers below the axis count the guesses. A guess is accepted "
+        "only if all those before it were; long drafts are made where they are likely to be right, so a line may rise "
+        "all the same.",
         "Line plot of the share of guesses accepted by place. "
         + "; ".join(described(m, p) for m, p in lines.items())
         + ".",
@@ -472,13 +491,17 @@ def _plot(name: str, title: str, caption: str, alt: str, draw: Callable[[Figure,
         return inline(file.getvalue())
 
     # A method's name may have a dollar in it, and characters that only the page's fonts have.
-    with matplotlib.rc_context({"text.parse_math": False, "svg.fonttype": "none"}), warnings.catch_warnings():
+    style: Any = {"text.parse_math": False, "svg.fonttype": "none", "pdf.fonttype": 42}  # text stays text
+    with matplotlib.rc_context(style), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")
         narrow = svg(drawn("narrow"), "narrow")
         wide = svg(figure := drawn("wide"), "wide")
         figure.suptitle(title, x=0.01, ha="left", fontsize=11, color=LIGHT["ink"], fontweight="bold")
-        figure.savefig(png := io.BytesIO(), format="png", dpi=160, facecolor="white")
-    return Plot(name, title, caption, alt, wide, narrow, png.getvalue())
+        files = {}
+        for kind in FORMATS:
+            figure.savefig(file := io.BytesIO(), format=kind, dpi=160, facecolor="white")
+            files[kind] = file.getvalue()
+    return Plot(name, title, caption, alt, wide, narrow, files)
 
 
 def inline(svg: bytes) -> str:

@@ -1,4 +1,4 @@
-"""The study's report: one page for people who were not there, and its plots as files."""
+"""The study's report: one page for people who were not there, and its plots and tables as files."""
 
 from __future__ import annotations
 
@@ -29,27 +29,33 @@ COLUMNS = [
     ("draft passes", "draft_passes", 1.0),
     ("tokens per pass", "steps_per_target_pass", 1.0),
     ("accepted, %", "acceptance_rate", 100.0),
-    ("perplexity", "perplexity", 1.0),
+    ("pass@1", "pass_at_1", 1.0),
     ("ROUGE-L", "rougeL", 1.0),
     ("chrF", "chrf", 1.0),
+    ("perplexity", "perplexity", 1.0),
 ]
 # The columns of the second table.
 MORE_COLUMNS = [
     ("seconds", "seconds", 1.0),
-    ("median gap, ms", "gap_p50", 1.0),
-    ("95% gap, ms", "gap_p95", 1.0),
+    ("ms per token", "time_per_token", 1.0),
+    ("95% of ms per token", "time_per_token_p95", 1.0),
     ("peak memory, GB", "peak_memory", 1e-9),
     ("new tokens", "new_tokens", 1.0),
     ("beams evaluated, %", "evaluated_beams", 100.0),
     ("repetition", "repetition", 1.0),
-    ("distinct-1", "distinct_1", 1.0),
-    ("distinct-2", "distinct_2", 1.0),
+    ("distinct-1, text", "distinct_1", 1.0),
+    ("distinct-2, text", "distinct_2", 1.0),
+    ("distinct-1, beams", "beams_distinct_1", 1.0),
+    ("distinct-2, beams", "beams_distinct_2", 1.0),
     ("self-BLEU", "self_bleu", 1.0),
     ("edit distance", "edit_distance", 1.0),
     ("ROUGE-1", "rouge1", 1.0),
     ("ROUGE-2", "rouge2", 1.0),
     ("BLEU", "bleu", 1.0),
 ]
+
+NOT_SHOWN = ("gap_p50", "gap_p95")
+"""Metrics for readers of ``summary.json`` alone. Gaps between pieces say little where pieces have several tokens."""
 
 
 def write_report(
@@ -63,7 +69,7 @@ def write_report(
     overhead: float | None = None,
     header: Sequence[tuple[str, str]] = (),
 ) -> Path:
-    """Write ``report.html``, ``plots/*.png`` and ``replays/*.html`` into a folder, each whole or not at all.
+    """Write ``report.html``, ``plots/``, ``tables/`` and ``replays/`` into a folder, each file whole or not at all.
 
     Args:
         config: the settings, shown as YAML.
@@ -87,9 +93,12 @@ def write_report(
     images = folder / "plots"
     images.mkdir(parents=True, exist_ok=True)
     for plot in drawn:
-        write_whole(images / f"{plot.name}.png", plot.png)
+        for kind, content in plot.files.items():
+            write_whole(images / f"{plot.name}.{kind}", content)
     for name in {*plots.NAMES} - {plot.name for plot in drawn}:  # plots of an earlier report
-        (images / f"{name}.png").unlink(missing_ok=True)
+        for kind in plots.FORMATS:
+            (images / f"{name}.{kind}").unlink(missing_ok=True)
+    write_tables(folder / "tables", summary)
     write_whole(folder / "report.html", page.encode(errors="replace"))  # a model may write half a surrogate pair
     return folder / "report.html"
 
@@ -156,6 +165,7 @@ def render(
         overhead=overhead,
         failed=[(record.get("key", "–"), first_line(record["error"])) for record in failed[:MAX_FAILURES_LISTED]],
         failed_more=max(0, len(failed) - MAX_FAILURES_LISTED),
+        perplexity=plots.WHAT_PERPLEXITY_REWARDS,
         light=plots.LIGHT,
         dark=plots.DARK,
     )
@@ -186,7 +196,7 @@ def answer(summary: Mapping[str, Any]) -> list[Markup]:
         nothing = "No generation succeeded, so there is nothing to compare. The errors are listed below."
         return [Markup(nothing if failed else "There are no generations to compare.")]
     best = fastest["method"]
-    sentences = [*speed_of(methods, fastest, level(summary))]
+    sentences = [*spread(fastest), *speed_of(methods, fastest, level(summary))]
     ratios = {n: m["against"]["tokens_per_second"]["ratio"] for n, m in methods.items() if m.get("against")}
     baseline = methods[best]["against"]["baseline"] if best in ratios else best
     if best in ratios:
@@ -206,8 +216,23 @@ def answer(summary: Mapping[str, Any]) -> list[Markup]:
     return sentences
 
 
+def spread(fastest: Mapping[str, Any]) -> Iterator[Markup]:
+    """Whether the measurements spread more than the fastest methods differ: then no other figure says much."""
+    if not fastest["unsettled"]:
+        return
+    ratios = [
+        ratio for name in fastest["unsettled"] if (ratio := fastest["rivals"].get(name)) and ratio["low"] is not None
+    ]
+    why = "The spread of this run is larger than its effect" if ratios else "This run is too small to show an effect"
+    *names, last = map(strong, [fastest["method"], *fastest["unsettled"]])
+    if len(names) == 1 and ratios:
+        yield say("{}: {} is {} as fast as {}.", why, names[0], times(ratios[0]), last)
+    else:
+        yield say("{}: which of {} and {} is the fastest is not settled.", why, Markup(", ").join(names), last)
+
+
 def speed_of(methods: Mapping[str, Any], fastest: Mapping[str, Any], level: str) -> Iterator[Markup]:
-    """The method with the highest mean speed, and whether it is settled that it is the fastest."""
+    """The method with the highest mean speed."""
     best = fastest["method"]
     speed = plots.interval(methods[best], "tokens_per_second")
     if speed is None:
@@ -221,9 +246,6 @@ def speed_of(methods: Mapping[str, Any], fastest: Mapping[str, Any], level: str)
         yield say("{} was the fastest: {}.", strong(best), figure)
     else:
         yield say("{} has the highest mean speed: {}.", strong(best), figure)
-        names = [strong(name) for name in fastest["unsettled"]]
-        others = Markup(" and ").join([Markup(", ").join(names[:-1]), names[-1]] if len(names) > 1 else names)
-        yield say("The measurements do not settle whether it is faster than {}.", others)
 
 
 def is_settled(method: Mapping[str, Any]) -> bool:
@@ -333,15 +355,13 @@ def table(summary: Mapping[str, Any]) -> Table:
     columns += metric_columns(
         methods, [(name, name, 1.0) for name in measured(methods) if name.startswith("perplexity ")]
     )
-    if any(method.get("pass_at_1") is not None for method in methods):
-        columns.append(("pass@1", [Cell(number(method.get("pass_at_1"))) for method in methods]))
     columns.append(("failed", [Cell(f"{method.get('failed') or 0:,}") for method in methods]))
     return as_table(methods, columns)
 
 
 def more_metrics(methods: list[Mapping[str, Any]]) -> Table:
     """The other metrics. A metric that has no heading here is shown under its own name."""
-    known = {"tokens_per_second", *(name for _, name, _ in COLUMNS + MORE_COLUMNS)}
+    known = {"tokens_per_second", *NOT_SHOWN, *(name for _, name, _ in COLUMNS + MORE_COLUMNS)}
     others = [(n, n, 1.0) for n in measured(methods) if n not in known and not n.startswith("perplexity ")]
     columns = metric_columns(methods, MORE_COLUMNS + others)
     for name, heading in (("bleu", "corpus BLEU"), ("chrf", "corpus chrF")):
@@ -405,6 +425,50 @@ def speed_up(method: Mapping[str, Any]) -> Cell:
 
 def agreement(counts: Mapping[str, Any] | None) -> Cell:
     return Cell(f"{counts['same']:,} of {counts['of']:,}") if counts and counts["of"] else Cell()
+
+
+def write_tables(folder: Path, summary: Mapping[str, Any]) -> None:
+    """Write the page's two tables for LaTeX, and all figures of the study as one CSV table."""
+    import pandas
+
+    folder.mkdir(parents=True, exist_ok=True)
+    columns = ["method", "mode", "category", "metric", "value", "low", "high", "n"]
+    every = pandas.DataFrame(figures(summary), columns=columns).astype({"n": "Int64"})
+    write_whole(folder / "methods.csv", every.to_csv(index=False).encode(errors="replace"))
+    for name, shown in (("methods", table(summary)), ("metrics", more_metrics(summary.get("methods", [])))):
+        cells = [[f"{c.text} ({c.interval})" if c.interval else c.text for c in row.cells] for row in shown.rows]
+        frame = pandas.DataFrame(cells, [row.method for row in shown.rows], shown.headings)
+        tex = frame.to_latex(escape=True, column_format="l" + "r" * len(shown.headings))
+        tex = tex.replace("–", "--").replace("×", r"$\times$")
+        write_whole(folder / f"{name}.tex", f"% It needs \\usepackage{{booktabs}}.\n{tex}".encode(errors="replace"))
+
+
+def figures(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """All figures of a study, each with its interval and its number of values where there are any."""
+    for method in summary.get("methods", []):
+        name = method["method"]
+        about = {"method": name, "mode": method["mode"]}
+        for metric, estimate in method.get("metrics", {}).items():
+            yield {**about, "metric": metric, **estimate, "value": estimate["mean"]}
+        for metric, value in (method.get("corpus") or {}).items():
+            yield {**about, "metric": f"corpus_{metric}", "value": value}
+        if method.get("pass_at_1") is not None:
+            yield {**about, "metric": "pass_at_1", "value": method["pass_at_1"]}
+        if (same := method.get("agreement")) and same["of"]:
+            yield {**about, "metric": "same_text", "value": same["same"] / same["of"], "n": same["of"]}
+        if method.get("against"):
+            ratio = method["against"]["tokens_per_second"]
+            yield {**about, "metric": "speed_up", **ratio, "value": ratio["ratio"]}
+        for place in summary.get("acceptance_by_position", {}).get(name, []):
+            share = {"value": place["accepted"] / place["drafted"], "n": place["drafted"]}
+            yield {**about, "metric": f"acceptance_at_{place['position']}", **place, **share}
+        for category, by_method in summary.get("categories", {}).items():
+            for metric, value in by_method.get(name, {}).items():
+                here = {**about, "category": category, "metric": metric}
+                if metric == "against" and value:
+                    yield {**here, "metric": "speed_up", **value, "value": value["ratio"]}
+                elif metric not in ("against", "n"):
+                    yield {**here, "value": value, "n": by_method[name].get("n")}
 
 
 def facts(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, list[tuple[str, str]]]]:

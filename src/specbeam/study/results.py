@@ -1,7 +1,7 @@
 """A run's folder: its fingerprint, and every generation as soon as it is finished.
 
-``generations.jsonl`` and ``scores.jsonl`` are journals (:mod:`specbeam.jobs.journal`). So a run that was killed goes on
-where it was when the same command is given again.
+``generations.jsonl``, ``scores.jsonl`` and ``recordings.jsonl`` are journals (:mod:`specbeam.jobs.journal`). So a run
+that was killed goes on where it was when the same command is given again.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import replacing, write_whole
 from specbeam.jobs.journal import Entry, Journal, entries_in
 from specbeam.jobs.lock import locked
+from specbeam.recording import Event
 from specbeam.study.old_names import OLD_MODES
 
 Record = dict[str, Any]
-GENERATIONS, SCORES, FINGERPRINT, CONFIG, SUMMARY = (
+GENERATIONS, SCORES, RECORDINGS, FINGERPRINT, CONFIG, SUMMARY = (
     "generations.jsonl",
     "scores.jsonl",
+    "recordings.jsonl",
     "fingerprint.json",
     "config.yaml",
     "summary.json",
@@ -91,6 +93,7 @@ class Run:
         fingerprint: all that the results depend on: config, models, data, versions, machine.
         records: the finished generations by their keys, in the order in which they finished.
         scores: the scores of texts, measured after their generation, by the same keys.
+        recordings: the events of some generations, by the same keys. Each was recorded in a generation of its own.
 
     Raises:
         SpecbeamError: the folder holds another run, another process uses it, or it cannot be written.
@@ -101,6 +104,7 @@ class Run:
         self.fingerprint = json.loads(json.dumps(fingerprint))
         self.records: dict[str, Record] = {}
         self.scores: dict[str, Any] = {}
+        self.recordings: dict[str, list[Event]] = {}
         with ExitStack() as opened:
             self._open(opened, config)
             self._opened = opened.pop_all()
@@ -129,6 +133,10 @@ class Run:
             checked(entry, ("key", "scores"), folder / SCORES)
             self.scores[entry["key"]] = entry["scores"]
 
+        def take_recording(entry: Entry, _: int) -> None:
+            checked(entry, ("key", "events"), folder / RECORDINGS)
+            self.recordings[entry["key"]] = entry["events"]
+
         with reporting_full_disk(folder):
             if before is None:
                 write_whole(folder / CONFIG, config)
@@ -137,6 +145,8 @@ class Run:
             opened.callback(self._generations.close)
             self._scores = Journal(folder / SCORES, take_scores)
             opened.callback(self._scores.close)
+            self._recordings = Journal(folder / RECORDINGS, take_recording)
+            opened.callback(self._recordings.close)
 
     def add(self, record: Record) -> None:
         """Keep a finished generation."""
@@ -149,6 +159,12 @@ class Run:
         self.scores[key] = dict(scores)
         with reporting_full_disk(self.folder):
             self._scores.append({"key": key, "scores": scores})
+
+    def add_recording(self, key: str, events: list[Event]) -> None:
+        """Keep the recording of a generation."""
+        self.recordings[key] = events
+        with reporting_full_disk(self.folder):
+            self._recordings.append({"key": key, "events": events})
 
     def close(self) -> None:
         self._opened.close()
@@ -235,7 +251,7 @@ def write_parquet(path: Path, records: Iterable[Record]) -> None:
 
 
 def _plain(name: str, value: Any) -> Any:
-    if name in ("token_ids", "times", "references"):
+    if name in ("token_ids", "times", "piece_tokens", "references"):
         return value
     return json.dumps(value, ensure_ascii=False) if isinstance(value, dict | list) else value
 

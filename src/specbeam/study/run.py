@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -29,9 +30,12 @@ from specbeam.study.results import (
     reporting_full_disk,
     write_parquet,
 )
+from specbeam.study.samples import chosen
 from specbeam.study.summary import summarize
 from specbeam.study.tracking import tracker_of
-from specbeam.study.work import Work, begun, jobs_of_turn, make_work
+from specbeam.study.work import Work, begun, jobs_of_turn, key_of, make_work
+
+logger = logging.getLogger("specbeam")
 
 KEYS_WITHOUT_EFFECT = ("output", "tracking", "launcher")
 """Keys of the configuration that do not change results."""
@@ -88,7 +92,10 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
             generating = sum(record["wall"] for record in run.records.values())
             progress.say("scoring the texts")
             _score(study, config, run, work)
-            records = [*run.records.values()]
+            progress.say("recording what the report shows")
+            first = [key_of(method.name, rows[0].id, 0, 0) for method in methods(study)]
+            _record(study, config, run, work, first)
+            records = [with_recording(record, run.recordings, first) for record in run.records.values()]
             summary = _summarize(study, records, run.scores)
             overhead = max(0.0, time.perf_counter() - began - progress.spent)
             with reporting_full_disk(folder):
@@ -212,6 +219,36 @@ def _generate(
     return made[0] if made else None
 
 
+def _record(study: Study, config: Mapping[str, Any], run: Run, work: Work | None, first: Sequence[str]) -> None:
+    """Record the generations that the report shows, where recordings are missing.
+
+    These are each method's generation for the first prompt, and the samples with drafts. Each runs once more for that:
+    a trace costs time, and methods that are measured with one look slower than they are.
+
+    Args:
+        first: the keys for the first prompt.
+    """
+    drafted = [r["key"] for _, r in chosen([*run.records.values()]) if r["stats"]["drafted"]]
+    for key in dict.fromkeys([*first, *drafted]):
+        record = run.records.get(key)
+        if record is None or record["error"] is not None or key in run.recordings:
+            continue
+        work = work or make_work(config)()
+        try:
+            events = work.recording(_said(record, run.records), record)
+        except Exception as error:  # the report does without it
+            logger.warning("%s was not recorded: %s", key, " ".join(str(error).split()))
+        else:
+            run.add_recording(key, events)
+
+
+def with_recording(record: Record, recordings: Mapping[str, Any], first: Sequence[str]) -> Record:
+    """A generation with its trace, if it was recorded, and with its recording, if it is for the first prompt."""
+    events = recordings.get(record["key"])
+    trace = [event for event in events if event["event"] == "round"] if events else None
+    return record | {"trace": trace, "recording": events if record["key"] in first else None}
+
+
 def _score(study: Study, config: Mapping[str, Any], run: Run, work: Work | None) -> None:
     """Add perplexities, and whether programs pass their tests, where they are missing.
 
@@ -245,7 +282,7 @@ def _said(record: Record, records: Mapping[str, Record]) -> list[dict[str, str]]
     """The messages that a text answers."""
     messages = []
     for turn in range(record["turn"]):
-        before = records[f"{record['method']}|{record['row']}|{turn}|{record['repeat']}"]
+        before = records[key_of(record["method"], record["row"], turn, record["repeat"])]
         messages += [
             {"role": "user", "content": before["prompt"]},
             {"role": "assistant", "content": before["text"]},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -80,31 +80,39 @@ class Sample:
     lookup: bool
 
 
-def samples(records: list[dict[str, Any]]) -> list[Sample]:
-    """The samples to show: in each category the one whose drafts gained most, methods in turn, and the worst one."""
+def samples(records: Sequence[Mapping[str, Any]]) -> list[Sample]:
+    """The samples to show."""
+    return [sample(record, why) for why, record in chosen(records)]
+
+
+def chosen(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+    """The generations to show, each with why.
+
+    In each category it is the one whose drafts gained most, methods in turn. The last one is the worst.
+    """
     good = [record for record in records if not record.get("error") and record.get("text")]
-    drafted = [record for record in good if any(entry["drafted"] for entry in record.get("trace") or [])]
+    drafted = [record for record in good if (record.get("stats") or {}).get("drafted")]
     shown: Counter[str] = Counter()
-    chosen: list[tuple[str, dict[str, Any]]] = []
+    found: list[tuple[str, Mapping[str, Any]]] = []
     pool = drafted or good
     most = MAX_SAMPLES - 1 if drafted else MAX_SAMPLES
     for category in dict.fromkeys(record.get("category") for record in pool):
-        if len(chosen) == most:
+        if len(found) == most:
             break
         here = [record for record in pool if record.get("category") == category]
         best = min(here, key=lambda record: (shown[record["method"]], -gain(record)))
         shown[best["method"]] += 1
-        chosen.append(("", best))
+        found.append(("", best))
     for method in dict.fromkeys(record["method"] for record in drafted):  # where there are few categories
-        if not shown[method] and len(chosen) < most:
+        if not shown[method] and len(found) < most:
             here = [record for record in drafted if record["method"] == method]
             shown[method] += 1
-            chosen.append(("", max(here, key=gain)))
+            found.append(("", max(here, key=gain)))
     if drafted:
         worst = min(drafted, key=accepted_share)
-        if all(record is not worst for _, record in chosen):
-            chosen.append(("the fewest guesses accepted", worst))
-    return [sample(record, why) for why, record in chosen]
+        if all(record is not worst for _, record in found):
+            found.append(("the fewest guesses accepted", worst))
+    return found
 
 
 def accepted_share(record: Mapping[str, Any]) -> float:
@@ -117,16 +125,19 @@ def gain(record: Mapping[str, Any]) -> float:
 
 
 def sample(record: Mapping[str, Any], why: str) -> Sample:
-    """The sample that shows a generation."""
+    """The sample that shows a generation.
+
+    The trace shows a generation of its own, which may draft differently, since drafts adapt to measured times. So its
+    passes and guesses are counted in the trace.
+    """
     trace = record.get("trace") or []
     stats = record.get("stats") or {}
     beams = any(len(step) > 1 for entry in trace for step in entry["steps"])
     facts = [several(stats["new_tokens"], "token")] if stats.get("new_tokens") else []
-    if stats.get("target_passes"):
-        passes = stats["target_passes"]
+    if passes := len(trace) or stats.get("target_passes"):
         facts.append(f"{passes:,} {'pass' if passes == 1 else 'passes'} of the target")
-    if stats.get("drafted"):
-        facts.append(f"{stats.get('accepted', 0):,} of {stats['drafted']:,} guesses accepted")
+    if guesses := [guess["accepted"] for entry in trace for guess in entry["drafted"]]:
+        facts.append(f"{sum(guesses):,} of {len(guesses):,} guesses accepted")
     rounds = sorted((i for i, one in enumerate(trace) if one["drafted"]), key=lambda i: -instructive(trace[i]))
     pieces = align(origins(record), record["text"])
     return Sample(

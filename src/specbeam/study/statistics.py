@@ -86,6 +86,14 @@ def bootstrap_mean(values: Sequence[float], confidence: float = 0.95, seed: int 
     return Estimate(mean, low, high, len(values))
 
 
+def share_interval(part: int, whole: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Wilson's score interval (1927) of a share, which is sound for few counts and for shares of 0 and 1."""
+    from scipy.stats import binomtest
+
+    found = binomtest(part, whole).proportion_ci(confidence, method="wilson")
+    return float(found.low), float(found.high)
+
+
 def paired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.95, seed: int = 0) -> Comparison | None:
     """The geometric mean of a / b over pairs, with a bootstrap interval over the pairs.
 

@@ -91,7 +91,7 @@ def summarize(
                 by_name["against"] = found and asdict(found)
             del by_name["units"]
             summary["categories"].setdefault(category, {})[method] = by_name
-        summary["acceptance_by_position"][method] = acceptance_by_position(good)
+        summary["acceptance_by_position"][method] = acceptance_by_position(good, confidence)
         summary["time"][method] = time_by_component(good)
     summary["fastest"] = _fastest(speeds, confidence)
     return summary

@@ -25,7 +25,7 @@ KEPT_OF_TEXTS = ("text", "token_ids", "score", "log_prob")
 """The attributes of :class:`specbeam.Sequence` that are kept of each text."""
 
 Job = dict[str, Any]
-"""A method's name, a row, the turn and the repeat, the messages so far, and whether the generation is recorded."""
+"""A method's name, a row, the turn and the repeat, the seed, and the messages so far."""
 
 
 class Work:
@@ -65,14 +65,12 @@ class Work:
     def _generate(self, method: Method, job: Job) -> Record:
         lm, draft = self.models(method)
         prompt, how = self._asked(lm, job["messages"])
-        options = method.options | {"trace": method.draft is not None}
-        if options["do_sample"]:
-            options["seed"] = job["seed"]
+        options = self._options(method, job["seed"])
         if method.name not in self._warm:
             few = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"]), "min_new_tokens": 0}
             self._run(lm, prompt, few, draft, how)
             self._warm.add(method.name)
-        result, times = self._run(lm, prompt, options, draft, how)
+        result, times, tokens = self._run(lm, prompt, options, draft, how)
         stats = result.to_dict()["stats"]
         return {
             "rendered": show_prompt(lm, prompt, **how) if self.study.debug.render_input_text else None,
@@ -83,14 +81,17 @@ class Work:
             "stats": stats,
             "draft_precision": draft.precision if isinstance(draft, LanguageModel) else None,
             "times": times,
-            "trace": result.trace,
-            "recording": self._recording(lm, prompt, options, draft, how) if job["is_recorded"] else None,
+            "piece_tokens": tokens,
         }
 
-    def _recording(self, lm: LanguageModel, prompt: Any, options: Any, draft: Any, how: Any) -> list[Event]:
+    def recording(self, messages: list[dict[str, str]], record: Record) -> list[Event]:
         """The events of a generation. It runs once more for them, so that the measured one has no further work."""
-        chosen = Options.of(options | {"trace": True, "top_logprobs": LIKELIEST})
-        result, _ = self._run(lm, prompt, chosen, draft, how)
+        method = self.methods[record["method"]]
+        lm, draft = self.models(method)
+        prompt, how = self._asked(lm, messages)
+        seed = seed_of(self.study, record["row"], record["turn"], record["repeat"])
+        chosen = Options.of(self._options(method, seed) | {"trace": True, "top_logprobs": LIKELIEST})
+        result, *_ = self._run(lm, prompt, chosen, draft, how)
         name = draft.source if isinstance(draft, LanguageModel) else draft
         return [finite(event) for event in events(lm, encode(lm, prompt, **how), chosen, name, result)]
 
@@ -115,6 +116,10 @@ class Work:
             ((_, log_prob, _),) = score(lm, [(encode(lm, prompt, **how), list(token_ids))])
         return math.exp(-log_prob / len(token_ids))
 
+    def _options(self, method: Method, seed: int) -> dict[str, Any]:
+        """The options of one of a method's generations. The seed is for methods that sample."""
+        return method.options | ({"seed": seed} if method.options["do_sample"] else {})
+
     def _asked(self, lm: LanguageModel, messages: list[dict[str, str]]) -> tuple[Any, dict[str, Any]]:
         """The prompt for some messages, and the options that say how to read it."""
         chat = self.study.chat
@@ -122,17 +127,26 @@ class Work:
             return messages[-1]["content"], {"raw": chat.raw}
         return messages, {"system": chat.system_prompt if chat.use_system_prompt else None}
 
-    def _run(self, lm: LanguageModel, prompt: Any, options: Any, draft: Any, how: Any) -> tuple[Any, list[float]]:
-        """A result, and the seconds after which each piece of its text came."""
+    def _run(
+        self, lm: LanguageModel, prompt: Any, options: Any, draft: Any, how: Any
+    ) -> tuple[Any, list[float], list[int]]:
+        """A result, the seconds after which each piece of its text came, and the tokens of each piece."""
         engine = Engine(lm)
         start = time.perf_counter()
         request = engine.submit(prompt, options, draft=draft, **how)
+        pieces, more = request.pieces, True
         times: list[float] = []
-        while engine.step():
-            if any(piece.text for piece in request.pieces):
+        tokens: list[int] = []
+        waiting = 0  # tokens whose text has not come
+        while more:
+            more = engine.step()
+            waiting += sum(len(piece.token_ids) for piece in pieces)
+            if waiting and any(piece.text for piece in pieces):
                 times.append(time.perf_counter() - start)
-            request.pieces.clear()
-        return request.result(), times
+                tokens.append(waiting)
+                waiting = 0
+            pieces.clear()
+        return request.result(), times, tokens
 
     def _load(self, source: str | None, how: Mapping[str, Any]) -> LanguageModel:
         assert source is not None
@@ -166,8 +180,7 @@ def make_work(config: Mapping[str, Any]) -> Callable[[], Work]:
 def jobs_of_turn(study: Study, rows: list[Any], turn: int, records: Mapping[str, Record]) -> list[Job]:
     """The jobs of a turn that are not done yet, all methods of a row one after the other.
 
-    The first method changes from row to row, so that a machine that becomes slower favours none. The first prompt's
-    generations are recorded.
+    The first method changes from row to row, so that a machine that becomes slower favours none.
     """
     names = [method.name for method in methods(study)]
     found = []
@@ -177,8 +190,8 @@ def jobs_of_turn(study: Study, rows: list[Any], turn: int, records: Mapping[str,
                 continue
             first = (number + repeat) % len(names)
             for method in [*names[first:], *names[:first]]:
-                key = f"{method}|{row.id}|{turn}|{repeat}"
-                said = [records.get(f"{method}|{row.id}|{t}|{repeat}") for t in range(turn)]
+                key = key_of(method, row.id, turn, repeat)
+                said = [records.get(key_of(method, row.id, t, repeat)) for t in range(turn)]
                 if key in records or any(record is None or record["error"] for record in said):
                     continue
                 messages = []
@@ -186,14 +199,18 @@ def jobs_of_turn(study: Study, rows: list[Any], turn: int, records: Mapping[str,
                     assert record is not None
                     messages += [{"role": "user", "content": text}, {"role": "assistant", "content": record["text"]}]
                 messages.append({"role": "user", "content": row.turns[turn]})
-                seed = hash_of(study.seed, row.id, turn, repeat)
-                found.append(
-                    {"key": key, "method": method, "row": vars(row), "turn": turn, "repeat": repeat, "seed": seed}
-                    | {"messages": messages, "is_recorded": number == turn == repeat == 0}
-                )
+                seed = seed_of(study, row.id, turn, repeat)
+                job = {"key": key, "method": method, "row": vars(row), "turn": turn, "repeat": repeat, "seed": seed}
+                found.append(job | {"messages": messages})
     return found
 
 
-def hash_of(*parts: Any) -> int:
-    """A seed from some parts: the same on every machine."""
+def key_of(method: str, row: str, turn: int, repeat: int) -> str:
+    """The key of a generation."""
+    return f"{method}|{row}|{turn}|{repeat}"
+
+
+def seed_of(study: Study, row: str, turn: int, repeat: int) -> int:
+    """The seed of a prompt's generations: the same for all methods, and on every machine."""
+    parts = (study.seed, row, turn, repeat)
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "big")

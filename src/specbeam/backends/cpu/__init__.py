@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, choose, needs_torch
-from specbeam.backends.cpu.library import AheadStruct, ModelConfigStruct, address, library
+from specbeam.backends.cpu.library import SHOW, AheadStruct, ModelConfigStruct, address, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.backends.devices import memory_for_caches, peak_memory
 from specbeam.checkpoints.checkpoint import Checkpoint
@@ -131,6 +131,8 @@ class CpuBackend:
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],
+        every: int = 1,
+        show: Callable[[list[Answer]], object] | None = None,
     ) -> list[Answer]:
         rows = [slice(*both) for both in pairwise(accumulate((len(s.tokens) for s in segments), initial=0))]
         asked = list(zip(rows, wishes, strict=True))
@@ -142,6 +144,16 @@ class CpuBackend:
         structs, kept = _structs(segments)
         ahead, kept_ahead = _ahead_structs(segments, beams, passes)
         last, done = np.array([*ends], np.int64), np.zeros(1, np.int64)
+        failures: list[BaseException] = []
+
+        def show_all(so_far: int) -> int:
+            try:
+                assert show is not None
+                show(choice.answers_ahead(so_far))
+            except BaseException as error:  # it cannot pass through native code
+                failures.append(error)
+            return not failures
+
         with self._one_pass:
             wrong = self._library.specbeam_forward_ahead(
                 self._model,
@@ -154,11 +166,15 @@ class CpuBackend:
                 address(last),
                 len(last),
                 address(halt),
+                every,
+                SHOW() if show is None else SHOW(show_all),
                 address(done),
             )
         del kept, kept_ahead
         if wrong:
             raise RuntimeError(f"passes were refused: {wrong.decode()}")
+        if failures:
+            raise failures.pop()
         return choice.answers_ahead(int(done[0]))
 
     def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:

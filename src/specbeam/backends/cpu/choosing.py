@@ -134,9 +134,11 @@ class Choice:
         """The answers about the logits of the passes that were done. Only the last one has its logits."""
         by_pass = [array.reshape(self.passes, -1)[:done] for array in self._outputs]
         tokens, noise, log_probs, scores, _, normalizers, totals = by_pass
+        columns = self.logits.shape[1]
         answers = []
         for (rows, wish), (_, n, vocab, most, at, _, _, row, *_) in zip(self.wishes, self.fields, strict=True):
             found, of_rows, shape = slice(at, at + n * most), slice(row, row + n), (done * n, most)
+            here = self.logits if vocab == columns else self.logits[:, :vocab]
             answers.append(
                 Answer(
                     tokens[:, found].reshape(shape),
@@ -146,7 +148,7 @@ class Choice:
                     None if wish.noise is None else noise[:, found].reshape(shape),
                     None,
                     totals[:, of_rows].reshape(-1) if wish.total else None,
-                    ((self.logits[:, :vocab], rows),),
+                    ((here, rows),),
                 )
             )
         return answers

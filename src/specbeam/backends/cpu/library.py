@@ -16,7 +16,7 @@ from specbeam.errors import SpecbeamError
 
 NAME = "libspecbeam_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 """As in native/model.h. Raise both when a function or a structure changes."""
 
 
@@ -86,6 +86,9 @@ class AheadStruct(ctypes.Structure):
     _fields_ = [("slots", c_void_p), ("scores", c_void_p), ("best_above", c_double), ("all_above", c_double)]
 
 
+SHOW = ctypes.CFUNCTYPE(c_int32, c_int64)
+"""Is called during passes ahead with the number of passes so far. Returns 0 if there is to be no further one."""
+
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "abi_version": (c_int32, [c_int64] * 5),
     "isa": (c_char_p, [c_char_p]),
@@ -109,7 +112,7 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "choose": (c_char_p, [c_void_p, c_void_p]),
     "forward_ahead": (
         c_char_p,
-        [c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_int64, *[c_void_p] * 2],
+        [c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_int64, c_void_p, c_int64, SHOW, c_void_p],
     ),
     "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
     "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),

@@ -21,15 +21,18 @@ from specbeam.backends.torch.transformer import Transformer
 from specbeam.checkpoints import packed
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
 from specbeam.checkpoints.fingerprint import Extent, fingerprint
+from specbeam.checkpoints.finite import not_finite
 from specbeam.errors import SpecbeamError
 from specbeam.machine import keep_in_memory
 
 logger = logging.getLogger("specbeam")
 
-LAYOUT_VERSION = 3
-"""Of the packed layouts. A file of another version is packed again."""
+LAYOUT_VERSION = 4
+"""Of the packed layouts. A file of another version is packed again: before 4, weights might not be finite."""
 F32, Q8, Q4_MIN = 0, 1, 6
 """The formats of native/formats.h that weights are quantized to here."""
+NOT_FINITE = -2
+"""As in native/api.cpp."""
 FILE_MAGIC, PAGE_BYTES, ALIGNMENT_BYTES = b"specbeam", 4096, 64
 PIECE_ELEMENTS = 1 << 22
 """The elements that a thread quantizes at once."""
@@ -97,7 +100,8 @@ def load_weights(checkpoint: Checkpoint, mode: str) -> Weights:
             head.
 
     Raises:
-        SpecbeamError: a tensor is missing or unknown, or the configuration asks for another shape.
+        SpecbeamError: a tensor is missing or unknown, the configuration asks for another shape, or weights are not
+            finite.
     """
     plan, size = _plan(checkpoint, mode)
     if mode == "float32" or size < MIN_FILE_BYTES:  # float32 weights would copy the checkpoint
@@ -152,7 +156,10 @@ def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Itera
     if part.rows == 1 and part.format == F32 and len(checkpoint.shape(part.source)) == 1:
 
         def vector() -> None:
-            out[:] = _floats(checkpoint, part.source, 0, part.columns).view(np.uint8)
+            values = _floats(checkpoint, part.source, 0, part.columns)
+            if not np.isfinite(values).all():
+                raise not_finite(*checkpoint.place(part.source))
+            out[:] = values.view(np.uint8)
 
         yield part.columns, vector
         return
@@ -183,6 +190,14 @@ def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Itera
                 to = out[start // 16 * block_size :]
                 status = library().specbeam_quantize(
                     part.format, values.ctypes.data, stop - start, part.columns, to.ctypes.data
+                )
+            if status == NOT_FINITE:
+                if part.raw or not np.isfinite(values).all():
+                    raise not_finite(*checkpoint.place(part.source))
+                most = np.abs(values).max()
+                raise SpecbeamError(
+                    f"{checkpoint.path}: tensor {part.source} has weights of up to {most:.3g}, too large for int8 and "
+                    "int4: load it with dtype='float32'"
                 )
             if status:
                 raise SpecbeamError(f"{checkpoint.path}: tensor {part.source} cannot be packed: its size is wrong")

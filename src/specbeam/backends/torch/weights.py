@@ -9,6 +9,8 @@ from torch import nn
 
 from specbeam.backends.torch.transformer import Transformer
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
+from specbeam.checkpoints.finite import are_finite, not_finite
+from specbeam.errors import SpecbeamError
 
 PIECE_ELEMENTS = 1 << 20
 """Elements read at once: they stay in a processor's cache while they are dequantized."""
@@ -21,7 +23,8 @@ def load_weights(model: Transformer, checkpoint: Checkpoint, device: torch.devic
     pieces, never a second copy.
 
     Raises:
-        SpecbeamError: a tensor is missing, unknown or has another shape than the configuration asks for.
+        SpecbeamError: a tensor is missing, unknown or has another shape than the configuration asks for, or its weights
+            are not finite.
     """
     checkpoint.check_tensors({name: tuple(p.shape) for name, p in model.named_parameters()})
     for module in model.modules():
@@ -44,7 +47,17 @@ def _pieces(checkpoint: Checkpoint, name: str, parameter: torch.Tensor) -> Itera
             target = parameter[row + start : row + stop]
 
             def fill(source: str = source, start: int = start, stop: int = stop, target: torch.Tensor = target) -> None:
-                target.copy_(checkpoint.read(source, start, stop))
+                weights = checkpoint.read(source, start, stop)
+                target.copy_(weights)
+                if are_finite(target):
+                    return
+                if are_finite(weights):
+                    name = str(target.dtype).removeprefix("torch.")
+                    raise SpecbeamError(
+                        f"{checkpoint.path}: tensor {source} has weights of up to {weights.abs().max():.3g}, too "
+                        f"large for {name}: load it with dtype='bfloat16' or 'float32'"
+                    )
+                raise not_finite(*checkpoint.place(source))
 
             yield target.numel(), fill
         row += rows

@@ -71,8 +71,8 @@ function bodyOf(form) {
 
 function requestOf(form, ids = null) {
   const body = bodyOf(form);
-  if (ids || form.as === "raw") return ["/rounds/completions", { ...body, prompt: ids || form.prompt, logprobs: LIKELIEST }];
-  return ["/rounds/chat", { ...body, messages: [{ role: "user", content: form.prompt }], logprobs: true, top_logprobs: LIKELIEST }];
+  if (ids || form.as === "raw") return ["rounds/completions", { ...body, prompt: ids || form.prompt, logprobs: LIKELIEST }];
+  return ["rounds/chat", { ...body, messages: [{ role: "user", content: form.prompt }], logprobs: true, top_logprobs: LIKELIEST }];
 }
 
 const useRedraw = () => useReducer((n) => n + 1, 0)[1];
@@ -103,7 +103,7 @@ function App() {
 
   useEffect(() => {
     const headers = key ? { Authorization: `Bearer ${key}` } : {};
-    fetch("/v1/models", { headers }).then(async (response) => {
+    fetch("v1/models", { headers }).then(async (response) => {
       if (response.status === 401) { setNeedsKey(true); return; }
       if (!response.ok) throw new Error((await errorOf(response)).message);
       const { data } = await response.json();
@@ -163,7 +163,7 @@ function App() {
   return html`
     <a class="skip" href="#main" onClick=${(e) => { e.preventDefault(); document.getElementById("main").focus(); }}>Skip to the picture</a>
     <header class="top">
-      <h1><img src="/page/icon.svg" alt="" width="26" height="26" /> specbeam</h1>
+      <h1><img src="page/icon.svg" alt="" width="26" height="26" /> specbeam</h1>
       <nav aria-label="Views">${VIEWS.map(([name, title]) => html`<button key=${name} class="tab" aria-current=${view === name ? "page" : null} onClick=${() => setView(name)}>${title}</button>`)}</nav>
       <button class="quiet" onClick=${copyLink} title="The link holds the prompt and the options">${isCopied ? "Copied ✓" : "Copy link"}</button>
     </header>
@@ -361,7 +361,7 @@ function Player({ run, player, speed, setSpeed, redraw, view, isCollapsed, toggl
     setTimeout(() => URL.revokeObjectURL(link.href), 1000);
   };
   const savePage = async () => {
-    const page = await fetch("/page/replay.html").then((response) => response.text(), () => null);
+    const page = await fetch("page/replay.html").then((response) => response.text(), () => null);
     if (page === null) { setError({ message: "The page cannot be saved, since the server does not answer. Save writes the recording." }); return; }
     const lines = run.lines.replace(/</g, "\\u003c"); // it could end the element that holds them
     save(page.replace('id="recording">\n', (start) => start + lines), "specbeam-run.html", "text/html");
@@ -579,7 +579,7 @@ function ChatPage(all) {
   const textOf = (message) => message.run ? (message.run.end ? message.run.end.sequences[0].text : message.run.events.map((event) => event.text || "").join("")) : message.content;
   const answer = () => {
     const messages = chat.map((message) => ({ role: message.role, content: textOf(message) }));
-    const run = start("/rounds/chat", { ...bodyOf(form), messages, logprobs: true, top_logprobs: LIKELIEST });
+    const run = start("rounds/chat", { ...bodyOf(form), messages, logprobs: true, top_logprobs: LIKELIEST });
     chat.push({ role: "assistant", run });
     run.done.then(() => setSays(run.error ? "" : "The answer is there."));
     redraw();

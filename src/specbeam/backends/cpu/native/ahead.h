@@ -63,6 +63,8 @@ class GrowingText {
   template <class IsEnd> bool choose(const Choice &c, const IsEnd &is_end) {
     const float *found = c.scores + wish.most_place;
     answered = c.tokens + wish.most_place;
+    for (int64_t i = 0; i < segment.nodes; i++)
+      if (!std::isfinite(c.normalizers[wish.row_place + i])) return false;  // a logit is NaN or +inf, or all are -inf
     if (!ahead.scores) {
       chosen[0] = 0;
       return found[0] != -INFINITY && !is_end(answered[0]);

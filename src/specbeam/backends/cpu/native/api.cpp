@@ -29,6 +29,7 @@
 namespace specbeam {
 
 static const char *const OUT_OF_MEMORY = "out of memory";
+constexpr int32_t NOT_FINITE = -2;  // a weight is NaN or infinite, or a scale is too large for a half float
 
 #define SPECBEAM_TABLE(isa) \
   namespace isa {           \
@@ -329,7 +330,7 @@ int64_t specbeam_matrix_bytes(int32_t format, int64_t rows, int64_t columns) {
 
 int32_t specbeam_format_of(int32_t type) { return format_of(type) == FORMAT_COUNT ? -1 : format_of(type); }
 
-// Returns 0, or -1 if the sizes do not fit.
+// Returns 0, -1 if the sizes do not fit, or NOT_FINITE.
 int32_t specbeam_pack(int32_t type, const uint8_t *source, int64_t bytes, int64_t rows, int64_t columns,
                       const int64_t *order, int64_t first, int64_t last, uint8_t *out) {
   if (specbeam_matrix_bytes(format_of(type), rows, columns) < 0 || columns % columns_per_block(type)) return -1;
@@ -337,15 +338,17 @@ int32_t specbeam_pack(int32_t type, const uint8_t *source, int64_t bytes, int64_
   if (first < 0 || last > blocks_of(rows)) return -1;
   for (int64_t row = 0; order && row < rows; row++)
     if (order[row] < 0 || order[row] >= rows) return -1;
-  for (int64_t block = first; block < last; block++) pack_block(type, source, rows, columns, order, block, out);
+  for (int64_t block = first; block < last; block++)
+    if (!pack_block(type, source, rows, columns, order, block, out)) return NOT_FINITE;
   return 0;
 }
 
+// Returns 0, -1 if the sizes do not fit, or NOT_FINITE.
 int32_t specbeam_quantize(int32_t format, const float *source, int64_t rows, int64_t columns, uint8_t *out) {
   if ((format != F32_ROWS && format != Q8 && format != Q4_MIN) || !source || !out) return -1;
   if (specbeam_matrix_bytes(format, rows, columns) < 0) return -1;
   for (int64_t block = 0; block < blocks_of(rows); block++)
-    quantize_block(Format(format), source, rows, columns, block, out);
+    if (!quantize_block(Format(format), source, rows, columns, block, out)) return NOT_FINITE;
   return 0;
 }
 
@@ -503,6 +506,9 @@ const char *specbeam_choose(void *model, const Choice *choice) {
 // which another thread changes `halt` from 0. Returns the error, or null; then `done` is the number of passes. After an
 // error the slots of the last pass are empty.
 //
+// After every `every` passes but the last one, `show` is called with the number of passes so far, unless it is null.
+// Their results are in their places then. If it returns 0, there is no further pass.
+//
 // The choice has a wish for each segment, about its nodes. The positions of its noise go on by one. Each pass
 // overwrites the logits, which are the choice's. Its results lie in the places of `choice`, plus the number of the pass
 // times the sizes.
@@ -515,10 +521,12 @@ const char *specbeam_choose(void *model, const Choice *choice) {
 // - the best sum is not above best_above, or the sum of a next beam is not above all_above.
 const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t count, const Ahead *ahead,
                                    float *logits, const Choice *choice, int64_t passes, const int64_t *ends,
-                                   int64_t end_count, const int32_t *halt, int64_t *done) {
+                                   int64_t end_count, const int32_t *halt, int64_t every, int32_t (*show)(int64_t),
+                                   int64_t *done) {
   if (!segments || count < 1 || count > INT32_MAX || passes < 1 || passes > INT32_MAX) return "there is nothing to do";
   if (!ahead || !choice || choice->logits != logits || !halt || !done || end_count < 0 || (end_count && !ends))
     return "an array is missing";
+  if (show && every < 1) return "results are to be shown after no pass";
   if (const char *reason = wrong(*choice)) return reason;
   if (choice->wish_count != count) return "there is not one wish for the nodes of each segment";
   int64_t nodes = 0;
@@ -550,11 +558,13 @@ const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t
         return reason;
       if (const char *reason = specbeam_choose(model, &own)) return reason;
       for (GrowingText &text : texts) goes_on &= text.choose(own, is_end);
-      goes_on &= !__atomic_load_n(halt, __ATOMIC_RELAXED);
       for (uint32_t &position : drawn) position++;
       own.tokens += own.most_count, own.log_probs += own.most_count, own.scores += own.most_count;
       if (own.noise_count) own.noise += own.most_count;
       own.given_log_probs += own.given_count, own.normalizers += own.row_count, own.totals += own.row_count;
+      const int64_t so_far = *done + 1;
+      if (show && goes_on && so_far < passes && so_far % every == 0) goes_on = show(so_far);
+      goes_on &= !__atomic_load_n(halt, __ATOMIC_RELAXED);
     }
     return nullptr;
   } catch (const std::exception &) {

@@ -15,7 +15,7 @@ namespace specbeam {
 
 // The version of the functions of api.cpp and of the structures they take. When one changes, raise it here and in
 // library.py.
-constexpr int32_t ABI_VERSION = 7;
+constexpr int32_t ABI_VERSION = 8;
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH };
 

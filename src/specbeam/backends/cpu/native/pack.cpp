@@ -126,10 +126,21 @@ void pack_row(const Lane &to, int32_t type, const uint8_t *p) {
 // A whole number from `low` to `high`. NaN becomes 0.
 float rounded(float x, float low, float high) { return x == x ? std::clamp(std::nearbyint(x), low, high) : 0.0f; }
 
+// The highest magnitude, or NaN if there is one: as whole numbers, the bits of NaN are above the bits of infinity.
+float highest_magnitude(const float *x, int64_t n) {
+  int32_t highest = 0;
+  for (int64_t i = 0; i < n; i++) {
+    int32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    highest = std::max(highest, bits & 0x7fffffff);
+  }
+  float magnitude;
+  std::memcpy(&magnitude, &highest, 4);
+  return magnitude;
+}
+
 void quantize_int8(const Lane &to, int64_t g, const float *x, int n) {
-  float most = 0;
-  for (int i = 0; i < n; i++) most = std::max(most, std::fabs(x[i]));
-  uint16_t h = float_to_half(most / 127.0f);
+  const uint16_t h = float_to_half(highest_magnitude(x, n) / 127.0f);
   const float d = half_to_float(h);
   to.half(g, 0, h);
   for (int i = 0; i < GROUP_COLUMNS; i++) {
@@ -171,10 +182,24 @@ void quantize_int4(const Lane &to, int64_t g, const float *x, int n) {
       }
     }
   }
-  if (!(least < INFINITY)) best_m = float_to_half(low), std::memset(best, 0, sizeof best);
+  // Without a scale, all weights are 0, or they are too large for half floats.
+  if (!(least < INFINITY)) best_m = float_to_half(high > low ? INFINITY : 0.0f), std::memset(best, 0, sizeof best);
   to.half(g, 0, best_d);
   to.half(g, 1, best_m);
   for (int i = 0; i < GROUP_COLUMNS; i++) to.weight(g * GROUP_COLUMNS + i, i < n ? best[i] : 0);
+}
+
+// Whether the half-float scales of a block are finite. The K kind has half floats in its super scales.
+bool scales_are_finite(Format format, int64_t columns, const uint8_t *block) {
+  const Layout &layout = LAYOUTS[format];
+  const int64_t step = layout.super_scales ? GROUPS_PER_SUPER : 1;
+  const int bytes = layout.super_scales ? layout.super_scales : layout.group_scales;
+  bool finite = true;
+  for (int64_t g = 0; g < groups_of(columns); g += step) {
+    const uint8_t *p = block + (layout.super_scales ? super_scales : group_scales)(format, columns, g);
+    for (int i = 0; i < bytes; i += 2) finite &= (half_at(p + i) & 0x7c00) != 0x7c00;
+  }
+  return finite;
 }
 
 }  // namespace
@@ -211,7 +236,7 @@ int64_t row_bytes(int32_t type, int64_t columns) {
   }
 }
 
-void pack_block(int32_t type, const uint8_t *source, int64_t rows, int64_t columns, const int64_t *order, int64_t block,
+bool pack_block(int32_t type, const uint8_t *source, int64_t rows, int64_t columns, const int64_t *order, int64_t block,
                 uint8_t *out) {
   const Format format = format_of(type);
   uint8_t *to = out + block * block_bytes(format, columns);
@@ -220,13 +245,15 @@ void pack_block(int32_t type, const uint8_t *source, int64_t rows, int64_t colum
     const int64_t row = block * BLOCK_ROWS + lane;
     pack_row({format, to, columns, lane}, type, source + (order ? order[row] : row) * row_bytes(type, columns));
   }
+  return scales_are_finite(format, columns, to);
 }
 
-void quantize_block(Format format, const float *source, int64_t rows, int64_t columns, int64_t block, uint8_t *out) {
+bool quantize_block(Format format, const float *source, int64_t rows, int64_t columns, int64_t block, uint8_t *out) {
   uint8_t *to = out + block * block_bytes(format, columns);
   std::memset(to, 0, block_bytes(format, columns));
   for (int lane = 0; lane < BLOCK_ROWS && block * BLOCK_ROWS + lane < rows; lane++) {
     const float *x = source + (block * BLOCK_ROWS + lane) * columns;
+    if (format != Q8 && !std::isfinite(highest_magnitude(x, columns))) return false;  // of Q8, the scales show it
     if (format == F32_ROWS) {
       for (int64_t k = 0; k < columns; k++) ((float *)to)[k * BLOCK_ROWS + lane] = x[k];
       continue;
@@ -238,6 +265,7 @@ void quantize_block(Format format, const float *source, int64_t rows, int64_t co
       else quantize_int4(at, g, x + g * GROUP_COLUMNS, here);
     }
   }
+  return format == F32_ROWS || scales_are_finite(format, columns, to);
 }
 
 }  // namespace specbeam

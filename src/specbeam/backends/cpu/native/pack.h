@@ -22,10 +22,12 @@ int64_t columns_per_block(int32_t type);           // in the file
 int64_t row_bytes(int32_t type, int64_t columns);  // of a row in the file
 
 // Packs one block of 16 rows into its place in `out`. order: the source row of each row, or null for the same order.
-void pack_block(int32_t type, const uint8_t *source, int64_t rows, int64_t columns, const int64_t *order, int64_t block,
+// Returns whether all scales are finite.
+bool pack_block(int32_t type, const uint8_t *source, int64_t rows, int64_t columns, const int64_t *order, int64_t block,
                 uint8_t *out);
 
-// Packs one block from float32 [rows, columns] as F32_ROWS, Q8 or Q4_MIN.
-void quantize_block(Format format, const float *source, int64_t rows, int64_t columns, int64_t block, uint8_t *out);
+// Packs one block from float32 [rows, columns] as F32_ROWS, Q8 or Q4_MIN. Returns whether all weights and scales are
+// finite.
+bool quantize_block(Format format, const float *source, int64_t rows, int64_t columns, int64_t block, uint8_t *out);
 
 }  // namespace specbeam

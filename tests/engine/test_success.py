@@ -1,0 +1,173 @@
+"""Whether a request is admitted, and whether it finishes, follows from the request and the limits: not from the clock.
+
+Measured times decide which beams are deferred and how far drafts guess. Here a clock says anything, and the memory is
+short. Each request is admitted where the plain method is, finishes, and returns what the plain method returns.
+"""
+
+import random
+from functools import cache, partial
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specbeam
+from specbeam import Engine, SpecbeamError, hf
+from specbeam.engine.costs import PassTimes, nominal_cost
+from tests.conftest import examples, random_model
+from tests.decoding.test_speculative import other_tokenizer
+
+PROMPT = [97, 98, 99, 100] * 3
+LENGTH = {"max_new_tokens": 12, "min_new_tokens": 8}
+KINDS = [
+    {},
+    {"do_sample": True, "seed": 1},
+    {"do_sample": True, "seed": 2, "num_return_sequences": 5},
+    {"num_beams": 3, "do_sample": True, "seed": 3},
+    {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5},
+    {"num_beams": 4, "num_return_sequences": 2},
+    {"num_beams": 16},
+    {"num_beams": 32, "num_return_sequences": 8, "length_penalty": 0.0},
+]
+DRAFTS = [None, None, "ngram", "suffix", "model", "itself", "other vocabulary"]
+FLAT, STEEP = (
+    (lambda times, nodes: 1e-3),
+    (lambda times, nodes: 1e-3 * nodes),
+)  # no deferring and long drafts; deferring
+
+
+def noisy(seed):
+    """A clock that says anything."""
+    draw = random.Random(seed)
+    return lambda times, nodes: draw.lognormvariate(-7, 1) * nominal_cost(nodes * draw.choice([0, 1, 30]))
+
+
+COSTS = st.sampled_from([FLAT, STEEP]) | st.integers(0, 1000).map(noisy)
+
+
+@pytest.fixture(scope="module")
+def models(save):
+    """Targets by whether they have windows, drafts by name, and what the plain method returns for a kind of request."""
+    sharp = {"initializer_range": 0.3}
+    folders = save(random_model("llama", **sharp)), save(random_model("mistral", sliding_window=8, **sharp))
+    targets = [specbeam.load(folder, backend="cpu") for folder in folders]
+    drafts = {
+        "model": specbeam.load(save(random_model("llama", seed=1, **sharp)), backend="cpu"),
+        "other vocabulary": specbeam.load(save(random_model("llama", seed=7), other_tokenizer()), backend="cpu"),
+    }
+
+    @cache
+    def plain(windows, kind):
+        return result(targets[windows], plain_options(KINDS[kind]))
+
+    return targets, drafts, plain
+
+
+def plain_options(options):
+    return LENGTH | options | ({"bound_rule": False} if options.get("num_beams", 1) > 1 else {})
+
+
+def result(lm, options, draft=None, cost=FLAT, **limits):
+    engine = Engine(lm, **limits)
+    with mock.patch.object(PassTimes, "expected", cost):
+        request = engine.submit(PROMPT, LENGTH | options, draft=draft)
+        while engine.step():
+            assert engine._memory.held <= engine._memory.cache_bytes
+    return request.result()
+
+
+@settings(max_examples=examples(2))
+@given(
+    slots=st.integers(20, 160),
+    wishes=st.lists(
+        st.tuples(
+            st.integers(0, len(KINDS) - 1), st.sampled_from(DRAFTS), st.booleans(), st.booleans(), st.integers(0, 3)
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    max_batch_tokens=st.sampled_from([4, 64]),
+    windows=st.booleans(),
+    cost=COSTS,
+)
+def test_every_request_that_is_admitted_finishes(models, slots, wishes, max_batch_tokens, windows, cost):
+    targets, drafts, plain = models
+    lm, limits = targets[windows], {"max_cache_tokens": slots, "max_batch_tokens": max_batch_tokens}
+    engine, requests = Engine(lm, **limits), []
+    with mock.patch.object(PassTimes, "expected", cost):
+        for kind, draft, fixed, share_prefix, rounds in wishes:
+            several = KINDS[kind].get("num_return_sequences", 1) > KINDS[kind].get("num_beams", 1)
+            draft = None if several else lm if draft == "itself" else drafts.get(draft, draft)
+            sizes = (
+                {} if draft is None or not fixed else {"num_draft_tokens": 3}
+            )  # else times decide whether drafts pay
+            try:
+                Engine(lm, **limits).check(PROMPT, plain_options(KINDS[kind]))
+            except SpecbeamError:
+                with pytest.raises(SpecbeamError, match=f"cache slots, the engine has {slots}"):
+                    engine.submit(PROMPT, LENGTH | KINDS[kind], draft=draft)
+                continue
+            options = LENGTH | KINDS[kind] | sizes | {"share_prefix": share_prefix}
+            requests.append((kind, engine.submit(PROMPT, options, draft=draft)))
+            for _ in range(rounds):
+                engine.step()
+        while engine.step():
+            assert engine._memory.held <= engine._memory.cache_bytes
+    for kind, request in requests:
+        assert request.result().sequences == plain(windows, kind).sequences
+
+
+def test_the_least_memory_is_that_of_one_text(models):
+    lm = models[0][0]
+    for options in ({}, {"num_beams": 32}, {"do_sample": True, "num_return_sequences": 5}):
+        assert result(lm, options, max_cache_tokens=24).stats.peak_slots <= 24
+    for draft in (None, "ngram", models[1]["model"]):
+        Engine(lm, max_cache_tokens=24).submit(PROMPT, LENGTH, draft=draft)
+        with pytest.raises(SpecbeamError, match="need 24 cache slots, the engine has 23"):
+            Engine(lm, max_cache_tokens=23).submit(PROMPT, LENGTH, draft=draft)
+
+
+@pytest.mark.parametrize("cost", [FLAT, STEEP, noisy(1), noisy(2)])
+def test_wide_beams_do_not_finish_by_luck(models, cost):
+    lm, options = models[0][0], {"num_beams": 32, "max_new_tokens": 40, "min_new_tokens": 40}
+    expected = result(lm, options | {"bound_rule": False})
+    assert expected.stats.peak_slots > 130  # what deferred beams take depends on costs
+    got = result(lm, options, cost=cost, max_cache_tokens=130)
+    assert got.sequences == expected.sequences
+    assert got.stats.peak_slots <= 130
+
+
+def test_a_draft_that_does_not_fit_is_left_out(models):
+    """The draft is as large as the model. It begins, and goes when the text needs its memory."""
+    (lm, _), drafts, _ = models
+    options = {"max_new_tokens": 40, "min_new_tokens": 40, "num_draft_tokens": 3}
+    for more in ({}, {"num_beams": 4}):
+        whole = result(lm, options | more, draft=drafts["model"])
+        got = result(lm, options | more, draft=drafts["model"], max_cache_tokens=64)
+        assert got.sequences == whole.sequences
+        assert 0 < got.stats.drafted < whole.stats.drafted
+
+
+def test_samples_wait_for_each_other(models):
+    """Texts that begin alike only in the prompt are drawn one after the other. No token is read many times."""
+    lm, options = models[0][0], {"do_sample": True, "seed": 4, "num_return_sequences": 8, "max_new_tokens": 40}
+    options |= {"min_new_tokens": 40}
+    expected = result(lm, options)
+    got = result(lm, options, max_cache_tokens=120)
+    assert expected.stats.peak_slots > 300
+    assert got.sequences == expected.sequences
+    assert got.stats.nodes_evaluated < 2 * expected.stats.nodes_evaluated
+
+
+def test_the_scores_of_transformers_generate_come_from_short_memory_too(monkeypatch):
+    model = random_model("llama", initializer_range=0.3)
+    how = {"max_new_tokens": 20, "pad_token_id": 0, "return_dict_in_generate": True, "output_scores": True}
+    how |= {"custom_generate": hf.generate, "prompt_lookup_num_tokens": 8}
+    prompt = torch.tensor([PROMPT])
+    expected = model.generate(prompt, **how)
+    monkeypatch.setattr("specbeam.integrations.transformers.Engine", partial(Engine, max_cache_tokens=33))
+    got = model.generate(prompt, **how)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    assert all(torch.equal(one, other) for one, other in zip(got.scores, expected.scores, strict=True))

@@ -1,0 +1,156 @@
+"""nginx in front of the server, with the configuration of docs/proxy.md: TLS, a name, and a path of its own."""
+
+import contextlib
+import os
+import shutil
+import socket
+import ssl
+import subprocess
+
+import httpx
+import pytest
+
+from specbeam.server.limits import Access, Limits
+from tests.pages import ROOT, blocks
+from tests.server.conftest import serving
+from tests.server.test_life import log  # noqa: F401  a fixture
+
+NAME = "llm.localhost"
+"""In place of the page's name. Browsers take names with this end for this machine."""
+NGINX = shutil.which("nginx", path=os.environ["PATH"] + ":/usr/sbin")  # Debian's folder is not on every user's path
+CONFIGURATION = """
+daemon off;
+pid {folder}/pid;
+events {{}}
+http {{
+    access_log off;
+    client_body_temp_path {folder}/body;
+    proxy_temp_path {folder}/proxy;
+    fastcgi_temp_path {folder}/fastcgi;
+    uwsgi_temp_path {folder}/uwsgi;
+    scgi_temp_path {folder}/scgi;
+    include {folder}/server.conf;
+}}
+"""
+
+
+@contextlib.contextmanager
+def nginx(folder, configuration, port):
+    """nginx with the page's configuration, in front of a server's port.
+
+    Gives a function that sends it requests, and its own port.
+    """
+    key = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={NAME}"]
+    key += ["-addext", f"subjectAltName=DNS:{NAME}", "-keyout", folder / "key", "-out", folder / "certificate"]
+    subprocess.run(key, check=True, capture_output=True)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        own = free.getsockname()[1]
+    for theirs, ours in {
+        "/etc/nginx/llm.example.org.crt": f"{folder}/certificate",
+        "/etc/nginx/llm.example.org.key": f"{folder}/key",
+        "listen 443 ssl": f"listen 127.0.0.1:{own} ssl",
+        "127.0.0.1:8000": f"127.0.0.1:{port}",
+        "llm.example.org": NAME,
+    }.items():
+        assert configuration.count(theirs) == 1
+        configuration = configuration.replace(theirs, ours)
+    (folder / "server.conf").write_text(configuration)
+    (folder / "nginx.conf").write_text(CONFIGURATION.format(folder=folder))
+    user = ["-g", "user root;"] if os.getuid() == 0 else []  # pytest's folders are for their owner only
+    command = [NGINX, "-p", folder, "-c", folder / "nginx.conf", "-e", folder / "error.log", *user]
+    trust = ssl.create_default_context(cafile=folder / "certificate")
+    with (
+        subprocess.Popen(command) as process,
+        httpx.Client(transport=httpx.HTTPTransport(verify=trust, retries=10), timeout=60) as client,  # until it listens
+    ):
+
+        def ask(path, method="GET", host=NAME, **how):
+            how["headers"] = {"host": host, **how.get("headers", {})}
+            return client.request(method, f"https://127.0.0.1:{own}{path}", extensions={"sni_hostname": NAME}, **how)
+
+        try:
+            yield ask, own
+        finally:
+            process.terminate()
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """The page's configuration, and the location that may take the place of the one in it."""
+    if NGINX is None or shutil.which("openssl") is None:
+        pytest.skip("nginx and openssl are not both installed")
+    whole, location = [code for _, code in blocks(ROOT / "docs/proxy.md") if "proxy_pass" in code]
+    return whole, location
+
+
+@pytest.fixture(scope="module", params=["/", "/llm/"])
+def proxied(request, texts, chat_lm, tmp_path_factory):
+    """A server behind nginx: a function that sends nginx requests, nginx's port, and the prefix of all paths."""
+    whole, location = texts
+    if request.param == "/llm/":
+        begin = whole.index("    location / {")
+        whole = whole[:begin] + location + "}\n"
+    with (
+        serving({"tiny": chat_lm}, access=Access(allowed_hosts=(NAME,)), limits=Limits()) as server,
+        nginx(tmp_path_factory.mktemp("nginx"), whole, server.port) as (ask, port),
+    ):
+        yield ask, port, request.param
+
+
+FORWARDED = "203.0.113.9, 198.51.100.7"
+COMPLETION = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
+
+
+def test_requests_pass_through(proxied, log):  # noqa: F811
+    ask, _, prefix = proxied
+    assert ask(f"{prefix}health").json() == {"status": "ok"}
+    answer = ask(f"{prefix}v1/completions", "POST", json=COMPLETION, headers={"x-forwarded-for": FORWARDED})
+    assert answer.status_code == 200
+    line = log.next("/v1/completions")
+    assert "client=198.51.100.7 " in line  # the last address that is no proxy of this machine
+    assert f"id={answer.headers['x-request-id']}" in line
+    assert len(answer.headers["x-request-id"]) == 32  # nginx's $request_id
+    stream = ask(f"{prefix}v1/completions", "POST", json=COMPLETION | {"stream": True})
+    assert stream.text.endswith("data: [DONE]\n\n")
+    assert ask(f"{prefix}v1/completions", "POST", content=b" " * 3_500_000).status_code == 400  # nginx takes it
+    assert ask(f"{prefix}v1/models", host="evil.example").status_code == 403
+    assert ask(f"{prefix}v1/models", headers={"origin": "https://evil.example"}).status_code == 403
+    assert ask(f"{prefix}v1/models", headers={"origin": f"https://{NAME}"}).status_code == 200
+
+
+def test_the_page_works_through_it(proxied, browser):
+    _, port, prefix = proxied
+    with contextlib.closing(browser.new_context(ignore_https_errors=True)) as context:
+        tab, said = context.new_page(), []
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.goto(f"https://{NAME}:{port}{prefix}#view=tree&prompt=ab+ab&as=raw&draft=ngram&max_tokens=6")
+        tab.get_by_label("Speed").select_option("Infinity")
+        tab.get_by_role("button", name="Grow the tree").click()
+        tab.get_by_role("button", name="Replay", exact=True).wait_for()
+        assert tab.locator(".pill").count() > 0
+        assert said == []
+        assert tab.evaluate("fetch('page/replay.html').then((response) => response.status)") == 200
+
+
+def test_plain_proxy_pass_shows_the_page(texts, chat_lm, browser, tmp_path):
+    """Without a line about the host, nginx names the address of proxy_pass, and browsers name the page in Origin."""
+    whole, _ = texts
+    plain = "".join(line for line in whole.splitlines(keepends=True) if "proxy_set_header Host" not in line)
+    plain = plain.replace("proxy_pass http://specbeam;", "proxy_pass http://127.0.0.1:8000;").replace(
+        "upstream specbeam {\n    server 127.0.0.1:8000;\n    keepalive 32;\n}\n", ""
+    )
+    for hosts in ((), (NAME,)):
+        (folder := tmp_path / str(len(hosts))).mkdir()
+        with (
+            serving({"tiny": chat_lm}, access=Access(allowed_hosts=hosts)) as server,
+            nginx(folder, plain, server.port) as (_, port),
+            contextlib.closing(browser.new_context(ignore_https_errors=True)) as context,
+        ):
+            tab = context.new_page()
+            tab.goto(f"https://{NAME}:{port}/#view=tree&prompt=ab+ab&as=raw&draft=ngram&max_tokens=6")
+            tab.get_by_role("button", name="Grow the tree").click()
+            if hosts:
+                tab.get_by_role("button", name="Replay", exact=True).wait_for()
+            else:
+                tab.get_by_text("start it with --allowed-host").first.wait_for()

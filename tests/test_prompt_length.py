@@ -1,0 +1,207 @@
+"""Prompts that are too long are refused before all of their text is tokenized, and no other prompt is."""
+
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import specbeam
+from specbeam import prompts
+from specbeam.errors import SpecbeamError
+from specbeam.prompt_length import PromptTooLong, bound_of
+from specbeam.prompts import encode, token_ids
+from tests.conftest import byte_tokenizer
+
+LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+SOME_LETTERS = [letter for i, letter in enumerate(LETTERS) if i % 3 or letter in "ab\u0120"]
+BYTE_TOKENS = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+def made(model, splits=None, normalizer=None, added=()):
+    tokenizer = Tokenizer(model)
+    if splits is not None:
+        tokenizer.pre_tokenizer = splits
+    if normalizer is not None:
+        tokenizer.normalizer = normalizer
+    tokenizer.add_tokens([AddedToken("<added token>", normalized=True), *added])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def numbered(*tokens):
+    return {token: i for i, token in enumerate(tokens)}
+
+
+def byte_level(letters=LETTERS, normalizer=None, added=(), **how):
+    merges = [("a", "b"), ("ab", "ab"), ("Ġ", "Ġ"), ("ĠĠ", "ĠĠ")]
+    model = models.BPE(numbered(*letters, *("".join(pair) for pair in merges)), merges, **how)
+    return made(model, pre_tokenizers.ByteLevel(add_prefix_space=False), normalizer, added)
+
+
+def sentencepiece(kind, tokens=BYTE_TOKENS, normalizer=None, byte_fallback=True):
+    vocabulary = ["<unk>", *tokens, "▁", "a", "b", "ab", "▁ab"]
+    spaces = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    if kind == "unigram":
+        model = models.Unigram([(t, -float(i + 1)) for i, t in enumerate(vocabulary)], 0, byte_fallback)
+    else:
+        merges = [("a", "b"), ("▁", "ab")]
+        model = models.BPE(numbered(*vocabulary), merges, unk_token="<unk>", fuse_unk=True, byte_fallback=byte_fallback)
+    return made(model, normalizer=normalizer or spaces)
+
+
+PROVEN = {
+    "byte-level": byte_level(),
+    "byte-level, without some bytes": byte_level(SOME_LETTERS),
+    "byte-level, runs of unknown bytes are one token": byte_level(["?!", *SOME_LETTERS], unk_token="?!", fuse_unk=True),
+    "NFC": byte_level(normalizer=normalizers.NFC()),
+    "BPE with bytes": sentencepiece("bpe"),
+}
+WORDS = pre_tokenizers.Whitespace()
+UNPROVEN = {
+    "NFC, without some bytes": byte_level(SOME_LETTERS, normalizers.NFC()),
+    "rstrip": byte_level(added=[AddedToken("<r>", rstrip=True)]),
+    "lstrip": byte_level(added=[AddedToken("<l>", lstrip=True)]),
+    "fuse_unk": sentencepiece("bpe", byte_fallback=False),
+    "fuse_unk, without one byte": sentencepiece("bpe", BYTE_TOKENS[:-1]),
+    "Unigram": sentencepiece("unigram"),
+    "words": made(models.WordLevel(numbered("<unk>", "ab"), unk_token="<unk>"), WORDS),
+    "byte-level words": made(models.WordLevel(numbered("<unk>", *LETTERS), unk_token="<unk>"), WORDS),
+    "pieces of words": made(models.WordPiece(numbered("<unk>", "a", "##b"), unk_token="<unk>"), WORDS),
+    "dropped spaces": made(
+        models.BPE(numbered(*LETTERS), []), pre_tokenizers.Sequence([WORDS, pre_tokenizers.ByteLevel()])
+    ),
+    "dropped letters": byte_level(normalizer=normalizers.Replace(Regex("b+"), "")),
+    "lower case": byte_level(normalizer=normalizers.Lowercase()),
+    "NFKC": byte_level(normalizer=normalizers.NFKC()),
+}
+PIECES = st.sampled_from(
+    [
+        "a",
+        "ab",
+        " ",
+        "  ",
+        "\n",
+        "K",
+        "가",
+        "각",
+        "ΐ",
+        "\u1fd3",
+        "é",
+        "e\u0301",
+        "😀",
+        "\0",
+        "<added token>",
+        "<r>",
+        "<l>",
+    ]
+)
+TEXTS = st.lists(
+    st.tuples(PIECES | st.characters(exclude_categories=["Cs"]), st.integers(1, 9)), min_size=1, max_size=9
+).map(lambda parts: "".join(piece * times for piece, times in parts))
+
+
+@pytest.mark.parametrize("tokenizer", PROVEN.values(), ids=PROVEN)
+@given(text=TEXTS)
+def test_no_token_is_longer_than_is_proven(tokenizer, text):
+    bound = bound_of(tokenizer)
+    assert bound is not None
+    assert bound.least_tokens(text) <= len(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+@pytest.mark.parametrize("tokenizer", UNPROVEN.values(), ids=UNPROVEN)
+def test_nothing_is_proven_where_a_token_may_be_of_any_length(tokenizer):
+    assert bound_of(tokenizer) is None
+
+
+def test_tokens_that_are_added_later_count():
+    tokenizer = byte_level()
+    assert bound_of(tokenizer).longest == len("<added token>")
+    tokenizer.add_tokens(["x" * 99])
+    assert bound_of(tokenizer).longest == 99
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The lengths of the texts that are tokenized."""
+    lengths, tokenize = [], prompts.tokenize
+
+    def noting(tokenizer, text, *how, **details):
+        lengths.append(len(text))
+        return tokenize(tokenizer, text, *how, **details)
+
+    monkeypatch.setattr(prompts, "tokenize", noting)
+    return lengths
+
+
+def model_with(tokenizer):
+    """The parts of a model with a context of 256 that encode a prompt."""
+    backend = SimpleNamespace(vocab_size=10**6, context_length=256, start_token_ids=None)
+    return SimpleNamespace(tokenizer=tokenizer, backend=backend, source="it")
+
+
+def encoded(tokenizer, text):
+    return encode(model_with(tokenizer), text, raw=True, most=255)
+
+
+def test_a_long_prompt_is_refused_by_its_bytes(lm, read):
+    says = "has at least 2,500 tokens, but .* has a context of 256, which must hold at least one new token too: shorten"
+    for prompt in ("word " * 4000, ["Hi", "word " * 4000]):
+        with pytest.raises(SpecbeamError, match=says):  # no token is longer than "<unused>"
+            specbeam.generate(lm, prompt, max_new_tokens=1)
+    assert read == [2]
+
+
+@pytest.mark.parametrize("name", ["rstrip", "words", "dropped letters"])
+def test_elsewhere_it_is_refused_by_its_beginning(name, read):
+    beginning = 8 * (255 + 1024)
+    with pytest.raises(PromptTooLong, match=r"has at least [0-9,]+ tokens, but it has a context of 256"):
+        encoded(UNPROVEN[name], "abc d " * 100_000)
+    assert max(read) <= 4 * beginning
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lstrip", " " * 100_000 + "<l>"),
+        ("rstrip", "<r>" + " " * 100_000),
+        ("fuse_unk", "\u4e2d" * 100_000),
+        ("words", "x" * 100_000),
+        ("pieces of words", "x" * 100_000),
+        ("dropped letters", "b" * 100_000 + "a"),
+        ("dropped spaces", " " * 100_000 + "a"),
+    ],
+)
+def test_a_long_prompt_of_few_tokens_is_read(name, text):
+    ids = encoded(UNPROVEN[name], text)
+    assert ids == UNPROVEN[name](text, add_special_tokens=False).input_ids
+    assert len(ids) <= 3
+    assert encoded(byte_level(SOME_LETTERS), "\x01" * 100_000 + "a") != []
+
+
+@pytest.mark.parametrize("tokenizer", [*PROVEN.values(), *UNPROVEN.values()], ids=[*PROVEN, *UNPROVEN])
+@given(text=TEXTS)
+def test_only_a_prompt_that_is_too_long_is_refused(tokenizer, text):
+    text *= 1 + 10_240 // len(text)
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    if len(ids) in range(1, 256):
+        assert encoded(tokenizer, text) == ids
+        return
+    with pytest.raises(SpecbeamError) as refused:
+        encoded(tokenizer, text)
+    if ids:
+        assert isinstance(refused.value, PromptTooLong)
+        assert int(refused.value.tokens.removeprefix("at least ").replace(",", "")) <= len(ids)
+
+
+def test_memory_comes_back():
+    tokenizer, text = byte_tokenizer(), "word " * 60_000
+    before = resident_bytes()
+    assert len(token_ids(tokenizer, text)) == len(text)
+    assert resident_bytes() - before < 20 << 20
+
+
+def resident_bytes():
+    return psutil.Process().memory_info().rss
