@@ -270,7 +270,7 @@ def written_out(rows, ends, num_beams, max_new_tokens, length_penalty):
     beams, finished, length = [((0,), np.float32(0))], [], 0
     while True:
         candidates = [
-            (text + (token,), score + rows[text[-1], token].numpy(), (rank, -rows[text[-1], token].item(), token))
+            ((*text, token), score + rows[text[-1], token].numpy(), (rank, -rows[text[-1], token].item(), token))
             for rank, (text, score) in enumerate(beams)
             for token in range(len(rows))
         ]
@@ -279,9 +279,11 @@ def written_out(rows, ends, num_beams, max_new_tokens, length_penalty):
         length += 1
         over = [length == max_new_tokens or text[-1] in ends for text, *_ in candidates]
         penalty = np.float32(length**length_penalty)
-        finished += [(text, score / penalty) for (text, score, _), end in zip(candidates[:num_beams], over) if end]
+        finished += [
+            (text, score / penalty) for (text, score, _), end in zip(candidates[:num_beams], over, strict=False) if end
+        ]
         finished = sorted(finished, key=lambda pair: -pair[1])[:num_beams]  # stable: earlier texts come first
-        beams = [(text, score) for (text, score, _), end in zip(candidates, over) if not end][:num_beams]
+        beams = [(text, score) for (text, score, _), end in zip(candidates, over, strict=True) if not end][:num_beams]
         if not beams or (len(finished) == num_beams and beams[0][1] / penalty <= finished[-1][1]):
             return [(list(text[1:]), float(score)) for text, score in finished]
 

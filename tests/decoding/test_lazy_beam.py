@@ -228,7 +228,7 @@ def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, dr
     policy=st.sampled_from(POLICIES),
     num_beams=st.integers(2, 8),
     max_new_tokens=st.integers(1, 9),
-    more=st.fixed_dictionaries({"distinct": st.booleans(), "constrained": st.booleans(), "drafts": st.booleans()}),
+    more=st.fixed_dictionaries({"distinct": st.booleans(), "drafts": st.booleans()}),
     seed=st.integers(0, 2**32),
     data=st.data(),
 )

@@ -93,7 +93,7 @@ def both(options, vocab_size, eos, kind, policy, seed, drafts=False, **more):
     policy=st.sampled_from(POLICIES),
     num_beams=st.integers(2, 8),
     max_new_tokens=st.integers(1, 9),
-    more=st.fixed_dictionaries({"distinct": st.booleans(), "constrained": st.booleans(), "drafts": st.booleans()}),
+    more=st.fixed_dictionaries({"distinct": st.booleans(), "drafts": st.booleans()}),
     seed=st.integers(0, 2**32),
     data=st.data(),
 )

@@ -17,6 +17,7 @@ from specbeam.decoding.candidates import (
     Continuations,
     Mask,
     Scores,
+    Top,
     forbid,
     places_of_highest,
     possible,
@@ -124,18 +125,23 @@ class BeamSearch:
             a log-probability above 0. Then a step can do without beams whose scores are too low to matter. And the
             search is over once the num_return_sequences best finished texts score above the bound of every beam. This
             is the monotonicity of best-first beam search (Meister et al. 2020, 3).
-        constrained: there may be fewer texts than beams, so only possible texts take a place of finished texts. Without
-            this, transformers' rules hold: where candidates are few, forbidden ones take places too, and end the search
-            under ``early_stopping``.
         distinct: the places of finished texts hold different texts (:meth:`Stopping.text`), of equal ones the best.
-            Each text counts once among the candidates, too. Only possible texts take a place.
+            Each text counts once among the candidates, too.
+
+    Only possible texts take a place of finished texts.
 
     Attributes:
         num_candidates: the candidates of a step, enough that ``num_beams`` of them have not ended.
         length: of the beams, in new tokens.
         max_new_tokens: the greatest length.
         finished: the places of finished texts.
+        top: ranks.
+        only_possible: whether only possible texts take places. By transformers' rules, forbidden ones take places too
+            where candidates are few, and end the search under ``early_stopping``.
     """
+
+    top: Top = staticmethod(places_of_highest)
+    only_possible = True
 
     def __init__(
         self,
@@ -147,7 +153,6 @@ class BeamSearch:
         length_penalty: float = 1.0,
         early_stopping: bool | str = False,
         bounded: bool = True,
-        constrained: bool = False,
         distinct: bool = False,
     ) -> None:
         self.tree = tree
@@ -156,7 +161,6 @@ class BeamSearch:
         self.num_beams = num_beams
         self.num_return_sequences = num_return_sequences
         self.bounded = bounded
-        self.only_possible = constrained or distinct
         self.distinct = distinct
         self._beam_numbers = np.arange(num_beams)
         self._none_ended = np.zeros(num_beams, dtype=bool)
@@ -166,7 +170,7 @@ class BeamSearch:
         self.num_candidates = max(2, 1 + len(stop.eos_token_ids)) * num_beams
         self.length = 0
         self.max_new_tokens = stop.max_length - tree.prompt_length
-        self.finished = Finished(num_beams, length_penalty, early_stopping)
+        self.finished = Finished(num_beams, length_penalty, early_stopping, self.top)
         self.num_reported = 0
         self.needs_rows = False
         self.done = False
@@ -267,10 +271,8 @@ class BeamSearch:
 
         At the greatest length all candidates have ended. Groups and traces then show the best texts as beams.
         """
-        if self.wishes.seed is None and not candidates.any_ended:
-            return self._beam_numbers, candidates.scores[: self.num_beams]
         scores = forbid(candidates.scores, ~candidates.first if candidates.ended.all() else candidates.ended)
-        survivors = places_of_highest(scores, self.num_beams)
+        survivors = self.top(scores, self.num_beams)
         return survivors, scores[survivors]
 
     def _outrank_all_but(self, rows: NDArray[np.int64], candidates: Candidates, lowest: np.float32) -> bool:

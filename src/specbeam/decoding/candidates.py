@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,8 @@ FORBIDDEN_SCORE = -1e9
 
 Scores = NDArray[np.float32]
 Mask = NDArray[np.bool_]
+Top = Callable[[Any, int], NDArray[np.int64]]
+"""The places of the highest of scores [n], in order, given how many."""
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.decoding.candidates import FORBIDDEN_SCORE, Candidates, forbid, places_of_highest
+from specbeam.decoding.candidates import FORBIDDEN_SCORE, Candidates, Top, forbid, places_of_highest
 from specbeam.tree import Nodes
 
 
@@ -34,7 +34,9 @@ class Finished:
         full: whether every place has an ended text.
     """
 
-    def __init__(self, places: int, length_penalty: float, early_stopping: bool | str) -> None:
+    def __init__(
+        self, places: int, length_penalty: float, early_stopping: bool | str, top: Top = places_of_highest
+    ) -> None:
         self.nodes: Nodes = np.full(places, -1)
         self.ended = np.zeros(places, dtype=bool)
         self.possible = np.zeros(places, dtype=bool)
@@ -42,6 +44,7 @@ class Finished:
         self.texts: list[Hashable] = [object() for _ in range(places)]
         self.length_penalty = length_penalty
         self.early_stopping = early_stopping
+        self._top = top
         self.full = False
 
     def compete(self, candidates: Candidates, length: int) -> None:
@@ -64,7 +67,7 @@ class Finished:
                 else:
                     competing[i] = False
         both = np.concatenate([self.scores, forbid(scores, ~competing)])
-        best = places_of_highest(both, places)
+        best = self._top(both, places)
         self.scores = both[best]
         self.nodes = np.concatenate([self.nodes, candidates.nodes])[best]
         self.ended = np.concatenate([self.ended, competing])[best]

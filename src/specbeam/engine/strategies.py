@@ -77,7 +77,6 @@ def make_search(setup: Setup, kind: Callable[..., BeamSearch] = BeamSearch) -> B
         num_return_sequences=options.num_return_sequences,
         length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
         early_stopping=False if options.early_stopping is None else options.early_stopping,
-        constrained=options.constraint is not None,
         distinct=options.is_distinct,
     )
     groups = options.num_beam_groups

@@ -214,7 +214,6 @@ def generate(
             "num_beams": beams,
             "length_penalty": generation_config.length_penalty,
             "early_stopping": generation_config.early_stopping,
-            "bound_rule": not details.scores,  # scores are of all beams, also of beams that cannot matter
         }
     if lookup:
         options["num_draft_tokens"] = min(lookup, MAX_DRAFT_SIZES["num_draft_tokens"])

@@ -19,7 +19,7 @@ from transformers import StoppingCriteriaList
 
 from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
 from specbeam.decoding.beam import BeamSearch, beam_search
-from specbeam.decoding.candidates import Mask
+from specbeam.decoding.candidates import Continuations, Mask
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.record import Record
 from specbeam.decoding.speculative_beam import speculative_beam_search
@@ -106,14 +106,13 @@ class Steps:
         """
         beams: list[Nodes] = []  # before each step
 
-        def before_step(search: BeamSearch, answer: Answer, rows: NDArray[np.int64]) -> None:
-            beams[search.length :] = [search.beams]  # a step may be tried again, when more beams are known
+        def before_step(search: BeamSearch, answer: Answer) -> None:
+            beams.append(search.beams)
             if self._details.scores:
-                self.scores[search.length :] = [changed_rows(answer, search.wish(search.beams[rows]))]
+                self.scores.append(changed_rows(answer, search.wish(search.beams)))
 
-        search = make_search(setup, partial(WatchedSearch, before_step))
+        search = make_search(setup, partial(TransformersBeamSearch, before_step))
         assert isinstance(search, BeamSearch)
-        search.needs_rows = self._details.scores
         search.num_candidates = self._details.num_candidates * search.num_beams
         if drafter is None:
             yield from beam_search(setup.tree, search, setup.record)
@@ -210,17 +209,48 @@ class WatchedRecord:
         self._watch(int(node))
 
 
-class WatchedSearch(BeamSearch):
-    """Beam search that calls a function before each step, with itself, the answer, and the known beams' numbers."""
+def topk(scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
+    """The places of the k highest scores of [n], int64 [k], with ties in the order of transformers' function."""
+    return torch.from_numpy(scores).topk(k).indices.numpy()
 
-    def __init__(self, before_step: Callable[[BeamSearch, Answer, NDArray[np.int64]], None], *args: Any, **kw: Any):
-        super().__init__(*args, **kw)
+
+class TransformersBeamSearch(BeamSearch):
+    """Beam search by all rules of transformers: it ranks the scores of all tokens of all beams with ``topk``.
+
+    The order of ``topk`` among equal scores depends on how many there are. So every beam has to be evaluated. Where
+    candidates are few, forbidden ones take places of finished texts.
+
+    Args:
+        before_step: called before each step, with the search and the answer.
+    """
+
+    top = staticmethod(topk)
+    only_possible = False
+
+    def __init__(self, before_step: Callable[[BeamSearch, Answer], None], *args: Any, **options: Any):
+        super().__init__(*args, **options | {"bounded": False})
+        self.needs_rows = True
         self._before_step = before_step
 
     def step(self, answer: Answer | None, known: Mask | None = None, token_penalties: Any = None) -> bool:
-        if answer is not None:
-            self._before_step(self, answer, np.arange(self.num_beams) if known is None else np.flatnonzero(known))
+        if answer is None or (known is not None and not known.all()):
+            return False
+        self._before_step(self, answer)
         return super().step(answer, known, token_penalties)
+
+    def _go_on(self, first: Continuations) -> bool:
+        return False  # ``topk`` ranks the candidates once more
+
+    def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
+        if answer.noise is not None:
+            return super()._best(answer, rows)
+        logits, normalizers = answer.logits, torch.from_numpy(answer.normalizers).to(answer.logits.device)
+        beams = torch.from_numpy(self.scores).to(logits.device)[:, None]
+        scores = (changed(logits, self.wish(self.beams), normalizers) + beams).flatten()
+        best, chosen = scores.topk(min(self.num_candidates, len(scores)))
+        log_probs = (logits - normalizers[:, None]).flatten()[chosen]
+        beam, token = np.divmod(chosen.cpu().numpy(), logits.shape[-1])
+        return Continuations(beam, token, best.cpu().numpy(), log_probs.cpu().numpy())
 
 
 class CriteriaStopping(Stopping):
