@@ -83,8 +83,8 @@ def bound_of(tokenizer: Any) -> Bound | None:
     """The bound of a tokenizer; None if it proves none.
 
     There is one where each byte of a text is in a token, unless it is lost by itself. Three kinds of tokenizers prove
-    no bound. One kind has a token for any unknown word, or for a run of unknown characters. Another has tokens that take
-    the space around them. The third has a normalizer that drops characters.
+    no bound. One kind has a token for any unknown word, or for a run of unknown characters. Another has tokens that
+    take the space around them. The third has a normalizer that drops characters.
     """
     size = len(tokenizer)
     if tokenizer not in _bounds or _bounds[tokenizer][0] != size:  # tokens may have been added
