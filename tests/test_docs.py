@@ -208,7 +208,7 @@ def check_command(words, request):
         case ["python", "-m", "specbeam.lm_eval", *options]:
             check_evaluation(options)
         case ["python", script, *options]:
-            source = (ROOT / script).read_text(encoding="utf-8")
+            source = "".join((ROOT / path).read_text(encoding="utf-8") for path in (script, "bench/prompts.py"))
             assert all(f'"{option}"' in source for option in options if option.startswith("--") and option != "--json")
         case ["jupyter", "execute", notebook]:
             assert (ROOT / notebook).is_file()  # tests/test_notebooks.py runs it

@@ -77,7 +77,9 @@ def test_a_report_links_a_replay_of_each_method(lm, tab, tmp_path):
     assert main(["study", *how, methods, f"data.source={data}", f"output={tmp_path / 'run'}"]) == 0
     lines = (tmp_path / "run" / "generations.jsonl").read_text(encoding="utf-8").splitlines()
     records = {record["key"]: record for record in map(json.loads, lines)}
-    assert {key for key, record in records.items() if record["recording"]} == {"a/b|line 1|0|0", "beams|line 1|0|0"}
+    recorded = (tmp_path / "run" / "recordings.jsonl").read_text(encoding="utf-8").splitlines()
+    keys = {"a/b|line 1|0|0", "beams|line 1|0|0", "beams|line 2|0|0"}  # replays, and samples with drafts
+    assert {json.loads(line)["key"] for line in recorded} == keys
     for method, options in {"a/b": {}, "beams": {"draft": "ngram", **BEAMS}}.items():
         tab.goto((tmp_path / "run" / "report.html").as_uri())
         tab.get_by_role("link", name=method, exact=True).click()

@@ -123,8 +123,8 @@ def test_a_backend_that_goes_ahead_stops_there(folder, poison, monkeypatch, opti
     spoil(lm, poison)
     forward_ahead = lm.backend.forward_ahead
 
-    def watched(segments, wishes, beams, passes, ends, halt):
-        answers = forward_ahead(segments, wishes, beams, passes, ends, halt)
+    def watched(segments, wishes, beams, passes, *more):
+        answers = forward_ahead(segments, wishes, beams, passes, *more)
         found = np.isfinite(answers[0].normalizers.reshape(-1, len(segments[0].tokens))).all(1)
         rows.append((passes, found.tolist()))
         return answers

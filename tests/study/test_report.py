@@ -118,7 +118,7 @@ def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
             "steps_per_target_pass": around(steps),
             "new_tokens": around(64.0),
             "rougeL": around(0.287 if mode in ("beam", "speculative-beam") else 0.241),
-            "gap_p95": around(31.7),
+            "time_per_token": around(31.7),
         }
         if perplexity:
             metrics["perplexity"] = around({"beam": 4.02, "speculative-beam": 4.02, "sample": 9.7}.get(mode, 4.91))

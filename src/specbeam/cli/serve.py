@@ -230,10 +230,10 @@ def _serve(
         gc.freeze()  # a full collection need not look at models and libraries, while no text goes on
         print(f"specbeam: {names} at {page}v1", file=sys.stderr)
         print(f"specbeam: the page is {page}", file=sys.stderr, flush=True)
-        for line in precisions:
-            print(f"specbeam: {line}", file=sys.stderr, flush=True)
         for sentence in caches:
             print(f"specbeam: {sentence} (--max-cache-tokens changes that)", file=sys.stderr, flush=True)
+        for line in precisions:
+            print(f"specbeam: {line}", file=sys.stderr, flush=True)
         if not access.is_local and not access.api_keys:
             _warn(host, port)
         ready = when_ready and partial(when_ready, page)
