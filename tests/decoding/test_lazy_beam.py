@@ -15,7 +15,7 @@ from specbeam import Engine, Options, TokenTrie
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.decoding.beam import BeamSearch, beam_search
 from specbeam.decoding.candidates import Continuations, places_of_highest
-from specbeam.decoding.deferring import LikelyNeeded
+from specbeam.decoding.deferring import Deferred, LikelyNeeded
 from specbeam.decoding.drafter import Guesses
 from specbeam.decoding.lazy_beam import LazyBeamSearch, lazy_beam_search
 from specbeam.decoding.processors import Processors
@@ -499,3 +499,12 @@ def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beam
     room, how = plain.stats.peak_slots + 32, {"strategy": strategy, "draft": draft, "sizes": sizes}
     assert found(Engine(lm), **how).stats.peak_slots > room
     assert found(Engine(lm, max_cache_tokens=room), **how).sequences == plain.sequences
+
+
+def test_chances_of_impossible_beams_are_numbers():
+    policy = LikelyNeeded(8, 4, *[COSTS[0]] * 2)
+    impossible = np.full(4, -np.inf, np.float32)
+    with np.errstate(all="raise"):
+        policy.pays(impossible, 2)
+        chosen = policy.choose(Deferred(np.arange(4), impossible, np.full(4, 2), np.ones(4, bool)))
+    assert chosen.any()
