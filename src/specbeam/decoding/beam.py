@@ -112,7 +112,7 @@ class BeamSearch:
     unfinished candidates survive as the new beams. The ended candidates among the first num_beams compete for the
     num_beams places of finished texts, by log-probability / length ** length_penalty.
 
-    Ties are resolved in one way, whatever is known of other beams: candidates with equal scores by the rank of their
+    Ties are resolved in one way, whatever is known of other beams. Candidates with equal scores are ranked by their
     beam, then by the score of the token alone, then by its id.
 
     Args:
@@ -259,8 +259,8 @@ class BeamSearch:
         scores = scores - torch.from_numpy(token_penalties).to(logits.device)
         tokens = highest(scores, min(self.num_candidates, scores.shape[-1]))
         log_probs = logits.gather(-1, tokens) - normalizers[:, None]
-        best, log_probs, tokens = (t.cpu().numpy() for t in (scores.gather(-1, tokens), log_probs, tokens))
-        return replace(answer, tokens=tokens, scores=best, log_probs=log_probs)
+        best, found, chosen = (t.cpu().numpy() for t in (scores.gather(-1, tokens), log_probs, tokens))
+        return replace(answer, tokens=chosen, scores=best, log_probs=found)
 
     def text(self, node: int) -> Hashable:
         """Equal for finished texts that may not both be returned."""

@@ -50,7 +50,7 @@ class Finished:
     def compete(self, candidates: Candidates, length: int) -> None:
         """Let candidates compete for the places. Of equal texts, the best keeps its place or gets one.
 
-        Of equal scores, those that have a place come first, and then the candidates in their order.
+        Of equal scores, a text that has a place comes first, and then the candidates in their order.
         Only the first texts among the candidates take part, as many as there are places. The others fill up the beams.
         """
         if not candidates.any_ended or (self.early_stopping is True and self.full) or not candidates.competing.any():
