@@ -398,6 +398,26 @@ def test_where_few_texts_are_possible_beams_are_still_those_of_transformers(mode
     torch.testing.assert_close(got.sequences_scores, expected.sequences_scores)
 
 
+def test_low_memory_with_beams_is_refused(model):
+    with pytest.raises(SpecbeamError, match="does not support low_memory with beams"):
+        model.generate(torch.tensor([[6, 15, 7]]), num_beams=2, low_memory=True, max_new_tokens=2, **EXTRA)
+
+
+def test_scores_change_no_text_where_logits_are_equal():
+    """All beams are evaluated and ranked in one way, whether the scores of the steps are returned or not."""
+    model = random_model("llama", seed=5, initializer_range=0.25)
+    with torch.no_grad():
+        model.lm_head.weight[:] = model.lm_head.weight[torch.arange(len(model.lm_head.weight)) % 7]
+    options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 12, "length_penalty": 0.0}
+    options |= {"eos_token_id": [*range(3, 39, 7)], "do_sample": False, "return_dict_in_generate": True}
+    for token in range(40, 80):
+        without, with_scores = (
+            model.generate(torch.tensor([[token]]), **options, output_scores=asked, **EXTRA).sequences.tolist()
+            for asked in (False, True)
+        )
+        assert without == with_scores
+
+
 def test_fewer_texts_than_asked_for_are_refused(model):
     """transformers returns the prompt alone, or other texts in another batch."""
     options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": VOCAB + 2, "no_repeat_ngram_size": 1}

@@ -14,11 +14,8 @@ from specbeam.tree import Nodes
 
 def normalized(scores: Any, length: int, length_penalty: float) -> Any:
     """Log-probabilities / length ** length_penalty, in float32 as in transformers."""
-    divisor = length**length_penalty
-    if 1e-20 < divisor < 1e20:
-        return scores / np.float32(divisor)
-    with np.errstate(all="ignore"):
-        return scores / np.float32(divisor)
+    with np.errstate(all="ignore"):  # scores may be as large as float32 has, and divisors 0
+        return scores / np.float32(length**length_penalty)
 
 
 class Finished:

@@ -244,13 +244,12 @@ class TransformersBeamSearch(BeamSearch):
     def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
         if answer.noise is not None:
             return super()._best(answer, rows)
-        logits, normalizers = answer.logits, torch.from_numpy(answer.normalizers).to(answer.logits.device)
-        beams = torch.from_numpy(self.scores).to(logits.device)[:, None]
-        scores = (changed(logits, self.wish(self.beams), normalizers) + beams).flatten()
+        log_probs = answer.logits.log_softmax(-1)  # its bits are transformers', and ties depend on them
+        beams = torch.from_numpy(self.scores).to(log_probs.device)[:, None]
+        scores = (changed(log_probs, self.wish(self.beams), torch.zeros_like(log_probs[:, 0])) + beams).flatten()
         best, chosen = scores.topk(min(self.num_candidates, len(scores)))
-        log_probs = (logits - normalizers[:, None]).flatten()[chosen]
-        beam, token = np.divmod(chosen.cpu().numpy(), logits.shape[-1])
-        return Continuations(beam, token, best.cpu().numpy(), log_probs.cpu().numpy())
+        beam, token = np.divmod(chosen.cpu().numpy(), log_probs.shape[-1])
+        return Continuations(beam, token, best.cpu().numpy(), log_probs.flatten()[chosen].cpu().numpy())
 
 
 class CriteriaStopping(Stopping):
