@@ -234,7 +234,7 @@ class LazyBeamSearch(BeamSearch):
             survivors, scores = self._survivors(candidates)
         else:
             going = candidates.first if length == self.max_new_tokens else ~candidates.ended  # as _survivors has it
-            survivors = np.flatnonzero(going)[: self.num_beams]
+            survivors = np.flatnonzero(going & candidates.possible)[: self.num_beams]  # ended texts may precede others
             scores = candidates.scores[survivors]
         beams = candidates.nodes[survivors]
         closed = whole or len(beams) >= self.num_beams
