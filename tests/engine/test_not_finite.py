@@ -109,6 +109,16 @@ def test_a_request_ends_by_name_and_the_others_go_on(clean, spoiled, poison, opt
         specbeam.generate(spoiled, PROMPT, **options, **how)
 
 
+@pytest.mark.parametrize("slots", [len(PROMPT) + NEW + 1, len(PROMPT) + NEW + 30])
+@pytest.mark.parametrize("options", [{"num_beams": 16}, {"num_beams": 3, "draft": "ngram"}])
+def test_short_memory_changes_no_such_end(spoiled, options, slots):
+    """Nodes that are evaluated in parts are read again in parts."""
+    options = {"max_new_tokens": NEW, **options}
+    how = {"draft": options.pop("draft")} if "draft" in options else {}
+    (error,) = outcomes(spoiled, (PROMPT, options, how), max_cache_tokens=slots)
+    assert isinstance(error, NotFinite)
+
+
 def test_the_place_is_named(spoiled, poison):
     for options in ({}, {"top_logprobs": 1}):
         with pytest.raises(NotFinite, match=f"after {len(PROMPT) + 5} tokens"):

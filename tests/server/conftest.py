@@ -1,7 +1,9 @@
 """Servers: in a thread of the test's process on tiny models, and in a process of their own on any model."""
 
 import contextlib
+import logging
 import os
+import queue
 import re
 import subprocess
 import sys
@@ -128,3 +130,29 @@ def served(chat_lm, plain_lm, draft_lm):
     """A server with a chat model, a model without a chat template, and a draft."""
     with serving({"tiny": chat_lm, "plain": plain_lm}, {"small": draft_lm}) as running:
         yield running
+
+
+class Lines(logging.Handler):
+    """The lines of the log as they come."""
+
+    def __init__(self):
+        super().__init__()
+        self.lines = queue.Queue()
+
+    def emit(self, record):
+        self.lines.put(record.getMessage())
+
+    def next(self, part):
+        """The next line that has this part."""
+        while part not in (line := self.lines.get(timeout=60)):
+            pass
+        return line
+
+
+@pytest.fixture
+def log():
+    lines, logger = Lines(), logging.getLogger("specbeam.server")
+    logger.addHandler(lines)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(lines)

@@ -3,8 +3,6 @@
 import gc
 import http.client
 import json
-import logging
-import queue
 import re
 import threading
 import weakref
@@ -19,32 +17,6 @@ from specbeam.server.limits import Access, Limits
 from specbeam.server.models import default_caches
 
 LONG = {"prompt": "abc", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
-
-
-class Lines(logging.Handler):
-    """The lines of the log as they come."""
-
-    def __init__(self):
-        super().__init__()
-        self.lines = queue.Queue()
-
-    def emit(self, record):
-        self.lines.put(record.getMessage())
-
-    def next(self, part):
-        """The next line that has this part."""
-        while part not in (line := self.lines.get(timeout=60)):
-            pass
-        return line
-
-
-@pytest.fixture
-def log():
-    lines, logger = Lines(), logging.getLogger("specbeam.server")
-    logger.addHandler(lines)
-    logger.setLevel(logging.INFO)
-    yield lines
-    logger.removeHandler(lines)
 
 
 class Gate:

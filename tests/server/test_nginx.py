@@ -13,7 +13,6 @@ import pytest
 from specbeam.server.limits import Access, Limits
 from tests.pages import ROOT, blocks
 from tests.server.conftest import serving
-from tests.server.test_life import log  # noqa: F401  a fixture
 
 NAME = "llm.localhost"
 """In place of the page's name. Browsers take names with this end for this machine."""
@@ -101,7 +100,7 @@ FORWARDED = "203.0.113.9, 198.51.100.7"
 COMPLETION = {"prompt": "abc", "max_tokens": 6, "temperature": 0}
 
 
-def test_requests_pass_through(proxied, log):  # noqa: F811
+def test_requests_pass_through(proxied, log):
     ask, _, prefix = proxied
     assert ask(f"{prefix}health").json() == {"status": "ok"}
     answer = ask(f"{prefix}v1/completions", "POST", json=COMPLETION, headers={"x-forwarded-for": FORWARDED})

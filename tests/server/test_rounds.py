@@ -7,7 +7,7 @@ import pytest
 import specbeam
 from specbeam.options import Options
 from specbeam.recording import begin, events
-from tests.server.test_life import Gate, log, wait_for  # noqa: F401
+from tests.server.test_life import Gate, wait_for
 
 SIZES = {"num_draft_tokens": 3, "draft_width": 2, "draft_budget": 6}
 BEAMS = {"num_beams": 4, "draft": "ngram", "temperature": 0, **SIZES}
@@ -75,7 +75,7 @@ def test_refusals_name_the_field(served, fields, param):
     assert error["param"] == param
 
 
-def test_a_client_that_goes_away_frees_its_request(served, log):  # noqa: F811
+def test_a_client_that_goes_away_frees_its_request(served, log):
     fields = {"prompt": "abc", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
     with served.http.stream("POST", "/rounds/completions", json=fields) as response:
         next(response.iter_lines())

@@ -95,7 +95,8 @@ def beam_round(tree: Tree, search: Search, record: Record, rests: bool = False) 
     """
     answer = yield search.evaluation()
     for one in answer.passes(len(search.beams)):
-        search.step(one)
+        if not search.step(one):
+            raise RuntimeError("all beams are known, but the search took no step")
         record.round(rests=rests)
         record.step(search.beams, search.scores)
         if search.done:
@@ -113,7 +114,7 @@ class BeamSearch:
     num_beams places of finished texts, by log-probability / length ** length_penalty.
 
     Ties are resolved in one way, whatever is known of other beams. Candidates with equal scores are ranked by their
-    beam, then by the score of the token alone, then by its id.
+    beam, then by the score of the token alone, then by its id. Only possible texts take a place of finished texts.
 
     Args:
         wishes: makes the wishes. With noise it is beam sampling: candidates are drawn from the softmax of all scores,
@@ -128,16 +129,14 @@ class BeamSearch:
         distinct: the places of finished texts hold different texts (:meth:`Stopping.text`), of equal ones the best.
             Each text counts once among the candidates, too.
 
-    Only possible texts take a place of finished texts.
-
     Attributes:
         num_candidates: the candidates of a step, enough that ``num_beams`` of them have not ended.
         length: of the beams, in new tokens.
         max_new_tokens: the greatest length.
         finished: the places of finished texts.
-        top: ranks.
-        only_possible: whether only possible texts take places. By transformers' rules, forbidden ones take places too
-            where candidates are few, and end the search under ``early_stopping``.
+        top: the places of the highest scores, with ties in the search's order.
+        only_possible: False for transformers' rules. By these, forbidden texts take places too where candidates are
+            few, and end the search under ``early_stopping``.
     """
 
     top: Top = staticmethod(places_of_highest)

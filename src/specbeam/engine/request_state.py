@@ -381,11 +381,11 @@ class RequestState:
             if self._has_read_again:
                 self._advance(problem)
             else:
-                self.pending = self._state.slots.missing(self._asked)
+                self._evaluate(self._asked)
             self._has_read_again = True
 
     def _not_finite(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> NotFinite:
-        wanted = self._asked[np.isin(self._asked, nodes)]
+        wanted = self._part[np.isin(self._part, nodes)]
         highest = answers[0].normalizers if answers else logits[rows].amax(-1).cpu().numpy()
         passes, row = divmod(int(np.flatnonzero(~np.isfinite(highest))[0]), len(wanted))
         there = (answers[0].logits if answers else logits[rows])[row]  # a backend that goes ahead stops there

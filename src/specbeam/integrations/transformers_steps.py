@@ -26,7 +26,7 @@ from specbeam.decoding.speculative_beam import speculative_beam_search
 from specbeam.decoding.stopping import Stopping
 from specbeam.engine import Setup
 from specbeam.engine.strategies import make_search, make_strategy
-from specbeam.errors import SpecbeamError, TooManyNodes
+from specbeam.errors import SpecbeamError
 from specbeam.integrations.transformers_processors import Row
 from specbeam.selection import changed
 from specbeam.tree import Nodes, Tree
@@ -172,7 +172,7 @@ class KnownRows:
             while True:
                 try:
                     answer = yield step
-                except TooManyNodes as problem:
+                except SpecbeamError as problem:
                     step = strategy.throw(problem)
                     continue
                 if isinstance(step, Evaluate) and not step.drafting:
