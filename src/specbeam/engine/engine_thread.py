@@ -54,8 +54,8 @@ class EngineThread:
             self._has_work = threading.Event()
             self._has_work.set()
             thread = threading.Thread(target=self._work, args=[do_round], name="specbeam-engine", daemon=True)
+            self._wakeups.thread = thread  # first: its rounds ask whether it runs
             thread.start()
-            self._wakeups.thread = thread
 
     @whole_step
     def add(self, request: RequestState) -> None:
