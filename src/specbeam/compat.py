@@ -1,7 +1,8 @@
-"""Changes to transformers from the outside, in the two places where it has no interface for them.
+"""Changes to transformers from the outside, in the places where it has no interface for them.
 
 - ``model.generate`` keeps some of its arguments from a ``custom_generate`` function. :func:`argument_of_generate` reads
   them.
+- Prompts that are no token ids alone are read as ``generate`` reads them, by :func:`prefill`.
 - Decoders with an encoder count their positions, and take none. :class:`DecoderPositions` replaces them for the time
   of a pass.
 
@@ -43,12 +44,22 @@ def argument_of_generate(name: str) -> Any:
     return decorator.f_locals["kwargs"].get(name)
 
 
+def prefill(model: Any, input_ids: Tensor, generation_config: Any, arguments: dict[str, Any]) -> Any:
+    """The output of a model's forward for prompts, as ``generate`` begins.
+
+    Args:
+        input_ids: int64 [rows, length].
+        arguments: of the forward, as ``generate`` has prepared them. The cache among them is filled.
+    """
+    return model._prefill(input_ids, generation_config, arguments)
+
+
 class DecoderPositions:
     """The positions of a decoder that counts them, to be replaced for the time of a pass.
 
     T5, BART and their relatives take the position of a token to be the number of tokens before it. In a tree, tokens of
-    several branches lie side by side, so the positions differ. The module for learned positions (BART) gets a forward
-    hook, and the attention with relative positions (T5) another ``compute_bias``.
+    several branches lie side by side, so the positions differ. The module for learned positions (BART) gets another
+    ``forward``, and the attention with relative positions (T5) another ``compute_bias``.
     """
 
     def __init__(self, decoder: Any) -> None:
@@ -73,24 +84,23 @@ class DecoderPositions:
         """
         with ExitStack() as stack:
             if self._embed is not None:
-                hook = self._embed.register_forward_hook(partial(_embed, nodes), with_kwargs=True)
-                stack.callback(hook.remove)
+                self._embed.forward = partial(_embed, self._embed, self._embed.forward, nodes)
+                stack.callback(delattr, self._embed, "forward")
             for attention in self._relative:
                 attention.compute_bias = partial(_bias, attention.compute_bias, nodes[:, None] - slots)
                 stack.callback(delattr, attention, "compute_bias")
             yield
 
 
-def _embed(positions: Tensor, module: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
+def _embed(module: Any, forward: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The embeddings at positions, int64 [n], from a module that counts them: it embeds a text that has them all."""
     length = int(positions.max()) + 1
-    parameters = inspect.signature(module.forward).parameters
-    if "position_ids" in parameters:
-        embeddings = module.forward(*args, **(kwargs | {"position_ids": positions}))
+    if "position_ids" in inspect.signature(forward).parameters:
+        embeddings = forward(*args, **(kwargs | {"position_ids": positions}))
         return embeddings.view(1, len(positions), -1)
     token = 0 if module.padding_idx else 1  # any token but padding, which is not counted
     text = torch.full((1, length), token, device=positions.device)
-    return module.forward(text)[:, positions]
+    return forward(text)[:, positions]
 
 
 def _bias(compute: Any, distances: Tensor, *args: Any, **kwargs: Any) -> Tensor:

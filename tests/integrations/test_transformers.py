@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 from transformers import (
+    DynamicCache,
     EncoderRepetitionPenaltyLogitsProcessor,
     EosTokenCriteria,
     LogitsProcessorList,
@@ -236,8 +237,9 @@ def test_a_callers_own_processor_of_a_known_kind_counts(model):
         ({"forced_bos_token_id": -1}, "forced_bos_token_id: the token -1"),
         ({"bad_words_ids": [[3], [4, VOCAB]]}, "bad_words_ids: the token 20"),
         ({"sequence_bias": {(VOCAB,): 1.0}}, "sequence_bias: the token 20"),
-        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "pad prompts on the left"),
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "pad prompts on the left"),
+        ({"past_key_values": DynamicCache(), "num_beams": 2}, "past_key_values with beams"),
+        ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"position_ids": torch.tensor([[4, 5, 6]])}, "position_ids"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -283,12 +285,6 @@ def test_a_callers_own_end_of_text_counts(model):
     own = StoppingCriteriaList([EosTokenCriteria(end)])
     expected = model.generate(prompt, max_new_tokens=6, stopping_criteria=own)
     assert model.generate(prompt, max_new_tokens=6, stopping_criteria=own, **EXTRA).tolist() == expected.tolist()
-
-
-def test_embeddings_alone_are_refused_by_name(model):
-    embeddings = model.get_input_embeddings()(torch.tensor([[3, 4]]))
-    with pytest.raises(SpecbeamError, match="inputs_embeds"):
-        model.generate(inputs_embeds=embeddings, max_new_tokens=3, **EXTRA)
 
 
 def test_a_lossy_assistant_is_refused_by_name(model, small):
@@ -392,7 +388,8 @@ def test_processors_go_together_in_any_batch(models, small, architecture, prompt
 )
 def test_where_few_texts_are_possible_beams_are_still_those_of_transformers(model, options):
     options = options | {"num_beams": 4, "num_return_sequences": 3, "return_dict_in_generate": True}
-    expected = model.generate(torch.tensor([[6, 15, 7]]), output_scores=True, **options)
+    options["output_scores"] = True
+    expected = model.generate(torch.tensor([[6, 15, 7]]), **options)
     got = model.generate(torch.tensor([[6, 15, 7]]), **options, **EXTRA)
     assert got.sequences.tolist() == expected.sequences.tolist()
     torch.testing.assert_close(got.sequences_scores, expected.sequences_scores)

@@ -450,16 +450,16 @@ def test_a_source_may_fill_the_context(encoders):
     ("options", "says"),
     [
         ({"decoder_input_ids": torch.tensor([[256, 30], [256, 31], [256, 32]])}, "decoder_input_ids that differ"),
-        ({"input_ids": None, "encoder_outputs": True}, "encoder_outputs without input_ids"),
-        ({"assistant_model": "causal"}, "begins its texts with"),
+        ({"input_ids": None, "encoder_outputs": True, "draft": "encoder"}, "a draft without input_ids"),
+        ({"draft": "causal"}, "begins its texts with"),
     ],
 )
 def test_encoder_decoder_models_refuse_by_name(encoders, options, says):
     model, inputs = encoders("t5"), sources(SOURCES, "right")
     if "encoder_outputs" in options:
         options = options | {"encoder_outputs": model.get_encoder()(**inputs)}
-    if "assistant_model" in options:
-        options = {"draft": random_model("llama")}
+    if "draft" in options:
+        options = options | {"draft": random_model("llama") if options["draft"] == "causal" else encoders("t5", 1)}
     with pytest.raises(SpecbeamError, match=says):
         model.generate(**inputs | options, max_new_tokens=4, **EXTRA)
 

@@ -31,7 +31,8 @@ class Segment:
             its own position mean nothing. m is 0 if all nodes are on the trunk.
         wanted: the nodes whose logits are returned, as indices into the n nodes, int64 [w].
         vocab: only the logits of the first ``vocab`` tokens are needed; None for all tokens.
-        source: the result of :meth:`EncodingBackend.encode` for the tree. None for models without an encoder.
+        source: the result of :meth:`EncodingBackend.encode` for the tree, or what was given to the engine instead. None
+            for models without an encoder otherwise.
         ahead: slots of the nodes of further passes (:class:`AheadBackend`), n for each pass, int64 [a].
     """
 

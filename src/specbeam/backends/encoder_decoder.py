@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +71,15 @@ class EncoderDecoderBackend(TransformersBackend):
         with self._one_pass:
             for numbers in _of_like_length(sources):
                 together = [sources[number] for number in numbers]
-                found.update(zip(numbers, self._attended(self._states_of(together), together), strict=True))
+                states = self._states_of(together)
+                read = [of[: len(source)] for of, source in zip(states, together, strict=True)]
+                found.update(zip(numbers, self._attended(read), strict=True))
         return [found[number] for number in range(len(sources))]
+
+    def attended(self, states: list[Tensor]) -> list[Source]:
+        """Prompts as the encoder has read them, from its output for each of them, [tokens, features]."""
+        with self._one_pass:
+            return self._attended(states)
 
     def _states_of(self, sources: list[list[int]]) -> Tensor:
         """The encoder's output for some texts, [texts, tokens of the longest, features]."""
@@ -86,12 +92,12 @@ class EncoderDecoderBackend(TransformersBackend):
         ).last_hidden_state
         return states
 
-    def _attended(self, states: Tensor, sources: list[list[int]]) -> list[Source]:
-        """The encoder's output for some texts as :meth:`_states_of` gives it, and its cross-attention."""
+    def _attended(self, texts: list[Tensor]) -> list[Source]:
+        states = pad_sequence(texts, batch_first=True)
         # Run one dummy token to fill transformers' cross-attention cache.
         filled = EncoderDecoderCache(DynamicCache(), DynamicCache())
         self.model(
-            decoder_input_ids=torch.zeros((len(sources), 1), dtype=torch.long, device=self.device),
+            decoder_input_ids=torch.zeros((len(texts), 1), dtype=torch.long, device=self.device),
             encoder_outputs=BaseModelOutput(states),
             past_key_values=filled,
             use_cache=True,
@@ -100,7 +106,7 @@ class EncoderDecoderBackend(TransformersBackend):
 
         def own(padded: Tensor, row: int, dim: int) -> Tensor:
             """A text's part of all texts' output, [1, ...]. A view would keep the whole output in memory."""
-            return padded[row : row + 1].narrow(dim, 0, len(sources[row])).clone()
+            return padded[row : row + 1].narrow(dim, 0, len(texts[row])).clone()
 
         return [
             Source(
@@ -108,7 +114,7 @@ class EncoderDecoderBackend(TransformersBackend):
                 [own(layer.keys, row, 2) for layer in layers],
                 [own(layer.values, row, 2) for layer in layers],
             )
-            for row in range(len(sources))
+            for row in range(len(texts))
         ]
 
     def _run(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
@@ -138,26 +144,6 @@ class EncoderDecoderBackend(TransformersBackend):
         tokens = [s.source.states.shape[1] for s in segments]
         trees = np.arange(len(segments))
         return self._mask(np.repeat(trees, nodes)[:, None] == np.repeat(trees, tokens))
-
-
-class EncodedBackend(EncoderDecoderBackend):
-    """The same for source texts that the encoder has read already.
-
-    Args:
-        start_token_ids: the tokens that each text begins with.
-        states: the encoder's output for each source text, [tokens, features] by its token ids.
-    """
-
-    def __init__(self, model: Any, start_token_ids: list[int], states: Mapping[tuple[int, ...], Tensor]) -> None:
-        self._states = states
-        super().__init__(model)
-        self.start_token_ids = start_token_ids
-
-    def _states_of(self, sources: list[list[int]]) -> Tensor:
-        known = [self._states[tuple(source)] for source in sources if tuple(source) in self._states]
-        return (
-            pad_sequence(known, batch_first=True) if known else super()._states_of(sources)
-        )  # none: to measure a slot
 
 
 def _of_like_length(sources: list[list[int]]) -> list[list[int]]:

@@ -10,6 +10,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -60,6 +61,34 @@ class LearnedKeyValues(KeyValues):
             self._keys.append(k.new_empty(k.shape[1], self.capacity, k.shape[2]))
             self._values.append(v.new_empty(v.shape[1], self.capacity, v.shape[2]))
         return super().store(layer, slots, k, v, seen)
+
+    def at(self, slots: NDArray[np.int64]) -> list[tuple[Tensor, Tensor]]:
+        """A copy of keys and values of each layer, [kv_heads, n, head_dim] each; zeros at negative slots."""
+
+        def copied(stored: Tensor) -> Tensor:
+            index = torch.from_numpy(slots).to(stored.device)
+            return stored[:, index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)
+
+        return [(copied(keys), copied(values)) for keys, values in zip(self._keys, self._values, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class ReadPrompt:
+    """A prompt that the model has read already, as the source of a text.
+
+    Attributes:
+        layers: keys and values of each layer, [kv_heads, tokens, head_dim] each.
+        logits: after its last token, float32 [vocab].
+        token_type: of the tokens that follow, for models that tell types of tokens apart.
+    """
+
+    layers: list[tuple[Tensor, Tensor]]
+    logits: Tensor
+    token_type: int | None = None
+
+    @property
+    def length(self) -> int:
+        return self.layers[0][0].shape[1]
 
 
 class TransformersBackend(ABC):
@@ -133,6 +162,11 @@ class TransformersBackend(ABC):
         with self._one_pass:
             self._store.reserve(slots)
 
+    def keys_and_values(self, slots: NDArray[np.int64]) -> list[tuple[Tensor, Tensor]]:
+        """A copy of each layer's keys and values in slots, [kv_heads, n, head_dim] each; zeros at negative slots."""
+        with self._one_pass:
+            return self._store.at(slots)
+
     def _row(self, parts: list[NDArray[np.int64]]) -> Tensor:
         return torch.from_numpy(np.concatenate(parts))[None].to(self.device)
 
@@ -203,6 +237,37 @@ class CausalBackend(TransformersBackend):
             return "its attention does not follow the mask and the positions it is given"
         return None
 
+    def forward(self, segments: list[Segment]) -> Tensor:
+        if not isinstance(segments[0].source, ReadPrompt):
+            return super().forward(segments)
+        rest = []
+        for s in segments:
+            with self._one_pass:
+                self._copy_read(s)
+            is_new = s.positions >= s.source.length
+            wanted = (np.cumsum(is_new) - 1)[s.wanted[is_new[s.wanted]]]
+            nodes = {name: getattr(s, name)[is_new] for name in ("tokens", "positions", "slots", "branches")}
+            rest.append(replace(s, wanted=wanted, **nodes))
+        new = super().forward(some) if (some := [s for s in rest if len(s.tokens)]) else torch.empty(0)
+        logits, at = [], 0
+        for s, own in zip(segments, rest, strict=True):
+            end = at + len(own.wanted)
+            if len(own.wanted) < len(s.wanted):  # the last token of the prompt: nobody asks about earlier ones
+                logits.append(s.source.logits[None])
+            logits.append(new[at:end])
+            at = end
+        return torch.cat([rows for rows in logits if len(rows)]) if at or logits else new
+
+    def _copy_read(self, segment: Segment) -> None:
+        """Store the keys and values of the nodes that were read before."""
+        is_read = segment.positions < segment.source.length
+        if is_read.any():
+            slots, positions = torch.from_numpy(segment.slots[is_read]), torch.from_numpy(segment.positions[is_read])
+            for layer, (keys, values) in enumerate(segment.source.layers):
+                there, at = slots.to(keys.device), positions.to(keys.device)
+                own, others = keys[:, at].transpose(0, 1), values[:, at].transpose(0, 1)
+                self._store.store(layer, there, own, others, there)
+
     def _run(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
         inputs: dict[str, Any] = {
             "input_ids": self._row([s.tokens for s in segments]),
@@ -211,6 +276,8 @@ class CausalBackend(TransformersBackend):
             "past_key_values": PassCache(self._store, segments, views),
             "use_cache": True,
         }
+        if segments[0].source is not None and segments[0].source.token_type is not None:  # then all have one
+            inputs["token_type_ids"] = self._row([np.full(len(s.tokens), s.source.token_type) for s in segments])
         if "cache_position" in self._parameters:
             inputs["cache_position"] = inputs["position_ids"][0]
         if "logits_to_keep" in self._parameters:
@@ -338,6 +405,15 @@ def _resize(model: Any, adapter: Adapter) -> None:
     vocab_sizes = adapter.vocab_sizes(both)
     if len(vocab_sizes) == 2 and vocab_sizes[0] == vocab_sizes[1]:
         model.resize_token_embeddings(vocab_sizes[0], mean_resizing=False)
+
+
+def most_tokens(config: Any) -> int:
+    """Tokens of the longest text that transformers' ``generate`` can make. The last one is not read."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = {rope["rope_type"]} if "rope_type" in rope else {of_layer["rope_type"] for of_layer in rope.values()}
+    if kinds and not kinds & {"dynamic", "longrope"}:
+        return UNLIMITED_CONTEXT
+    return _context_length(config) + (not kinds)
 
 
 def _context_length(config: Any) -> int:

@@ -102,6 +102,7 @@ class Engine:
         strategy: MakeStrategy | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        source: Any = None,
     ) -> Request:
         """Queue one prompt (text, chat messages or token ids) and return its handle.
 
@@ -120,6 +121,8 @@ class Engine:
                 one start in eight belongs to the request that has waited longest. Live requests share passes equally.
             timeout: seconds after which the request ends before the next pass, with the text so far and the
                 ``finish_reason`` "timeout". They count from now, waiting included.
+            source: goes to the backend with each pass over the text, in place of its encoder's output
+                (:attr:`specbeam.backends.contract.Segment.source`). The text shares no keys and values then.
 
         Raises:
             QueueFull: ``max_requests`` and ``max_waiting`` allow no further request at present.
@@ -129,7 +132,15 @@ class Engine:
         """
         self._scheduler.check_for_place()  # before all the work
         state = self._state(
-            prompt, options, system=system, raw=raw, draft=draft, strategy=strategy, priority=priority, timeout=timeout
+            prompt,
+            options,
+            system=system,
+            raw=raw,
+            draft=draft,
+            strategy=strategy,
+            priority=priority,
+            timeout=timeout,
+            source=source,
         )
         self._thread.add(state)
         return state.request
@@ -157,6 +168,7 @@ class Engine:
         strategy: MakeStrategy | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        source: Any = None,
     ) -> RequestState:
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise SpecbeamError(f"priority={priority!r} is not allowed: give a whole number")
@@ -174,6 +186,7 @@ class Engine:
             strategy,
             priority=priority,
             timeout=timeout,
+            source=source,
             cancellations=self._scheduler.cancelled,
             memory=self._memory,
             wakeups=self._wakeups,

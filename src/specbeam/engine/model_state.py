@@ -26,6 +26,7 @@ class ModelState:
         most_nodes: the most nodes per pass.
         cache: the part of the model's store that the engine holds.
         shares: whether the request begins with tokens that others have read, and leaves its own to them.
+        source: in place of the encoder's output.
 
     Attributes:
         most_rows: as given.
@@ -33,7 +34,7 @@ class ModelState:
         answered: passes that completed the logits of a wish of the strategy. Other passes read parts of a prompt.
         seconds: the request's share of the time of its passes, by its share of their nodes.
         nodes: nodes evaluated for the request.
-        source: the encoder's output for the prompt. None until it has read it.
+        source: the encoder's output for the prompt, or what was given. None until the encoder has read it.
         source_bytes: bytes that this output takes. A token of it takes as much as a slot, roughly.
     """
 
@@ -51,6 +52,7 @@ class ModelState:
         most_nodes: int,
         cache: EngineCache,
         shares: bool,
+        source: Any = None,
     ) -> None:
         self.backend = backend
         self.tree = tree
@@ -62,12 +64,12 @@ class ModelState:
         self._least_slots = min(shared, self._lasting(shared) + most_nodes) + own
         self.passes = self.answered = self.nodes = 0
         self.seconds = 0.0
-        self.source: Any = None
+        self.source = self._given_source = source
         self._encoder_prompt = None if backend.start_token_ids is None else prompt_ids
         self.source_bytes = len(self._encoder_prompt or ()) * backend.slot_bytes
         self._cache = cache
-        # After an encoder, equal tokens have other keys and values.
-        self._shares = shares and self._encoder_prompt is None
+        # After another source, equal tokens have other keys and values.
+        self._shares = shares and self._encoder_prompt is None and source is None
         self._slots: Slots | None = None
         self._peak_slots = self._paused_slots = 0  # until the last close, and at it
         self._reused_tokens: int | None = None  # when it began; read again after a pause, it may find its own tokens
@@ -81,7 +83,7 @@ class ModelState:
         self._peak_slots, self._paused_slots = self.peak_slots, self.used_slots or self._paused_slots
         if self._reused_tokens is None and self._slots is not None:
             self._reused_tokens = self._slots.reused
-        self.source = None
+        self.source = self._given_source
         slots, self._slots = self._slots, None
         if slots is not None:
             slots.close()

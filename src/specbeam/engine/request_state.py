@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -61,6 +61,7 @@ class RequestState:
         *,
         priority: int = 0,
         timeout: float | None = None,
+        source: Any = None,
         cancellations: deque[RequestState],
         memory: Memory,
         wakeups: Wakeups,
@@ -106,6 +107,7 @@ class RequestState:
             guesses=guesses,
             most_rows=num_texts + guesses,
             cache=memory.cache_of(lm.backend),
+            source=source,
         )
         self._draft: ModelState | None = None
         if isinstance(draft, LanguageModel) and self._drafter is not None:

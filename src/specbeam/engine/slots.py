@@ -65,6 +65,11 @@ class Slots:
         """The slots of all nodes, int64 [n]."""
         return self._slot[self._slot != NOWHERE]
 
+    def at(self, nodes: Nodes) -> NDArray[np.int64]:
+        """The slots of nodes, int64 [n]; -1 for a node without a slot."""
+        self._follow_tree()
+        return self._slot[nodes]
+
     @property
     def is_fresh(self) -> bool:
         """Whether no node was in a pass yet, and the tree may begin with tokens that others read."""

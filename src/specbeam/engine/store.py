@@ -19,6 +19,7 @@ from specbeam.whole_steps import whole_step
 
 if TYPE_CHECKING:
     from specbeam.engine.slots import Slots
+    from specbeam.tree import Nodes, Tree
 
 Ints = NDArray[np.int64]
 
@@ -109,6 +110,12 @@ class Store:
                 self.count_anew()
                 self.is_torn = False
             return int(np.count_nonzero((self.references > 0) | self.kept))
+
+    def slots_of(self, tree: Tree, nodes: Nodes) -> Ints:
+        """Where keys and values of nodes lie, int64 [n], while the tree's request is live; -1 for a node without."""
+        with self.lock:
+            (found,) = [one for one in self._trees if one.tree is tree and not one.is_closed]
+        return found.at(nodes)
 
     # The rest is called by whole changes.
 

@@ -11,7 +11,7 @@ import copy
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ from transformers.generation import (
     PrefixConstrainedLogitsProcessor,
 )
 
-from specbeam.backends.encoder_decoder import EncodedBackend, backend_of
-from specbeam.backends.transformers import check_weights
+from specbeam.backends.encoder_decoder import backend_of
+from specbeam.backends.transformers import check_weights, most_tokens
 from specbeam.compat import argument_of_generate
 from specbeam.engine import Engine, Request
 from specbeam.errors import SpecbeamError
@@ -34,8 +34,8 @@ from specbeam.integrations.transformers_processors import (
     Row,
     check_processors,
     options_of,
-    unsupported,
 )
+from specbeam.integrations.transformers_prompts import Prompts, refuse
 from specbeam.integrations.transformers_steps import Details, Steps
 from specbeam.model import LanguageModel
 from specbeam.options import MAX_DRAFT_SIZES
@@ -51,9 +51,17 @@ OTHER_MODES = (
     "force_words_ids",
 )
 """Options that ask for another generation mode."""
-READ_ARGUMENTS = ("attention_mask", "position_ids", "encoder_outputs", "decoder_attention_mask")
+READ_ARGUMENTS = (
+    "attention_mask",
+    "position_ids",
+    "token_type_ids",
+    "inputs_embeds",
+    "past_key_values",
+    "encoder_outputs",
+    "decoder_attention_mask",
+)
 """Arguments of the model's forward that specbeam understands."""
-IGNORED_ARGUMENTS = ("use_cache", "logits_to_keep", "cache_position")
+IGNORED_ARGUMENTS = ("use_cache", "logits_to_keep", "cache_position", "output_attentions", "output_hidden_states")
 """Arguments that transformers passes on to the model's forward, and that specbeam decides itself."""
 OUTPUTS = {
     (False, False): GenerateDecoderOnlyOutput,
@@ -178,14 +186,18 @@ def generate(
     replaces_invalid = any(isinstance(p, InfNanRemoveLogitsProcessor) for p in logits_processor)
     lm = _wrap(model, own_tokenizer) if replaces_invalid else wrap(model, own_tokenizer)
     lm = replace(lm, generation_defaults={})  # transformers has filled them in
+    returned = generation_config.num_return_sequences or 1
+    copies = max(beams, returned)  # transformers has repeated each prompt
     if model.config.is_encoder_decoder:
-        backend, prompts = _encoded_sources(model, input_ids, inputs_tensor, model_kwargs)
-        lm, padding = replace(lm, backend=backend), [0] * len(input_ids)
-    else:
-        padding = _padding(input_ids, model_kwargs)
-        prompts = [row[n:].tolist() for row, n in zip(input_ids, padding, strict=True)]
+        lm.backend.start_token_ids = input_ids[0].tolist()
+    lm.backend.context_length = most_tokens(model.config.get_text_config())
+    prompts = Prompts(
+        cast(Any, lm.backend), input_ids, copies, beams > 1, generation_config, inputs_tensor, model_kwargs
+    )
     lookup = prompt_lookup_num_tokens or generation_config.prompt_lookup_num_tokens
     how = _draft(lm, assistant_tokenizer, draft=draft, assistant_model=assistant_model, prompt_lookup_num_tokens=lookup)
+    has_model = isinstance(how.get("draft"), LanguageModel)
+    refuse(has_model and lm.backend.start_token_ids is not None and not prompts.have_ids, "a draft without input_ids")
     check_processors(logits_processor, lm.backend.vocab_size)
     eos, criteria = _ends(stopping_criteria, stop_strings, tokenizer)
     if criteria and eos is None and beams == 1 and len(input_ids) > 1:
@@ -195,12 +207,11 @@ def generate(
         )
 
     length = input_ids.shape[1]
-    returned = generation_config.num_return_sequences or 1
-    copies = max(beams, returned)  # transformers has repeated each prompt
-    details = Details(generation_config, any_logits=replaces_invalid)
+    keep = None if prompts.cache is None else prompts.kept
+    details = Details(generation_config, replaces_invalid, keep)
     # Samples are requests of their own where a prefix_allowed_tokens_fn gets their number, and where each has a draft,
-    # a streamer, scores or logits.
-    alone = _has_numbered_texts(logits_processor) or how or details.scores or details.logits
+    # a streamer, scores, logits or a cache.
+    alone = _has_numbered_texts(logits_processor) or how or details.scores or details.logits or keep is not None
     together = 1 if beams == 1 and (alone or (streamer or theirs) is not None) else copies
     do_sample = bool(generation_config.do_sample)
     options: dict[str, Any] = {
@@ -222,22 +233,27 @@ def generate(
     engine = Engine(lm, max_requests=len(input_ids)) if criteria else Engine(lm)
     requests, steps = [], []
     for first in range(0, len(input_ids), together):
-        row = Row(input_ids, first, padding[first], beams)
+        prompt = prompts.of_row(first, len(input_ids))
+        begin = len(lm.backend.start_token_ids or prompt.token_ids)
+        row = Row(input_ids, first, begin, prompt.padding, beams)
         own = options | options_of(logits_processor, row, options["eos_token_id"], do_sample)
         own["min_new_tokens"] = min(own.get("min_new_tokens", 0), own["max_new_tokens"])
         own["seed"] = _seed() if do_sample else None
         steps.append(Steps(row, criteria, details))
-        requests.append(engine.submit(prompts[first], own, strategy=steps[-1].strategy, **how))
+        requests.append(engine.submit(prompt.token_ids, own, strategy=steps[-1].strategy, source=prompt.source, **how))
     fill = _fill_value(generation_config, beams)
     if streamer is not None:
         streamer.put(input_ids.cpu())
     _run(engine, requests, theirs if streamer is None else streamer, fill)
     texts = [sequence for request in requests for sequence in request.result().sequences]
+    _check_lengths(model, requests, lm.backend, options["max_new_tokens"])
 
     device = input_ids.device
     longest = max(len(text.token_ids) for text in texts)
     new = torch.tensor([text.token_ids + [fill] * (longest - len(text.token_ids)) for text in texts], device=device)
     sequences = torch.cat([input_ids[::copies].repeat_interleave(returned, 0), new], dim=1)
+    if prompts.cache is not None:
+        prompts.fill_cache([of.kept for of in steps])
     if not generation_config.return_dict_in_generate:
         return sequences
     outputs: dict[str, Any] = {"sequences": sequences}
@@ -245,8 +261,11 @@ def generate(
         outputs["scores"] = _by_step([of.scores for of in steps], fill, device)
     if details.logits:
         outputs["logits"] = _by_step([of.logits for of in steps], fill, device)
+    if prompts.cache is not None:
+        outputs["past_key_values"] = prompts.cache
     if beams > 1:
-        outputs["sequences_scores"] = torch.tensor([text.score for text in texts], device=device)
+        if details.scores:
+            outputs["sequences_scores"] = torch.tensor([text.score for text in texts], device=device)
         outputs["beam_indices"] = _beam_indices(steps, beams, longest).to(device)
     return OUTPUTS[bool(model.config.is_encoder_decoder), beams > 1](**outputs)
 
@@ -328,46 +347,24 @@ def _check_streamer(streamer: Any) -> None:
 def _check_arguments(model_kwargs: dict[str, Any]) -> None:
     """Refuse arguments of the model's forward that specbeam does not understand."""
     for name, value in model_kwargs.items():
-        if name == "past_key_values":
-            _refuse(value is not None and value.get_seq_length() > 0, "past_key_values with something in them")
-        else:
-            _refuse(value is not None and name not in READ_ARGUMENTS + IGNORED_ARGUMENTS, name)
+        refuse(value is not None and name not in READ_ARGUMENTS + IGNORED_ARGUMENTS, name)
 
 
-def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
-    """How many tokens of padding each row begins with."""
-    mask = model_kwargs.get("attention_mask")
-    positions = model_kwargs.get("position_ids")
-    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
-    _refuse(mask.shape != input_ids.shape, "an attention mask of another shape than the prompts")
-    if not mask.shape[1] or (mask.diff() < 0).any() or not mask[:, -1].all():
-        raise SpecbeamError("the attention mask hides tokens inside or after a prompt: pad prompts on the left")
-    if positions is not None:
-        expected = (mask.cumsum(-1) - 1).clamp(min=0)
-        positions = positions.to(input_ids.device)
-        _refuse(not torch.equal(positions, expected[: len(positions)]), "position_ids other than the usual")
-    padding: list[int] = (mask == 0).sum(-1).tolist()
-    return padding
+def _check_lengths(model: Any, requests: Sequence[Request], backend: Any, asked: int) -> None:
+    """Refuse texts that the model's positions have cut off: transformers goes on, or fails there.
 
-
-def _encoded_sources(
-    model: Any, input_ids: Tensor, inputs_tensor: Tensor | None, model_kwargs: dict[str, Any]
-) -> tuple[EncodedBackend, list[list[int]]]:
-    """A backend with the output of the encoder in ``generate``, and the source text of each row, without padding."""
-    states: Tensor = model_kwargs["encoder_outputs"].last_hidden_state
-    mask = model_kwargs.get("attention_mask")
-    decoder_mask = model_kwargs.get("decoder_attention_mask")
-    unread = inputs_tensor is None or inputs_tensor.is_floating_point() or bool((inputs_tensor < 0).any())
-    _refuse(unread, "inputs_embeds or encoder_outputs without input_ids")
-    assert inputs_tensor is not None
-    _refuse(bool((input_ids != input_ids[0]).any()), "decoder_input_ids that differ between rows")
-    _refuse(decoder_mask is not None and not decoder_mask.all(), "a decoder_attention_mask with zeros")
-    sources = inputs_tensor.repeat_interleave(len(input_ids) // len(inputs_tensor), 0)
-    read = torch.ones_like(sources) if mask is None else mask
-    kept = read.to(states.device).bool()
-    prompts: list[list[int]] = [ids[row].tolist() for ids, row in zip(sources.to(states.device), kept, strict=True)]
-    encoded = {tuple(prompt): of[row] for prompt, of, row in zip(prompts, states, kept, strict=True)}
-    return EncodedBackend(model, input_ids[0].tolist(), encoded), prompts
+    Args:
+        asked: new tokens.
+    """
+    for request in requests:
+        for text in request.result().sequences:
+            begin = len(backend.start_token_ids or request.prompt_ids)
+            room = backend.context_length - begin
+            if text.finish_reason == "length" and len(text.token_ids) == room < asked:
+                raise SpecbeamError(
+                    f"a text of {begin + asked} tokens was asked for, and {type(model).__name__} has positions for "
+                    f"{backend.context_length}: ask for at most {room} new tokens"
+                )
 
 
 def _ends(
@@ -393,25 +390,20 @@ def _check_config(generation_config: Any, beams: int, has_assistant: bool) -> No
     config.prompt_lookup_num_tokens = None  # asks for a draft, not for another mode
     mode = config.get_generation_mode()
     for name in OTHER_MODES if mode not in GENERATION_MODES else ():
-        _refuse(getattr(generation_config, name, None) not in (None, False, 1), name)
-    _refuse(mode not in GENERATION_MODES, f"the generation mode {mode.value}")
-    _refuse(generation_config.cache_implementation == "quantized", "a quantized cache")
-    _refuse(bool(generation_config.low_memory and beams > 1), "low_memory with beams")
+        refuse(getattr(generation_config, name, None) not in (None, False, 1), name)
+    refuse(mode not in GENERATION_MODES, f"the generation mode {mode.value}")
+    refuse(generation_config.cache_implementation == "quantized", "a quantized cache")
+    refuse(bool(generation_config.low_memory and beams > 1), "low_memory with beams")
     for name in ("assistant_ensemble_weight", "speculation_type") if has_assistant else ():
-        _refuse(getattr(generation_config, name, None) is not None, name)
+        refuse(getattr(generation_config, name, None) is not None, name)
     if generation_config.return_dict_in_generate:
         for name in ("output_attentions", "output_hidden_states"):
-            _refuse(bool(getattr(generation_config, name)), name)
-        _refuse(bool(generation_config.output_logits and beams > 1), "output_logits with beams")
+            refuse(bool(getattr(generation_config, name)), name)
+        refuse(bool(generation_config.output_logits and beams > 1), "output_logits with beams")
 
 
 def _has_numbered_texts(processors: Iterable[Any]) -> bool:
     return any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors)
-
-
-def _refuse(asked: bool, what: str) -> None:
-    if asked:
-        raise unsupported(what)
 
 
 def _fill_value(generation_config: Any, beams: int) -> int:

@@ -1,7 +1,7 @@
 """The logits processors of one call of transformers' ``generate``, as the options of one of our requests.
 
 transformers calls each processor for the whole batch, with the padding of the prompts. A request has one prompt and no
-padding. So processors are narrowed to the request's rows of the batch, and get its padding back.
+padding. So processors are narrowed to the request's rows of the batch, and get these as they are.
 """
 
 from __future__ import annotations
@@ -79,30 +79,32 @@ class Row:
     Attributes:
         input_ids: of the batch as processors get it, int64 [rows, length].
         first: the number of the first of the request's rows.
-        padding: how many tokens of padding its prompt begins with.
+        prompt_length: how many tokens the request's own prompt has.
+        padding: how many tokens of padding come before these in the row. None if they are not the rest of the row.
         num_beams: the beams per text. Texts that are drawn have one each.
     """
 
     input_ids: Tensor
     first: int
-    padding: int
+    prompt_length: int
+    padding: int | None
     num_beams: int
 
     def of(self, batch: Any) -> Any:
         """The request's part of a processor's rows: there are as many as in the batch, or fewer for its prompts."""
         return batch[self.first * len(batch) // len(self.input_ids)]
 
-    def with_padding(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of the request's token ids, int64 [..., length], that passes them on with the padding."""
-        padding = self.input_ids[self.first, : self.padding]
-        if not len(padding):
+    def whole(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the request's token ids, int64 [..., length], that passes them on behind the whole row."""
+        if self.padding == 0:
             return call
+        row = self.input_ids[self.first]
 
-        def padded(input_ids: Tensor, *scores: Tensor) -> Any:
-            before = padding.to(input_ids.device).expand(*input_ids.shape[:-1], -1)
-            return call(torch.cat([before, input_ids], dim=-1), *scores)
+        def of_row(input_ids: Tensor, *scores: Tensor) -> Any:
+            before = row.to(input_ids.device).expand(*input_ids.shape[:-1], -1)
+            return call(torch.cat([before, input_ids[..., self.prompt_length :]], dim=-1), *scores)
 
-        return padded
+        return of_row
 
 
 def check_processors(processors: Iterable[Any], vocab_size: int) -> None:
@@ -145,7 +147,7 @@ def options_of(processors: Iterable[Any], row: Row, eos: Sequence[int], do_sampl
                 raise unsupported("a PrefixConstrainedLogitsProcessor after processors that force tokens")
             options["prefix_allowed_tokens_fn"] = _allowed_tokens(step, row)
         else:
-            options["logits_processor"].append(row.with_padding(step))
+            options["logits_processor"].append(row.whole(step))
     return options | {WARPERS[type(w)][0]: getattr(w, WARPERS[type(w)][1]) for w in warpers}
 
 
@@ -190,7 +192,7 @@ def _min_new_tokens(step: Any, row: Row, eos: Sequence[int]) -> int | None:
 
 def _allowed_tokens(step: Any, row: Row) -> Callable[[int, Tensor], Any]:
     """The caller's function, with the number of the text in the batch."""
-    allowed = row.with_padding(partial(step._prefix_allowed_tokens_fn, row.first // row.num_beams))
+    allowed = row.whole(partial(step._prefix_allowed_tokens_fn, row.first // row.num_beams))
     return lambda _, input_ids: allowed(input_ids)
 
 

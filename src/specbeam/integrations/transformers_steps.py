@@ -28,6 +28,7 @@ from specbeam.engine import Setup
 from specbeam.engine.strategies import make_search, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.integrations.transformers_processors import Row
+from specbeam.integrations.transformers_prompts import KeysAndValues
 from specbeam.selection import changed
 from specbeam.tree import Nodes, Tree
 
@@ -38,11 +39,15 @@ class Details:
     Attributes:
         scores, logits: whether to record them.
         any_logits: go on where the logits are not finite: a processor replaces them.
+        keep: copies keys and values of a live text's nodes. None if nobody asks for them.
         num_candidates: the candidates per beam. Each end token of the configuration counts, even if it is -1 or there
             twice.
     """
 
-    def __init__(self, generation_config: Any, any_logits: bool) -> None:
+    def __init__(
+        self, generation_config: Any, any_logits: bool, keep: Callable[[Tree, Nodes], KeysAndValues] | None
+    ) -> None:
+        self.keep = keep
         recorded = bool(generation_config.return_dict_in_generate)
         self.scores = recorded and bool(generation_config.output_scores)
         self.logits = recorded and bool(generation_config.output_logits)
@@ -63,12 +68,14 @@ class Steps:
         scores: the processed scores of each step, float32 [num_beams, vocab] each: log-probabilities with beams, else
             logits.
         logits: the model's logits of each step, float32 [1, vocab] each. Without beams only.
+        kept: the keys and values of all new tokens but the last. Without beams only.
         beam_indices: for each text that beam search returns, the numbers of the beams that its tokens continue.
     """
 
     def __init__(self, row: Row, criteria: Sequence[Any], details: Details) -> None:
         self.scores: list[Tensor] = []
         self.logits: list[Tensor] = []
+        self.kept: KeysAndValues = []
         self.beam_indices: list[list[int]] = []
         self._row = row
         self._criteria = StoppingCriteriaList(criteria)
@@ -80,7 +87,15 @@ class Steps:
         if self._criteria:
             setup = replace(setup, stop=CriteriaStopping(setup.stop, self._met, one_text=not has_beams))
         strategy = self._beam_search(setup, drafter) if has_beams else self._one_text(setup, drafter)
-        return taking_any_logits(strategy) if self._details.any_logits else strategy
+        if self._details.any_logits:
+            strategy = taking_any_logits(strategy)
+        return strategy if self._details.keep is None else self._keeping(setup.tree, strategy)
+
+    def _keeping(self, tree: Tree, strategy: Strategy) -> Strategy:
+        (text,) = yield from strategy
+        assert self._details.keep is not None
+        self.kept = self._details.keep(tree, tree.path(text.node)[tree.prompt_length : -1])
+        return [text]
 
     def _one_text(self, setup: Setup, drafter: Drafter | None) -> Strategy:
         if not (self._details.scores or self._details.logits):
@@ -130,7 +145,7 @@ class Steps:
     def _met(self, tree: Tree, nodes: Nodes) -> NDArray[np.bool_]:
         """Which of the texts that end at nodes of one depth meet a stopping criterion, bool [n]."""
         scores = tuple(self.scores) if self._details.scores else None
-        ask = self._row.with_padding(lambda input_ids: self._criteria(input_ids, scores))
+        ask = self._row.whole(lambda input_ids: self._criteria(input_ids, scores))
         input_ids = torch.from_numpy(tree.tokens(tree.paths(nodes))).to(self._row.input_ids.device)
         met: Tensor = ask(input_ids)
         if met.shape != (len(nodes),):

@@ -1,0 +1,258 @@
+"""Calls of ``generate`` as transformers' own tests make them, drawn by a seed: each with and without specbeam."""
+
+import copy
+import random
+from functools import cache
+
+import pytest
+import torch
+import transformers
+from transformers import LogitsProcessorList, StoppingCriteriaList
+
+from specbeam import hf
+from tests.conftest import in_thorough_mode
+
+VOCAB, PAD = 40, 0
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.4,
+    "pad_token_id": PAD,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+OLD_SIZES = SIZES | {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
+DECODERS = {
+    "Llama": {},
+    "Qwen2": {},
+    "Qwen2Moe": {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "num_experts": 4},
+    "Qwen3": {"head_dim": 8},
+    "Gemma": {"head_dim": 8},
+    "Gemma2": {"head_dim": 8, "sliding_window": 6},
+    "Gemma3": {"head_dim": 8, "sliding_window": 6, "num_hidden_layers": 6},
+    "Mistral": {"sliding_window": 6},
+    "Mixtral": {"num_local_experts": 4},
+    "Phi": {},
+    "Phi3": {},
+    "StableLm": {},
+    "Starcoder2": {},
+    "Granite": {},
+    "Olmo2": {},
+    "Cohere": {},
+    "GPTNeoX": {},
+    "Falcon": {"new_decoder_architecture": True, "alibi": False},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+    "GPT2": {},
+    "GPTJ": {},
+    "CodeGen": {},
+}
+HAS_OLD_SIZES = ("GPT2", "GPTJ", "CodeGen")
+TAKES_TOKEN_TYPES = ("GPT2",)
+HAS_WINDOW = ("Gemma2", "Gemma3", "Mistral")
+ENCODERS = {
+    "T5": {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "initializer_factor": 3.0},
+    "Bart": {
+        "d_model": 32,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "init_std": 0.4,
+    },
+}
+FAMILIES = [*DECODERS, *ENCODERS]
+CASES_PER_FAMILY = 25 if in_thorough_mode() else 3
+
+
+@cache
+def model_of(family, seed=0):
+    torch.manual_seed(seed)
+    if family in ENCODERS:
+        kind = f"{family}ForConditionalGeneration"
+        sizes = {name: SIZES[name] for name in ("vocab_size", "pad_token_id", "eos_token_id")} | ENCODERS[family]
+        sizes["decoder_start_token_id"] = 2
+        config = getattr(transformers, f"{family}Config")(**sizes)
+    else:
+        kind = {"GPT2": "GPT2LMHeadModel"}.get(family, f"{family}ForCausalLM")
+        name = {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config")
+        config = getattr(transformers, name)(**(OLD_SIZES if family in HAS_OLD_SIZES else SIZES) | DECODERS[family])
+        if family == "Gemma2":
+            config._attn_implementation = "eager"
+    model = getattr(transformers, kind)(config).eval()
+    model.generation_config.forced_eos_token_id = None
+    return model
+
+
+class Tokens(transformers.generation.BaseStreamer):
+    """A streamer that remembers what it gets."""
+
+    def __init__(self):
+        self.got = []
+
+    def put(self, value):
+        self.got.append(value.tolist())
+
+    def end(self):
+        self.got.append("end")
+
+
+def draw_prompt(draw, family, model, options):
+    """The prompt in one of the forms that ``generate`` takes, and further arguments."""
+    rows, length = draw.choice([1, 1, 2, 3]), draw.randint(1, 9)
+    ids = torch.tensor([[draw.randrange(3, VOCAB) for _ in range(length)] for _ in range(rows)])
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : draw.choice([0, 0, draw.randrange(length)])] = 0
+    if family in ENCODERS:
+        form = draw.choice(["ids", "ids", "encoded", "embeddings"])
+        if form == "encoded":
+            with torch.no_grad():
+                states = model.get_encoder()(ids, attention_mask=mask).last_hidden_state
+            encoded = transformers.modeling_outputs.BaseModelOutput(states)
+            return {"encoder_outputs": encoded, "attention_mask": mask}
+        if form == "embeddings":
+            return {"inputs_embeds": model.get_encoder().embed_tokens(ids).detach() * 1.1, "attention_mask": mask}
+        return {"input_ids": ids, "attention_mask": mask}
+    forms = ["ids", "ids", "padded", "positions", "embeddings", "both"]
+    forms += [] if family in HAS_WINDOW else ["holes"]
+    forms += ["types"] if family in TAKES_TOKEN_TYPES else []
+    forms += ["cache", "continued"] if options.get("num_beams", 1) == 1 else []
+    form = draw.choice(forms)
+    given = {"input_ids": ids}
+    if form == "holes":
+        for row in range(rows):
+            mask[row, draw.randrange(length)] = 0
+        mask[:, -1] = 1
+    if form in ("padded", "holes", "positions", "types"):
+        given["attention_mask"] = mask
+    if form == "positions":
+        given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)
+    if form == "types":
+        given["token_type_ids"] = torch.tensor([[draw.randrange(2) for _ in range(length)] for _ in range(rows)])
+    if form in ("embeddings", "both"):
+        given["inputs_embeds"] = model.get_input_embeddings()(ids).detach() * 1.1
+        if form == "embeddings":
+            del given["input_ids"]
+    if form == "cache":
+        static = transformers.StaticCache(config=model.config, max_cache_len=40)
+        given["past_key_values"] = draw.choice([transformers.DynamicCache(config=model.config), static])
+    if form == "continued":
+        past = transformers.DynamicCache(config=model.config)
+        begun = model.generate(ids, max_new_tokens=3, past_key_values=past)
+        more = torch.tensor([[draw.randrange(3, VOCAB) for _ in range(draw.randint(0, 3))] for _ in range(rows)]).long()
+        whole = torch.cat([begun, more.view(rows, -1)], dim=1)
+        new = whole.shape[1] - past.get_seq_length()
+        given |= {"past_key_values": past, "attention_mask": torch.ones_like(whole)}
+        given["input_ids"] = whole if draw.random() < 0.5 else whole[:, -new:]
+    return given
+
+
+def draw_options(draw, family):
+    options = {"max_new_tokens": draw.randint(1, 10), "eos_token_id": draw.choice([1, [1, 5], [3, 7, 9, 11], -1])}
+    if draw.random() < 0.5:
+        options["num_beams"] = draw.randint(2, 4)
+        options["num_return_sequences"] = draw.randint(1, options["num_beams"])
+        options["early_stopping"] = draw.choice([False, True, "never"])
+        options["length_penalty"] = draw.choice([1.0, 0.0, 2.0, -1.0])
+    if draw.random() < 0.6:
+        options |= {"return_dict_in_generate": True, "output_scores": draw.random() < 0.5}
+        options["output_logits"] = "num_beams" not in options and draw.random() < 0.5
+    else:
+        options["output_attentions"] = draw.random() < 0.2
+    if draw.random() < 0.3:
+        options["repetition_penalty"] = 1.4
+    if draw.random() < 0.3:
+        options["no_repeat_ngram_size"] = 2
+    if draw.random() < 0.3:
+        options["min_new_tokens"] = draw.randint(1, options["max_new_tokens"])
+    if draw.random() < 0.3:
+        options["bad_words_ids"] = [[5], [7, 8]]
+    if draw.random() < 0.2:
+        options["logits_processor"] = LogitsProcessorList([lambda ids, scores: scores + (torch.arange(VOCAB) % 3)])
+    if draw.random() < 0.2 and options["eos_token_id"] != -1:
+        options["stopping_criteria"] = StoppingCriteriaList(
+            [lambda ids, scores: ids[:, -1] % 7 == 2 if ids.shape[1] else torch.zeros(len(ids), dtype=torch.bool)]
+        )
+    return options
+
+
+def call(model, given, options, **more):
+    torch.manual_seed(0)
+    return model.generate(**copy.deepcopy(given), **options, **more)
+
+
+def compare(expected, got, rows):
+    """Compare outputs of ``generate``, up to the end of each text."""
+    if isinstance(expected, torch.Tensor):
+        assert got.tolist() == expected.tolist()
+        return
+    assert type(got) is type(expected)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    with_beams = hasattr(expected, "beam_indices")
+    differing = {*expected.keys()} ^ {*got.keys()}
+    assert differing <= ({"past_key_values"} if with_beams else set())
+    if with_beams:
+        assert got.beam_indices.tolist() == expected.beam_indices.tolist()
+        if expected.sequences_scores is not None:
+            torch.testing.assert_close(got.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-5)
+    for name in ("scores", "logits"):
+        if (theirs := getattr(expected, name, None)) is not None:
+            ours = getattr(got, name)
+            assert len(ours) == len(theirs)
+            live = range(len(theirs)) if rows == 1 else [0]  # later, some texts may have ended
+            for step in live:
+                torch.testing.assert_close(ours[step], theirs[step], atol=1e-4, rtol=1e-4)
+    if (cached := getattr(expected, "past_key_values", None)) is not None and not with_beams:
+        compare_caches(cached, got.past_key_values, rows)
+
+
+def compare_caches(expected, got, rows):
+    assert type(got) is type(expected)
+    assert int(got.get_seq_length()) == int(expected.get_seq_length())
+    if rows > 1:  # a text that has ended goes on with padding, which is not read
+        return
+    if isinstance(expected, transformers.EncoderDecoderCache):
+        compare_caches(expected.self_attention_cache, got.self_attention_cache, rows)
+        expected, got = expected.cross_attention_cache, got.cross_attention_cache
+    for theirs, ours in zip(expected.layers, got.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(CASES_PER_FAMILY))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_call_returns_what_transformers_returns(family, seed):
+    draw = random.Random(f"{family} {seed}")
+    model = model_of(family)
+    options = draw_options(draw, family)
+    given = draw_prompt(draw, family, model, options)
+    rows = len(next(value for value in given.values() if isinstance(value, torch.Tensor)))
+    streamers = {}
+    if "num_beams" not in options and draw.random() < 0.2:
+        streamers = {"transformers": Tokens(), "specbeam": Tokens()}
+
+    def generate(who, **more):
+        own = copy.deepcopy(given)
+        torch.manual_seed(0)
+        streamer = {"streamer": streamers[who]} if streamers else {}
+        return model.generate(**own, **options, **streamer, **more), own.get("past_key_values")
+
+    expected, cached = generate("transformers")
+    got, filled = generate("specbeam", custom_generate=hf.generate)
+    compare(expected, got, rows)
+    if cached is not None:
+        compare_caches(cached, filled, rows)
+    if streamers:
+        assert streamers["specbeam"].got == streamers["transformers"].got
+    if draw.random() < 0.3:
+        drafted, _ = generate(
+            "specbeam", custom_generate=hf.generate, draft=draw.choice(["ngram", model_of(family, 1)])
+        )
+        compare(expected, drafted, rows)

@@ -1,0 +1,141 @@
+"""Prompts and caches in ``model.generate``: what transformers reads, fills and continues from, specbeam does too."""
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    BloomConfig,
+    BloomForCausalLM,
+    DynamicCache,
+    StaticCache,
+)
+from transformers.modeling_outputs import BaseModelOutput
+
+from specbeam import SpecbeamError, hf
+from tests.conftest import random_model
+
+IDS = torch.tensor([[3, 5, 7, 9, 11, 13, 15]])
+EXTRA = {"custom_generate": hf.generate}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model("llama", vocab_size=40, eos_token_id=1)
+
+
+@pytest.fixture(scope="module")
+def bart():
+    torch.manual_seed(0)
+    sizes = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    small = {"d_model": 16, "encoder_ffn_dim": 4, "decoder_ffn_dim": 4, "max_position_embeddings": 20, "vocab_size": 99}
+    return BartForConditionalGeneration(BartConfig(**sizes, **small, init_std=0.5)).eval()
+
+
+def both(model, *args, **options):
+    return model.generate(*args, **options), model.generate(*args, **options, **EXTRA)
+
+
+def test_the_cache_is_returned(model):
+    expected, got = both(model, IDS, max_new_tokens=4, eos_token_id=-1, return_dict_in_generate=True)
+    assert type(got.past_key_values) is DynamicCache
+    assert got.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length() == 10
+    for ours, theirs in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_conversation_goes_on_from_the_callers_cache(model, kind, is_whole):
+    def turns(**how):
+        cache = kind(config=model.config, **({"max_cache_len": 40} if kind is StaticCache else {}))
+        first = model.generate(IDS, max_new_tokens=4, past_key_values=cache, **how)
+        cached = int(cache.get_seq_length())
+        whole = torch.cat([first, torch.tensor([[17, 19]])], dim=1)
+        given = whole if is_whole else whole[:, cached:]
+        mask = torch.ones_like(whole)
+        second = model.generate(given, attention_mask=mask, max_new_tokens=5, past_key_values=cache, **how)
+        return cached, second.tolist(), int(cache.get_seq_length())
+
+    assert turns(**EXTRA) == turns() == turns(**EXTRA, draft="ngram")
+
+
+def test_with_beams_there_is_no_cache(model):
+    assert (
+        model.generate(IDS, max_new_tokens=4, num_beams=2, return_dict_in_generate=True, **EXTRA).past_key_values
+        is None
+    )
+
+
+def test_rotated_positions_have_no_end():
+    model = random_model("llama", max_position_embeddings=20)
+    for length, new, beams in (7, 30, 1), (7, 30, 3), (25, 5, 1):
+        options = {"max_new_tokens": new, "num_beams": beams, "eos_token_id": -1}
+        expected, got = both(model, torch.arange(length)[None], **options)
+        assert expected.shape[1] == length + new
+        assert got.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_learned_positions_end_as_in_transformers(num_beams):
+    model = random_model("gpt2", n_positions=20, max_position_embeddings=20)
+    options = {"eos_token_id": -1, "num_beams": num_beams}
+    expected, got = both(model, IDS, max_new_tokens=14, **options)
+    assert got.shape == (1, 21)
+    assert got.tolist() == expected.tolist()
+    with pytest.raises(
+        SpecbeamError, match="a text of 22 tokens was asked for, and GPT2LMHeadModel has positions for 21"
+    ):
+        model.generate(IDS, max_new_tokens=15, **options, **EXTRA)
+
+
+def test_beams_fill_the_learned_positions_of_a_decoder(bart):
+    expected, got = both(bart, IDS, num_beams=4, max_length=20)
+    assert got.tolist() == expected.tolist()
+
+
+def test_each_row_has_its_own_encoder_output(bart):
+    states = bart.get_encoder()(torch.cat([IDS, IDS.flip(1)])).last_hidden_state.detach()
+    expected = bart.generate(IDS[[0, 0]], encoder_outputs=BaseModelOutput(states), max_length=12)
+    assert expected[0].tolist() != expected[1].tolist()
+    assert (
+        bart.generate(IDS[[0, 0]], encoder_outputs=BaseModelOutput(states), max_length=12, **EXTRA).tolist()
+        == expected.tolist()
+    )
+
+
+@pytest.mark.parametrize("ids", [torch.zeros(1, 1).long(), None])
+def test_encoder_outputs_may_have_any_length(bart, ids):
+    states = bart.get_encoder()(IDS).last_hidden_state.detach()
+    expected, got = (
+        bart.generate(ids, encoder_outputs=BaseModelOutput(states), num_beams=3, max_length=12, **how)
+        for how in ({}, EXTRA)
+    )
+    assert got.tolist() == expected.tolist()
+
+
+def test_scores_of_texts_are_returned_with_output_scores_only(model):
+    for output_scores in (False, True):
+        options = {"num_beams": 2, "return_dict_in_generate": True, "output_scores": output_scores}
+        expected, got = both(model, IDS, max_new_tokens=4, **options)
+        assert (got.sequences_scores is None) == (expected.sequences_scores is None) == (not output_scores)
+
+
+def test_attentions_without_a_dictionary_change_nothing(model):
+    expected, got = both(model, IDS, max_new_tokens=4, output_attentions=True, output_hidden_states=True)
+    assert got.tolist() == expected.tolist()
+
+
+def test_prompts_that_cannot_be_read_are_refused_by_name(model):
+    windowed = random_model("mistral", sliding_window=4, vocab_size=40)
+    mask = torch.ones_like(IDS)
+    mask[0, 2] = 0
+    with pytest.raises(SpecbeamError, match="hides tokens inside a prompt, with a sliding window"):
+        windowed.generate(IDS, attention_mask=mask, max_new_tokens=3, **EXTRA)
+    full = model.generate(IDS, max_new_tokens=4, return_dict_in_generate=True).past_key_values
+    with pytest.raises(SpecbeamError, match="past_key_values with as many tokens as the prompt"):
+        model.generate(IDS, past_key_values=full, max_new_tokens=3, **EXTRA)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=40, hidden_size=16, n_layer=2, n_head=2)).eval()
+    with pytest.raises(SpecbeamError, match=r"BloomForCausalLM cannot be evaluated .*: it takes no position_ids"):
+        bloom.generate(IDS, max_new_tokens=3, **EXTRA)
