@@ -1,6 +1,6 @@
 """The chart of speed against peers in README and docs: docs/speed-light.svg and docs/speed-dark.svg.
 
-    python bench/chart.py bench/results/cpu-2026-11-23-1a43a95.json
+    python bench/chart.py bench/results/cpu-2026-11-24-1b4f860ee2.json
 
 The file is what ``python bench/cpu.py --json`` writes; it names the machine and the date.
 """

@@ -146,8 +146,9 @@ def draw_prompt(draw, family, model, options):
     if form == "continued":
         past = transformers.DynamicCache(config=model.config)
         begun = model.generate(ids, max_new_tokens=3, past_key_values=past)
-        more = torch.tensor([[draw.randrange(3, VOCAB) for _ in range(draw.randint(0, 3))] for _ in range(rows)]).long()
-        whole = torch.cat([begun, more.view(rows, -1)], dim=1)
+        count = draw.randint(0, 3)
+        more = torch.tensor([draw.randrange(3, VOCAB) for _ in range(rows * count)], dtype=torch.long)
+        whole = torch.cat([begun, more.view(rows, count)], dim=1)
         new = whole.shape[1] - past.get_seq_length()
         given |= {"past_key_values": past, "attention_mask": torch.ones_like(whole)}
         given["input_ids"] = whole if draw.random() < 0.5 else whole[:, -new:]
@@ -165,7 +166,7 @@ def draw_options(draw, family):
         options |= {"return_dict_in_generate": True, "output_scores": draw.random() < 0.5}
         options["output_logits"] = "num_beams" not in options and draw.random() < 0.5
     else:
-        options["output_attentions"] = draw.random() < 0.2
+        options["output_attentions"] = draw.random() < 0.2 and family != "Falcon"  # its attention loses its mask then
     if draw.random() < 0.3:
         options["repetition_penalty"] = 1.4
     if draw.random() < 0.3:
@@ -252,7 +253,7 @@ def test_a_call_returns_what_transformers_returns(family, seed):
     if streamers:
         assert streamers["specbeam"].got == streamers["transformers"].got
     if draw.random() < 0.3:
-        drafted, _ = generate(
-            "specbeam", custom_generate=hf.generate, draft=draw.choice(["ngram", model_of(family, 1)])
-        )
+        knows_ids = family in DECODERS or "input_ids" in given
+        draft = draw.choice(["ngram", model_of(family, 1)] if knows_ids else ["ngram", "suffix"])
+        drafted, _ = generate("specbeam", custom_generate=hf.generate, draft=draft)
         compare(expected, drafted, rows)
