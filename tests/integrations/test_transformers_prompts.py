@@ -1,4 +1,4 @@
-"""Prompts and caches in ``model.generate``: what transformers reads, fills and continues from, specbeam does too."""
+"""Prompts and caches in ``model.generate``: specbeam reads, fills and continues them as transformers does."""
 
 import pytest
 import torch

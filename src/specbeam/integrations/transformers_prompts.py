@@ -1,7 +1,7 @@
 """The prompts of one call of transformers' ``generate``, and the cache that it leaves.
 
-The engine reads prompts of token ids itself. Others are read by the model's own forward, as in transformers:
-embeddings, types of tokens, positions of the caller's, and prompts that begin in a cache. So are those whose keys and
+The engine reads prompts of token ids itself. The model's own forward reads other prompts, as in transformers. These
+have embeddings, types of tokens or unusual positions, or they begin in a cache. It also reads a prompt whose keys and
 values the caller gets. Texts then go on from these keys and values (:class:`ReadPrompt`).
 """
 
@@ -33,9 +33,9 @@ class Prompt:
     """The prompt of one row of the batch.
 
     Attributes:
-        token_ids: what its text begins with, or what the encoder has read. 0 where there is only an embedding.
+        token_ids: the beginning of its text, or the encoder's prompt. 0 where there is only an embedding.
         padding: how many tokens of padding come before them in the row. None if they are not the rest of the row.
-        source: what the backend gets with each pass. None where the engine reads the token ids.
+        source: for :meth:`specbeam.Engine.submit`. None where the engine reads the token ids.
     """
 
     token_ids: list[int]
@@ -51,7 +51,7 @@ class Prompts:
         input_ids: of the batch, int64 [rows, length].
         copies: how many rows have the same prompt.
         has_beams: several beams for each prompt. Then no cache is returned.
-        source_ids: what the encoder has read, if it was token ids.
+        source_ids: the encoder's token ids, if it has read any.
         arguments: of the model's forward, as ``generate`` has prepared them.
 
     Attributes:
@@ -104,7 +104,7 @@ class Prompts:
     def fill_cache(self, texts: Sequence[KeysAndValues]) -> None:
         """Add the keys and values of the new tokens of all rows to the cache.
 
-        After the end of a text they are 0. There transformers has those of the padding.
+        After the end of a text they are 0, where transformers has the padding's.
         """
         assert self.cache is not None
         cache = self.cache.self_attention_cache if isinstance(self.cache, EncoderDecoderCache) else self.cache
@@ -210,10 +210,10 @@ def _is_dynamic(cache: Cache) -> bool:
 
 
 def _columns(stored: Tensor, seen: Tensor) -> Tensor:
-    """What a layer of a cache holds of the tokens that are seen, [kv_heads, tokens, head_dim].
+    """A cached layer's part for the tokens that are seen, [kv_heads, tokens, head_dim].
 
     Args:
-        stored: [kv_heads, columns, head_dim]: more columns than tokens, or those of the last tokens.
+        stored: [kv_heads, columns, head_dim]: more columns than tokens, or the columns of the last tokens.
         seen: bool [length].
     """
     missing = max(0, len(seen) - stored.shape[1])  # before the window of the layer
