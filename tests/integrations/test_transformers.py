@@ -392,6 +392,7 @@ def test_where_few_texts_are_possible_beams_are_still_those_of_transformers(mode
     expected = model.generate(torch.tensor([[6, 15, 7]]), **options)
     got = model.generate(torch.tensor([[6, 15, 7]]), **options, **EXTRA)
     assert got.sequences.tolist() == expected.sequences.tolist()
+    assert got.beam_indices.tolist() == expected.beam_indices.tolist()
     torch.testing.assert_close(got.sequences_scores, expected.sequences_scores)
 
 

@@ -6,8 +6,8 @@ So guesses of a draft are neither recorded nor shown to a stopping criterion.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from transformers import StoppingCriteriaList
 
 from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
 from specbeam.decoding.beam import BeamSearch, beam_search
-from specbeam.decoding.candidates import Continuations, Mask
+from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.record import Record
 from specbeam.decoding.speculative_beam import speculative_beam_search
@@ -119,15 +119,13 @@ class Steps:
         Raises:
             SpecbeamError: not enough texts come to an end. The result of transformers then depends on the batch.
         """
-        beams: list[Nodes] = []  # before each step
 
         def before_step(search: BeamSearch, answer: Answer) -> None:
-            beams.append(search.beams)
             if self._details.scores:
                 self.scores.append(changed_rows(answer, search.wish(search.beams)))
 
         search = make_search(setup, partial(TransformersBeamSearch, before_step))
-        assert isinstance(search, BeamSearch)
+        assert isinstance(search, TransformersBeamSearch)
         search.num_candidates = self._details.num_candidates * search.num_beams
         if drafter is None:
             yield from beam_search(setup.tree, search, setup.record)
@@ -139,7 +137,7 @@ class Steps:
                 f"num_return_sequences={search.num_return_sequences}, but only {len(texts)} texts of a prompt are "
                 "possible with these options: ask for fewer texts, or allow more tokens"
             )
-        self.beam_indices = [_beam_indices(setup.tree, text, beams) for text in texts]
+        self.beam_indices = search.beam_indices()
         return texts
 
     def _met(self, tree: Tree, nodes: Nodes) -> NDArray[np.bool_]:
@@ -229,6 +227,29 @@ def topk(scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
     return torch.from_numpy(scores).topk(k).indices.numpy()
 
 
+@dataclass(eq=False, slots=True)
+class Continued:
+    """A text by the beams that its tokens continue. Places may hold the same text by several beams.
+
+    Attributes:
+        beam: the number of the beam that the last token continues.
+        before: the text without this token.
+    """
+
+    beam: int
+    before: Continued | None
+
+    @property
+    def beams(self) -> list[int]:
+        """The numbers of all beams, in order."""
+        numbers: list[int] = []
+        text: Continued | None = self
+        while text is not None:
+            numbers.append(text.beam)
+            text = text.before
+        return numbers[::-1]
+
+
 class TransformersBeamSearch(BeamSearch):
     """Beam search by all rules of transformers: it ranks the scores of all tokens of all beams with ``topk``.
 
@@ -246,6 +267,13 @@ class TransformersBeamSearch(BeamSearch):
         super().__init__(*args, **options | {"bounded": False})
         self.needs_rows = True
         self._before_step = before_step
+        self._of_beams: list[Continued | None] = [None] * self.num_beams
+        self._continued: list[int] = []  # beams, by candidate
+
+    def beam_indices(self) -> list[list[int]]:
+        """The numbers of the beams that the tokens of each text of :meth:`places` continue."""
+        places = np.flatnonzero(self.finished.ended)[: self.num_return_sequences]
+        return [cast(Continued, self.finished.texts[place]).beams for place in places]
 
     def step(self, answer: Answer | None, known: Mask | None = None, token_penalties: Any = None) -> bool:
         if answer is None or (known is not None and not known.all()):
@@ -256,9 +284,21 @@ class TransformersBeamSearch(BeamSearch):
     def _go_on(self, first: Continuations) -> bool:
         return False  # ``topk`` ranks the candidates once more
 
+    def candidates_at(self, nodes: Nodes, scores: Scores) -> Candidates:
+        texts: list[Hashable] = [Continued(beam, self._of_beams[beam]) for beam in self._continued]
+        return replace(super().candidates_at(nodes, scores), texts=texts)
+
+    def _survivors(self, candidates: Candidates) -> tuple[NDArray[np.int64], Scores]:
+        survivors, scores = super()._survivors(candidates)
+        self._of_beams = [cast(list[Continued], candidates.texts)[place] for place in survivors]
+        return survivors, scores
+
     def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
-        if answer.noise is not None:
-            return super()._best(answer, rows)
+        best = super()._best(answer, rows) if answer.noise is not None else self._topk(answer)
+        self._continued = best.beams.tolist()
+        return best
+
+    def _topk(self, answer: Answer) -> Continuations:
         log_probs = answer.logits.log_softmax(-1)  # its bits are transformers', and ties depend on them
         beams = torch.from_numpy(self.scores).to(log_probs.device)[:, None]
         scores = (changed(log_probs, self.wish(self.beams), torch.zeros_like(log_probs[:, 0])) + beams).flatten()
@@ -292,9 +332,3 @@ class CriteriaStopping(Stopping):
     def unchanged(self, tree: Tree, node: int) -> int:
         """0: a criterion is asked about each token."""
         return 0
-
-
-def _beam_indices(tree: Tree, text: Hypothesis, beams: Sequence[Nodes]) -> list[int]:
-    """The numbers of the beams that the tokens of a text continue, given the beams before each step."""
-    parents = tree.parents(tree.path(text.node)[tree.prompt_length :])
-    return [int(np.flatnonzero(at == parent)[0]) for at, parent in zip(beams, parents, strict=False)]
