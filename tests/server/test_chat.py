@@ -43,8 +43,11 @@ def test_streams(served, more):
     for choice in plain.choices:
         said = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
         assert said[0].delta.role == "assistant"
+        *said, end = said
         assert "".join(one.delta.content for one in said) == choice.message.content
-        assert [*filter(None, (one.finish_reason for one in said))] == [choice.finish_reason]
+        assert [one.finish_reason for one in said] == [None] * len(said)
+        assert end.delta.model_dump(exclude_unset=True) == {}
+        assert (end.finish_reason, end.logprobs) == (choice.finish_reason, None)
         log_probs = [entry for one in said if one.logprobs for entry in one.logprobs.content]
         assert log_probs == choice.logprobs.content
     for chunk in chunks:

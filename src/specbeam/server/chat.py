@@ -114,7 +114,7 @@ class ChatCompletion(Answer):
 
     def choice(self, index: int, part: Part, is_frame: bool) -> dict[str, Any]:
         if is_frame:
-            said: dict[str, Any] = {"delta": {"content": part.text}}
+            said: dict[str, Any] = {"delta": {"content": part.text} if part.end is None else {}}
         else:
             said = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
         made = {"index": index, **said, "logprobs": None, **self.ending(part)}
