@@ -25,6 +25,18 @@ MEMORY_BYTES, MEMORY_PER_BYTE = 256 << 20, 32
 MAX_CHARACTERS, CHARACTERS_PER_BYTE = 1 << 20, 8
 """The longest prompt that a template may write, and more for each byte of the messages."""
 MAX_REASON_CHARACTERS = 300
+OWN_NAMES = (
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversations",
+    "documents",
+    "messages",
+    "return_assistant_tokens_mask",
+    "self",
+    "tools",
+)
+"""Variables of a template that no caller may set: they are arguments of transformers' and Jinja's functions."""
 OUT_OF_MEMORY, TOO_LONG = 64, 65
 """Exit statuses of the child."""
 
@@ -48,7 +60,7 @@ class Renderer:
         child = self._process
         return child is not None and child.poll() is None and not self._lock.locked()
 
-    def __call__(self, template: Any, messages: list[dict[str, Any]], **how: Any) -> str:
+    def __call__(self, template: Any, messages: list[dict[str, Any]], /, **how: Any) -> str:
         """The text that a template makes of messages. Threads take turns.
 
         Args:
@@ -58,7 +70,7 @@ class Renderer:
         Raises:
             ValueError: the template refuses the messages, or exceeds a limit.
         """
-        task = {"conversations": [messages], "chat_template": template, **how}
+        task = {**how, "conversations": [messages], "chat_template": template}
         line = _line([self._cpu_seconds, task])
         with self._lock:
             child = self._running()

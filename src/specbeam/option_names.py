@@ -15,7 +15,8 @@ OTHER_NAMES = {
         "n_predict",
         "num_predict",
     ),
-    "max_output_tokens": ("max_tokens", "max_completion_tokens", "max_new_tokens"),
+    "max_output_tokens": ("max_tokens", "max_completion_tokens", "max_new_tokens", "n_predict", "num_predict"),
+    "max_tokens": ("max_new_tokens", "n_predict", "num_predict"),
     "min_new_tokens": ("min_tokens", "min_length", "min_decoding_length"),
     "do_sample": ("sample", "sampling", "greedy", "use_sampling"),
     "temperature": ("temp", "sampling_temperature"),
@@ -63,4 +64,4 @@ def nearest_name(name: str, names: Sequence[str]) -> str | None:
     for ours, theirs in OTHER_NAMES.items():
         if ours in names and plain in (ours, *theirs):
             return ours
-    return next(iter(difflib.get_close_matches(plain, names, n=1)), None)
+    return next(iter(difflib.get_close_matches(plain, names, n=1, cutoff=0.65)), None)

@@ -196,7 +196,8 @@ class Options:
 
     def _check_ends(self) -> None:
         stops = self._make_tuple("stop_strings", self.stop_strings if self.stop_strings is not None else (), str)
-        self._check("stop_strings", all(stops), "text that is not empty")
+        if not all(stops):
+            raise SpecbeamError("stop_strings='' is not allowed: give text that is not empty")
         if self.eos_token_id is not None:
             ids = self._make_tuple("eos_token_id", self.eos_token_id, Integral)
             self._check("eos_token_id", all(0 <= i < 2**63 for i in ids), "token ids")

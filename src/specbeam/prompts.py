@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral
 from typing import Any
 
@@ -34,6 +35,35 @@ MANY_CHARACTERS = 1 << 18
 """Tokenizing a text with more characters takes hundreds of megabytes for a time."""
 
 
+@dataclass(frozen=True)
+class Rendering:
+    """How a chat template renders messages, with the names of transformers and vLLM.
+
+    Attributes:
+        add_generation_prompt: the assistant begins a new message. None: unless the last message is continued.
+        continue_final_message: the last message is continued, and not closed. None: if it is the assistant's and
+            ``add_generation_prompt`` is None, too.
+        chat_template_kwargs: further variables of the template.
+
+    Raises:
+        SpecbeamError: the last message cannot be continued and followed by a new one.
+    """
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Mapping[str, str | float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise SpecbeamError(
+                "continue_final_message and add_generation_prompt are both true, but a message is continued or a new "
+                "one begins: leave one out"
+            )
+
+
+DEFAULT_RENDERING = Rendering()
+
+
 def is_batch(prompt: Any) -> bool:
     """Whether this is a list of prompts, not one prompt."""
     if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
@@ -49,6 +79,7 @@ def encode(
     raw: bool = False,
     most: int | None = None,
     control_tokens: ControlTokens | None = None,
+    rendering: Rendering = DEFAULT_RENDERING,
 ) -> list[int]:
     """Token ids of one prompt.
 
@@ -61,6 +92,8 @@ def encode(
         raw: use no chat template. Messages and the system message are joined by blank lines.
         most: the most tokens that it may have. Of a text that has far more, not all is tokenized.
         control_tokens: of the model's tokenizer, to read those in messages as text. Without it they are control tokens.
+            In strings of ``chat_template_kwargs`` they are text, too.
+        rendering: how the chat template renders messages.
 
     Raises:
         PromptTooLong: it has more than ``most`` tokens.
@@ -68,24 +101,34 @@ def encode(
             system message.
     """
     messages = check(lm, prompt, system=system)
-    ids: list[int] = messages if isinstance(messages[0], int) else _encode_text(lm, messages, raw, most, control_tokens)
+    ids: list[int] = (
+        messages if isinstance(messages[0], int) else _encode_text(lm, messages, raw, most, control_tokens, rendering)
+    )
     if most is not None and len(ids) > most:
         raise too_long(lm, f"{len(ids):,}")
     return ids
 
 
 def _encode_text(
-    lm: LanguageModel, messages: list[Message], raw: bool, most: int | None, control_tokens: ControlTokens | None
+    lm: LanguageModel,
+    messages: list[Message],
+    raw: bool,
+    most: int | None,
+    control_tokens: ControlTokens | None,
+    rendering: Rendering,
 ) -> list[int]:
     if lm.tokenizer is None:
         raise SpecbeamError(f"{lm.source} has no tokenizer: give token ids, or a model with its tokenizer")
     templated = not raw and bool(lm.tokenizer.chat_template)
     tokenizer, hidden = lm.tokenizer, None
-    if control_tokens is not None and templated and (hidden := control_tokens.hide(messages)) is not None:
-        messages, stand_ins = hidden
-        tokenizer, text = control_tokens.tokenizer, control_tokens.show(render(lm.tokenizer, messages), stand_ins)
+    given = [*messages, dict(rendering.chat_template_kwargs)]
+    if control_tokens is not None and templated and (hidden := control_tokens.hide(given)) is not None:
+        (*messages, variables), stand_ins = hidden
+        text = render(lm.tokenizer, messages, replace(rendering, chat_template_kwargs=variables))
+        tokenizer, text = control_tokens.tokenizer, control_tokens.show(text, stand_ins)
     else:
-        text = render(lm.tokenizer, messages) if templated else "\n\n".join(message["content"] for message in messages)
+        joined = "\n\n".join(message["content"] for message in messages)
+        text = render(lm.tokenizer, messages, rendering) if templated else joined
     if most is not None:
         check_unicode(text)
         least = least_tokens(tokenizer, text, most, lambda beginning: len(token_ids(tokenizer, beginning)))
@@ -135,39 +178,44 @@ def show_prompt(lm: LanguageModel, prompt: Any, *, system: str | None = None, ra
     return lm.decode(encode(lm, prompt, system=system, raw=raw), skip_special_tokens=False)
 
 
-def render(tokenizer: Any, messages: list[Message]) -> str:
+def render(tokenizer: Any, messages: list[Message], rendering: Rendering = DEFAULT_RENDERING) -> str:
     """Messages as text by the tokenizer's chat template, up to the place where the model should answer.
 
     If the assistant has the last message, that place is the end of its content. Space at its end stays, also where the
     template trims messages. An empty last message of the assistant is an answer that it has not begun.
+    ``rendering`` may say otherwise.
 
     Raises:
         SpecbeamError: the template refuses the messages, or changes the text that is to be continued.
     """
-    if messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
+    adds, begun = rendering.add_generation_prompt, rendering.continue_final_message
+    is_free = adds is None and begun is None
+    if is_free and messages[-1]["role"] == "assistant" and not messages[-1]["content"]:
         messages = messages[:-1]
         if not messages:
             raise SpecbeamError("the messages are empty: give at least one with text")
     *earlier, last = messages
-    begun = last["role"] == "assistant"
+    if begun is None:
+        begun = is_free and last["role"] == "assistant"
     if begun:
         messages = [*earlier, last | {"content": last["content"] + PLACE_OF_ANSWER}]
-    text = apply_chat_template(tokenizer, messages, add_generation_prompt=not begun)
+    adds = not begun if adds is None else adds
+    text = apply_chat_template(tokenizer, messages, **rendering.chat_template_kwargs, add_generation_prompt=adds)
     if begun:
         text, found, _ = text.rpartition(PLACE_OF_ANSWER)
         if not found or not text.endswith(last["content"].lstrip()):
             raise SpecbeamError(
-                "the model's chat template changes the assistant's message at the end, so that it cannot be continued: "
-                "end with a user's message, or use raw=True"
+                f"the model's chat template changes the {last['role']}'s message at the end, so that it cannot be "
+                "continued: end with a user's message, or use raw=True"
             )
     return text
 
 
-def apply_chat_template(tokenizer: Any, messages: list[Message], **how: bool) -> str:
+def apply_chat_template(tokenizer: Any, messages: list[Message], /, **how: str | float) -> str:
     """The text of ``tokenizer.apply_chat_template``, rendered with limits (:mod:`specbeam.chat_templates`).
 
     Args:
-        how: ``add_generation_prompt`` or ``continue_final_message``.
+        how: ``add_generation_prompt`` or ``continue_final_message``, and further variables of the template.
 
     Raises:
         SpecbeamError: the template refuses the messages, or exceeds a limit.

@@ -43,8 +43,11 @@ def test_streams(served, more):
     for choice in plain.choices:
         said = [one for chunk in chunks for one in chunk.choices if one.index == choice.index]
         assert said[0].delta.role == "assistant"
+        *said, end = said
         assert "".join(one.delta.content for one in said) == choice.message.content
-        assert [*filter(None, (one.finish_reason for one in said))] == [choice.finish_reason]
+        assert [one.finish_reason for one in said] == [None] * len(said)
+        assert end.delta.model_dump(exclude_unset=True) == {}
+        assert (end.finish_reason, end.logprobs) == (choice.finish_reason, None)
         log_probs = [entry for one in said if one.logprobs for entry in one.logprobs.content]
         assert log_probs == choice.logprobs.content
     for chunk in chunks:
@@ -217,6 +220,68 @@ def test_an_answer_that_was_begun_is_continued(served, chat_lm):
     assert given["choices"][0]["message"]["content"] == specbeam.generate(chat_lm, messages, max_new_tokens=8).text
 
 
+def prompt_of(served, path, **fields):
+    """The prompt that the chat template makes, as text."""
+    if path == "/tokenize":
+        tokens = served.post(path, **fields).json()["tokens"]
+    else:
+        tokens = served.post(path, **fields, max_tokens=1, return_token_ids=True).json()["prompt_token_ids"]
+    return served.post("/detokenize", tokens=tokens).json()["prompt"]
+
+
+ASKED = [{"role": "user", "content": "Count"}]
+BEGUN = [*ASKED, {"role": "assistant", "content": "One, two,"}]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    ("messages", "given", "adds", "continues"),
+    [
+        (BEGUN, {}, False, True),
+        (BEGUN, {"continue_final_message": True}, False, True),
+        (BEGUN, {"continue_final_message": True, "add_generation_prompt": False}, False, True),
+        (BEGUN, {"continue_final_message": False}, True, False),
+        (BEGUN, {"add_generation_prompt": True}, True, False),
+        (BEGUN, {"continue_final_message": False, "add_generation_prompt": True}, True, False),
+        (BEGUN, {"add_generation_prompt": False}, False, False),
+        (BEGUN, {"continue_final_message": False, "add_generation_prompt": False}, False, False),
+        (ASKED, {}, True, False),
+        (ASKED, {"add_generation_prompt": True}, True, False),
+        (ASKED, {"add_generation_prompt": False}, False, False),
+        (ASKED, {"continue_final_message": True}, False, True),
+    ],
+)
+def test_where_the_answer_begins(served, chat_lm, path, messages, given, adds, continues):
+    expected = chat_lm.tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=adds, continue_final_message=continues
+    )
+    assert prompt_of(served, path, messages=messages, **given) == expected
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_variables_of_the_chat_template(served, chat_lm, monkeypatch, path):
+    template = "{{ mode }}{% for m in messages %}{{ m.content }}{% endfor %}{{ n + 1 }}{% if not deep %}!{% endif %}"
+    monkeypatch.setattr(chat_lm.tokenizer, "chat_template", template)
+    variables = {"mode": "<eos>a", "n": 1, "deep": False, "other": 2.5}
+    fields = {"messages": ASKED, "chat_template_kwargs": variables}
+    assert prompt_of(served, path, **fields) == "<eos>aCount2!"
+    tokens = served.post("/tokenize", **fields).json()["tokens"]
+    assert max(tokens) < 256  # no control token
+    variables["deep"] = True
+    assert prompt_of(served, path, **fields) == "<eos>aCount2"
+    for name in ("messages", "tools", "chat_template", "conversations", "bos_token", "add_generation_prompt", "self"):
+        error = served.refused(path, messages=ASKED, chat_template_kwargs={name: "a"})
+        assert error["param"] == "chat_template_kwargs"
+        assert error["message"] == f"chat_template_kwargs cannot set {name}: remove it"
+    for hostile in ({"messages": [{"role": "user"}]}, {"mode": {}}):
+        assert served.refused(path, messages=ASKED, chat_template_kwargs=hostile)["param"] == "chat_template_kwargs"
+    for name in ("template", "tokenizer", "name", "raise_exception", "range"):
+        assert prompt_of(served, path, messages=ASKED, chat_template_kwargs={name: "a", "n": 0}) == "Count1!"
+    monkeypatch.setattr(chat_lm.tokenizer, "chat_template", "{{ 'a' * n }}")
+    error = served.refused(path, messages=ASKED, chat_template_kwargs={"n": 10**9})
+    assert "it needs more than 256 MB of memory" in error["message"]
+
+
 def test_neutral_values_of_fields_for_other_models(served):
     neutral = {
         "response_format": {"type": "text"},
@@ -236,6 +301,14 @@ def test_neutral_values_of_fields_for_other_models(served):
         "logit_bias": {},
         "parallel_tool_calls": True,
         "stream": False,
+        "functions": [],
+        "function_call": "none",
+        "reasoning_effort": "none",
+        "prompt_cache_key": "a",
+        "prompt_cache_retention": "24h",
+        "add_generation_prompt": True,
+        "continue_final_message": False,
+        "chat_template_kwargs": {"enable_thinking": False},
     }
     request = {"messages": MESSAGES, "max_tokens": 6, "seed": 4}
     given, plain = (served.post("/v1/chat/completions", **fields).json() for fields in (request | neutral, request))
@@ -277,6 +350,24 @@ def test_responses(served, chat_lm):
     with client.responses.stream(**whole) as stream:
         final = stream.get_final_response()
     assert (final.status, final.output_text) == ("completed", client.responses.create(**whole).output_text)
+
+
+@pytest.mark.parametrize("reasoning", [{}, {"effort": "none"}])
+def test_responses_without_reasoning(served, reasoning):
+    """Items of another model's reasoning, which a client gives back, change nothing."""
+    own = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "Ho"}]}
+    turns = [{"role": "user", "content": "Hi"}, own, {"role": "user", "content": "And?"}]
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "Hm"}]}
+    thought |= {"encrypted_content": "abc", "status": "completed"}
+    request = {"max_output_tokens": 8, "temperature": 0}
+    plain = served.post("/v1/responses", **request, input=turns).json()
+    neutral = {"reasoning": reasoning, "prompt_cache_retention": "in_memory", "input": [turns[0], thought, *turns[1:]]}
+    given = served.post("/v1/responses", **request, **neutral).json()
+    assert given["output"][0]["content"] == plain["output"][0]["content"]
+    assert given["usage"]["input_tokens"] == plain["usage"]["input_tokens"]
+    assert served.refused("/v1/responses", input="Hi", reasoning={"effort": "low"})["param"] == "reasoning"
+    error = served.refused("/v1/responses", input=[turns[0], thought | {"summary": "Hm"}])
+    assert error["message"] == "input[1].summary: Input should be a valid list"
 
 
 def test_responses_take_back_their_own_output(served, chat_lm):

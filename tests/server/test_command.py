@@ -17,6 +17,7 @@ import pytest
 
 import specbeam
 from specbeam import cli
+from specbeam.cli import serve
 from specbeam.machine import Memory
 from specbeam.server.limits import Access
 from tests.conftest import reference_model
@@ -52,7 +53,7 @@ def test_a_server_from_start_to_signal(chat_lm, draft_lm):
             )
             pieces = [next(stream).choices[0].delta.content]
             server.send_signal(signal.SIGTERM)
-            pieces += [chunk.choices[0].delta.content for chunk in stream]
+            pieces += [chunk.choices[0].delta.content or "" for chunk in stream]
             messages = [{"role": "user", "content": "Hi"}]
             assert "".join(pieces) == specbeam.generate(chat_lm, messages, max_new_tokens=200, eos_token_id=()).text
             assert server.wait(60) == 0
@@ -114,6 +115,36 @@ def test_the_start_says_the_precision_of_each_model(chat_lm, plain_lm, monkeypat
     assert lines[-2:] == ["specbeam: big: int8 on cpu", "specbeam: small: int8 on cpu"]
     _, _, lines = started(monkeypatch, capsys, *models, "--dtype", "float32")
     assert lines[-2:] == ["specbeam: big: float32 on cpu", "specbeam: small: float32 on cpu"]
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "source"),
+    [
+        ("org/name=SOURCE", "org/name", "SOURCE"),
+        ("a/b/c=SOURCE", "a/b/c", "SOURCE"),
+        ("org/name=org/other", "org/name", "org/other"),
+        ("org/name", "org/name", "org/name"),
+        ("org/name=hub/files:x=1.gguf", "org/name", "hub/files:x=1.gguf"),
+        ("name=SOURCE/x=1", "name", "SOURCE/x=1"),
+        ("SOURCE/x=1", "x=1", "SOURCE/x=1"),
+        ("./x=1", "x=1", "SOURCE/x=1"),
+        ("x=1", "x=1", "SOURCE/x=1"),
+        ("folder/y=1.gguf", "y=1.gguf", "SOURCE/folder/y=1.gguf"),
+        ("/no/such/x=1", "x=1", "/no/such/x=1"),
+    ],
+)
+def test_names_may_have_slashes_and_paths_may_have_equals_signs(tmp_path, monkeypatch, given, name, source):
+    (tmp_path / "x=1").mkdir()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/y=1.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    named = serve._named(given.replace("SOURCE", str(tmp_path)))
+    assert named == (name, source.replace("SOURCE", str(tmp_path)))
+
+
+def test_a_model_under_the_name_of_a_hub(chat_lm, monkeypatch, capsys):
+    models, _, _ = started(monkeypatch, capsys, "--model", f"org/name={chat_lm.source}")
+    assert models.get("org/name").name == "org/name"
 
 
 def test_control_tokens_reach_the_model_if_the_operator_says_so(chat_lm, monkeypatch, capsys):
@@ -186,6 +217,7 @@ def test_the_demo_opens_the_page(chat_lm, tmp_path):
         (["--model", "no-such-alias"], "unknown model"),
         (["--draft", "ngram", "--draft", "ngram"], "twice"),
         (["--draft", "none=."], "meaning of its own"),
+        (["--model", "org/name=/no/such"], "no file or folder /no/such"),
         (["--grace", "-1"], "--grace"),
         (["--grace", "nan"], "--grace"),
         (["--api-key", ""], "--api-key is empty"),

@@ -29,6 +29,7 @@ def joined(chunks):
         for choice in chunk.choices:
             text, ids, lists, offsets, end, score = whole(choice)
             before = made.setdefault(choice.index, ["", [], [[], [], []], [], None, None])
+            assert end is None or not (text or ids or any(lists))  # the end has a frame of its own
             before[0] += text
             before[1] += ids or []
             before[2] = [a + b for a, b in zip(before[2], lists, strict=True)] if lists else before[2]

@@ -4,6 +4,7 @@ import gc
 import http.client
 import json
 import re
+import socket
 import threading
 import weakref
 from types import SimpleNamespace
@@ -377,6 +378,78 @@ def test_requests_have_ids(served, log, monkeypatch):
     assert asked("/tokenizer_info")
     answer = served.client(default_headers={"x-request-id": "mine"}).models.list()
     assert answer._request_id == "mine"
+
+
+def raw_answer(server, request):
+    """The head and the body of the answer to these bytes."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+        client.sendall(request)
+        with client.makefile("rb") as answer:
+            head, _, body = answer.read().partition(b"\r\n\r\n")
+    return head.decode().lower(), body
+
+
+def raw_request(version, hosts=1, path="/v1/completions", **fields):
+    head = (
+        f"{'POST' if fields else 'GET'} {path} HTTP/{version}\r\nConnection: close\r\n" + "Host: localhost\r\n" * hosts
+    )
+    body = json.dumps(fields).encode() if fields else b""
+    return f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+
+
+def test_the_end_of_a_text_leaves_with_its_last_part(served):
+    """Each write is a chunk."""
+    messages = [{"role": "user", "content": "Hi"}]
+    for path, prompt in (("/v1/chat/completions", {"messages": messages}), ("/v1/completions", {"prompt": "Hi"})):
+        how = {"max_tokens": 3, "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": True}
+        how["logprobs"] = True if "messages" in prompt else 0
+        _, body = raw_answer(served, raw_request("1.1", path=path, **prompt, **how))
+        (last,) = [chunk for chunk in re.split(rb"\r\n[0-9a-f]+\r\n", body) if b'"finish_reason":"length"' in chunk]
+        text, end = [json.loads(line)["choices"][0] for line in re.findall(rb"data: (.*)", last)[-2:]]
+        assert text["logprobs"]
+        assert text["finish_reason"] is None
+        assert end["finish_reason"] == "length"
+
+
+def test_http_1_0_has_no_chunks(served):
+    fields = {"prompt": "abc", "max_tokens": 5, "temperature": 0}
+    text = served.post("/v1/completions", **fields).json()["choices"][0]["text"]
+    head, body = raw_answer(served, raw_request("1.0", **fields, stream=True))
+    assert "transfer-encoding" not in head
+    assert "connection: close" in head
+    *frames, end, rest = body.split(b"\n\n")
+    assert (end, rest) == (b"data: [DONE]", b"")
+    assert "".join(json.loads(frame.removeprefix(b"data: "))["choices"][0]["text"] for frame in frames) == text
+    head, body = raw_answer(served, raw_request("1.0", **fields))
+    assert f"content-length: {len(body)}\r\n" in head
+    assert json.loads(body)["choices"][0]["text"] == text
+    assert raw_answer(served, raw_request("1.0", hosts=0, path="/health"))[0].startswith("http/1.1 403")
+
+
+@pytest.mark.parametrize("hosts", [0, 2])
+def test_a_request_has_one_host(served, hosts):
+    head, body = raw_answer(served, raw_request("1.1", hosts, path="/health"))
+    assert head.startswith("http/1.1 400")
+    assert json.loads(body)["error"]["message"] == f"the request has {hosts} headers Host: send one"
+    assert "\r\nx-request-id: " in head
+
+
+@pytest.mark.parametrize(
+    ("request_", "says"),
+    [
+        (b"\x16\x03\x01" * 9, "is not valid HTTP"),
+        (b"GET\r\n\r\n", "is not valid HTTP"),
+        (b"GET /health HTTP/1.1\r\nHost: " + b"a" * 70_000, "too large: send at most 65536 bytes"),
+    ],
+)
+def test_what_is_no_request_is_answered_as_all_errors_are(served, log, request_, says):
+    head, body = raw_answer(served, request_)
+    assert head.startswith("http/1.1 400")
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert says in error["message"]
+    (request_id,) = re.findall("x-request-id: ([0-9a-f]{32})", head)
+    assert f" id={request_id}" in log.next("malformed")
 
 
 def test_the_log_has_the_address_of_the_client(start, chat_lm, log):

@@ -62,7 +62,7 @@ def test_openai_for_python(real, expected):
     assert choice.message.content == chat.text
     assert [entry.logprob for entry in choice.logprobs.content] == chat.log_probs
     chunks = client.chat.completions.create(**CHAT, stream=True)
-    assert "".join(one.delta.content for chunk in chunks for one in chunk.choices) == chat.text
+    assert "".join(one.delta.content or "" for chunk in chunks for one in chunk.choices) == chat.text
     choices = client.completions.create(**BEAMS, logprobs=0, extra_body=MORE).choices
     assert [(one.text, one.score) for one in choices] == [(beam.text, beam.score) for beam in beams]
     assert [one.logprobs.token_logprobs for one in choices] == [beam.log_probs for beam in beams]

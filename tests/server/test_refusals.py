@@ -1,5 +1,6 @@
 """Fields that cannot be honoured are refused, in OpenAI's shape and with the name of the field. Nothing is ignored."""
 
+import gzip
 import json
 import re
 from dataclasses import replace
@@ -202,6 +203,17 @@ def test_bodies_are_told_what_is_wrong_with_them(served, body, says):
     assert response.json()["error"]["message"].startswith(says)
 
 
+def test_an_encoded_body_is_refused_as_such(served):
+    body = gzip.compress(json.dumps(PROMPT).encode())
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    response = served.http.post("/v1/completions", content=body, headers=headers)
+    assert response.status_code == 415
+    assert response.json()["error"]["code"] == "unsupported_content_encoding"
+    assert "Content-Encoding 'gzip'" in response.json()["error"]["message"]
+    body, headers["content-encoding"] = json.dumps(PROMPT | {"max_tokens": 1}), "identity"
+    assert served.http.post("/v1/completions", content=body, headers=headers).status_code == 200
+
+
 def test_limits_are_shown_as_they_are(served):
     assert served.refused("/v1/completions", prompt="a", seed=2**64)["message"] == (
         "seed: Input should be less than 18446744073709551616"
@@ -221,6 +233,17 @@ def test_a_body_without_its_type(served):
 def test_the_nearest_name_is_suggested(served):
     assert "temperature" in served.refused("/v1/completions", **PROMPT, temprature=1)["message"]
     assert "max_output_tokens" in served.refused("/v1/responses", input="Hi", max_tokens=1)["message"]
+    for path, fields in (("/v1/completions", PROMPT), ("/v1/chat/completions", CHAT)):
+        error = served.refused(path, **fields, n_predict=5)
+        assert error["message"] == "n_predict is not supported: did you mean max_tokens?"
+    error = served.refused("/v1/chat/completions", **CHAT, predictions=5)  # like prediction, which is refused, too
+    assert error["message"] == "predictions is not supported: remove it"
+
+
+def test_an_empty_stop_string_is_shown_as_it_was_given(served):
+    for stop in ("", ["a", ""]):
+        error = served.refused("/v1/completions", **PROMPT, stop=stop)
+        assert error["message"] == "stop='' is not allowed: give text that is not empty"
 
 
 def test_clients_raise_their_own_errors(served):
@@ -370,13 +393,22 @@ def test_messages_name_what_a_client_can_give(served):
 
 
 def test_tokens_of_texts(served, chat_lm):
-    given = served.post("/tokenize", prompt="aé", return_token_strs=True).json()
-    assert given["tokens"] == chat_lm.tokenizer("aé").input_ids
+    given = served.post("/tokenize", prompt="a é", return_token_strs=True).json()
+    assert given["tokens"] == chat_lm.tokenizer("a é").input_ids
+    assert given["token_strs"] == ["a", "Ġ", "Ã", "©"]  # as the vocabulary writes them
     assert given["count"] == len(given["token_strs"]) == len(given["tokens"])
     assert given["max_model_len"] == 256
-    assert served.post("/detokenize", tokens=given["tokens"]).json() == {"prompt": "aé"}
+    assert served.post("/detokenize", tokens=given["tokens"]).json() == {"prompt": "a é"}
     chat = served.post("/tokenize", **CHAT).json()["tokens"]
     assert chat == chat_lm.tokenizer.apply_chat_template(CHAT["messages"], add_generation_prompt=True)["input_ids"]
+    assert served.post("/tokenize", **CHAT, add_special_tokens=False).json()["tokens"] == chat
+    assert served.refused("/tokenize", **CHAT, add_special_tokens=True)["param"] == "add_special_tokens"
+    assert served.refused("/tokenize", prompt="a", add_generation_prompt=True)["param"] == "add_generation_prompt"
+    both = {"add_generation_prompt": True, "continue_final_message": True}
+    for path in ("/tokenize", "/v1/chat/completions"):
+        error = served.refused(path, **CHAT, **both)
+        assert error["param"] == "continue_final_message"
+        assert "leave one out" in error["message"]
     assert served.refused("/tokenize")["param"] == "prompt"
     assert served.refused("/detokenize", tokens=[300])["param"] == "tokens"
 

@@ -242,11 +242,14 @@ def _serve(
 
 
 def _named(given: str) -> tuple[str, str]:
-    """The name and the source of "NAME=SOURCE", or of a source. A file or a folder is named without its path."""
-    name, equals, source = given.partition("=")
-    if equals and name and "/" not in name:
-        return name, _absolute(source)
+    """The name and the source of "NAME=SOURCE", or of a source. A file or a folder is named without its path.
+
+    Paths may have "=", and names may have "/", as hub ids have.
+    """
     is_path = given.startswith((".", "/", "~")) or Path(given).exists()
+    name, equals, source = given.partition("=")
+    if equals and name and not is_path:
+        return name, _absolute(source)
     return (Path(given).resolve().name if is_path else given), _absolute(given)
 
 

@@ -7,7 +7,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import specbeam
@@ -78,7 +78,7 @@ class Answer(ABC):
 
     @abstractmethod
     def choice(self, index: int, part: Part, is_frame: bool) -> dict[str, Any]:
-        """A choice, or what a frame adds to it."""
+        """A choice, or what a frame adds to it. In frames the end of a text comes without text."""
 
     def beginning(self, request: int) -> list[dict[str, Any]]:
         """The choices of the frame that begins the texts of a request to the engine."""
@@ -154,15 +154,18 @@ class Answer(ABC):
         yield LAST_FRAME
 
     def _parts(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
-        """The parts of choices that a piece has. Other beams than the best one come whole at the end."""
-        result = piece.result
-        end = None if result is None else result.sequences[0]
+        """The parts of choices that a piece has. Other beams than the best one come whole at the end.
+
+        The end of a text is a part of its own, as from OpenAI and llama.cpp: clients drop text beside a finish reason.
+        """
         shows_tokens = piece.token_ids and (piece.top_logprobs is not None or self.fields.return_token_ids)
-        if piece.text or shows_tokens or end is not None:
-            part = Part(piece.text, piece.token_ids, piece.log_probs, piece.top_logprobs, end)
+        if piece.text or shows_tokens:
+            part = Part(piece.text, piece.token_ids, piece.log_probs, piece.top_logprobs)
             yield self.choice(index, part, is_frame=True)
-        for place, text in enumerate([] if result is None else result.sequences[1:], 1):
-            yield self.choice(index + place, Part.whole(text), is_frame=True)
+        for place, text in enumerate([] if piece.result is None else piece.result.sequences):
+            if place:
+                yield self.choice(index + place, replace(Part.whole(text), end=None), is_frame=True)
+            yield self.choice(index + place, Part(end=text), is_frame=True)
 
     def ending(self, part: Part) -> dict[str, Any]:
         """The values of a choice that say how it ended."""

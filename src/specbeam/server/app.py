@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from functools import partial
+from types import NoneType
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request
@@ -67,7 +68,7 @@ class Error(BaseModel):
 
 
 ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": Error} for status in (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
+    status: {"model": Error} for status in (400, 401, 403, 404, 405, 408, 413, 415, 429, 500, 503)
 }
 
 
@@ -240,7 +241,8 @@ def make_app(
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
         field = request.scope["route"].body_field
-        names = [] if field is None else [*field.field_info.annotation.model_fields]
+        known = {} if field is None else field.field_info.annotation.model_fields
+        names = [name for name, one in known.items() if one.annotation is not NoneType]  # Unsupported
         return refusal_of_body([*error.errors()], names).response
 
     return app

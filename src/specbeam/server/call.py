@@ -19,6 +19,7 @@ from specbeam.engine.strategies import MakeStrategy, make_strategy
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
 from specbeam.prompt_length import PromptTooLong
+from specbeam.prompts import DEFAULT_RENDERING, Rendering
 from specbeam.results import Piece, Result
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import SEEDS, Plan
@@ -37,6 +38,7 @@ class Call:
     Args:
         field: the field of the client's request that has the prompts.
         raw: do not apply the chat template.
+        rendering: how it is applied.
         prompt_top: also score the prompts, with this many likeliest tokens at each place.
         writes: whether there are new tokens.
 
@@ -54,6 +56,7 @@ class Call:
         *,
         field: str,
         raw: bool = False,
+        rendering: Rendering = DEFAULT_RENDERING,
         prompt_top: int | None = None,
         writes: bool = True,
     ) -> None:
@@ -69,6 +72,7 @@ class Call:
         self._limits = limits
         self._field = field
         self._raw = raw
+        self._rendering = rendering
         self._prompt_top = prompt_top
         self._writes = writes
         self._is_cancelled = False
@@ -116,7 +120,8 @@ class Call:
         context, begin = backend.context_length, backend.start_token_ids
         fit = context - (begin is None)  # with an encoder, the text does not follow the prompt
         try:
-            ids = self.model.encode(prompt, raw=self._raw, most=fit if limit is None else min(fit, limit))
+            most = fit if limit is None else min(fit, limit)
+            ids = self.model.encode(prompt, raw=self._raw, most=most, rendering=self._rendering)
         except PromptTooLong as error:
             says = f"the prompt has {error.tokens} tokens"
             if limit is not None and limit < fit:

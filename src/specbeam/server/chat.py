@@ -6,6 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
+from specbeam import chat_templates
+from specbeam.errors import SpecbeamError
+from specbeam.prompts import Rendering
 from specbeam.server.answers import Answer, Part
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
@@ -50,17 +53,46 @@ class Message(Fields):
         return message if self.name is None else message | {"name": self.name}
 
 
+class TemplateFields(Fields):
+    """How the chat template renders messages, as in vLLM and llama.cpp."""
+
+    add_generation_prompt: bool | None = Field(
+        None, description="The assistant begins a new message. If it is left out: unless the last one is continued."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Continue the last message. If both are left out: if it is the assistant's."
+    )
+    chat_template_kwargs: dict[str, str | bool | int | float] | None = Field(
+        None, description="Further variables of the chat template."
+    )
+
+    def rendering(self, model: ServedModel) -> Rendering:
+        """The rendering that the fields ask for.
+
+        Raises:
+            Refusal: they contradict each other, or set what a template has in any case.
+        """
+        variables = self.chat_template_kwargs or {}
+        for name in variables:
+            if name in chat_templates.OWN_NAMES or name in model.lm.tokenizer.special_tokens_map:
+                raise Refusal(f"chat_template_kwargs cannot set {name}: remove it", "chat_template_kwargs")
+        try:
+            return Rendering(self.add_generation_prompt, self.continue_final_message, variables)
+        except SpecbeamError as error:
+            raise Refusal(str(error), "continue_final_message") from error
+
+
 class TextFormat(Fields):
     """The only form of answers: text."""
 
     type: Literal["text"]
 
 
-class ChatRequest(Decoding):
+class ChatRequest(TemplateFields, Decoding):
     """A request for the next message of a conversation."""
 
     messages: Annotated[list[Message], Field(min_length=1)] = Field(
-        description="A message of the assistant at the end is continued."
+        description="A message of the assistant at the end is continued, unless continue_final_message is false."
     )
     max_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
     max_completion_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = Field(None, description="max_tokens.")
@@ -74,12 +106,11 @@ class ChatRequest(Decoding):
     reasoning_effort: Literal["none"] | None = None
     verbosity: Literal["medium"] | None = None
     audio: Unsupported = None
-    functions: Unsupported = None
-    function_call: Unsupported = None
+    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: Literal["none", "auto"] | None = None
     moderation: Unsupported = None
     prediction: Unsupported = None
     prompt_cache_options: Unsupported = None
-    prompt_cache_retention: Unsupported = None
     web_search_options: Unsupported = None
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
@@ -98,7 +129,8 @@ class ChatRequest(Decoding):
             {"max_new_tokens": name},
             (self.top_logprobs or 0) if self.logprobs else None,
         )
-        return Call(model, [[message.for_template for message in self.messages]], plan, limits, field="messages")
+        messages = [message.for_template for message in self.messages]
+        return Call(model, [messages], plan, limits, field="messages", rendering=self.rendering(model))
 
     def answer(self, call: Call) -> ChatCompletion:
         return ChatCompletion(call, self)
@@ -114,7 +146,7 @@ class ChatCompletion(Answer):
 
     def choice(self, index: int, part: Part, is_frame: bool) -> dict[str, Any]:
         if is_frame:
-            said: dict[str, Any] = {"delta": {"content": part.text}}
+            said: dict[str, Any] = {"delta": {"content": part.text} if part.end is None else {}}
         else:
             said = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
         made = {"index": index, **said, "logprobs": None, **self.ending(part)}

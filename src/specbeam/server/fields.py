@@ -113,6 +113,9 @@ class Decoding(Fields):
     metadata: dict[str, str] | None = Field(None, description="Accepted, and has no effect.")
     safety_identifier: str | None = Field(None, description="Accepted, and has no effect.")
     prompt_cache_key: str | None = Field(None, description="Accepted: prompts share what was read in any case.")
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        None, description="Accepted, and has no effect."
+    )
     store: Literal[False] | None = Field(None, description="Nothing is stored.")
     service_tier: Literal["auto", "default"] | None = None
 

@@ -89,6 +89,8 @@ class Guard:
 
     def _check(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
+        if (count := len(headers.getlist("host"))) != 1 and (count or scope["http_version"] != "1.0"):
+            raise Refusal(f"the request has {count} headers Host: send one", None, "invalid_host")
         checks_names = self._access.is_local or self._access.allowed_hosts
         if checks_names and (host := _hostname(f"//{headers.get('host', '')}")) not in self._hosts:
             raise Refusal(
@@ -120,6 +122,14 @@ class Guard:
                 )
         if self._life.is_stopping and scope["method"] == "POST":
             raise stopping()
+        if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
+            raise Refusal(
+                f"the body has the Content-Encoding {encoding!r}, and this server reads no encoded bodies: send it "
+                "as it is, without this header",
+                None,
+                "unsupported_content_encoding",
+                415,
+            )
         length = headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > self._limits.max_body_bytes:
             raise Refusal(self._too_large, None, "body_too_large", 413)

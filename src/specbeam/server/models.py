@@ -17,7 +17,7 @@ from specbeam.engine.drafters import LOOKUPS
 from specbeam.engine.runs import MAX_FREE_SHARE
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, Placement, weights_of
-from specbeam.prompts import encode
+from specbeam.prompts import DEFAULT_RENDERING, Rendering, encode
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits
 from specbeam.server.tokens import TokenTexts
@@ -169,12 +169,14 @@ class ServedModel:
             )
         return self._drafts[name]
 
-    def encode(self, prompt: Any, *, raw: bool = False, most: int | None = None) -> list[int]:
+    def encode(
+        self, prompt: Any, *, raw: bool = False, most: int | None = None, rendering: Rendering = DEFAULT_RENDERING
+    ) -> list[int]:
         """Token ids of a prompt, as :func:`specbeam.prompts.encode` makes them.
 
         Control tokens in messages are read as text, unless the operator allows them.
         """
-        return encode(self.lm, prompt, raw=raw, most=most, control_tokens=self._control_tokens)
+        return encode(self.lm, prompt, raw=raw, most=most, control_tokens=self._control_tokens, rendering=rendering)
 
     def check_chat_template(self) -> None:
         """Refuse a conversation if the model has no form for one.

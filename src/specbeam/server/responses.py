@@ -8,7 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Discriminator, Field, Tag, field_validator
 
 from specbeam.results import Result
 from specbeam.server.call import Call
@@ -45,6 +45,33 @@ class InputMessage(Fields):
     _content_of = field_validator("content")(content_of)
 
 
+class ReasoningItem(Fields):
+    """An item of another model's history. No chat template here has a place for it, so it has no effect."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: list[Any] | None = None
+    content: list[Any] | None = None
+    encrypted_content: str | None = None
+    status: str | None = None
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
+    return "ReasoningItem" if kind == "reasoning" else "InputMessage"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("InputMessage")] | Annotated[ReasoningItem, Tag("ReasoningItem")], Discriminator(_kind)
+]
+
+
+class Reasoning(Fields):
+    """How much the model reasons. Here it does not."""
+
+    effort: Literal["none"] | None = None
+
+
 class TextConfig(Fields):
     """The form of the answer."""
 
@@ -55,7 +82,7 @@ class TextConfig(Fields):
 class ResponseRequest(Decoding):
     """A request for the next message of a conversation."""
 
-    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputMessage], Field(min_length=1)]
+    input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = Field(None, description="A system message to put first.")
     max_output_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
@@ -77,8 +104,7 @@ class ResponseRequest(Decoding):
     previous_response_id: Unsupported = None
     prompt: Unsupported = None
     prompt_cache_options: Unsupported = None
-    prompt_cache_retention: Unsupported = None
-    reasoning: Unsupported = None
+    reasoning: Reasoning | None = None
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The request to the engine."""
@@ -97,6 +123,8 @@ class ResponseRequest(Decoding):
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         for message in self.input:
+            if isinstance(message, ReasoningItem):
+                continue
             content = message.content or ""
             text = content if isinstance(content, str) else "\n".join(part.text for part in content)
             messages.append({"role": ROLES.get(message.role, message.role), "content": text})

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
+import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from specbeam.errors import SpecbeamError
+from specbeam.server.errors import Refusal
+from specbeam.server.guard import REQUEST_ID
 from specbeam.server.limits import LOOPBACK_ADDRESSES
 
+logger = logging.getLogger("specbeam.server")
+UVICORN_SAYS = "Invalid HTTP request received."
 CONNECTION_SECONDS = 75.0
 """An idle connection is closed after this time. It is longer than clients and proxies keep theirs.
 
@@ -98,7 +105,19 @@ class Connection(HttpToolsProtocol):
         if self._head_bytes is not None and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES:
-                self.send_400_response("The head of the request is too large.")
+                self.send_400_response(f"the head of the request is too large: send at most {MAX_HEAD_BYTES} bytes")
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that cannot be read, as all other errors are answered."""
+        if msg == UVICORN_SAYS:
+            msg = "the request is not valid HTTP: send HTTP/1.1 without TLS"
+        request_id = uuid.uuid4().hex
+        logger.info(f"malformed request 400 refused client={(self.client or ('unknown',))[0]} id={request_id}: {msg}")
+        response = Refusal(msg).response
+        response.headers.update({REQUEST_ID: request_id, "connection": "close"})
+        head = [b"%s: %s\r\n" % header for header in response.raw_headers]
+        self.transport.write(b"".join([STATUS_LINE[400], *head, b"\r\n", bytes(response.body)]))
+        self.transport.close()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -110,6 +129,8 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = None
         if not self.pipeline:
             self._answering = self.cycle
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = partial(_send_unchunked, self.cycle)  # type: ignore[method-assign]
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -126,6 +147,13 @@ class Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._go_on()
+
+
+async def _send_unchunked(cycle: RequestResponseCycle, message: Any) -> None:
+    """Send a part of an answer in HTTP/1.0, which has no chunks: the end of the connection ends the answer."""
+    cycle.chunked_encoding = False
+    cycle.expected_content_length = len(message.get("body", b""))
+    await RequestResponseCycle.send(cycle, message)
 
 
 class Server(uvicorn.Server):

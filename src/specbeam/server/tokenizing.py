@@ -8,38 +8,43 @@ from pydantic import Field
 
 from specbeam.errors import SpecbeamError
 from specbeam.prompts import token_ids
-from specbeam.server.chat import Message
+from specbeam.server.chat import Message, TemplateFields
 from specbeam.server.errors import Refusal, refusal_of
 from specbeam.server.fields import Fields, TokenId
 from specbeam.server.models import ServedModel
 
 
-class TokenizeRequest(Fields):
+class TokenizeRequest(TemplateFields):
     """A request for the tokens of a text, or of messages in the model's chat template."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)] | None = None
-    add_special_tokens: bool | None = Field(None, description="For a prompt: true if it is left out.")
-    return_token_strs: bool | None = Field(None, description="Add the texts of the tokens.")
+    add_special_tokens: bool | None = Field(None, description="For a prompt, and true if it is left out.")
+    return_token_strs: bool | None = Field(None, description="Add the tokens as the vocabulary writes them.")
 
     def answer(self, model: ServedModel) -> dict[str, Any]:
         """The tokens. It runs in a thread."""
         if (self.prompt is None) == (self.messages is None):
             raise Refusal("give either prompt or messages", "prompt")
-        if self.messages is not None and self.add_special_tokens is not None:
+        if self.messages is not None and self.add_special_tokens:
             raise Refusal("add_special_tokens goes with prompt: a chat template has its own", "add_special_tokens")
+        for name in TemplateFields.model_fields:
+            if self.messages is None and getattr(self, name):
+                raise Refusal(f"{name} goes with messages: a prompt has no chat template", name)
+        tokenizer = model.lm.tokenizer
         field = "prompt" if self.messages is None else "messages"
         try:
             if self.messages is not None:
-                ids = model.encode([message.for_template for message in self.messages])
+                messages = [message.for_template for message in self.messages]
+                ids = model.encode(messages, rendering=self.rendering(model))
             else:
                 special = self.add_special_tokens is not False
-                ids = token_ids(model.lm.tokenizer, self.prompt or "", add_special_tokens=special)
+                ids = token_ids(tokenizer, self.prompt or "", add_special_tokens=special)
         except SpecbeamError as error:
             raise refusal_of(error, {}, field) from error
         made = {"count": len(ids), "max_model_len": model.lm.backend.context_length, "tokens": ids}
-        return made | ({"token_strs": [model.texts(i)[0] for i in ids]} if self.return_token_strs else {})
+        return made | ({"token_strs": tokenizer.convert_ids_to_tokens(ids)} if self.return_token_strs else {})
 
 
 class DetokenizeRequest(Fields):
