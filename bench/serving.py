@@ -377,7 +377,11 @@ def measure_short_request_beside_a_long_prompt(table: Table, bench: Bench, repea
             engine.step()
             short = engine.submit(bench.prompt(PROMPT_TOKENS), bench.options({}, tokens))
             came = [time.perf_counter()]
-            short.add_piece_callback(lambda piece, came=came: came.append(time.perf_counter()))
+
+            def note(_: object, came: list[float] = came) -> None:
+                came.append(time.perf_counter())
+
+            short.add_piece_callback(note)
             engine.run()
             gaps = [1e3 * (after - before) for before, after in pairwise(came)]
             first[name].append(gaps[0])

@@ -17,7 +17,7 @@ UNMEASURED_SECONDS = 1e-3
 DRIFT_WEIGHT = 0.1
 """Each measurement moves the expectation by this power of the ratio between them."""
 TILE_NODES = 8
-"""Native kernels multiply this many nodes with a weight while it is in a register. A pass over fewer costs the same."""
+"""Native kernels multiply this many nodes with a weight while it is in a register. Fewer cost little less."""
 MAX_NODE_COST_RATIO = 2
 """One pass changes the seconds per node by at most this factor: another program may have slowed it down."""
 
