@@ -388,7 +388,9 @@ class Scheduler:
 
 def _share_out(counts: list[int], room: int) -> list[int]:
     """How many nodes each request gets of a pass with ``room`` nodes, which are at least as many as the requests."""
-    share = max(1, int(room * EQUAL_SHARE) // max(1, len(counts)))
+    if sum(counts) <= room:
+        return counts
+    share = max(1, int(room * EQUAL_SHARE) // len(counts))
     taken = [min(share, count) for count in counts]
     room -= sum(taken)
     for at in sorted(range(len(counts)), key=counts.__getitem__):
