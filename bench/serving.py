@@ -1,7 +1,8 @@
 """The figures of a server: the share of its time that is passes, first tokens, shared prompts, and vLLM beside it.
 
     python bench/serving.py MODEL.gguf [--large MODEL.gguf] [--vllm-python VENV/bin/python] [--tokens 64]
-        [--repeats 3] [--threads 2] [--parts shares beside prefix samples context large] [--json FILE]
+        [--repeats 3] [--threads 2] [--isa avx2] [--parts shares beside long prefix samples context large]
+        [--json FILE]
 
 The share of passes is tokens per second over tokens per second of bare passes of the same sizes. The bare passes are
 the engine's own: they are recorded, and repeated right after each run, back to back. Their logits are thrown away.
@@ -22,6 +23,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,13 @@ from table import Table
 
 import specbeam
 from specbeam.backends.contract import Segment
+from specbeam.backends.cpu import CpuBackend
 from specbeam.backends.cpu.library import library
+from specbeam.checkpoints import open_checkpoint
 from specbeam.selection import Answer
+from specbeam.server.limits import Limits
 
-PARTS = ("shares", "beside", "prefix", "samples", "context", "large")
+PARTS = ("shares", "beside", "long", "prefix", "samples", "context", "large")
 SAMPLING = {"temperature": 0.8, "top_p": 0.95, "top_k": 40}
 PROMPT_TOKENS = 38
 RUNS_OF_ONE_REQUEST = 4
@@ -82,14 +87,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each text")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--isa", default="", help="avx512, avx2 or portable kernels (default: this machine's best)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     add_json_option(parser)
     given = parser.parse_args()
     peer = Vllm(given) if "shares" in given.parts else None
-    versions = [f"kernels {library().specbeam_isa(b'').decode()}", *([peer.settings] if peer and peer.runs else [])]
+    versions = [
+        f"kernels {library().specbeam_isa(given.isa.encode()).decode()}",
+        *([peer.settings] if peer and peer.runs else []),
+    ]
     print(describe(*versions))
     table = Table(Figures.of_this_run(*versions), given.model.stem)
-    bench = Bench(given.model, given.threads)
+    bench = Bench(given.model, given.threads, given.isa)
     print(f"{given.model.stem}, prompts of {PROMPT_TOKENS} tokens, {given.tokens} new tokens per text\n")
     table.head()
     if peer:
@@ -99,6 +108,8 @@ def main() -> None:
             peer.end()
     if "beside" in given.parts:
         measure_first_token_beside_others(table, bench, given.repeats)
+    if "long" in given.parts:
+        measure_short_request_beside_a_long_prompt(table, bench, given.repeats)
     if "prefix" in given.parts:
         measure_shared_prefix(table, bench, given.repeats)
     if "samples" in given.parts:
@@ -107,7 +118,7 @@ def main() -> None:
         measure_long_contexts(table, bench, given.repeats)
     if given.large and "large" in given.parts:
         table.model = given.large.stem
-        measure_large(table, Bench(given.large, given.threads), given.tokens, given.repeats)
+        measure_large(table, Bench(given.large, given.threads, given.isa), given.tokens, given.repeats)
     table.figures.write(given.json)
 
 
@@ -184,10 +195,12 @@ class Run:
 class Bench:
     """A loaded model, its recorded passes, and prompts that begin differently."""
 
-    def __init__(self, path: Path, threads: int) -> None:
+    def __init__(self, path: Path, threads: int, isa: str) -> None:
         self.path = path
         self.threads = threads
         self.lm = specbeam.load(path, backend="cpu", threads=threads)
+        if isa:
+            self.lm = replace(self.lm, backend=CpuBackend(open_checkpoint(path), threads=threads, isa=isa))
         self.passes = RecordedPasses(self.lm.backend)
         self.prompt = NewPrompts(self.lm.tokenizer)
         self._random = random.Random(0)
@@ -344,6 +357,47 @@ def measure_first_token_beside_others(table: Table, bench: Bench, repeats: int) 
     table.row(beside, unit="ms", samples=taken)
     table.row(beside, "passes", unit="passes", samples=counts, at_most=1)
     table.row(beside, "share of passes", unit="share", samples=shares, at_least=0.85)
+
+
+def measure_short_request_beside_a_long_prompt(table: Table, bench: Bench, repeats: int) -> None:
+    """The tokens of a short request beside a prompt of 8,000 tokens, with and without a limit on a pass's time.
+
+    It comes when the first chunk of the prompt was read.
+    """
+    tokens = 64
+    length = min(8000, bench.lm.backend.context_length - tokens)
+    limits = {"without max_pass_seconds": None, "0.1 s per pass": Limits().max_pass_seconds}
+    first: dict[str, list[float]] = {name: [] for name in limits}
+    longest: dict[str, list[float]] = {name: [] for name in limits}
+    read: dict[str, list[float]] = {name: [] for name in limits}
+    for _ in range(repeats):
+        for name, seconds in limits.items():
+            engine = specbeam.Engine(bench.lm, max_pass_seconds=seconds)
+            long = engine.submit(bench.prompt(length), bench.options({}, 1))
+            engine.step()
+            short = engine.submit(bench.prompt(PROMPT_TOKENS), bench.options({}, tokens))
+            came = [time.perf_counter()]
+
+            def note(_: object, came: list[float] = came) -> None:
+                came.append(time.perf_counter())
+
+            short.add_piece_callback(note)
+            engine.run()
+            gaps = [1e3 * (after - before) for before, after in pairwise(came)]
+            first[name].append(gaps[0])
+            longest[name].append(max(gaps[1:]))
+            read[name].append(long.result().stats.time_to_first_token or 0.0)
+    beside = f"beside a prompt of {length:,} tokens"
+    limited = list(limits)[1]
+    for name in limits:
+        goal = 250 if name == limited else None
+        table.row(f"first token {beside}", name, unit="ms", samples=first[name])
+        table.row(f"longest gap between tokens {beside}", name, unit="ms", samples=longest[name], at_most=goal)
+        table.row(
+            f"first token of a prompt of {length:,} tokens beside a short request", name, unit="s", samples=read[name]
+        )
+    ratios = [after / before for before, after in zip(*read.values(), strict=True)]
+    table.row(f"prompt of {length:,} tokens, {limited} over without", unit="times as long", samples=ratios, at_most=1.1)
 
 
 def measure_shared_prefix(table: Table, bench: Bench, repeats: int) -> None:

@@ -504,6 +504,7 @@ def _random_limits(draw: random.Random) -> dict[str, Any]:
         "max_requests": draw.choice((1, 2, 3, 8, 16)),
         "max_batch_tokens": draw.choice((1, 4, 8, 32, 512)),
         "max_cache_tokens": draw.choice((350, 700, 4000, None)),
+        "max_pass_seconds": draw.choice((0.0, 0.02, None)),
     }
 
 

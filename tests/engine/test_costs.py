@@ -35,6 +35,22 @@ def test_what_a_pass_takes_is_learned_from_passes():
     assert times.expected(64) == pytest.approx(36.0)  # but never more than as many times as much
 
 
+def test_how_many_nodes_a_time_is_enough_for_follows_the_latest_passes():
+    times = PassTimes()
+    assert times.nodes_within(100.0) == 8  # nothing is known: begin with a tile
+    times.add(1, 1.0)
+    assert times.nodes_within(100.0) == 8
+    times.add(100, 100.0)
+    assert times.nodes_within(100.0) == 96  # whole tiles
+    times.add(96, 192.0)  # a longer text
+    assert times.nodes_within(100.0) == 48
+    times.add(48, 4800.0)  # another program
+    assert times.nodes_within(100.0) == 24
+    times.add(24, 24.0)
+    assert times.nodes_within(100.0) == 48
+    assert times.nodes_within(0.0) == 8
+
+
 def test_a_machine_that_slows_down_does_so_for_passes_of_all_sizes():
     times = PassTimes()
     for _ in range(3):

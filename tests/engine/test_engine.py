@@ -322,6 +322,12 @@ def test_limits_are_checked(lm, limit):
         Engine(lm, **{limit: 0})
 
 
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), "0.1"])
+def test_a_time_for_passes_is_checked(lm, seconds):
+    with pytest.raises(SpecbeamError, match="max_pass_seconds"):
+        Engine(lm, max_pass_seconds=seconds)
+
+
 def test_a_result_is_not_there_before_it_is_done(lm):
     request = Engine(lm).submit([1])
     with pytest.raises(SpecbeamError, match="not finished"):

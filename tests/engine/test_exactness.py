@@ -65,6 +65,7 @@ LIMITS = st.fixed_dictionaries(
         "max_requests": st.sampled_from([2, 8]),
         "max_batch_tokens": st.sampled_from([5, 16, 512]),
         "max_cache_tokens": st.sampled_from([None, 300]),  # with 300, requests pause
+        "max_pass_seconds": st.sampled_from([None, 0.0]),
     }
 )
 

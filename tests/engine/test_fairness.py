@@ -4,6 +4,7 @@ import math
 import sys
 from dataclasses import replace
 from itertools import pairwise
+from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.decoding import Evaluate, Hypothesis
-from specbeam.engine import memory
+from specbeam.engine import costs, memory
 from specbeam.engine.costs import PassTimes
 from tests.conftest import examples, lines_run
 
@@ -143,6 +144,112 @@ def test_requests_of_all_kinds_that_come_and_go_keep_nobody_waiting(tiny, data):
         waits = 1 + 3  # rounds per pass: the longest draft, and the pass itself
         assert [*one, 40][0] < math.ceil(length / read_per_pass) * waits
         assert all(after - before <= waits for before, after in pairwise(one))
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The nodes of each pass. A pass takes the seconds that ``passes.cost`` gives for its nodes."""
+    monkeypatch.setattr(costs, "_pass_times", WeakKeyDictionary())
+
+    class Passes(list):
+        cost = staticmethod(lambda nodes: 0.005 * nodes)
+
+    passes, add = Passes(), PassTimes.add
+
+    def noted(times, nodes, seconds):
+        passes.append(nodes)
+        add(times, nodes, passes.cost(nodes))
+
+    monkeypatch.setattr(PassTimes, "add", noted)
+    return passes
+
+
+def test_a_prompt_is_read_in_chunks_by_time_while_others_wait(lm, passes):
+    long, rounds = [2] * 240, Rounds()
+    alone = specbeam.generate(lm, long, max_new_tokens=4)
+    engine = Engine(lm, max_batch_tokens=64, max_pass_seconds=0.1)
+    passes.clear()
+    request = engine.submit(long, {"max_new_tokens": 4})
+    engine.step()
+    engine.submit([1], {"max_new_tokens": 50}, strategy=watched(rounds, 9))
+    engine.run()
+    assert request.result().token_ids == alone.token_ids
+    assert passes[0] == 64  # alone
+    assert passes[1:10] == [16] * 9  # whole tiles in 0.1 s
+    assert passes[10] == 240 - 64 - 9 * 15  # alone again
+
+
+def test_a_chunk_grows_from_a_tile_and_never_gets_smaller(lm, passes):
+    engine = Engine(lm, max_batch_tokens=64, max_pass_seconds=0.1)
+    rounds = Rounds()
+    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(rounds))
+    engine.submit([2] * 60, {"max_new_tokens": 1})
+    engine.submit([3] * 60, {"max_new_tokens": 1})
+    run(engine, [rounds], 2)
+    assert passes == [8, 16]  # at first nothing is known
+    passes.cost = lambda nodes: 5.0 * nodes
+    run(engine, [rounds], 4)
+    assert passes[2:] == [16, 9, 9, 9]  # a tile of prompts, and the other request's node
+
+
+def test_prompts_share_one_chunk_beside_a_stream(lm, passes):
+    engine = Engine(lm, max_batch_tokens=128, max_pass_seconds=0.2)
+    rounds = Rounds()
+    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(rounds))
+    requests = [engine.submit([2 + number] * 100, {"max_new_tokens": 1}) for number in range(6)]
+    run(engine, [rounds], 5)
+    assert passes[1:] == [40] * 4
+    assert len(rounds) == 5
+    engine.run()
+    assert all(request.done for request in requests)
+
+
+def test_one_slow_pass_halves_the_chunk_at_most(lm, passes):
+    engine = Engine(lm, max_batch_tokens=128, max_pass_seconds=0.2)
+    rounds = Rounds()
+    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(rounds))
+    engine.submit([2] * 200, {"max_new_tokens": 1})
+    run(engine, [rounds], 2)
+    passes.cost = lambda nodes: 50.0
+    run(engine, [rounds], 1)
+    passes.cost = lambda nodes: 0.005 * nodes
+    run(engine, [rounds], 3)
+    assert passes[2:] == [40, 16, 40, 40]
+
+
+def test_prompts_get_half_of_the_time_of_passes_that_are_slow_without_them(lm, passes):
+    passes.cost = lambda nodes: 0.4 + 0.01 * nodes  # weights that take long to read
+    engine = Engine(lm, max_batch_tokens=128, max_pass_seconds=0.1)
+    rounds = Rounds()
+    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(rounds))
+    run(engine, [rounds], 3)
+    engine.submit([2] * 250, {"max_new_tokens": 1})
+    run(engine, [rounds], 6, 3)
+    assert passes[3:] == [9, 16, 24, 32, 40, 40]  # from a tile on to 0.8 s
+
+
+def test_only_prompts_are_read_in_chunks_by_time(lm, passes):
+    """The nodes of a step stay together, and no request misses a pass."""
+
+    def wide(setup, drafter):
+        tree = setup.tree
+        yield Evaluate([tree.tip])
+        while True:
+            nodes = tree.add([tree.tip] * 20, range(20))
+            yield Evaluate(nodes)
+            tree.keep(nodes[0])
+
+    passes.cost = lambda nodes: 1.0 * nodes
+    engine = Engine(lm, max_requests=12, max_pass_seconds=0.0)
+    crowd = [Rounds() for _ in range(10)]
+    for one in crowd:
+        engine.submit([1], {"max_new_tokens": 100}, strategy=watched(one))
+    engine.submit([3], {"max_new_tokens": 100}, strategy=wide)
+    run(engine, crowd, 2)
+    engine.submit([2] * 100, {"max_new_tokens": 1})
+    run(engine, crowd, 4, 2)
+    assert all(one == list(range(6)) for one in crowd)
+    assert passes == [11, 30, 30 + 8, 30 + 34, 30 + 34, 30 + 24]  # after two passes over about 30 their time is known
 
 
 def test_the_first_token_beside_32_requests_comes_within_its_share_of_passes(lm):

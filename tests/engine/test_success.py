@@ -89,12 +89,16 @@ def result(lm, options, draft=None, cost=FLAT, **limits):
         max_size=3,
     ),
     max_batch_tokens=st.sampled_from([4, 64]),
+    max_pass_seconds=st.sampled_from([None, 0.0]),
     windows=st.booleans(),
     cost=COSTS,
 )
-def test_every_request_that_is_admitted_finishes(models, slots, wishes, max_batch_tokens, windows, cost):
+def test_every_request_that_is_admitted_finishes(
+    models, slots, wishes, max_batch_tokens, max_pass_seconds, windows, cost
+):
     targets, drafts, plain = models
-    lm, limits = targets[windows], {"max_cache_tokens": slots, "max_batch_tokens": max_batch_tokens}
+    lm = targets[windows]
+    limits = {"max_cache_tokens": slots, "max_batch_tokens": max_batch_tokens, "max_pass_seconds": max_pass_seconds}
     engine, requests = Engine(lm, **limits), []
     with mock.patch.object(PassTimes, "expected", cost):
         for kind, draft, fixed, share_prefix, rounds in wishes:

@@ -40,6 +40,9 @@ def test_a_server_from_start_to_signal(chat_lm, draft_lm):
             says = f"{slots:,} tokens in {slots * chat_lm.backend.slot_bytes / 0.75e9:.3g} GB"
             line = server.stderr.readline()
             assert line == f"specbeam: the KV cache of big holds up to {says} (--max-cache-tokens changes that)\n"
+            line = server.stderr.readline()
+            says = "prompts are read in chunks of about 0.1 s (--max-pass-seconds changes that)"
+            assert line == f"specbeam: beside other requests, {says}\n"
             with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as patient:  # until it listens
                 assert patient.get(url.replace("/v1", "/health")).status_code == 200
             client = openai.OpenAI(base_url=url, api_key="secret", max_retries=0)
@@ -93,6 +96,20 @@ def test_a_server_that_others_reach_without_a_key_warns(chat_lm, monkeypatch, ca
         assert "WARNING" not in "".join(started(monkeypatch, capsys, *model, *safe)[2])
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     assert "\033[1;31mspecbeam: WARNING" in "".join(started(monkeypatch, capsys, *model, "--host", host)[2])
+
+
+@pytest.mark.parametrize(("given", "seconds"), [([], 0.1), (["--max-pass-seconds", 0.025], 0.025)])
+def test_the_time_of_a_chunk_is_stated_and_kept(chat_lm, monkeypatch, capsys, given, seconds):
+    models, _, lines = started(monkeypatch, capsys, "--model", f"tiny={chat_lm.source}", *given)
+    (line,) = [line for line in lines if "--max-pass-seconds" in line]
+    assert f"chunks of about {seconds} s " in line
+    sizes = []
+    monkeypatch.setattr("specbeam.engine.costs.PassTimes.nodes_within", lambda _, given: sizes.append(given) or 8)
+    engine = models.get(None).engine
+    for ids in ([1] * 60, [2] * 60):
+        engine.submit(ids, {"max_new_tokens": 1})
+    engine.run()
+    assert min(sizes) == seconds
 
 
 def test_access_as_it_is_given(chat_lm, monkeypatch, capsys):

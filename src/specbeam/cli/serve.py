@@ -98,6 +98,12 @@ def add_to(commands: Any) -> None:
     )
     add("--max-body-bytes", help="bytes of a request (default 4000000)")
     limits.add_argument(
+        "--max-pass-seconds",
+        type=float,
+        metavar="S",
+        help="read prompts beside other requests in chunks that take about this long (default 0.1)",
+    )
+    limits.add_argument(
         "--timeout", type=float, metavar="S", help="seconds after which a request ends with the text so far"
     )
     limits.add_argument(
@@ -232,6 +238,12 @@ def _serve(
         print(f"specbeam: the page is {page}", file=sys.stderr, flush=True)
         for sentence in caches:
             print(f"specbeam: {sentence} (--max-cache-tokens changes that)", file=sys.stderr, flush=True)
+        print(
+            f"specbeam: beside other requests, prompts are read in chunks of about {limits.max_pass_seconds:g} s "
+            "(--max-pass-seconds changes that)",
+            file=sys.stderr,
+            flush=True,
+        )
         for line in precisions:
             print(f"specbeam: {line}", file=sys.stderr, flush=True)
         if not access.is_local and not access.api_keys:

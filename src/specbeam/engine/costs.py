@@ -16,6 +16,10 @@ UNMEASURED_SECONDS = 1e-3
 """Assume this for a pass over one node before the first measurement: less than most passes take."""
 DRIFT_WEIGHT = 0.1
 """Each measurement moves the expectation by this power of the ratio between them."""
+TILE_NODES = 8
+"""Native kernels multiply this many nodes with a weight while it is in a register. Fewer cost little less."""
+MAX_NODE_COST_RATIO = 2
+"""One pass changes the seconds per node by at most this factor: another program may have slowed it down."""
 
 
 def nominal_cost(nodes: float) -> float:
@@ -45,9 +49,13 @@ class PassTimes:
         self._measured: list[Measured] = []
         self._first: dict[float, tuple[float, int]] = {}  # by size, the first pass, which may have been slow
         self._expected: dict[int, float] = {}  # since the last measurement
+        self._node_seconds: float | None = None  # of the latest passes over a tile or more
 
     def add(self, nodes: int, seconds: float) -> None:
         """Take in a measured pass."""
+        if nodes >= TILE_NODES:
+            latest, before = seconds / nodes, self._node_seconds or seconds / nodes
+            self._node_seconds = min(max(latest, before / MAX_NODE_COST_RATIO), before * MAX_NODE_COST_RATIO)
         size = _size(nodes)
         known = next((one for one in self._measured if one.size == size), None)
         if size not in self._first:
@@ -63,6 +71,15 @@ class PassTimes:
                 own if one is known else Measured(one.size, one.nodes, one.seconds * slowdown) for one in self._measured
             ]
         self._expected = {}
+
+    def nodes_within(self, seconds: float) -> int:
+        """The nodes of a pass that takes about this long: whole tiles, at least one.
+
+        A node costs more the longer the texts are. So only the latest passes say how much. Their whole time counts as
+        their nodes', which is careful: a part of it does not grow with the nodes.
+        """
+        tiles = round(seconds / self._node_seconds / TILE_NODES) if self._node_seconds else 0
+        return max(1, tiles) * TILE_NODES
 
     def knows(self, nodes: int) -> bool:
         """Whether passes of about this size were measured, here or by the times to expect otherwise."""

@@ -6,6 +6,7 @@ that live requests ask for, runs one forward pass, and hands back the logits. It
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from types import TracebackType
@@ -42,6 +43,9 @@ class Engine:
             text of full length has to fit: then a request finishes, whatever its beams and its draft would need. By
             default all engines of the process share a quarter of its memory, or four fifths of the GPU's free memory.
         max_waiting: the most requests that wait beside ``max_requests`` others. ``submit`` refuses further requests.
+        max_pass_seconds: about how long a pass that reads prompts may take while other requests are live. Prompts are
+            then read in smaller chunks, by the times of the latest passes. A chunk has at least 8 tokens. Beside many
+            requests it may take as long as they do. No result changes. By default only ``max_batch_tokens`` counts.
 
     A request begins with the longest beginning of its prompt that an earlier or a live request of the engine has read.
     This may be a system prompt, a conversation so far, or a document that is asked about twice. The request shares the
@@ -58,7 +62,8 @@ class Engine:
     requests, and nobody calls ``step`` or ``run``.
 
     Raises:
-        SpecbeamError: lm is no loaded model, a limit is not at least 1, or ``max_waiting`` not at least 0.
+        SpecbeamError: lm is no loaded model, or a limit is not at least 1. ``max_waiting`` and ``max_pass_seconds`` may
+            be 0.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Engine:
         max_batch_tokens: int = 512,
         max_cache_tokens: int | None = None,
         max_waiting: int | None = None,
+        max_pass_seconds: float | None = None,
     ) -> None:
         limits = {
             "max_requests": (max_requests, 1),
@@ -81,6 +87,10 @@ class Engine:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise SpecbeamError(f"{name}={value!r} is not allowed: give at least {least}")
+        if max_pass_seconds is not None and not (
+            isinstance(max_pass_seconds, int | float) and 0 <= max_pass_seconds < math.inf
+        ):
+            raise SpecbeamError(f"max_pass_seconds={max_pass_seconds!r} is not allowed: give seconds, at least 0")
         if not isinstance(lm, LanguageModel):
             raise SpecbeamError(
                 f"{type(lm).__name__} is no loaded model: give what specbeam.load returned, or specbeam.hf.wrap(model)"
@@ -88,7 +98,9 @@ class Engine:
         self.lm = lm
         self._memory = Memory(lm.backend, max_batch_tokens, max_cache_tokens)
         self._wakeups = Wakeups()
-        self._scheduler = Scheduler(max_requests, max_batch_tokens, max_waiting, self._memory, self._wakeups)
+        self._scheduler = Scheduler(
+            max_requests, max_batch_tokens, max_waiting, max_pass_seconds, self._memory, self._wakeups
+        )
         self._thread = EngineThread(self._scheduler, self._wakeups)
 
     def submit(

@@ -72,11 +72,13 @@ class ModelState:
         self._shares = shares and self._encoder_prompt is None and source is None
         self._slots: Slots | None = None
         self._peak_slots = self._paused_slots = 0  # until the last close, and at it
+        self._answered_before = 0  # when it was last opened
         self._reused_tokens: int | None = None  # when it began; read again after a pause, it may find its own tokens
 
     def open(self) -> None:
         """Begin to hold slots."""
         self._slots = Slots(self.tree, self.backend, self._cache, self._shares)
+        self._answered_before = self.answered
 
     def close(self) -> None:
         """Give up the slots."""
@@ -140,6 +142,11 @@ class ModelState:
     def is_fresh(self) -> bool:
         """Whether no node of it was in a pass, and it may begin with tokens that others read."""
         return self._slots is not None and self._slots.is_fresh
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether it reads a text, as no pass has answered the strategy since it was opened."""
+        return self.answered == self._answered_before
 
     @property
     def is_open(self) -> bool:

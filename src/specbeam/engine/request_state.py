@@ -165,6 +165,11 @@ class RequestState:
         return self._state.growth_bytes(nodes)
 
     @property
+    def is_reading(self) -> bool:
+        """Whether the model that it needs next reads its prompt, or its text again after a pause."""
+        return self._state.is_reading
+
+    @property
     def used_slots(self) -> int:
         """Slots in use on the target."""
         return self._target.used_slots

@@ -10,7 +10,8 @@ from itertools import count, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.engine.costs import pass_times
+from specbeam.backends.contract import Backend
+from specbeam.engine.costs import TILE_NODES, pass_times
 from specbeam.engine.memory import Memory
 from specbeam.engine.queue import Queue
 from specbeam.engine.request import Request
@@ -24,6 +25,8 @@ Batch = list[tuple[RequestState, Nodes]]
 
 EQUAL_SHARE = 0.5
 """This share of a pass is divided equally among its requests. The rest goes to those with the fewest pending nodes."""
+MIN_READING_SHARE = 0.5
+"""Prompts get at least this share of a pass's time, where a pass without them takes long."""
 MAX_OVERTAKING_REQUESTS = 32
 """At most this many requests start before one that came first and waits for memory."""
 MAX_PASSES_AT_ONCE = 8
@@ -58,7 +61,7 @@ class Scheduler:
     for a model than ``max_batch_tokens``, they take turns: one node in ``ceil(waiting / max_batch_tokens)`` passes.
 
     Args:
-        max_requests, max_batch_tokens, max_waiting: as for :class:`specbeam.Engine`.
+        max_requests, max_batch_tokens, max_waiting, max_pass_seconds: as for :class:`specbeam.Engine`.
 
     Attributes:
         wakeups: of the clients.
@@ -67,11 +70,18 @@ class Scheduler:
     """
 
     def __init__(
-        self, max_requests: int, max_batch_tokens: int, max_waiting: int | None, memory: Memory, wakeups: Wakeups
+        self,
+        max_requests: int,
+        max_batch_tokens: int,
+        max_waiting: int | None,
+        max_pass_seconds: float | None,
+        memory: Memory,
+        wakeups: Wakeups,
     ) -> None:
         self.max_requests = max_requests
         self.max_batch_tokens = max_batch_tokens
         self.max_waiting = max_waiting
+        self.max_pass_seconds = max_pass_seconds
         self.memory = memory
         self.wakeups = wakeups
         self.news = np.zeros(1, dtype=np.int32)
@@ -236,10 +246,11 @@ class Scheduler:
             waits = not request.done and request.is_fresh and request.waits_for(live[:place])
             if not (request.done or waits):
                 by_model[not request.drafting, id(request.backend)].append(request)
+        is_alone = sum(map(len, by_model.values())) == 1
         batches: list[Batch] = []
         for (for_target, _), requests in sorted(by_model.items()):
             if not for_target or not self._waits_for(batches):
-                batches.append(self._divide(requests))
+                batches.append(self._divide(requests, is_alone))
         return self._make_room(batches)
 
     def _waits_for(self, drafts: list[Batch]) -> bool:
@@ -254,23 +265,35 @@ class Scheduler:
         self._awaited = drafting
         return bool(drafting)
 
-    def _divide(self, requests: list[RequestState]) -> Batch:
-        """Divide a pass among requests, so that no long prompt and no crowd keeps others from advancing."""
+    def _divide(self, requests: list[RequestState], is_alone: bool) -> Batch:
+        """Divide a pass among requests, so that no long prompt and no crowd keeps others from advancing.
+
+        Args:
+            is_alone: no other request waits for this pass.
+        """
         room = self._pass_tokens
         if len(requests) > room:  # they take turns
             requests = sorted(requests, key=lambda one: one.last_turn)[:room]
-        share = max(1, int(room * EQUAL_SHARE) // len(requests))
-        taken = [min(share, len(request.pending)) for request in requests]
-        room -= sum(taken)
-        longer = [at for at, count in enumerate(taken) if count < len(requests[at].pending)]
-        for at in sorted(longer, key=lambda at: len(requests[at].pending)):
-            more = min(room, len(requests[at].pending) - taken[at])
-            taken[at] += more
-            room -= more
+        most = [len(request.pending) for request in requests]
+        if self.max_pass_seconds is not None and not is_alone:
+            reading = [at for at, request in enumerate(requests) if request.is_reading]
+            others = sum(most) - sum(most[at] for at in reading)
+            in_time = max(self._reading_nodes(requests[0].backend, others), len(reading))
+            for at, count in zip(reading, _share_out([most[at] for at in reading], in_time), strict=True):
+                most[at] = count
+        taken = _share_out(most, room)
         for request in requests:
             self._turns += 1
             request.last_turn = self._turns
         return [(request, request.pending[:count]) for request, count in zip(requests, taken, strict=True) if count]
+
+    def _reading_nodes(self, backend: Backend, others: int) -> int:
+        """The most nodes of prompts for a pass beside other nodes, so that these do not wait for long."""
+        assert self.max_pass_seconds is not None
+        without = pass_times(backend, ahead=True)
+        least = without.expected(max(1, others)) if without.knows(others) else 0.0
+        seconds = max(self.max_pass_seconds, least / (1 - MIN_READING_SHARE))
+        return max(TILE_NODES, pass_times(backend).nodes_within(seconds) - others)
 
     def passes_at_once(self, batch: Batch) -> int:
         """How many passes the backend may run by itself. Each is over the tokens that the one before has chosen.
@@ -361,3 +384,17 @@ class Scheduler:
         """A pass failed over this batch, and went well over its parts."""
         self._pass_tokens = min(self._pass_tokens, max(1, sum(len(nodes) for _, nodes in batch) // 2))
         self._good_passes = 0
+
+
+def _share_out(counts: list[int], room: int) -> list[int]:
+    """How many nodes each request gets of a pass with ``room`` nodes, which are at least as many as the requests."""
+    if sum(counts) <= room:
+        return counts
+    share = max(1, int(room * EQUAL_SHARE) // len(counts))
+    taken = [min(share, count) for count in counts]
+    room -= sum(taken)
+    for at in sorted(range(len(counts)), key=counts.__getitem__):
+        more = min(room, counts[at] - taken[at])
+        taken[at] += more
+        room -= more
+    return taken

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from specbeam.errors import SpecbeamError
 
 LOOPBACK_ADDRESSES = ("127.0.0.1", "::1")
-MAY_BE_ZERO = ("max_waiting", "timeout")
+MAY_BE_ZERO = ("max_waiting", "max_pass_seconds", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,13 @@ class Limits:
         max_waiting: requests that wait beside them.
         max_cache_tokens: cache slots of each model, for live requests and kept texts together; None for enough slots
             for ``max_requests`` typical requests (:func:`specbeam.server.models.default_caches`).
+        max_pass_seconds: about how long a pass that reads prompts may take beside other requests
+            (:class:`specbeam.Engine`).
         timeout: seconds after which a request ends with the text so far; None for never.
 
     Raises:
-        SpecbeamError: a limit is less than 1, or is no number. ``max_waiting`` and ``timeout`` may be 0.
+        SpecbeamError: a limit is less than 1, or is no number. ``max_waiting``, ``max_pass_seconds`` and ``timeout``
+            may be 0.
     """
 
     max_body_bytes: int = 4_000_000
@@ -40,6 +43,7 @@ class Limits:
     max_requests: int = 32
     max_waiting: int = 256
     max_cache_tokens: int | None = None
+    max_pass_seconds: float = 0.1
     timeout: float | None = None
 
     def __post_init__(self) -> None:

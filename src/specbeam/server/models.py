@@ -136,6 +136,7 @@ class ServedModel:
             max_requests=limits.max_requests,
             max_waiting=limits.max_waiting,
             max_cache_tokens=limits.max_cache_tokens,
+            max_pass_seconds=limits.max_pass_seconds,
         )
         self.texts = TokenTexts(lm)
         self.created = int(time.time())
