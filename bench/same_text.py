@@ -7,7 +7,7 @@
 The seed draws 100 prompts of all categories of the data sets, and --prompts takes the first of these. A text is the
 token ids up to an end token, at most --tokens. It is changed if one id differs. Samples have temperature 1 and no other
 warper, and the number of the prompt as the seed. A batch is 8 prompts in their order, and perhaps fewer in the last.
-"alone, again" repeats the request alone: what changes there is not the batch's doing, nor the draft's.
+"alone, again" repeats the request alone: a text that changes there is not changed by the batch or the draft.
 
 Each engine, method and way has a file in FOLDER/MODEL, a line for each text. A later run goes on where the last one
 stopped. Without engines, the files become the table and the figures: each cell has the number of texts that were
@@ -41,10 +41,15 @@ DRAWN = 100
 BATCH = 8
 DRAFT_TOKENS = 5
 """Of the engines that do not choose it themselves."""
+SHARED = "batch of 8, one cache"
+"""Of llama.cpp: its sequences share one cache (``kv_unified``), as in its server unless the slots are given."""
 METHODS = ("greedy", "sampled", "4 beams")
-WAYS = ("alone", "alone, again", "batch of 8", "lookups", "draft model")
+WAYS = ("alone", "alone, again", "batch of 8", SHARED, "lookups", "draft model")
 LACKS = {
     ("llama.cpp", "4 beams", ""): "(none)",
+    ("specbeam", "", SHARED): "(none)",
+    ("transformers", "", SHARED): "(none)",
+    ("vLLM", "", SHARED): "(none)",
     ("transformers", "sampled", "batch of 8"): "(one generator)",
     ("transformers", "4 beams", "lookups"): "(none)",
     ("transformers", "4 beams", "draft model"): "(none)",
@@ -121,7 +126,7 @@ def draw_prompts(given: argparse.Namespace) -> list[list[int]]:
 def write_texts(given: argparse.Namespace, file: Path, prompts: dict[int, list[int]], run: Run, until: float) -> None:
     """Append the texts that are missing."""
     _, method, way = file.stem.rsplit(";", 2)
-    size = BATCH if way == "batch of 8" else 1
+    size = BATCH if way.startswith("batch") else 1
     start, first = time.monotonic(), len(read_texts(file))
     done = first
     with file.open("a") as lines:
@@ -136,7 +141,7 @@ def write_texts(given: argparse.Namespace, file: Path, prompts: dict[int, list[i
 
 
 def up_to_end(ids: Sequence[int], ends: set[int]) -> list[int]:
-    """The ids up to the first end token. What follows is padding."""
+    """The ids up to the first end token. Padding follows it."""
     at = next((i for i, token in enumerate(ids) if token in ends), len(ids))
     return list(ids[: at + 1])
 
@@ -237,7 +242,7 @@ def transformers(dtype: str) -> Callable[[argparse.Namespace], Made]:
 
 
 def llama_cpp(given: argparse.Namespace) -> Made:
-    """llama.cpp on the file. A batch is a sequence for each prompt in one context, as its server does it."""
+    """llama.cpp on the file. A batch is a sequence for each prompt in one context."""
     import llama_cpp as peer
     from llama_cpp import Llama, _internals
     from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
@@ -260,8 +265,10 @@ def llama_cpp(given: argparse.Namespace) -> Made:
         small = load(given.draft)
         by_way["draft model"] = load(given.model, ModelDraft())
     params = type(model.context_params).from_buffer_copy(model.context_params)
-    params.n_ctx, params.n_seq_max, params.kv_unified = 2048 * BATCH, BATCH, True
-    context = _internals.LlamaContext(model=model._model, params=params, verbose=False)
+    params.n_ctx, params.n_seq_max = 2048 * BATCH, BATCH
+    contexts = {}
+    for way, params.kv_unified in (("batch of 8", False), (SHARED, True)):
+        contexts[way] = _internals.LlamaContext(model=model._model, params=params, verbose=False)
     batch = _internals.LlamaBatch(n_tokens=params.n_batch, embd=0, n_seq_max=BATCH, verbose=False)
     vocab = peer.llama_model_get_vocab(model._model.model)
     ends = {token for token in range(model.n_vocab()) if peer.llama_vocab_is_eog(vocab, token)}
@@ -280,7 +287,7 @@ def llama_cpp(given: argparse.Namespace) -> Made:
                 break
         return text
 
-    def together(method: str, prompts: dict[int, list[int]]) -> list[list[int]]:
+    def together(method: str, context: Any, prompts: dict[int, list[int]]) -> list[list[int]]:
         context.kv_cache_clear()
         samplers: list[Any] = []
         texts: list[list[int]] = []
@@ -311,8 +318,8 @@ def llama_cpp(given: argparse.Namespace) -> Made:
         return texts
 
     def run(method: str, way: str, prompts: dict[int, list[int]]) -> list[list[int]]:
-        if way == "batch of 8":
-            return together(method, prompts)
+        if way in contexts:
+            return together(method, contexts[way], prompts)
         return [alone(method, way, seed, ids) for seed, ids in prompts.items()]
 
     build = peer.llama_print_system_info().decode().strip()
