@@ -140,6 +140,49 @@ def test_lazy_beams_are_measured_prompt_by_prompt(bench, programs, tmp_path, mon
     assert "programs, asked, 2 beams, 1 prompts, DIFFERENT texts of 1 prompts" in out
 
 
+def test_texts_that_a_batch_or_a_draft_changes_are_counted(bench, programs, tmp_path, monkeypatch, capsys):
+    _, figures = bench
+    import same_text
+    from long_text import write_model
+
+    calls = []
+
+    def other(given):
+        """An engine whose batches change the third text, and whose end token is 9."""
+
+        def run(method, way, prompts):
+            calls.append((way, [*prompts]))
+            return [[7 if way == "batch of 8" and number == 2 else 8, 9, number] for number in prompts]
+
+        return "1.0", run, {9}
+
+    def run(*words):
+        words = ["same_text", model, "--data", str(programs), "--work", str(tmp_path / "work"), *words]
+        monkeypatch.setattr(sys, "argv", words)
+        same_text.main()
+
+    model = str(write_model(tmp_path / "model", vocab_size=600, context=600))
+    monkeypatch.setitem(same_text.ENGINES, "llama.cpp", other)
+    run("--engines", "specbeam, int8", "--prompts", "9", "--tokens", "4")
+    run("--engines", "llama.cpp", "--prompts", "8", "--ways", "alone", "--methods", "greedy")
+    run("--engines", "llama.cpp", "--prompts", "10", "--minutes", "0")  # there is no time for more
+    run("--engines", "llama.cpp", "--prompts", "10")
+    greedy_and_sampled = sorted([number] for number in [*range(10)] * 2)  # nothing twice
+    assert sorted(numbers for way, numbers in calls if way == "alone") == greedy_and_sampled
+    assert [numbers for way, numbers in calls if way == "batch of 8"] == [[*range(8)]] * 2 + [[8, 9]] * 2
+    run("--json", str(tmp_path / "found.json"))
+    rows = capsys.readouterr().out.splitlines()
+    assert "| specbeam, int8 | " + " | ".join(["0 of 9"] * 6) + " |" in rows
+    assert "| llama.cpp | 1 of 10 | 0 of 10 | 1 of 10 | 0 of 10 | (none) | (none) |" in rows
+    found = figures.Figures.read(tmp_path / "found.json")
+    assert found.settings["llama.cpp"] == "1.0"
+    assert found.missing["model / llama.cpp / 4 beams / lookups"] == "(none)"
+    assert {(figure.value, figure.unit) for figure in found.figures if "llama" in figure.name} == {
+        (0, "changed of 10 texts"),
+        (1, "changed of 10 texts"),
+    }
+
+
 def test_a_file_without_figures_is_refused(bench, tmp_path, monkeypatch, capsys):
     compare, _ = bench
     path = tmp_path / "x.json"
