@@ -230,14 +230,14 @@ def test_a_client_that_goes_away_frees_its_place(cluster, stream):
 
 
 def test_a_replica_is_killed_under_load(cluster, long_lm):
-    prompts = [f"text number {number}" for number in range(8)]
+    prompts, tokens = [f"text number {number}" for number in range(8)], 1500  # all texts are to be live at once
     expected = [
-        result.text for result in specbeam.generate(long_lm, prompts, raw=True, max_new_tokens=600, eos_token_id=())
+        result.text for result in specbeam.generate(long_lm, prompts, raw=True, max_new_tokens=tokens, eos_token_id=())
     ]
     client = cluster.client()
     streams = [
         client.completions.create(
-            model="tiny", prompt=prompt, stream=True, max_tokens=600, temperature=0, extra_body={"ignore_eos": True}
+            model="tiny", prompt=prompt, stream=True, max_tokens=tokens, temperature=0, extra_body={"ignore_eos": True}
         )
         for prompt in prompts[:4]
     ]
@@ -245,7 +245,7 @@ def test_a_replica_is_killed_under_load(cluster, long_lm):
     answers = {}
 
     def ask(number):
-        answers[number] = cluster.post("/v1/completions", prompt=prompts[number], **LONG)
+        answers[number] = cluster.post("/v1/completions", prompt=prompts[number], **LONG | {"max_tokens": tokens})
 
     threads = [threading.Thread(target=ask, args=[number]) for number in range(4, 8)]
     for thread in threads:
