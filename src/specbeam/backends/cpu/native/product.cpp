@@ -71,8 +71,8 @@ template <int BITS> __attribute__((always_inline)) inline void unpack(const uint
     }
 }
 
-// The sums of the products of N vectors of weights with bytes of a row, which are -127 to 127. Without AVX-VNNI, products are added in
-// 16 bits, two at a time, and their sums must stay below 2^15 = 32,768:
+// The dot products of N vectors of weights with bytes of a row, which are -127 to 127. Without AVX-VNNI, products are
+// added in 16 bits, two at a time, and their sums must stay below 2^15 = 32,768:
 //
 // - Four-bit weights leave room for all eight vectors of a group: 8 * 2 * 15 * 127 = 30,480.
 // - Six-bit weights leave room for two vectors: 2 * 2 * 63 * 127 = 32,004.
