@@ -46,66 +46,57 @@ struct Ahead {
 
 #if defined(SPECBEAM_EIGHT_LANES)
 
-// Registers have eight lanes, half of a block, and there are few of them. A group's weights for eight outputs stay in
-// eight registers while the rows take their turns.
+// Registers have eight lanes, and there are few of them. Half of a group's weights for a block, 16 columns of two times
+// eight outputs, stay in eight registers while the rows take their turns. An activation is then loaded once for both.
 
-// Unpacks a group's weights for eight outputs: vector j has the columns 4 * j to 4 * j + 3.
-template <int BITS> __attribute__((always_inline)) inline void unpack(const uint8_t *p, __m256i *w) {
+// Unpacks half of a group's weights for eight outputs: the first 16 columns (half = 0) or the last 16.
+template <int BITS> __attribute__((always_inline)) inline void unpack(const uint8_t *p, int half, __m256i *w) {
   const auto at = [p](int line) { return _mm256_loadu_si256((const __m256i *)(p + 64 * line)); };
-  if constexpr (BITS == 8) {
-    for (int j = 0; j < 8; j++) w[j] = at(j);
-    return;
-  }
-  const __m256i low = _mm256_set1_epi8(15), upper = _mm256_set1_epi8(48);
   for (int j = 0; j < 4; j++) {
-    w[j] = _mm256_and_si256(at(j), low);
-    w[4 + j] = _mm256_and_si256(_mm256_srli_epi16(at(j), 4), low);
+    if constexpr (BITS == 8) w[j] = at(4 * half + j);
+    else w[j] = _mm256_and_si256(half ? _mm256_srli_epi16(at(j), 4) : at(j), _mm256_set1_epi8(15));
   }
-  if constexpr (BITS == 6)
-    for (int half = 0; half < 2; half++) {
-      const __m256i four = at(4 + half);
-      const __m256i shifted[4] = {_mm256_slli_epi16(four, 4), _mm256_slli_epi16(four, 2), four,
-                                  _mm256_srli_epi16(four, 2)};
-      for (int j = 0; j < 4; j++)
-        w[4 * half + j] = _mm256_or_si256(w[4 * half + j], _mm256_and_si256(shifted[j], upper));
-    }
+  if constexpr (BITS == 6) {
+    const __m256i four = at(4 + half);
+    const __m256i upper[4] = {_mm256_slli_epi16(four, 4), _mm256_slli_epi16(four, 2), four, _mm256_srli_epi16(four, 2)};
+    for (int j = 0; j < 4; j++) w[j] = _mm256_or_si256(w[j], _mm256_and_si256(upper[j], _mm256_set1_epi8(48)));
+  }
 }
 
-// The dot products of N vectors of weights with bytes of a row, which are -127 to 127. Without AVX-VNNI, products are
-// added in 16 bits, two at a time, and their sums must stay below 2^15 = 32,768:
+// The dot products of half of a group: four vectors of weights with 16 bytes of a row, which are -127 to 127. Without
+// AVX-VNNI, products are added in 16 bits, two at a time, and their sums must stay below 2^15 = 32,768:
 //
-// - Four-bit weights leave room for all eight vectors of a group: 8 * 2 * 15 * 127 = 30,480.
+// - Four-bit weights leave room for all eight vectors of a group: 8 * 2 * 15 * 127 = 30,480. So sums of a half have 16
+//   bits, and `whole` adds two halves before it widens them.
 // - Six-bit weights leave room for two vectors: 2 * 2 * 63 * 127 = 32,004.
 // - Eight-bit weights are signed here. Only their magnitudes leave room, for one vector: 2 * 128 * 127 = 32,512.
-template <int BITS, int N> __attribute__((always_inline)) inline __m256i dots(const __m256i *w, const int8_t *x) {
-  const auto four = [x](int j) {
-    int32_t bytes;
-    std::memcpy(&bytes, x + 4 * j, 4);
-    return _mm256_set1_epi32(bytes);
-  };
+template <int BITS> __attribute__((always_inline)) inline __m256i dots(const __m256i *w, const __m256i *x) {
 #if defined(__AVXVNNI__)
-  __m256i even = _mm256_setzero_si256(), odd = even;
-  for (int j = 0; j < N; j += 2) {
-    even = _mm256_dpbusd_avx_epi32(even, w[j], four(j));
-    odd = _mm256_dpbusd_avx_epi32(odd, w[j + 1], four(j + 1));
-  }
-  return _mm256_add_epi32(even, odd);
-#else
-  constexpr int TOGETHER = BITS == 4 ? N : BITS == 6 ? 2 : 1;
-  const __m256i ones = _mm256_set1_epi16(1);
-  __m256i total;
-  for (int j = 0; j < N; j += TOGETHER) {
-    __m256i sum;
-    for (int i = j; i < j + TOGETHER; i++) {
-      const __m256i two = BITS == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[i]), _mm256_sign_epi8(four(i), w[i]))
-                                    : _mm256_maddubs_epi16(w[i], four(i));
-      sum = i > j ? _mm256_add_epi16(sum, two) : two;
-    }
-    sum = _mm256_madd_epi16(sum, ones);
-    total = j ? _mm256_add_epi32(total, sum) : sum;
-  }
+  __m256i total = _mm256_setzero_si256();
+  for (int j = 0; j < 4; j++) total = _mm256_dpbusd_avx_epi32(total, w[j], x[j]);
   return total;
+#else
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i two[4];
+  for (int j = 0; j < 4; j++)
+    two[j] = BITS == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(x[j], w[j]))
+                       : _mm256_maddubs_epi16(w[j], x[j]);
+  if constexpr (BITS == 8) {
+    for (int j = 0; j < 4; j++) two[j] = _mm256_madd_epi16(two[j], ones);
+    return _mm256_add_epi32(_mm256_add_epi32(two[0], two[1]), _mm256_add_epi32(two[2], two[3]));
+  }
+  const __m256i first = _mm256_add_epi16(two[0], two[1]), second = _mm256_add_epi16(two[2], two[3]);
+  if constexpr (BITS == 4) return _mm256_add_epi16(first, second);
+  return _mm256_add_epi32(_mm256_madd_epi16(first, ones), _mm256_madd_epi16(second, ones));
 #endif
+}
+
+// The dot products of a whole group.
+template <int BITS> __attribute__((always_inline)) inline __m256i whole(__m256i first, __m256i second) {
+#if !defined(__AVXVNNI__)
+  if constexpr (BITS == 4) return _mm256_madd_epi16(_mm256_add_epi16(first, second), _mm256_set1_epi16(1));
+#endif
+  return _mm256_add_epi32(first, second);
 }
 
 // The product of M rows of activations, from `row` on, with a block: sixteen outputs per row.
@@ -115,12 +106,13 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
   static_assert(B == 1);
   constexpr int BITS = LAYOUTS[FORMAT].bits;
 #if defined(__AVXVNNI__)
-  constexpr int ZERO = ZERO_POINT<FORMAT>;
+  constexpr bool IS_SIGNED = false;
 #else
-  constexpr int ZERO = BITS == 8 ? 0 : ZERO_POINT<FORMAT>;
+  constexpr bool IS_SIGNED = BITS == 8;
 #endif
+  constexpr int ZERO = IS_SIGNED ? 0 : ZERO_POINT<FORMAT>;
   const int64_t groups = x.groups;
-  Register y[2][M] = {};
+  Register y[M][2] = {};
   const uint8_t *weights = block;
   const uint8_t *scales = block + weight_bytes(FORMAT, columns), *super = scales;
   for (int64_t g = 0; g < groups; g++) {
@@ -128,39 +120,51 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
       if (g % GROUPS_PER_SUPER == 0) super = scales, scales += LAYOUTS[FORMAT].super_scales;
     for (int j = 0; j < ahead.lines; j++, ahead.from += 64) prefetch(ahead.from);
     const int64_t at = row * groups + g * M;  // of the first row
+    const Scales s[2] = {scales_at<FORMAT>(scales, super, 0), scales_at<FORMAT>(scales, super, 8)};
+    __m256i first[M][2];  // of the first half of the group; of Q6_K, which has a scale for each half, scaled floats
 #pragma GCC unroll 2
-    for (int part = 0; part < 2; part++) {
-      __m256i w[8];
-      unpack<BITS>(weights + 32 * part, w);
-      if constexpr (BITS == 8 && ZERO == 0)
-        for (int j = 0; j < 8; j++) w[j] = _mm256_xor_si256(w[j], _mm256_set1_epi8(-128));
-      const Scales s = scales_at<FORMAT>(scales, super, 8 * part);
+    for (int half = 0; half < 2; half++) {
+      __m256i w[2][4];
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; part++) {
+        unpack<BITS>(weights + 32 * part, half, w[part]);
+        if constexpr (IS_SIGNED)
+          for (int j = 0; j < 4; j++) w[part][j] = _mm256_xor_si256(w[part][j], _mm256_set1_epi8(-128));
+      }
 #pragma GCC unroll 1  // unrolled, the rows would need more registers than there are
       for (int m = 0; m < M; m++) {
-        const int8_t *q = &x.bytes[(at + m) * GROUP_COLUMNS];
+        const int32_t *q = (const int32_t *)&x.bytes[(at + m) * GROUP_COLUMNS] + 4 * half;
         const int32_t *sums = &x.halves[2 * (at + m)];
-        const auto sum = [](__m256i dots, int32_t bytes) {
-          if constexpr (ZERO != 0) dots = _mm256_sub_epi32(dots, _mm256_set1_epi32(ZERO * bytes));
+        const __m256i bytes[4] = {_mm256_set1_epi32(q[0]), _mm256_set1_epi32(q[1]), _mm256_set1_epi32(q[2]),
+                                  _mm256_set1_epi32(q[3])};
+        const auto sum = [](__m256i dots, int32_t zeros) {
+          if constexpr (ZERO != 0) dots = _mm256_sub_epi32(dots, _mm256_set1_epi32(ZERO * zeros));
           return (Register)_mm256_cvtepi32_ps(dots);
         };
-        const Register scale = every(x.scales[at + m]);
-        Register &to = y[part][m];
-        if constexpr (FORMAT == Q6_K) {
-          const Register first = sum(dots<BITS, 4>(w, q), sums[0]) * s.first;
-          to = multiply_add(multiply_add(sum(dots<BITS, 4>(w + 4, q + 16), sums[1]), s.second, first), scale, to);
-        } else {
-          to = multiply_add(sum(dots<BITS, 8>(w, q), sums[0] + sums[1]) * scale, s.first, to);
-          if constexpr (HAS_MINIMUM<FORMAT>) to = multiply_add(every(x.sums[at + m]), s.minimum, to);
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; part++) {
+          const __m256i here = dots<BITS>(w[part], bytes);
+          Register &to = y[m][part];
+          if constexpr (FORMAT == Q6_K) {
+            const Register scaled = sum(here, sums[half]);
+            if (half == 0) first[m][part] = (__m256i)(scaled * s[part].first);
+            else
+              to = multiply_add(multiply_add(scaled, s[part].second, (Register)first[m][part]),
+                                every(x.scales[at + m]), to);
+          } else if (half == 0) {
+            first[m][part] = here;
+          } else {
+            const Register scaled = sum(whole<BITS>(first[m][part], here), sums[0] + sums[1]);
+            to = multiply_add(scaled * every(x.scales[at + m]), s[part].first, to);
+            if constexpr (HAS_MINIMUM<FORMAT>) to = multiply_add(every(x.sums[at + m]), s[part].minimum, to);
+          }
         }
       }
     }
     scales += LAYOUTS[FORMAT].group_scales;
     weights += BITS * 64;
   }
-  for (int m = 0; m < M; m++) {
-    store((float *)&out[m][0], y[0][m]);
-    store((float *)&out[m][0] + 8, y[1][m]);
-  }
+  for (int m = 0; m < M; m++) std::memcpy(&out[m][0], y[m], sizeof y[m]);
 }
 
 #else
