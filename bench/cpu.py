@@ -2,12 +2,13 @@
 
     pip install ctranslate2 llama-cpp-python
     python bench/cpu.py MODEL.gguf [--draft DRAFT.gguf] [--data FILE ...] [--tokens 64] [--prompts 10] [--seed 0]
-        [--repeats 1] [--threads 2] [--parts load greedy beams prefill passes drafts] [--json FILE]
+        [--repeats 1] [--threads 2] [--isa avx2] [--parts load greedy beams prefill passes drafts] [--json FILE]
 
 Every engine has its own process, which sleeps while others run. All take turns on every prompt, so that a drifting
 machine favours none. Figures are medians over the prompts, with the worst and the best; the warm-up is left out. The
 tables with drafts have each kind of prompt for itself, the others have all kinds. CTranslate2 quantizes the file's own
 values to int8; llama.cpp runs the file as it is. If a peer is not installed or cannot run the model, a line says so.
+--isa forces our kernels and CTranslate2's to an instruction set. llama.cpp has the one it was built for.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ from machine import describe
 from prompts import CODING, PROSE, add_prompt_options, kinds
 
 import specbeam
+from specbeam.backends.cpu import CpuBackend
 from specbeam.backends.cpu.library import library
 from specbeam.checkpoints import open_checkpoint
 from specbeam.engine.slots import Slots
@@ -41,6 +44,7 @@ PARTS = ("load", "greedy", "beams", "prefill", "passes", "drafts")
 SEARCHES: dict[str, dict[str, int]] = {"greedy": {}, "4 beams": {"num_beams": 4}}
 Ask = dict[str, Any]
 """A task for an engine: token ids, the number of new tokens, and specbeam's options."""
+CTRANSLATE2_ISA = {"avx512": "AVX512", "avxvnni": "AVX2", "avx2": "AVX2", "portable": "GENERIC"}
 PREFILLS = 3
 REST_SECONDS = 0.3
 """Between two engines: the threads of a peer's OpenMP spin for 0.2 s after its work."""
@@ -54,11 +58,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     add_prompt_options(parser)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--isa", choices=CTRANSLATE2_ISA, default="", help="default: this machine's best")
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     add_json_option(parser)
     given = parser.parse_args()
-    kernels = f"kernels {library().specbeam_isa(b'').decode()}"
+    kernels = f"kernels {library().specbeam_isa(given.isa.encode()).decode()}"
     print(describe(kernels))
     print(f"{given.model.stem}, {given.threads} threads, {given.tokens} new tokens, {given.prompts} prompts per kind\n")
     figures = Figures.of_this_run(kernels)
@@ -171,18 +176,19 @@ def ours(mode: str, given: argparse.Namespace) -> Callable[[Ask], Any]:
         lm: Any = None
         gc.collect()
         before, start = psutil.Process().memory_info().rss, time.perf_counter()
-        lm = specbeam.load(given.model, backend="cpu", quantize=mode, threads=given.threads)
+        lm = load(given.model, mode, given)
         seconds.append(time.perf_counter() - start)
         specbeam.generate(lm, [1, 2, 3], max_new_tokens=2)
         resident = (psutil.Process().memory_info().rss - before) / 1e6
     size = sum(part.size for parts in lm.backend._weights.parts.values() for part in parts) / 1e6
     draft = None
     if given.draft:
-        draft = specbeam.load(given.draft, backend="cpu", quantize="int4", threads=given.threads)  # it is checked
+        draft = load(given.draft, "int4", given)  # it is checked
 
     def run(ask: Ask) -> Any:
         if "settings" in ask:
-            return f"{specbeam.__version__}, kernels {library().specbeam_isa(b'').decode()}, {given.threads} threads"
+            kernels = library().specbeam_isa(given.isa.encode()).decode()
+            return f"{specbeam.__version__}, kernels {kernels}, {given.threads} threads"
         if "loading" in ask:
             return [*seconds, resident, size]
         if "passes" in ask:
@@ -194,6 +200,13 @@ def ours(mode: str, given: argparse.Namespace) -> Callable[[Ask], Any]:
         return specbeam.generate(lm, ask["ids"], max_new_tokens=new, min_new_tokens=new, **options).stats.new_tokens
 
     return run
+
+
+def load(path: Path, mode: str, given: argparse.Namespace) -> specbeam.LanguageModel:
+    lm = specbeam.load(path, backend="cpu", quantize=mode, threads=given.threads)
+    if not given.isa:
+        return lm
+    return replace(lm, backend=CpuBackend(open_checkpoint(path), mode, given.threads, given.isa))
 
 
 def table(
@@ -242,6 +255,8 @@ def passes(lm: Any, passes: list[int], repeats: int) -> list[float]:
 def ctranslate2(given: argparse.Namespace) -> Callable[[Ask], Any]:
     """CTranslate2 on the file's values, which it quantizes to int8."""
     os.environ["CT2_VERBOSE"] = "1"  # it then reports its instruction set, on standard error when it is first used
+    if given.isa:
+        os.environ["CT2_FORCE_CPU_ISA"] = CTRANSLATE2_ISA[given.isa]
     import ctranslate2 as peer
 
     path = given.model

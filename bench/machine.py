@@ -11,7 +11,7 @@ import torch
 
 import specbeam
 
-INT8_AND_BF16_EXTENSIONS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "asimddp", "i8mm")
+INT8_AND_BF16_EXTENSIONS = ("avx2", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "asimddp", "i8mm")
 
 
 def describe(*peers: str) -> str:

@@ -14,7 +14,7 @@ from specbeam.checkpoints import open_checkpoint
 from specbeam.selection import Edit, Noise, Wish, select
 from tests.conftest import random_model
 
-ISAS = [isa for isa in ("avx512", "avx2", "portable") if library().specbeam_isa(isa.encode())]
+ISAS = [isa for isa in ("avx512", "avxvnni", "avx2", "portable") if library().specbeam_isa(isa.encode())]
 VOCABS = [1, 7, 40, 513, 5000]
 ARRAYS = ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals")
 

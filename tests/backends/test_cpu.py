@@ -33,7 +33,7 @@ from specbeam.model import LanguageModel
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model
 
-ISAS = [isa for isa in ("avx512", "avx2", "portable") if library().specbeam_isa(isa.encode())]
+ISAS = [isa for isa in ("avx512", "avxvnni", "avx2", "portable") if library().specbeam_isa(isa.encode())]
 KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 F32, Q8, Q4_MIN = 0, 1, 6
 
@@ -136,12 +136,32 @@ def test_kernels_give_a_row_the_same_bits_in_any_batch(rows, columns, form, n, d
         whole = multiply(form, packed, rows, columns, x, isa)
         some = data.draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=n))
         np.testing.assert_array_equal(multiply(form, packed, rows, columns, x[some], isa, threads=2), whole[some])
-    if {"avx512", "avx2"} <= {*ISAS}:
-        both = [multiply(form, packed, rows, columns, x, isa) for isa in ("avx512", "avx2")]
-        np.testing.assert_array_equal(*both)
+    for isa in {"avxvnni", "avx2"} & {*ISAS} if "avx512" in ISAS else ():
+        np.testing.assert_array_equal(
+            multiply(form, packed, rows, columns, x, isa), multiply(form, packed, rows, columns, x, "avx512")
+        )
     kept = unpack(form, packed, rows, columns).astype(np.float64)
     exact = (x if form == F32 else activations_as_quantized(x)) @ kept.T
     assert np.abs(whole - exact).max() < 1e-5 * max(np.abs(exact).max(), 1)
+
+
+@pytest.mark.parametrize(("form", "bits"), [(Q8, 8), (2, 6), (3, 6), (4, 6), (5, 6), (Q4_MIN, 4), (7, 4)])
+def test_kernels_add_the_largest_products_without_overflow(form, bits):
+    """Weights and activations are the largest ones, of any sign: all sums of 16 bits are at their bounds."""
+    rows, columns = 16, 512
+    rng = np.random.default_rng(4)
+    packed = np.full(library().specbeam_matrix_bytes(form, rows, columns), 0x2C, np.uint8)  # the scales: about 0.07
+    for fill in (255, 0, rng.choice(np.array([0, 255], np.uint8), rows * columns * bits // 8)):
+        packed[: rows * columns * bits // 8] = fill
+        x = np.concatenate(
+            [np.full((1, columns), sign * 127) for sign in (1, -1)] + [rng.choice([-127, 127], (7, columns))]
+        )
+        expected = x @ unpack(form, packed, rows, columns).astype(np.float64).T
+        got = [multiply(form, packed, rows, columns, x, isa) for isa in ISAS]
+        for out in got:
+            assert np.abs(out - expected).max() <= 1e-5 * np.abs(expected).max()
+        for out in got[1 : len(ISAS) - 1]:  # all but the portable kernels
+            np.testing.assert_array_equal(out, got[0])
 
 
 @pytest.mark.parametrize("form", [F32, Q8, Q4_MIN])

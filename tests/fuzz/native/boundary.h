@@ -78,7 +78,7 @@ struct Input : FuzzedDataProvider {
 
   int64_t number(int64_t low, int64_t high) { return rarely() ? wild() : ConsumeIntegralInRange(low, high); }
 
-  const char *isa() { return PickValueInArray({"portable", "avx2", "avx512", "", "sse9"}); }
+  const char *isa() { return PickValueInArray({"portable", "avx2", "avxvnni", "avx512", "", "sse9"}); }
 };
 
 // Memory of exactly this size, so that the address sanitizer sees each access beyond it.

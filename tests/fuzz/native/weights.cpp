@@ -1,5 +1,5 @@
 // Fuzzes packing, and products with packed weights of any bytes. An output must be the same bits for a row alone, for
-// any number of threads, and for AVX2 and AVX-512.
+// any number of threads, and for AVX2, AVX-VNNI and AVX-512.
 
 #include "boundary.h"
 
@@ -81,7 +81,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const auto n = in.ConsumeIntegralInRange<int64_t>(1, 20), chosen = in.ConsumeIntegralInRange<int64_t>(0, n - 1);
   const auto values = floats_of(in, n * columns);
   std::unique_ptr<float[]> avx;
-  for (const char *isa : {"portable", "avx2", "avx512"}) {
+  for (const char *isa : {"portable", "avx2", "avxvnni", "avx512"}) {
     if (!specbeam_isa(isa)) continue;
     auto all = exactly<float>(size_t(n * rows)), alone = exactly<float>(size_t(rows));
     const int threads = in.ConsumeIntegralInRange(0, 50) ? 1 : 2;

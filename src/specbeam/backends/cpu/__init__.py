@@ -62,7 +62,7 @@ class CpuBackend:
         quantize: "keep" (the values of a quantized GGUF file), "int8", "int4", "float32" or "auto". "auto" is "keep"
             for a quantized GGUF file, else "int8".
         threads: the number of threads per pass [$SPECBEAM_THREADS, else the processors this process may use].
-        isa: the instruction set, "avx512", "avx2" or "portable" [the best of this machine].
+        isa: the instruction set, "avx512", "avxvnni", "avx2" or "portable" [the best of this machine].
 
     Raises:
         SpecbeamError: an argument is not allowed, the kernels were not built, or the checkpoint cannot be loaded.
@@ -83,7 +83,7 @@ class CpuBackend:
         config = checkpoint.config
         self._library = library()
         if self._library.specbeam_isa(isa.encode()) is None:
-            raise SpecbeamError(f"isa={isa!r} is not available on this machine: give avx512, avx2 or portable")
+            raise SpecbeamError(f"isa={isa!r} is not available on this machine: give avx512, avxvnni, avx2 or portable")
         self._weights = load_weights(checkpoint, self.quantize)
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         self.window = config.window

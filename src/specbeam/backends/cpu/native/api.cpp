@@ -38,6 +38,9 @@ constexpr int32_t NOT_FINITE = -2;  // a weight is NaN or infinite, or a scale i
 SPECBEAM_TABLE(portable)
 #if defined(SPECBEAM_X86)
 SPECBEAM_TABLE(avx2)
+#if defined(SPECBEAM_AVXVNNI)
+SPECBEAM_TABLE(avxvnni)
+#endif
 SPECBEAM_TABLE(avx512)
 #elif defined(SPECBEAM_ARM)
 SPECBEAM_TABLE(neon)
@@ -58,6 +61,14 @@ static const Table *table_named(const char *name) {
   const bool five = two && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                     __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
   if (five && (!*name || is(avx512::TABLE))) return &avx512::TABLE;
+#if defined(SPECBEAM_AVXVNNI)
+  static const bool dot_products = [] {
+    constexpr unsigned AVX_VNNI = 1 << 4;  // cpuid.h has no name for it in Clang 14
+    unsigned a = 0, b, c, d;
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & AVX_VNNI;
+  }();
+  if (two && dot_products && (!*name || is(avxvnni::TABLE))) return &avxvnni::TABLE;
+#endif
   if (two && (!*name || is(avx2::TABLE))) return &avx2::TABLE;
 #elif defined(SPECBEAM_ARM)
 #if defined(__linux__)

@@ -420,7 +420,7 @@ template <bool WHOLE> class Work {
       const F32 e = exp(load<F32>(s + t) - top);
       total = total + e;
       if constexpr (WHOLE) {  // what a row does not see may have any scale
-        const F32 scaled = e * select(e > 0, load<F32>(value_scales + row / group * SPLIT + t), F32{});
+        const F32 scaled = e * where_positive(e, load<F32>(value_scales + row / group * SPLIT + t));
         store(s + t, scaled);
         most_scaled = larger(scaled, most_scaled);
       } else {

@@ -6,31 +6,168 @@ namespace specbeam::SPECBEAM_ISA {
 
 namespace {
 
-// The scales of a group for sixteen outputs. A weight is scale * (q - zero) + minimum. The two halves of a group have
-// the scales `first` and `second`.
+// The scales of a group for the outputs of a register. A weight is scale * (q - zero) + minimum. The two halves of a
+// group have the scales `first` and `second`.
 struct Scales {
-  F32 first, second, minimum;
+  Register first, second, minimum;
 };
 
-template <Format FORMAT> inline Scales scales_at(const uint8_t *group, const uint8_t *super) {
+// lane: the register's first output in its block
+template <Format FORMAT> inline Scales scales_at(const uint8_t *group, const uint8_t *super, int lane = 0) {
+  const auto half = [lane](const uint8_t *p, int part) { return load_half((const uint16_t *)p + part * LANES + lane); };
+  const auto byte = [lane](const auto *p, int part) { return load_bytes(p + part * LANES + lane); };
   if constexpr (FORMAT == Q8 || FORMAT == Q5) {
-    const F32 d = load_half((const uint16_t *)group);
-    return {d, d, F32{}};
+    const Register d = half(group, 0);
+    return {d, d, Register{}};
   } else if constexpr (FORMAT == Q5_MIN || FORMAT == Q4_MIN) {
-    const F32 d = load_half((const uint16_t *)group);
-    return {d, d, load_half((const uint16_t *)group + LANES)};
+    const Register d = half(group, 0);
+    return {d, d, half(group, 1)};
   } else if constexpr (FORMAT == Q6_K) {
-    const F32 d = load_half((const uint16_t *)super);
-    return {d * load_bytes((const int8_t *)group), d * load_bytes((const int8_t *)group + LANES), F32{}};
+    const Register d = half(super, 0);
+    return {d * byte((const int8_t *)group, 0), d * byte((const int8_t *)group, 1), Register{}};
   } else {
-    const F32 d = load_half((const uint16_t *)super) * load_bytes(group);
-    return {d, d, -(load_half((const uint16_t *)super + LANES) * load_bytes(group + LANES))};
+    const Register d = half(super, 0) * byte(group, 0);
+    return {d, d, -(half(super, 1) * byte(group, 1))};
   }
 }
 
 template <Format FORMAT> constexpr int ZERO_POINT = FORMAT == Q8 ? 128 : FORMAT == Q6_K ? 32 : FORMAT == Q5 ? 16 : 0;
 template <Format FORMAT> constexpr bool HAS_MINIMUM =
     FORMAT == Q5_MIN || FORMAT == Q5_K || FORMAT == Q4_MIN || FORMAT == Q4_K;
+
+constexpr int PREFETCH_BYTES_AHEAD = 20480;
+
+// The weights to prefetch while a group is multiplied. A processor looks a few hundred instructions ahead, and here
+// they are arithmetic. Without prefetches it would ask for the next weights too late.
+struct Ahead {
+  const uint8_t *from;
+  int lines;  // cache lines of 64 bytes, per group
+};
+
+#if defined(SPECBEAM_EIGHT_LANES)
+
+// Registers have eight lanes, and there are few of them. Half of a group's weights for a block, 16 columns of two times
+// eight outputs, stay in eight registers while the rows take their turns. An activation is then loaded once for both.
+
+// Unpacks half of a group's weights for eight outputs: the first 16 columns (half = 0) or the last 16.
+template <int BITS> __attribute__((always_inline)) inline void unpack(const uint8_t *p, int half, __m256i *w) {
+  const auto at = [p](int line) { return _mm256_loadu_si256((const __m256i *)(p + 64 * line)); };
+  for (int j = 0; j < 4; j++) {
+    if constexpr (BITS == 8) w[j] = at(4 * half + j);
+    else w[j] = _mm256_and_si256(half ? _mm256_srli_epi16(at(j), 4) : at(j), _mm256_set1_epi8(15));
+  }
+  if constexpr (BITS == 6) {
+    const __m256i four = at(4 + half);
+    const __m256i upper[4] = {_mm256_slli_epi16(four, 4), _mm256_slli_epi16(four, 2), four, _mm256_srli_epi16(four, 2)};
+    for (int j = 0; j < 4; j++) w[j] = _mm256_or_si256(w[j], _mm256_and_si256(upper[j], _mm256_set1_epi8(48)));
+  }
+}
+
+// The dot products of half of a group: four vectors of weights with 16 bytes of a row, which are -127 to 127. Without
+// AVX-VNNI, products are added in 16 bits, two at a time, and their sums must stay below 2^15 = 32,768:
+//
+// - Four-bit weights leave room for all eight vectors of a group: 8 * 2 * 15 * 127 = 30,480. So sums of a half have 16
+//   bits, and `whole` adds two halves before it widens them.
+// - Six-bit weights leave room for two vectors: 2 * 2 * 63 * 127 = 32,004.
+// - Eight-bit weights are signed here. Only their magnitudes leave room, for one vector: 2 * 128 * 127 = 32,512.
+template <int BITS> __attribute__((always_inline)) inline __m256i dots(const __m256i *w, const __m256i *x) {
+#if defined(__AVXVNNI__)
+  __m256i total = _mm256_setzero_si256();
+  for (int j = 0; j < 4; j++) total = _mm256_dpbusd_avx_epi32(total, w[j], x[j]);
+  return total;
+#else
+  const __m256i ones = _mm256_set1_epi16(1);
+  __m256i two[4];
+  for (int j = 0; j < 4; j++)
+    two[j] = BITS == 8 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w[j]), _mm256_sign_epi8(x[j], w[j]))
+                       : _mm256_maddubs_epi16(w[j], x[j]);
+  if constexpr (BITS == 8) {
+    for (int j = 0; j < 4; j++) two[j] = _mm256_madd_epi16(two[j], ones);
+    return _mm256_add_epi32(_mm256_add_epi32(two[0], two[1]), _mm256_add_epi32(two[2], two[3]));
+  }
+  const __m256i first = _mm256_add_epi16(two[0], two[1]), second = _mm256_add_epi16(two[2], two[3]);
+  if constexpr (BITS == 4) return _mm256_add_epi16(first, second);
+  return _mm256_add_epi32(_mm256_madd_epi16(first, ones), _mm256_madd_epi16(second, ones));
+#endif
+}
+
+// The dot products of a whole group.
+template <int BITS> __attribute__((always_inline)) inline __m256i whole(__m256i first, __m256i second) {
+#if !defined(__AVXVNNI__)
+  if constexpr (BITS == 4) return _mm256_madd_epi16(_mm256_add_epi16(first, second), _mm256_set1_epi16(1));
+#endif
+  return _mm256_add_epi32(first, second);
+}
+
+// The product of M rows of activations, from `row` on, with a block: sixteen outputs per row.
+template <Format FORMAT, int M, int B>
+inline void block_product(const uint8_t *block, int64_t columns, const Activations &x, int64_t row, Ahead ahead,
+                          F32 (*out)[B]) {
+  static_assert(B == 1);
+  constexpr int BITS = LAYOUTS[FORMAT].bits;
+#if defined(__AVXVNNI__)
+  constexpr bool IS_SIGNED = false;
+#else
+  constexpr bool IS_SIGNED = BITS == 8;
+#endif
+  constexpr int ZERO = IS_SIGNED ? 0 : ZERO_POINT<FORMAT>;
+  const int64_t groups = x.groups;
+  Register y[M][2] = {};
+  const uint8_t *weights = block;
+  const uint8_t *scales = block + weight_bytes(FORMAT, columns), *super = scales;
+  for (int64_t g = 0; g < groups; g++) {
+    if constexpr (LAYOUTS[FORMAT].super_scales > 0)
+      if (g % GROUPS_PER_SUPER == 0) super = scales, scales += LAYOUTS[FORMAT].super_scales;
+    for (int j = 0; j < ahead.lines; j++, ahead.from += 64) prefetch(ahead.from);
+    const int64_t at = row * groups + g * M;  // of the first row
+    const Scales s[2] = {scales_at<FORMAT>(scales, super, 0), scales_at<FORMAT>(scales, super, 8)};
+    __m256i first[M][2];  // of the first half of the group; of Q6_K, which has a scale for each half, scaled floats
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; half++) {
+      __m256i w[2][4];
+#pragma GCC unroll 2
+      for (int part = 0; part < 2; part++) {
+        unpack<BITS>(weights + 32 * part, half, w[part]);
+        if constexpr (IS_SIGNED)
+          for (int j = 0; j < 4; j++) w[part][j] = _mm256_xor_si256(w[part][j], _mm256_set1_epi8(-128));
+      }
+#pragma GCC unroll 1  // unrolled, the rows would need more registers than there are
+      for (int m = 0; m < M; m++) {
+        const int32_t *q = (const int32_t *)&x.bytes[(at + m) * GROUP_COLUMNS] + 4 * half;
+        const int32_t *sums = &x.halves[2 * (at + m)];
+        const __m256i bytes[4] = {_mm256_set1_epi32(q[0]), _mm256_set1_epi32(q[1]), _mm256_set1_epi32(q[2]),
+                                  _mm256_set1_epi32(q[3])};
+        const auto sum = [](__m256i dots, int32_t zeros) {
+          if constexpr (ZERO != 0) dots = _mm256_sub_epi32(dots, _mm256_set1_epi32(ZERO * zeros));
+          return (Register)_mm256_cvtepi32_ps(dots);
+        };
+#pragma GCC unroll 2
+        for (int part = 0; part < 2; part++) {
+          const __m256i here = dots<BITS>(w[part], bytes);
+          Register &to = y[m][part];
+          if constexpr (FORMAT == Q6_K) {
+            const Register scaled = sum(here, sums[half]);
+            if (half == 0) first[m][part] = (__m256i)(scaled * s[part].first);
+            else
+              to = multiply_add(multiply_add(scaled, s[part].second, (Register)first[m][part]),
+                                every(x.scales[at + m]), to);
+          } else if (half == 0) {
+            first[m][part] = here;
+          } else {
+            const Register scaled = sum(whole<BITS>(first[m][part], here), sums[0] + sums[1]);
+            to = multiply_add(scaled * every(x.scales[at + m]), s[part].first, to);
+            if constexpr (HAS_MINIMUM<FORMAT>) to = multiply_add(every(x.sums[at + m]), s[part].minimum, to);
+          }
+        }
+      }
+    }
+    scales += LAYOUTS[FORMAT].group_scales;
+    weights += BITS * 64;
+  }
+  for (int m = 0; m < M; m++) std::memcpy(&out[m][0], y[m], sizeof y[m]);
+}
+
+#else
 
 // Unpacks half of a group's weights: the first 16 columns (half = 0) or the last 16.
 template <int BITS> __attribute__((always_inline)) inline void unpack(const uint8_t *p, int half, U8 *w) {
@@ -48,15 +185,6 @@ template <int BITS> __attribute__((always_inline)) inline void unpack(const uint
     for (int j = 0; j < 4; j++) w[j] |= (U8)(upper[j] & 0x30303030);
   }
 }
-
-constexpr int PREFETCH_BYTES_AHEAD = 20480;
-
-// The weights to prefetch while a group is multiplied. A processor looks a few hundred instructions ahead, and here
-// they are arithmetic. Without prefetches it would ask for the next weights too late.
-struct Ahead {
-  const uint8_t *from;
-  int lines;  // cache lines of 64 bytes, per group
-};
 
 // The product of M rows of activations, from `row` on, with B neighbouring blocks: sixteen outputs per row and block.
 template <Format FORMAT, int M, int B>
@@ -134,19 +262,30 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
     for (int b = 0; b < B; b++) out[m][b] = y[m][b];
 }
 
+#endif
+
 template <int M> inline void block_product_float(const uint8_t *block, const Activations &x, int64_t row,
                                                  F32 (*out)[1]) {
-  F32 even[M] = {}, odd[M] = {};
-  const float *w = (const float *)block;
-  for (int64_t k = 0; k < x.columns; k++) {
-    const F32 lanes = load<F32>(w + k * LANES);
-#pragma GCC unroll 8
-    for (int m = 0; m < M; m++) {
-      F32 &y = k % 2 ? odd[m] : even[m];
-      y = multiply_add(all(x.values[(row + m) * x.columns + k]), lanes, y);
-    }
+#if defined(SPECBEAM_EIGHT_LANES)
+  if constexpr (M > 4) {  // the sums of four rows stay in registers
+    block_product_float<4>(block, x, row, out);
+    return block_product_float<M - 4>(block, x, row + 4, out + 4);
   }
-  for (int m = 0; m < M; m++) out[m][0] = even[m] + odd[m];
+#endif
+  constexpr int PART = sizeof(Register) / sizeof(float);
+  for (int part = 0; part < LANES; part += PART) {
+    Register even[M] = {}, odd[M] = {};
+    const float *w = (const float *)block + part;
+    const auto add = [&](int64_t k, Register *y) __attribute__((always_inline)) {
+      const Register lanes = load<Register>(w + k * LANES);
+#pragma GCC unroll 8
+      for (int m = 0; m < M; m++) y[m] = multiply_add(every(x.values[(row + m) * x.columns + k]), lanes, y[m]);
+    };
+    int64_t k = 0;
+    for (; k + 1 < x.columns; k += 2) add(k, even), add(k + 1, odd);
+    if (k < x.columns) add(k, even);
+    for (int m = 0; m < M; m++) store((float *)&out[m][0] + part, even[m] + odd[m]);
+  }
 }
 
 template <Format FORMAT, int M = TILE_ROWS>

@@ -57,10 +57,20 @@ struct Activations {
  private:
   // x times `inverse`, as whole numbers from -127 to 127. Where x or `inverse` was not finite, they are 0.
   static I32 rounded(F32 x, float inverse) {
+#if defined(SPECBEAM_EIGHT_LANES)
+    return by_halves<I32>(
+        [inverse](Register half) {
+          const Register q = multiply_add(half, every(inverse), every(12582912.0f)) - 12582912.0f;
+          const Register magnitude = (Register)((WholeRegister)q & 0x7fffffff);
+          return __builtin_convertvector(magnitude <= 127.0f ? q : Register{}, WholeRegister);
+        },
+        x);
+#else
     const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
     const F32 q = multiply_add(x, all(inverse), magic) - magic;
     const F32 magnitude = (F32)((I32)q & all(int32_t(0x7fffffff)));
     return __builtin_convertvector(select(magnitude <= 127.0f, q, F32{}), I32);
+#endif
   }
 
   void quantize(int64_t row, const float *x) {
@@ -72,7 +82,7 @@ struct Activations {
                 b = left > LANES ? load_some(x + g * GROUP_COLUMNS + LANES, left - LANES) : F32{};
       const I32 sign = all(int32_t(0x7fffffff));
       const F32 high = (F32)((I32)a & sign), low = (F32)((I32)b & sign);
-      const float most = max(select(high > low, high, low)), scale = most / 127.0f;
+      const float most = max(larger(high, low)), scale = most / 127.0f;
       const float inverse = most > 0 ? 127.0f / most : 0;
       const I32 qa = rounded(a, inverse), qb = rounded(b, inverse);
       int8_t *q = &bytes[at * GROUP_COLUMNS];

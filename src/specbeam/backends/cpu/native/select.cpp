@@ -67,7 +67,13 @@ inline F32 load_scores(const float *p, int64_t n) {
   return v;
 }
 
-inline F32 higher(F32 a, F32 b) { return a > b ? a : b; }
+inline F32 higher(F32 a, F32 b) {
+#if defined(SPECBEAM_EIGHT_LANES)
+  return larger(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // One bit per lane that is true, the lowest bit first.
 inline uint32_t bits(I32 mask) {
@@ -101,7 +107,7 @@ template <int N> __attribute__((always_inline)) inline void exp_of_negative(F32 
   F32 shifted[N], r[N], p[N];
 #pragma GCC unroll 4
   for (int i = 0; i < N; i++) {
-    x[i] = all(-87.0f) > x[i] ? all(-87.0f) : x[i];
+    x[i] = higher(all(-87.0f), x[i]);
     shifted[i] = x[i] * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
   }
 #pragma GCC unroll 4

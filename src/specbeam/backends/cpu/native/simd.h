@@ -24,6 +24,15 @@ typedef int16_t I16 __attribute__((vector_size(64)));
 typedef uint16_t U16 __attribute__((vector_size(64)));
 typedef uint8_t U8 __attribute__((vector_size(64)));
 
+// The outputs that a product has in a register: sixteen, or eight where registers have 256 bits and there are only 16.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define SPECBEAM_EIGHT_LANES
+typedef float Register __attribute__((vector_size(32)));
+typedef int32_t WholeRegister __attribute__((vector_size(32)));
+#else
+typedef F32 Register;
+#endif
+
 // Prefetches into the second-level cache. It can wait for more requests to memory at a time than the first level.
 inline void prefetch(const void *p) { __builtin_prefetch(p, 0, 2); }
 // Prefetches into the first level, to be written.
@@ -52,24 +61,57 @@ inline void store_some(float *p, F32 v, int64_t n) {
 
 inline F32 all(float x) { return F32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 inline I32 all(int32_t x) { return I32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-inline F32 to_float(I32 x) { return __builtin_convertvector(x, F32); }
+
+#if defined(SPECBEAM_EIGHT_LANES)
+inline Register half_of(const F32 &v, int half) { return load<Register>((const char *)&v + 32 * half); }
+inline WholeRegister half_of(const I32 &v, int half) { return load<WholeRegister>((const char *)&v + 32 * half); }
+
+// Applies f to the halves of vectors. GCC 12 would compare and convert vectors of 64 bytes lane by lane.
+template <class Out, class F, class... In> inline Out by_halves(const F &f, const In &...in) {
+  Out out;
+  for (int half = 0; half < 2; half++) store((char *)&out + 32 * half, f(half_of(in, half)...));
+  return out;
+}
+
+inline Register multiply_add(Register a, Register b, Register c) {
+  return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+inline Register every(float x) { return (Register)_mm256_set1_ps(x); }
+
+// As rounded() below.
+inline WholeRegister rounded(Register x, float most) {
+  const Register q = x + 12582912.0f - 12582912.0f;
+  const Register magnitude = (Register)((WholeRegister)q & 0x7fffffff);
+  return __builtin_convertvector(magnitude <= most ? q : Register{}, WholeRegister);
+}
+#else
+inline Register every(float x) { return all(x); }
+#endif
+
+inline F32 to_float(I32 x) {
+#if defined(SPECBEAM_EIGHT_LANES)
+  return by_halves<F32>([](WholeRegister half) { return __builtin_convertvector(half, Register); }, x);
+#else
+  return __builtin_convertvector(x, F32);
+#endif
+}
 
 inline F32 select(I32 mask, F32 a, F32 b) { return (F32)((mask & (I32)a) | (~mask & (I32)b)); }
+
+// The lanes of x where the lanes of sign are above 0, else 0.
+inline F32 where_positive(F32 sign, F32 x) {
+#if defined(SPECBEAM_EIGHT_LANES)
+  return by_halves<F32>([](Register s, Register half) { return s > 0 ? half : Register{}; }, sign, x);
+#else
+  return select(sign > 0, x, F32{});
+#endif
+}
 
 inline F32 multiply_add(F32 a, F32 b, F32 c) {
 #if defined(__AVX512F__)
   return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  F32 out;
-  for (int half = 0; half < 2; half++) {
-    __m256 x, y, z;
-    std::memcpy(&x, (const char *)&a + 32 * half, 32);
-    std::memcpy(&y, (const char *)&b + 32 * half, 32);
-    std::memcpy(&z, (const char *)&c + 32 * half, 32);
-    x = _mm256_fmadd_ps(x, y, z);
-    std::memcpy((char *)&out + 32 * half, &x, 32);
-  }
-  return out;
+#elif defined(SPECBEAM_EIGHT_LANES)
+  return by_halves<F32>([](Register x, Register y, Register z) { return multiply_add(x, y, z); }, a, b, c);
 #elif defined(__ARM_FEATURE_DOTPROD)
   for (int quarter = 0; quarter < 4; quarter++) {
     const float32x4_t x = vld1q_f32((const float *)&a + 4 * quarter), y = vld1q_f32((const float *)&b + 4 * quarter);
@@ -86,25 +128,6 @@ inline F32 multiply_add(F32 a, F32 b, F32 c) {
 inline I32 dot4(I32 acc, U8 w, int32_t x) {
 #if defined(__AVX512VNNI__)
   return (I32)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(x));
-#elif defined(__AVX2__)
-  const __m256i xs = _mm256_set1_epi32(x);
-  I32 out;
-  for (int half = 0; half < 2; half++) {
-    __m256i u, a;
-    std::memcpy(&u, (const char *)&w + 32 * half, 32);
-    std::memcpy(&a, (const char *)&acc + 32 * half, 32);
-#if defined(__AVXVNNI__)
-    a = _mm256_dpbusd_avx_epi32(a, u, xs);
-#else
-    // maddubs would saturate the sum of two products at 2^15, so the even and the odd bytes are multiplied apart.
-    const __m256i low = _mm256_set1_epi16(0xff);
-    const __m256i even = _mm256_madd_epi16(_mm256_and_si256(u, low), _mm256_srai_epi16(_mm256_slli_epi16(xs, 8), 8));
-    const __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(xs, 8));
-    a = _mm256_add_epi32(a, _mm256_add_epi32(even, odd));
-#endif
-    std::memcpy((char *)&out + 32 * half, &a, 32);
-  }
-  return out;
 #elif defined(__ARM_FEATURE_DOTPROD)
   // vdotq takes signed bytes only. So it multiplies w - 128, and the missing 128 * x is added back.
   const int8x16_t xs = vreinterpretq_s8_s32(vdupq_n_s32(x));
@@ -136,7 +159,11 @@ inline I32 dot2(I32 acc, U32 w, uint32_t x) {
     __m256i u, a;
     std::memcpy(&u, (const char *)&w + 32 * half, 32);
     std::memcpy(&a, (const char *)&acc + 32 * half, 32);
+#if defined(__AVXVNNI__)
+    a = _mm256_dpwssd_avx_epi32(a, u, xs);
+#else
     a = _mm256_add_epi32(a, _mm256_madd_epi16(u, xs));
+#endif
     std::memcpy((char *)&out + 32 * half, &a, 32);
   }
   return out;
@@ -180,16 +207,11 @@ inline uint16_t float_to_half(float f) {  // rounds to nearest, ties to even
   return uint16_t(sign | bits >> 13);
 }
 
-inline F32 load_half(const uint16_t *p) {
+inline Register load_half(const uint16_t *p) {
 #if defined(__AVX512F__)
   return (F32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
-#elif defined(__F16C__)
-  F32 out;
-  for (int half = 0; half < 2; half++) {
-    const __m256 x = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p + half));
-    std::memcpy((char *)&out + 32 * half, &x, 32);
-  }
-  return out;
+#elif defined(SPECBEAM_EIGHT_LANES)
+  return (Register)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 #elif defined(__ARM_FEATURE_DOTPROD)
   F32 out;
   for (int i = 0; i < LANES; i += 4) vst1q_f32((float *)&out + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p + i))));
@@ -216,27 +238,43 @@ inline void store_half(uint16_t *p, F32 x) {
 #endif
 }
 
-inline F32 load_bytes(const uint8_t *p) {
+inline Register load_bytes(const uint8_t *p) {
 #if defined(__AVX512F__)
   return to_float((I32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif defined(SPECBEAM_EIGHT_LANES)
+  return (Register)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 #else
   typedef uint8_t Bytes __attribute__((vector_size(16)));
   return __builtin_convertvector(load<Bytes>(p), F32);
 #endif
 }
 
-inline F32 load_bytes(const int8_t *p) {
+inline Register load_bytes(const int8_t *p) {
 #if defined(__AVX512F__)
   return to_float((I32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif defined(SPECBEAM_EIGHT_LANES)
+  return (Register)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
 #else
   typedef int8_t Bytes __attribute__((vector_size(16)));
   return __builtin_convertvector(load<Bytes>(p), F32);
 #endif
 }
 
+#if defined(SPECBEAM_EIGHT_LANES)
+// The lanes in 16 bits, where they fit.
+inline __m256i shorts(I32 x) {
+  __m256i halves[2];
+  std::memcpy(halves, &x, sizeof x);
+  return _mm256_permute4x64_epi64(_mm256_packs_epi32(halves[0], halves[1]), 0xd8);
+}
+#endif
+
 inline void store_bytes(int8_t *p, I32 x) {
 #if defined(__AVX512F__)
   _mm_storeu_si128((__m128i *)p, _mm512_cvtepi32_epi8((__m512i)x));
+#elif defined(SPECBEAM_EIGHT_LANES)
+  const __m256i s = shorts(x);
+  _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1)));
 #else
   for (int i = 0; i < LANES; i++) p[i] = int8_t(x[i]);
 #endif
@@ -245,6 +283,8 @@ inline void store_bytes(int8_t *p, I32 x) {
 inline void store_shorts(int16_t *p, I32 x) {
 #if defined(__AVX512F__)
   _mm256_storeu_si256((__m256i *)p, _mm512_cvtepi32_epi16((__m512i)x));
+#elif defined(SPECBEAM_EIGHT_LANES)
+  _mm256_storeu_si256((__m256i *)p, shorts(x));
 #else
   for (int i = 0; i < LANES; i++) p[i] = int16_t(x[i]);
 #endif
@@ -252,10 +292,14 @@ inline void store_shorts(int16_t *p, I32 x) {
 
 // x as whole numbers from -most to most. Where x was not finite, they are 0.
 inline I32 rounded(F32 x, float most) {
+#if defined(SPECBEAM_EIGHT_LANES)
+  return by_halves<I32>([most](Register half) { return rounded(half, most); }, x);
+#else
   const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const F32 q = x + magic - magic;
   const F32 magnitude = (F32)((I32)q & all(int32_t(0x7fffffff)));
   return __builtin_convertvector(select(magnitude <= most, q, F32{}), I32);
+#endif
 }
 
 // The sum of the lanes, in one fixed order: the upper half is added to the lower half, four times. F is float or
@@ -272,16 +316,18 @@ template <class F, class V> inline F sum(V v) {
 }
 inline int32_t sum(I32 x) { return sum<int32_t>(x); }
 
-#if defined(__AVX512DQ__)
+#if defined(__AVX2__)
 // The same orders in registers.
+inline __m256 lower_half(F32 v) { return (__m256)__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7); }
+inline __m256 upper_half(F32 v) { return (__m256)__builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15); }
 inline float sum(F32 v) {
-  const __m256 x = _mm256_add_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+  const __m256 x = _mm256_add_ps(lower_half(v), upper_half(v));
   const __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   const __m128 z = _mm_add_ps(y, _mm_movehl_ps(y, y));
   return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
 }
 inline float max(F32 v) {
-  const __m256 x = _mm256_max_ps(_mm512_castps512_ps256((__m512)v), _mm512_extractf32x8_ps((__m512)v, 1));
+  const __m256 x = _mm256_max_ps(lower_half(v), upper_half(v));
   const __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
   const __m128 z = _mm_max_ps(y, _mm_movehl_ps(y, y));
   return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
@@ -308,6 +354,11 @@ inline int32_t sum_of_bytes(I32 x) {
   const __m128i bytes = _mm_xor_si128(_mm512_cvtepi32_epi8((__m512i)x), _mm_set1_epi8(-128));
   const __m128i halves = _mm_sad_epu8(bytes, _mm_setzero_si128());
   return _mm_cvtsi128_si32(halves) + _mm_extract_epi16(halves, 4) - LANES * 128;
+#elif defined(SPECBEAM_EIGHT_LANES)
+  const __m256i s = _mm256_madd_epi16(shorts(x), _mm256_set1_epi16(1));
+  const __m128i y = _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1));
+  const __m128i z = _mm_add_epi32(y, _mm_unpackhi_epi64(y, y));
+  return _mm_cvtsi128_si32(z) + _mm_extract_epi32(z, 1);
 #else
   return sum(x);
 #endif
@@ -316,12 +367,32 @@ inline int32_t sum_of_bytes(I32 x) {
 inline F32 larger(F32 a, F32 b) {
 #if defined(__AVX512F__)
   return (F32)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(SPECBEAM_EIGHT_LANES)
+  return by_halves<F32>([](Register x, Register y) { return (Register)_mm256_max_ps((__m256)x, (__m256)y); }, a, b);
 #else
   return select(a > b, a, b);
 #endif
 }
 
 // e^x, within 2 units in the last place; 0 below -87. The polynomial is from Cephes (Moshier).
+#if defined(SPECBEAM_EIGHT_LANES)
+inline Register exp(Register x) {
+  const WholeRegister low = x <= -87.0f;
+  x = low ? every(-87.0f) : x > 88.0f ? every(88.0f) : x;
+  const Register n = multiply_add(x, every(1.44269504088896341f), every(12582912.0f)) - 12582912.0f;
+  Register r = multiply_add(n, every(-0.693359375f), x);
+  r = multiply_add(n, every(2.12194440e-4f), r);
+  Register p = every(1.9875691500e-4f);
+  for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = multiply_add(p, r, every(next));
+  p = multiply_add(p * r, r, r) + 1.0f;
+  const WholeRegister power = (__builtin_convertvector(n, WholeRegister) + 127) << 23;
+  return low ? Register{} : p * (Register)power;
+}
+inline F32 exp(F32 x) {
+  return by_halves<F32>([](Register half) { return exp(half); }, x);
+}
+#else
 inline F32 exp(F32 x) {
   const I32 low = x <= -87.0f;
 #if defined(__AVX512F__)
@@ -347,6 +418,8 @@ inline F32 exp(F32 x) {
   return select(low, F32{}, p * (F32)power);
 #endif
 }
+
+#endif
 
 inline F32 tanh(F32 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
