@@ -149,8 +149,8 @@ inline void block_product(const uint8_t *block, int64_t columns, const Activatio
             const Register scaled = sum(here, sums[half]);
             if (half == 0) first[m][part] = (__m256i)(scaled * s[part].first);
             else
-              to = multiply_add(multiply_add(scaled, s[part].second, (Register)first[m][part]),
-                                every(x.scales[at + m]), to);
+              to = multiply_add(multiply_add(scaled, s[part].second, (Register)first[m][part]), every(x.scales[at + m]),
+                                to);
           } else if (half == 0) {
             first[m][part] = here;
           } else {
