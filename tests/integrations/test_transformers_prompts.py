@@ -45,6 +45,14 @@ def test_the_cache_is_returned(model):
         torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=1e-5)
 
 
+def test_a_prompt_may_take_several_passes(model):
+    prompts = torch.arange(2 * 700).view(2, -1) % 37 + 3
+    expected, got = both(model, prompts, max_new_tokens=4, eos_token_id=-1, return_dict_in_generate=True)
+    assert got.sequences.tolist() == expected.sequences.tolist()
+    for ours, theirs in zip(got.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_a_conversation_goes_on_from_the_callers_cache(model, kind, is_whole):

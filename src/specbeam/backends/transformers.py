@@ -248,15 +248,16 @@ class CausalBackend(TransformersBackend):
             wanted = (np.cumsum(is_new) - 1)[s.wanted[is_new[s.wanted]]]
             nodes = {name: getattr(s, name)[is_new] for name in ("tokens", "positions", "slots", "branches")}
             rest.append(replace(s, wanted=wanted, **nodes))
-        new = super().forward(some) if (some := [s for s in rest if len(s.tokens)]) else torch.empty(0)
-        logits, at = [], 0
+        none = torch.empty(0, self.vocab_size, device=self.device)
+        new = super().forward(some) if (some := [s for s in rest if len(s.tokens)]) else none
+        logits, at = [none], 0
         for s, own in zip(segments, rest, strict=True):
             end = at + len(own.wanted)
             if len(own.wanted) < len(s.wanted):  # the last token of the prompt: nobody asks about earlier ones
                 logits.append(s.source.logits[None])
             logits.append(new[at:end])
             at = end
-        return torch.cat([rows for rows in logits if len(rows)]) if at or logits else new
+        return torch.cat(logits)
 
     def _copy_read(self, segment: Segment) -> None:
         """Store the keys and values of the nodes that were read before."""
