@@ -47,6 +47,7 @@ METHODS = ("greedy", "sampled", "4 beams")
 WAYS = ("alone", "alone, again", "batch of 8", SHARED, "lookups", "draft model")
 LACKS = {
     ("llama.cpp", "4 beams", ""): "(none)",
+    ("llama.cpp", "", "draft model"): "(not run)",
     ("specbeam", "", SHARED): "(none)",
     ("transformers", "", SHARED): "(none)",
     ("vLLM", "", SHARED): "(none)",
@@ -245,13 +246,7 @@ def llama_cpp(given: argparse.Namespace) -> Made:
     """llama.cpp on the file. A batch is a sequence for each prompt in one context."""
     import llama_cpp as peer
     from llama_cpp import Llama, _internals
-    from llama_cpp.llama_speculative import LlamaDraftModel, LlamaPromptLookupDecoding
-
-    class ModelDraft(LlamaDraftModel):  # type: ignore[misc]
-        """The greedy text of a smaller model."""
-
-        def __call__(self, input_ids: Any, /, **_: Any) -> Any:
-            return torch.tensor([*islice(small.generate(input_ids.tolist(), temp=0.0), DRAFT_TOKENS)]).numpy()
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     def load(path: Path, draft: Any = None) -> Any:
         threads = {"n_threads": given.threads, "n_threads_batch": given.threads}
@@ -261,9 +256,6 @@ def llama_cpp(given: argparse.Namespace) -> Made:
     model = load(given.model)
     lookups = load(given.model, LlamaPromptLookupDecoding(num_pred_tokens=DRAFT_TOKENS))
     by_way = {"alone": model, "alone, again": model, "lookups": lookups}
-    if given.draft:
-        small = load(given.draft)
-        by_way["draft model"] = load(given.model, ModelDraft())
     params = type(model.context_params).from_buffer_copy(model.context_params)
     params.n_ctx, params.n_seq_max = 2048 * BATCH, BATCH
     contexts = {}
