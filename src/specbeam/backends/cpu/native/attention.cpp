@@ -18,7 +18,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int ROWS = 6, VECTORS = 4;
 #elif defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
-constexpr int ROWS = 3, VECTORS = 2;
+constexpr int ROWS = 2, VECTORS = 2;
 #else
 constexpr int ROWS = 1, VECTORS = 2;
 #endif
@@ -61,13 +61,11 @@ inline float largest_of_key(int64_t width) { return std::floor(std::sqrt(float(I
 inline I32 load_values(const int8_t *p) {
 #if defined(__AVX512F__)
   return (I32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
-#elif defined(__AVX2__)
-  I32 out;
-  for (int half = 0; half < 2; half++) {
-    const __m256i x = _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8 * half)));
-    std::memcpy((char *)&out + 32 * half, &x, 32);
-  }
-  return out;
+#elif defined(SPECBEAM_EIGHT_LANES)
+  const auto half = [](const int8_t *p) {
+    return (I32::Half)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+  };
+  return {half(p), half(p + 8)};
 #else
   typedef int8_t Bytes __attribute__((vector_size(16)));
   return __builtin_convertvector(load<Bytes>(p), I32);
@@ -403,10 +401,8 @@ template <bool WHOLE> class Work {
     const float softcap = float(a.config.attention_softcap);
     const int64_t start = from / LANES * LANES;
     const auto hide = [&](int64_t t) {
-      F32 v = load<F32>(s + t);
-      for (int64_t i = 0; i < LANES; i++)
-        if (t + i < from || t + i >= to) v[i] = -INFINITY;
-      store(s + t, v);
+      for (int64_t i = t; i < t + LANES; i++)
+        if (i < from || i >= to) s[i] = -INFINITY;
     };
     if (softcap > 0)
       for (int64_t t = start; t < to; t += LANES) store(s + t, softcap * tanh(load<F32>(s + t) / softcap));
@@ -420,7 +416,7 @@ template <bool WHOLE> class Work {
       const F32 e = exp(load<F32>(s + t) - top);
       total = total + e;
       if constexpr (WHOLE) {  // what a row does not see may have any scale
-        const F32 scaled = e * where_positive(e, load<F32>(value_scales + row / group * SPLIT + t));
+        const F32 scaled = e * select(e > 0, load<F32>(value_scales + row / group * SPLIT + t), F32{});
         store(s + t, scaled);
         most_scaled = larger(scaled, most_scaled);
       } else {

@@ -145,9 +145,9 @@ struct Pass {
   F32 activate(F32 x) const {
     if (c.activation == SILU) return x / (1.0f + exp(-x));
     if (c.activation == GELU_TANH) return 0.5f * x * (1.0f + tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-    F32 y;
+    float y[LANES];
     for (int i = 0; i < LANES; i++) y[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.7071067811865476f));
-    return y;
+    return load<F32>(y);
   }
 
   void activate_row(const float *in, float *out) const {

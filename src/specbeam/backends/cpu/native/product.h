@@ -57,20 +57,10 @@ struct Activations {
  private:
   // x times `inverse`, as whole numbers from -127 to 127. Where x or `inverse` was not finite, they are 0.
   static I32 rounded(F32 x, float inverse) {
-#if defined(SPECBEAM_EIGHT_LANES)
-    return by_halves<I32>(
-        [inverse](Register half) {
-          const Register q = multiply_add(half, every(inverse), every(12582912.0f)) - 12582912.0f;
-          const Register magnitude = (Register)((WholeRegister)q & 0x7fffffff);
-          return __builtin_convertvector(magnitude <= 127.0f ? q : Register{}, WholeRegister);
-        },
-        x);
-#else
     const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
     const F32 q = multiply_add(x, all(inverse), magic) - magic;
     const F32 magnitude = (F32)((I32)q & all(int32_t(0x7fffffff)));
-    return __builtin_convertvector(select(magnitude <= 127.0f, q, F32{}), I32);
-#endif
+    return to_int(select(magnitude <= 127.0f, q, F32{}));
   }
 
   void quantize(int64_t row, const float *x) {

@@ -18,8 +18,6 @@ namespace specbeam::SPECBEAM_ISA {
 
 namespace {
 
-typedef uint64_t U64 __attribute__((vector_size(64)));
-
 constexpr float LOWEST = -std::numeric_limits<float>::infinity();
 constexpr int64_t BLOCK_TOKENS = 512;   // a block's highest score says whether its tokens need a look
 constexpr int64_t PIECE_TOKENS = 4096;  // stay in the first-level cache; threads may share the pieces of a row
@@ -62,31 +60,17 @@ struct Best {
 // Loads n scores, at most 16; the other lanes are -inf.
 inline F32 load_scores(const float *p, int64_t n) {
   if (n >= LANES) return load<F32>(p);
-  F32 v = all(LOWEST);
-  for (int64_t i = 0; i < n; i++) v[i] = p[i];
-  return v;
-}
-
-inline F32 higher(F32 a, F32 b) {
-#if defined(SPECBEAM_EIGHT_LANES)
-  return larger(a, b);
-#else
-  return a > b ? a : b;
-#endif
+  float padded[LANES];
+  std::fill_n(std::copy_n(p, n, padded), LANES - n, LOWEST);
+  return load<F32>(padded);
 }
 
 // One bit per lane that is true, the lowest bit first.
 inline uint32_t bits(I32 mask) {
 #if defined(__AVX512F__)
   return uint32_t(_mm512_test_epi32_mask((__m512i)mask, (__m512i)mask));
-#elif defined(__AVX2__)
-  uint32_t out = 0;
-  for (int half = 0; half < 2; half++) {
-    __m256 x;
-    std::memcpy(&x, (const char *)&mask + 32 * half, 32);
-    out |= uint32_t(_mm256_movemask_ps(x)) << 8 * half;
-  }
-  return out;
+#elif defined(SPECBEAM_EIGHT_LANES)
+  return uint32_t(_mm256_movemask_ps((__m256)mask.low) | _mm256_movemask_ps((__m256)mask.high) << 8);
 #else
   const U64 pairs = (U64)mask;
   if (!(pairs[0] | pairs[1] | pairs[2] | pairs[3] | pairs[4] | pairs[5] | pairs[6] | pairs[7])) return 0;
@@ -107,7 +91,7 @@ template <int N> __attribute__((always_inline)) inline void exp_of_negative(F32 
   F32 shifted[N], r[N], p[N];
 #pragma GCC unroll 4
   for (int i = 0; i < N; i++) {
-    x[i] = higher(all(-87.0f), x[i]);
+    x[i] = larger(all(-87.0f), x[i]);
     shifted[i] = x[i] * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
   }
 #pragma GCC unroll 4
@@ -138,15 +122,9 @@ inline uint64_t product(uint64_t a, uint32_t b) { return uint64_t(uint32_t(a)) *
 inline U64 product(U64 a, uint32_t b) {
 #if defined(__AVX512F__)
   return (U64)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b));
-#elif defined(__AVX2__)
-  U64 out;
-  for (int half = 0; half < 2; half++) {
-    __m256i x;
-    std::memcpy(&x, (const char *)&a + 32 * half, 32);
-    x = _mm256_mul_epu32(x, _mm256_set1_epi64x(b));
-    std::memcpy((char *)&out + 32 * half, &x, 32);
-  }
-  return out;
+#elif defined(SPECBEAM_EIGHT_LANES)
+  const __m256i factor = _mm256_set1_epi64x(b);
+  return {(U64::Half)_mm256_mul_epu32((__m256i)a.low, factor), (U64::Half)_mm256_mul_epu32((__m256i)a.high, factor)};
 #else
   return (a & 0xffffffffu) * b;
 #endif
@@ -178,10 +156,16 @@ struct Philox {
 
   // The words of the GROUP_TOKENS tokens from `token` on, which is a multiple of GROUP_TOKENS.
   void group(int64_t token, U32 &low, U32 &high) const {
-    const U64 order = {0, 4, 1, 5, 2, 6, 3, 7};
-    const auto [a, b, c, d] = words(order + uint64_t(token / 4));
+    static constexpr uint64_t ORDER[] = {0, 4, 1, 5, 2, 6, 3, 7};
+    const auto [a, b, c, d] = words(load<U64>(ORDER) + uint64_t(token / 4));
     const U64 left = (a & 0xffffffffu) | (b << 32), right = (c & 0xffffffffu) | (d << 32);
-#if defined(__clang__)
+#if defined(SPECBEAM_EIGHT_LANES)
+    const auto unpack = [](auto of_halves, U64 x, U64 y) {
+      return (U32)U64{(U64::Half)of_halves(x.low, y.low), (U64::Half)of_halves(x.high, y.high)};
+    };
+    low = unpack([](auto x, auto y) { return _mm256_unpacklo_epi64((__m256i)x, (__m256i)y); }, left, right);
+    high = unpack([](auto x, auto y) { return _mm256_unpackhi_epi64((__m256i)x, (__m256i)y); }, left, right);
+#elif defined(__clang__)
     low = (U32)__builtin_shufflevector(left, right, 0, 8, 2, 10, 4, 12, 6, 14);
     high = (U32)__builtin_shufflevector(left, right, 1, 9, 3, 11, 5, 13, 7, 15);
 #else
@@ -199,10 +183,9 @@ double gumbel(uint32_t word) { return -std::log(-std::log((word + 0.5) * 0x1p-32
 inline I32 may_pass(F32 scores, U32 words, F32 bound) {
   constexpr float UNIT = 0x1p23f, MARGIN = 2048;  // of rounding errors
   F32 exponent = (scores - bound) * (UNIT * 1.44269504088896341f) + (UNIT * (127 + 31) + MARGIN);
-  exponent = exponent > 0.0f ? exponent : F32{};
-  exponent = exponent < UNIT * 160 ? exponent : all(UNIT * 160);
-  const F32 limit = (F32) __builtin_convertvector(exponent, I32);  // about 2^31 * e^(score - bound)
-  return to_float((I32)(~words >> 1)) < limit;                     // about 2^31 * (1 - u)
+  exponent = smaller(larger(exponent, F32{}), all(UNIT * 160));
+  const F32 limit = (F32)to_int(exponent);      // about 2^31 * e^(score - bound)
+  return to_float((I32)(~words >> 1)) < limit;  // about 2^31 * (1 - u)
 }
 
 // Below this float, and so below this bound.
@@ -301,9 +284,9 @@ class Row {
     F32 h[4] = {all(LOWEST), all(LOWEST), all(LOWEST), all(LOWEST)};
     int64_t i = 0;
     for (; i + 4 * LANES <= count; i += 4 * LANES)
-      for (int j = 0; j < 4; j++) h[j] = higher(load<F32>(p + i + j * LANES), h[j]);
-    for (; i < count; i += LANES) h[0] = higher(load_scores(p + i, count - i), h[0]);
-    return max(higher(higher(h[0], h[1]), higher(h[2], h[3])));
+      for (int j = 0; j < 4; j++) h[j] = larger(load<F32>(p + i + j * LANES), h[j]);
+    for (; i < count; i += LANES) h[0] = larger(load_scores(p + i, count - i), h[0]);
+    return max(larger(larger(h[0], h[1]), larger(h[2], h[3])));
   }
 
   // The logarithm of the sum of e^score. A piece is added up in one order, and so are the pieces.
@@ -384,8 +367,8 @@ class Row {
       if (normalize) v = v - subtracted;
       if (allowed) {
         const int32_t some = allowed[i / 8] | (i + 8 < vocab ? allowed[i / 8 + 1] << 8 : 0);
-        const I32 bit = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-        v = (all(some) & bit) != 0 ? v : all(LOWEST);
+        static constexpr int32_t BITS[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+        v = select((all(some) & load<I32>(BITS)) != 0, v, all(LOWEST));
       }
       return divisor == 1 ? v : v / divisor;
     };

@@ -17,18 +17,67 @@ namespace specbeam::SPECBEAM_ISA {
 
 constexpr int LANES = 16;
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define SPECBEAM_EIGHT_LANES
+// Two registers of 256 bits that count as one vector. GCC 12 would keep vectors of 64 bytes in memory, and compare and
+// convert them lane by lane.
+template <class Number> struct Pair {
+  typedef Number Lane;
+  typedef Number Half __attribute__((vector_size(32)));
+  Half low, high;
+
+  Number operator[](int i) const { return i < 32 / int(sizeof(Number)) ? low[i] : high[i - 32 / int(sizeof(Number))]; }
+  template <class Other> explicit operator Pair<Other>() const {
+    return {(typename Pair<Other>::Half)low, (typename Pair<Other>::Half)high};
+  }
+};
+
+#define SPECBEAM_OPERATOR(Result, op)                                                       \
+  template <class N> inline Pair<Result> operator op(Pair<N> a, Pair<N> b) {                \
+    return {a.low op b.low, a.high op b.high};                                              \
+  }                                                                                         \
+  template <class N> inline Pair<Result> operator op(Pair<N> a, typename Pair<N>::Lane b) { \
+    return {a.low op b, a.high op b};                                                       \
+  }                                                                                         \
+  template <class N> inline Pair<Result> operator op(typename Pair<N>::Lane a, Pair<N> b) { \
+    return {a op b.low, a op b.high};                                                       \
+  }
+SPECBEAM_OPERATOR(N, +)
+SPECBEAM_OPERATOR(N, -)
+SPECBEAM_OPERATOR(N, *)
+SPECBEAM_OPERATOR(N, /)
+SPECBEAM_OPERATOR(N, &)
+SPECBEAM_OPERATOR(N, |)
+SPECBEAM_OPERATOR(N, ^)
+SPECBEAM_OPERATOR(N, <<)
+SPECBEAM_OPERATOR(N, >>)
+SPECBEAM_OPERATOR(int32_t, <)
+SPECBEAM_OPERATOR(int32_t, <=)
+SPECBEAM_OPERATOR(int32_t, >)
+SPECBEAM_OPERATOR(int32_t, ==)
+SPECBEAM_OPERATOR(int32_t, !=)
+#undef SPECBEAM_OPERATOR
+template <class N> inline Pair<N> operator-(Pair<N> a) { return {-a.low, -a.high}; }
+template <class N> inline Pair<N> operator~(Pair<N> a) { return {~a.low, ~a.high}; }
+template <class N> inline Pair<N> &operator+=(Pair<N> &a, Pair<N> b) { return a = a + b; }
+
+typedef Pair<float> F32;
+typedef Pair<int32_t> I32;
+typedef Pair<uint32_t> U32;
+typedef Pair<uint64_t> U64;
+#else
 typedef float F32 __attribute__((vector_size(64)));
 typedef int32_t I32 __attribute__((vector_size(64)));
 typedef uint32_t U32 __attribute__((vector_size(64)));
+typedef uint64_t U64 __attribute__((vector_size(64)));
 typedef int16_t I16 __attribute__((vector_size(64)));
 typedef uint16_t U16 __attribute__((vector_size(64)));
 typedef uint8_t U8 __attribute__((vector_size(64)));
+#endif
 
 // The outputs that a product has in a register: sixteen, or eight where registers have 256 bits and there are only 16.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-#define SPECBEAM_EIGHT_LANES
-typedef float Register __attribute__((vector_size(32)));
-typedef int32_t WholeRegister __attribute__((vector_size(32)));
+#if defined(SPECBEAM_EIGHT_LANES)
+typedef F32::Half Register;
 #else
 typedef F32 Register;
 #endif
@@ -40,10 +89,24 @@ inline void prefetch_to_write(void *p) { __builtin_prefetch(p, 1, 3); }
 
 template <class T, class P> inline T load(const P *p) {
   T v;
-  std::memcpy(&v, p, sizeof v);
+#if defined(SPECBEAM_EIGHT_LANES)
+  if constexpr (sizeof v == 64) {  // a copy of both would be a copy in memory
+    std::memcpy(&v.low, p, 32);
+    std::memcpy(&v.high, (const char *)p + 32, 32);
+  } else
+#endif
+    std::memcpy(&v, p, sizeof v);
   return v;
 }
-template <class T, class P> inline void store(P *p, T v) { std::memcpy(p, &v, sizeof v); }
+template <class T, class P> inline void store(P *p, T v) {
+#if defined(SPECBEAM_EIGHT_LANES)
+  if constexpr (sizeof v == 64) {
+    std::memcpy(p, &v.low, 32);
+    std::memcpy((char *)p + 32, &v.high, 32);
+  } else
+#endif
+    std::memcpy(p, &v, sizeof v);
+}
 
 // Loads n floats, at most 16; the other lanes are 0. If n is 16, the compiler knows the size of the copy and makes it
 // one instruction.
@@ -59,59 +122,34 @@ inline void store_some(float *p, F32 v, int64_t n) {
   std::memcpy(p, &v, n * sizeof(float));
 }
 
-inline F32 all(float x) { return F32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-inline I32 all(int32_t x) { return I32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
-
 #if defined(SPECBEAM_EIGHT_LANES)
-inline Register half_of(const F32 &v, int half) { return load<Register>((const char *)&v + 32 * half); }
-inline WholeRegister half_of(const I32 &v, int half) { return load<WholeRegister>((const char *)&v + 32 * half); }
-
-// Applies f to the halves of vectors. GCC 12 would compare and convert vectors of 64 bytes lane by lane.
-template <class Out, class F, class... In> inline Out by_halves(const F &f, const In &...in) {
-  Out out;
-  for (int half = 0; half < 2; half++) store((char *)&out + 32 * half, f(half_of(in, half)...));
-  return out;
-}
-
+inline Register every(float x) { return (Register)_mm256_set1_ps(x); }
+inline F32 all(float x) { return {every(x), every(x)}; }
+inline I32 all(int32_t x) { return (I32)F32{(Register)_mm256_set1_epi32(x), (Register)_mm256_set1_epi32(x)}; }
 inline Register multiply_add(Register a, Register b, Register c) {
   return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
-inline Register every(float x) { return (Register)_mm256_set1_ps(x); }
-
-// As rounded() below.
-inline WholeRegister rounded(Register x, float most) {
-  const Register q = x + 12582912.0f - 12582912.0f;
-  const Register magnitude = (Register)((WholeRegister)q & 0x7fffffff);
-  return __builtin_convertvector(magnitude <= most ? q : Register{}, WholeRegister);
-}
-#else
-inline Register every(float x) { return all(x); }
-#endif
-
 inline F32 to_float(I32 x) {
-#if defined(SPECBEAM_EIGHT_LANES)
-  return by_halves<F32>([](WholeRegister half) { return __builtin_convertvector(half, Register); }, x);
-#else
-  return __builtin_convertvector(x, F32);
-#endif
+  return {__builtin_convertvector(x.low, Register), __builtin_convertvector(x.high, Register)};
 }
-
+inline I32 to_int(F32 x) {
+  return {__builtin_convertvector(x.low, I32::Half), __builtin_convertvector(x.high, I32::Half)};
+}
+inline F32 select(I32 mask, F32 a, F32 b) { return {mask.low ? a.low : b.low, mask.high ? a.high : b.high}; }
+#else
+inline F32 all(float x) { return F32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline I32 all(int32_t x) { return I32{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+inline Register every(float x) { return all(x); }
+inline F32 to_float(I32 x) { return __builtin_convertvector(x, F32); }
+inline I32 to_int(F32 x) { return __builtin_convertvector(x, I32); }
 inline F32 select(I32 mask, F32 a, F32 b) { return (F32)((mask & (I32)a) | (~mask & (I32)b)); }
-
-// The lanes of x where the lanes of sign are above 0, else 0.
-inline F32 where_positive(F32 sign, F32 x) {
-#if defined(SPECBEAM_EIGHT_LANES)
-  return by_halves<F32>([](Register s, Register half) { return s > 0 ? half : Register{}; }, sign, x);
-#else
-  return select(sign > 0, x, F32{});
 #endif
-}
 
 inline F32 multiply_add(F32 a, F32 b, F32 c) {
 #if defined(__AVX512F__)
   return (F32)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(SPECBEAM_EIGHT_LANES)
-  return by_halves<F32>([](Register x, Register y, Register z) { return multiply_add(x, y, z); }, a, b, c);
+  return {multiply_add(a.low, b.low, c.low), multiply_add(a.high, b.high, c.high)};
 #elif defined(__ARM_FEATURE_DOTPROD)
   for (int quarter = 0; quarter < 4; quarter++) {
     const float32x4_t x = vld1q_f32((const float *)&a + 4 * quarter), y = vld1q_f32((const float *)&b + 4 * quarter);
@@ -123,6 +161,7 @@ inline F32 multiply_add(F32 a, F32 b, F32 c) {
 #endif
 }
 
+#if !defined(SPECBEAM_EIGHT_LANES)
 // Adds a dot product to each lane of acc: the lane's four unsigned bytes of w times the four signed bytes of x. The
 // bytes of x are -127 to 127. The sums are exact.
 inline I32 dot4(I32 acc, U8 w, int32_t x) {
@@ -147,26 +186,22 @@ inline I32 dot4(I32 acc, U8 w, int32_t x) {
   return acc + low(even) + ((I32)even >> 16) + low(odd) + ((I32)odd >> 16);
 #endif
 }
+#endif
 
 // Adds a dot product to each lane of acc: the lane's two signed numbers of 16 bits times the two of x. Sums must fit.
 inline I32 dot2(I32 acc, U32 w, uint32_t x) {
 #if defined(__AVX512VNNI__)
   return (I32)_mm512_dpwssd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(int32_t(x)));
-#elif defined(__AVX2__)
+#elif defined(SPECBEAM_EIGHT_LANES)
   const __m256i xs = _mm256_set1_epi32(int32_t(x));
-  I32 out;
-  for (int half = 0; half < 2; half++) {
-    __m256i u, a;
-    std::memcpy(&u, (const char *)&w + 32 * half, 32);
-    std::memcpy(&a, (const char *)&acc + 32 * half, 32);
+  const auto half = [xs](I32::Half a, U32::Half u) {
 #if defined(__AVXVNNI__)
-    a = _mm256_dpwssd_avx_epi32(a, u, xs);
+    return (I32::Half)_mm256_dpwssd_avx_epi32((__m256i)a, (__m256i)u, xs);
 #else
-    a = _mm256_add_epi32(a, _mm256_madd_epi16(u, xs));
+    return (I32::Half)_mm256_add_epi32((__m256i)a, _mm256_madd_epi16((__m256i)u, xs));
 #endif
-    std::memcpy((char *)&out + 32 * half, &a, 32);
-  }
-  return out;
+  };
+  return {half(acc.low, w.low), half(acc.high, w.high)};
 #else
   const auto low = [](U32 two) { return (I32)(two << 16) >> 16; };
   const auto high = [](U32 two) { return (I32)two >> 16; };
@@ -227,17 +262,6 @@ inline Register load_half(const uint16_t *p) {
 #endif
 }
 
-inline void store_half(uint16_t *p, F32 x) {
-#if defined(__AVX512F__)
-  _mm256_storeu_si256((__m256i *)p, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
-#elif defined(__ARM_FEATURE_DOTPROD)
-  for (int i = 0; i < LANES; i += 4)
-    vst1_u16(p + i, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32((const float *)&x + i))));
-#else
-  for (int i = 0; i < LANES; i++) p[i] = float_to_half(x[i]);
-#endif
-}
-
 inline Register load_bytes(const uint8_t *p) {
 #if defined(__AVX512F__)
   return to_float((I32)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p)));
@@ -263,9 +287,7 @@ inline Register load_bytes(const int8_t *p) {
 #if defined(SPECBEAM_EIGHT_LANES)
 // The lanes in 16 bits, where they fit.
 inline __m256i shorts(I32 x) {
-  __m256i halves[2];
-  std::memcpy(halves, &x, sizeof x);
-  return _mm256_permute4x64_epi64(_mm256_packs_epi32(halves[0], halves[1]), 0xd8);
+  return _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)x.low, (__m256i)x.high), 0xd8);
 }
 #endif
 
@@ -292,14 +314,10 @@ inline void store_shorts(int16_t *p, I32 x) {
 
 // x as whole numbers from -most to most. Where x was not finite, they are 0.
 inline I32 rounded(F32 x, float most) {
-#if defined(SPECBEAM_EIGHT_LANES)
-  return by_halves<I32>([most](Register half) { return rounded(half, most); }, x);
-#else
   const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const F32 q = x + magic - magic;
   const F32 magnitude = (F32)((I32)q & all(int32_t(0x7fffffff)));
-  return __builtin_convertvector(select(magnitude <= most, q, F32{}), I32);
-#endif
+  return to_int(select(magnitude <= most, q, F32{}));
 }
 
 // The sum of the lanes, in one fixed order: the upper half is added to the lower half, four times. F is float or
@@ -318,8 +336,13 @@ inline int32_t sum(I32 x) { return sum<int32_t>(x); }
 
 #if defined(__AVX2__)
 // The same orders in registers.
+#if defined(SPECBEAM_EIGHT_LANES)
+inline __m256 lower_half(F32 v) { return (__m256)v.low; }
+inline __m256 upper_half(F32 v) { return (__m256)v.high; }
+#else
 inline __m256 lower_half(F32 v) { return (__m256)__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7); }
 inline __m256 upper_half(F32 v) { return (__m256)__builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15); }
+#endif
 inline float sum(F32 v) {
   const __m256 x = _mm256_add_ps(lower_half(v), upper_half(v));
   const __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -364,41 +387,35 @@ inline int32_t sum_of_bytes(I32 x) {
 #endif
 }
 
+// The larger and the smaller lanes. Where a lane of a is NaN, b's.
 inline F32 larger(F32 a, F32 b) {
 #if defined(__AVX512F__)
   return (F32)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(SPECBEAM_EIGHT_LANES)
-  return by_halves<F32>([](Register x, Register y) { return (Register)_mm256_max_ps((__m256)x, (__m256)y); }, a, b);
+  return {(Register)_mm256_max_ps((__m256)a.low, (__m256)b.low),
+          (Register)_mm256_max_ps((__m256)a.high, (__m256)b.high)};
 #else
   return select(a > b, a, b);
 #endif
 }
+inline F32 smaller(F32 a, F32 b) {
+#if defined(__AVX512F__)
+  return (F32)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(SPECBEAM_EIGHT_LANES)
+  return {(Register)_mm256_min_ps((__m256)a.low, (__m256)b.low),
+          (Register)_mm256_min_ps((__m256)a.high, (__m256)b.high)};
+#else
+  return select(a < b, a, b);
+#endif
+}
 
 // e^x, within 2 units in the last place; 0 below -87. The polynomial is from Cephes (Moshier).
-#if defined(SPECBEAM_EIGHT_LANES)
-inline Register exp(Register x) {
-  const WholeRegister low = x <= -87.0f;
-  x = low ? every(-87.0f) : x > 88.0f ? every(88.0f) : x;
-  const Register n = multiply_add(x, every(1.44269504088896341f), every(12582912.0f)) - 12582912.0f;
-  Register r = multiply_add(n, every(-0.693359375f), x);
-  r = multiply_add(n, every(2.12194440e-4f), r);
-  Register p = every(1.9875691500e-4f);
-  for (float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = multiply_add(p, r, every(next));
-  p = multiply_add(p * r, r, r) + 1.0f;
-  const WholeRegister power = (__builtin_convertvector(n, WholeRegister) + 127) << 23;
-  return low ? Register{} : p * (Register)power;
-}
-inline F32 exp(F32 x) {
-  return by_halves<F32>([](Register half) { return exp(half); }, x);
-}
-#else
 inline F32 exp(F32 x) {
   const I32 low = x <= -87.0f;
 #if defined(__AVX512F__)
-  x = (F32)_mm512_min_ps(_mm512_set1_ps(88.0f), (__m512)x);
+  x = smaller(all(88.0f), x);
 #else
-  x = select(low, all(-87.0f), select(x > 88.0f, all(88.0f), x));
+  x = select(low, all(-87.0f), smaller(all(88.0f), x));
 #endif
   const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   const F32 n = multiply_add(x, all(1.44269504088896341f), magic) - magic;
@@ -414,12 +431,9 @@ inline F32 exp(F32 x) {
 #if defined(__AVX512F__)
   return select(low, F32{}, (F32)_mm512_scalef_ps((__m512)p, (__m512)n));
 #else
-  const I32 power = (__builtin_convertvector(n, I32) + 127) << 23;
-  return select(low, F32{}, p * (F32)power);
+  return select(low, F32{}, p * (F32)((to_int(n) + 127) << 23));
 #endif
 }
-
-#endif
 
 inline F32 tanh(F32 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
