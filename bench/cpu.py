@@ -2,13 +2,15 @@
 
     pip install ctranslate2 llama-cpp-python
     python bench/cpu.py MODEL.gguf [--draft DRAFT.gguf] [--data FILE ...] [--tokens 64] [--prompts 10] [--seed 0]
-        [--repeats 1] [--threads 2] [--isa avx2] [--parts load greedy beams prefill passes drafts] [--json FILE]
+        [--repeats 1] [--threads 2] [--isa avx2] [--parts load memory greedy beams batch prefill passes drafts]
+        [--json FILE]
 
 Every engine has its own process, which sleeps while others run. All take turns on every prompt, so that a drifting
 machine favours none. Figures are medians over the prompts, with the worst and the best; the warm-up is left out. The
 tables with drafts have each kind of prompt for itself, the others have all kinds. CTranslate2 quantizes the file's own
 values to int8; llama.cpp runs the file as it is. If a peer is not installed or cannot run the model, a line says so.
---isa forces our kernels and CTranslate2's to an instruction set. llama.cpp has the one it was built for.
+--isa forces our kernels, and CTranslate2's and oneDNN's, to an instruction set. llama.cpp has the one it was built for.
+"memory" is how fast all threads together read memory with NumPy.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +33,7 @@ import numpy as np
 import psutil
 from figures import Figures, add_json_option
 from float_checkpoint import float_checkpoint
+from llama_batch import LlamaBatch
 from machine import describe
 from prompts import CODING, PROSE, add_prompt_options, kinds
 
@@ -40,12 +44,21 @@ from specbeam.checkpoints import open_checkpoint
 from specbeam.engine.slots import Slots
 from specbeam.tree import Tree
 
-PARTS = ("load", "greedy", "beams", "prefill", "passes", "drafts")
+PARTS = ("load", "memory", "greedy", "beams", "batch", "prefill", "passes", "drafts")
 SEARCHES: dict[str, dict[str, int]] = {"greedy": {}, "4 beams": {"num_beams": 4}}
 Ask = dict[str, Any]
 """A task for an engine: token ids, the number of new tokens, and specbeam's options."""
-CTRANSLATE2_ISA = {"avx512": "AVX512", "avxvnni": "AVX2", "avx2": "AVX2", "portable": "GENERIC"}
+CTRANSLATE2_ISA = {  # its own kernels, and those of oneDNN, which multiplies int8
+    "avx512": ("AVX512", "AVX512_CORE_VNNI"),
+    "avxvnni": ("AVX2", "AVX2_VNNI"),
+    "avx2": ("AVX2", "AVX2"),
+    "portable": ("GENERIC", "SSE41"),
+}
+BATCH = 8
 PREFILLS = 3
+PREFILL_TOKENS = (256, 512)
+MEMORY_BYTES, MEMORY_READS = 2**28, 5
+"""Far more than the caches hold, for each thread."""
 REST_SECONDS = 0.3
 """Between two engines: the threads of a peer's OpenMP spin for 0.2 s after its work."""
 
@@ -90,6 +103,9 @@ def main() -> None:
             print(f"| {name} |", " | ".join(f"{x:.1f}" for x in loading), "|")
         print()
 
+    if "memory" in given.parts:
+        rates = figures.add("memory", "reading", "NumPy", unit="GB/s", samples=reading_speeds(given.threads))
+        print(f"memory, {given.threads} threads: {rates.value:.1f} GB/s ({rates.min:.1f} to {rates.max:.1f})\n")
     tokenizer = open_checkpoint(given.model).tokenizer
     by_kind = {kind: [ask.ids(tokenizer) for ask in asks] for kind, asks in kinds(given).items()}
     every = [ids for some in by_kind.values() for ids in some]
@@ -98,9 +114,14 @@ def main() -> None:
     if "beams" in given.parts:
         beams = {name: engine for name, engine in engines.items() if "llama" not in name}
         table(figures, given, "4 beams", rows(beams, new=given.tokens, num_beams=4), every)
+    if "batch" in given.parts:
+        batches = [every[i : i + BATCH] for i in range(0, len(every), BATCH)]
+        others = {name: engine for name, engine in engines.items() if "CTranslate2" not in name}
+        table(figures, given, f"{BATCH} greedy at once", rows(others, new=given.tokens), batches)
     if "prefill" in given.parts:
-        long = tokenizer(" ".join([*CODING, *PROSE] * 4)).input_ids[:512]
-        table(figures, given, f"prefill of {len(long)} tokens", rows(engines, new=1), [long] * PREFILLS)
+        long = tokenizer(" ".join([*CODING, *PROSE] * 4)).input_ids
+        for n in PREFILL_TOKENS:
+            table(figures, given, f"prefill of {n} tokens", rows(engines, new=1), [long[:n]] * PREFILLS)
     if "passes" in given.parts:
         sizes = (1, 2, 4, 8, 16, 28, 32, 64)
         print("| one pass, ms | " + " | ".join(f"M={n}" for n in sizes) + " |\n| ---" + " | ---" * len(sizes) + " |")
@@ -197,6 +218,12 @@ def ours(mode: str, given: argparse.Namespace) -> Callable[[Ask], Any]:
         if options.get("draft") == "model":
             options["draft"] = draft
         new = ask["new"]
+        if isinstance(ask["ids"][0], list):
+            engine = specbeam.Engine(lm, max_requests=BATCH)
+            options |= {"max_new_tokens": new, "min_new_tokens": new}
+            requests = [engine.submit(ids, options) for ids in ask["ids"]]
+            engine.run()
+            return sum(request.result().stats.new_tokens for request in requests)
         return specbeam.generate(lm, ask["ids"], max_new_tokens=new, min_new_tokens=new, **options).stats.new_tokens
 
     return run
@@ -214,9 +241,13 @@ def table(
     given: argparse.Namespace,
     title: str,
     methods: dict[str, tuple[Engine, Ask]],
-    prompts: list[list[int]],
+    prompts: Sequence[Any],
 ) -> None:
-    """Print the tokens per second of each method. The prompt's tokens count if only one token is new."""
+    """Print the tokens per second of each method. The prompt's tokens count if only one token is new.
+
+    Args:
+        prompts: the token ids of one, or of several that are asked at once.
+    """
     rates: dict[str, list[float]] = {name: [] for name in methods}
     for i, ids in enumerate(prompts[:1] + prompts * given.repeats):
         for name, (engine, ask) in methods.items():
@@ -233,6 +264,18 @@ def table(
         rate = figures.add(given.model.stem, title, name, unit="tokens/s", samples=values)
         print(f"| {name} | {rate.value:.1f} ({rate.min:.1f} to {rate.max:.1f}) | {spread} |", flush=True)
     print()
+
+
+def reading_speeds(threads: int) -> list[float]:
+    """How many GB per second all threads together read from memory."""
+    arrays = [np.ones(MEMORY_BYTES // 8) for _ in range(threads)]
+    speeds = []
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(1 + MEMORY_READS):
+            start = time.perf_counter()
+            list(pool.map(np.sum, arrays))
+            speeds.append(threads * MEMORY_BYTES / (time.perf_counter() - start) / 1e9)
+    return speeds[1:]  # the first one warms up
 
 
 def passes(lm: Any, passes: list[int], repeats: int) -> list[float]:
@@ -256,7 +299,7 @@ def ctranslate2(given: argparse.Namespace) -> Callable[[Ask], Any]:
     """CTranslate2 on the file's values, which it quantizes to int8."""
     os.environ["CT2_VERBOSE"] = "1"  # it then reports its instruction set, on standard error when it is first used
     if given.isa:
-        os.environ["CT2_FORCE_CPU_ISA"] = CTRANSLATE2_ISA[given.isa]
+        os.environ["CT2_FORCE_CPU_ISA"], os.environ["ONEDNN_MAX_CPU_ISA"] = CTRANSLATE2_ISA[given.isa]
     import ctranslate2 as peer
 
     path = given.model
@@ -271,7 +314,8 @@ def ctranslate2(given: argparse.Namespace) -> Callable[[Ask], Any]:
 
     def run(ask: Ask) -> Any:
         if "settings" in ask:
-            return ", ".join([peer.__version__, *chosen, "compute type int8", f"{given.threads} threads"])
+            one_dnn = [f"oneDNN at most {os.environ['ONEDNN_MAX_CPU_ISA']}"] if given.isa else []
+        return ", ".join([peer.__version__, *chosen, *one_dnn, "compute type int8", f"{given.threads} threads"])
         new, beams = ask["new"], ask.get("num_beams", 1)
         (result,) = generator.generate_batch(
             [tokens(ask["ids"])], max_length=new, min_length=new, beam_size=beams, include_prompt_in_result=False
@@ -303,11 +347,15 @@ def llama_cpp(given: argparse.Namespace) -> Callable[[Ask], Any]:
     from llama_cpp import Llama
 
     model = Llama(str(given.model), n_ctx=1024, n_threads=given.threads, n_threads_batch=given.threads, verbose=False)
+    batch = LlamaBatch(model, BATCH, 1024, unified=True)
 
     def run(ask: Ask) -> Any:
         if "settings" in ask:
             build = peer.llama_print_system_info().decode().strip()
             return f"llama-cpp-python {peer.__version__}, {build}, {given.threads} threads"
+        if isinstance(ask["ids"][0], list):
+            samplers = [model._init_sampler(temp=0.0) for _ in ask["ids"]]
+            return sum(map(len, batch.texts(ask["ids"], samplers, ask["new"])))
         model.reset()
         model.eval(ask["ids"])
         for _ in range(ask["new"] - 1):

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from figures import Figures, add_json_option
 from float_checkpoint import float_checkpoint
+from llama_batch import LlamaBatch
 from machine import describe
 from peers import Peer, foreign_environment
 from prompts import add_prompt_options, kinds
@@ -245,7 +246,7 @@ def transformers(dtype: str) -> Callable[[argparse.Namespace], Made]:
 def llama_cpp(given: argparse.Namespace) -> Made:
     """llama.cpp on the file. A batch is a sequence for each prompt in one context."""
     import llama_cpp as peer
-    from llama_cpp import Llama, _internals
+    from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
     def load(path: Path, draft: Any = None) -> Any:
@@ -256,12 +257,7 @@ def llama_cpp(given: argparse.Namespace) -> Made:
     model = load(given.model)
     lookups = load(given.model, LlamaPromptLookupDecoding(num_pred_tokens=DRAFT_TOKENS))
     by_way = {"alone": model, "alone, again": model, "lookups": lookups}
-    params = type(model.context_params).from_buffer_copy(model.context_params)
-    params.n_ctx, params.n_seq_max = 2048 * BATCH, BATCH
-    contexts = {}
-    for way, params.kv_unified in (("batch of 8", False), (SHARED, True)):
-        contexts[way] = _internals.LlamaContext(model=model._model, params=params, verbose=False)
-    batch = _internals.LlamaBatch(n_tokens=params.n_batch, embd=0, n_seq_max=BATCH, verbose=False)
+    batches = {way: LlamaBatch(model, BATCH, 2048, way == SHARED) for way in ("batch of 8", SHARED)}
     vocab = peer.llama_model_get_vocab(model._model.model)
     ends = {token for token in range(model.n_vocab()) if peer.llama_vocab_is_eog(vocab, token)}
 
@@ -279,39 +275,16 @@ def llama_cpp(given: argparse.Namespace) -> Made:
                 break
         return text
 
-    def together(method: str, context: Any, prompts: dict[int, list[int]]) -> list[list[int]]:
-        context.kv_cache_clear()
-        samplers: list[Any] = []
-        texts: list[list[int]] = []
+    def together(method: str, way: str, prompts: dict[int, list[int]]) -> list[list[int]]:
+        samplers = []
         for seed in prompts:
             model.set_seed(seed)
             samplers.append(model._init_sampler(**warpers(method)))
-            texts.append([])
-        nodes = [  # sequence, position, token, whether it is a prompt's last
-            (i, p, token, p == len(ids) - 1) for i, ids in enumerate(prompts.values()) for p, token in enumerate(ids)
-        ]
-        while nodes:
-            chosen = []
-            for start in range(0, len(nodes), params.n_batch):
-                some = nodes[start : start + params.n_batch]
-                fields = batch.batch
-                fields.n_tokens = len(some)
-                for row, (sequence, position, token, is_last) in enumerate(some):
-                    fields.token[row], fields.pos[row], fields.logits[row] = token, position, is_last
-                    fields.seq_id[row][0], fields.n_seq_id[row] = sequence, 1
-                context.decode(batch)
-                for row, (sequence, position, _, is_last) in enumerate(some):
-                    if is_last:
-                        token = samplers[sequence].sample(context, row)
-                        texts[sequence].append(int(token))
-                        if token not in ends and len(texts[sequence]) < given.tokens:
-                            chosen.append((sequence, position + 1, token, True))
-            nodes = chosen
-        return texts
+        return batches[way].texts([*prompts.values()], samplers, given.tokens, ends)
 
     def run(method: str, way: str, prompts: dict[int, list[int]]) -> list[list[int]]:
-        if way in contexts:
-            return together(method, contexts[way], prompts)
+        if way in batches:
+            return together(method, way, prompts)
         return [alone(method, way, seed, ids) for seed, ids in prompts.items()]
 
     build = peer.llama_print_system_info().decode().strip()

@@ -18,7 +18,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int ROWS = 6, VECTORS = 4;
 #elif defined(__AVX2__) || defined(__ARM_FEATURE_DOTPROD)
-constexpr int ROWS = 2, VECTORS = 2;
+constexpr int ROWS = 3, VECTORS = 2;
 #else
 constexpr int ROWS = 1, VECTORS = 2;
 #endif
@@ -62,9 +62,7 @@ inline I32 load_values(const int8_t *p) {
 #if defined(__AVX512F__)
   return (I32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif defined(SPECBEAM_EIGHT_LANES)
-  const auto half = [](const int8_t *p) {
-    return (I32::Half)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
-  };
+  const auto half = [](const int8_t *p) { return (I32::Half)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); };
   return {half(p), half(p + 8)};
 #else
   typedef int8_t Bytes __attribute__((vector_size(16)));
