@@ -25,7 +25,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +32,12 @@ import numpy as np
 import psutil
 from figures import Figures, add_json_option
 from float_checkpoint import float_checkpoint
+from isa import add_isa_option, kernels, load
 from llama_batch import LlamaBatch
 from machine import describe
 from prompts import CODING, PROSE, add_prompt_options, kinds
 
 import specbeam
-from specbeam.backends.cpu import CpuBackend
-from specbeam.backends.cpu.library import library
 from specbeam.checkpoints import open_checkpoint
 from specbeam.engine.slots import Slots
 from specbeam.tree import Tree
@@ -71,15 +69,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=1)
     add_prompt_options(parser)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--isa", choices=CTRANSLATE2_ISA, default="", help="default: this machine's best")
+    add_isa_option(parser)
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     add_json_option(parser)
     given = parser.parse_args()
-    kernels = f"kernels {library().specbeam_isa(given.isa.encode()).decode()}"
-    print(describe(kernels))
+    print(describe(kernels(given.isa)))
     print(f"{given.model.stem}, {given.threads} threads, {given.tokens} new tokens, {given.prompts} prompts per kind\n")
-    figures = Figures.of_this_run(kernels)
+    figures = Figures.of_this_run(kernels(given.isa))
 
     engines: dict[str, Engine] = {}
     for name, make in ENGINES.items():  # one loads after the other
@@ -197,19 +194,18 @@ def ours(mode: str, given: argparse.Namespace) -> Callable[[Ask], Any]:
         lm: Any = None
         gc.collect()
         before, start = psutil.Process().memory_info().rss, time.perf_counter()
-        lm = load(given.model, mode, given)
+        lm = load(given.model, given.isa, mode, given.threads)
         seconds.append(time.perf_counter() - start)
         specbeam.generate(lm, [1, 2, 3], max_new_tokens=2)
         resident = (psutil.Process().memory_info().rss - before) / 1e6
     size = sum(part.size for parts in lm.backend._weights.parts.values() for part in parts) / 1e6
     draft = None
     if given.draft:
-        draft = load(given.draft, "int4", given)  # it is checked
+        draft = load(given.draft, given.isa, "int4", given.threads)  # it is checked
 
     def run(ask: Ask) -> Any:
         if "settings" in ask:
-            kernels = library().specbeam_isa(given.isa.encode()).decode()
-            return f"{specbeam.__version__}, kernels {kernels}, {given.threads} threads"
+            return f"{specbeam.__version__}, {kernels(given.isa)}, {given.threads} threads"
         if "loading" in ask:
             return [*seconds, resident, size]
         if "passes" in ask:
@@ -227,13 +223,6 @@ def ours(mode: str, given: argparse.Namespace) -> Callable[[Ask], Any]:
         return specbeam.generate(lm, ask["ids"], max_new_tokens=new, min_new_tokens=new, **options).stats.new_tokens
 
     return run
-
-
-def load(path: Path, mode: str, given: argparse.Namespace) -> specbeam.LanguageModel:
-    lm = specbeam.load(path, backend="cpu", quantize=mode, threads=given.threads)
-    if not given.isa:
-        return lm
-    return replace(lm, backend=CpuBackend(open_checkpoint(path), mode, given.threads, given.isa))
 
 
 def table(
@@ -310,12 +299,13 @@ def ctranslate2(given: argparse.Namespace) -> Callable[[Ask], Any]:
     with standard_error() as printed:
         generator = peer.Generator(str(where / "int8"), device="cpu", compute_type="int8", intra_threads=given.threads)
     chosen = [line.split(" - ")[-1] for line in printed if "Selected ISA" in line or "GEMM_S8 backend" in line]
+    if given.isa:
+        chosen.append(f"oneDNN at most {os.environ['ONEDNN_MAX_CPU_ISA']}")
     tokens = open_checkpoint(path).tokenizer.convert_ids_to_tokens
 
     def run(ask: Ask) -> Any:
         if "settings" in ask:
-            one_dnn = [f"oneDNN at most {os.environ['ONEDNN_MAX_CPU_ISA']}"] if given.isa else []
-        return ", ".join([peer.__version__, *chosen, *one_dnn, "compute type int8", f"{given.threads} threads"])
+            return ", ".join([peer.__version__, *chosen, "compute type int8", f"{given.threads} threads"])
         new, beams = ask["new"], ask.get("num_beams", 1)
         (result,) = generator.generate_batch(
             [tokens(ask["ids"])], max_length=new, min_length=new, beam_size=beams, include_prompt_in_result=False

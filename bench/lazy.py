@@ -1,7 +1,7 @@
 """Lazy beams against plain beams: seconds, passes, evaluated beams, and the most that deferring alone could save.
 
     python bench/lazy.py TARGET [--draft DRAFT ...] [--data FILE ...] [--num-beams 4 16 64] [--tokens 64]
-        [--prompts 10] [--seed 0] [--repeats 1] [--minutes 25] [--ends] [--trie] [--json FILE]
+        [--prompts 10] [--seed 0] [--repeats 1] [--minutes 25] [--ends] [--trie] [--isa avx2] [--json FILE]
 
 TARGET is a .gguf file or a folder. DRAFT is one, too, which gets int4 weights, or ngram or suffix. FILE is a data set
 in the format of HumanEval or Spec-Bench. Each of its categories is a kind of prompt, and HumanEval is two: "asked" with
@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from figures import Figures, add_json_option
+from isa import add_isa_option, kernels, load
 from machine import describe
 from prompts import CODING, PROSE, RETRIEVAL, TITLES, Ask, add_prompt_options, kinds
 
@@ -129,14 +130,15 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="begin no prompt that would not be done after them")
     parser.add_argument("--ends", action="store_true", help="texts may end by themselves")
     parser.add_argument("--trie", action="store_true", help="find titles of pages")
+    add_isa_option(parser)
     add_json_option(parser)
     given = parser.parse_args()
     start = time.perf_counter()
-    print(describe())
-    figures = Figures.of_this_run()
-    lm = specbeam.load(given.target)
+    print(describe(kernels(given.isa)))
+    figures = Figures.of_this_run(kernels(given.isa))
+    lm = load(given.target, given.isa)
     cost = pass_times(lm.backend, ahead=True).expected
-    drafts = {Path(d).stem: d if d in ("ngram", "suffix") else specbeam.load(d, quantize="int4") for d in given.draft}
+    drafts = {Path(d).stem: d if d in ("ngram", "suffix") else load(d, given.isa, "int4") for d in given.draft}
     plain = PlainBeams()
     methods: dict[str, dict[str, Any]] = {"plain": {"strategy": plain}, "lazy": {}}
     methods |= {f"with {name}": {"draft": draft} for name, draft in drafts.items()}

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from figures import Figures, add_json_option
 from float_checkpoint import float_checkpoint
+from isa import add_isa_option, kernels, load
 from machine import describe
 from peers import Peer, foreign_environment
 from prompts import NewPrompts
@@ -37,9 +38,6 @@ from table import Table
 
 import specbeam
 from specbeam.backends.contract import Segment
-from specbeam.backends.cpu import CpuBackend
-from specbeam.backends.cpu.library import library
-from specbeam.checkpoints import open_checkpoint
 from specbeam.selection import Answer
 from specbeam.server.limits import Limits
 
@@ -87,15 +85,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each text")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--isa", default="", help="avx512, avx2 or portable kernels (default: this machine's best)")
+    add_isa_option(parser)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     add_json_option(parser)
     given = parser.parse_args()
     peer = Vllm(given) if "shares" in given.parts else None
-    versions = [
-        f"kernels {library().specbeam_isa(given.isa.encode()).decode()}",
-        *([peer.settings] if peer and peer.runs else []),
-    ]
+    versions = [kernels(given.isa), *([peer.settings] if peer and peer.runs else [])]
     print(describe(*versions))
     table = Table(Figures.of_this_run(*versions), given.model.stem)
     bench = Bench(given.model, given.threads, given.isa)
@@ -198,9 +193,7 @@ class Bench:
     def __init__(self, path: Path, threads: int, isa: str) -> None:
         self.path = path
         self.threads = threads
-        self.lm = specbeam.load(path, backend="cpu", threads=threads)
-        if isa:
-            self.lm = replace(self.lm, backend=CpuBackend(open_checkpoint(path), threads=threads, isa=isa))
+        self.lm = load(path, isa, threads=threads)
         self.passes = RecordedPasses(self.lm.backend)
         self.prompt = NewPrompts(self.lm.tokenizer)
         self._random = random.Random(0)
