@@ -99,6 +99,7 @@ def run_record(given: argparse.Namespace) -> int:
                 print(f"{path} was recorded otherwise: {differences_of(before, head)}", file=sys.stderr)
                 return 2
             done = set(lines)
+            path.write_text("".join(f"{json.dumps(line)}\n" for line in [head, *lines.values()]))  # no part of a line
         with path.open("a") as file:
             return write_cases(given, folder, file, None if done else head, done)
 
@@ -265,7 +266,7 @@ def _number(value: Any) -> Any:
 
 
 def run_fuzz(given: argparse.Namespace) -> int:
-    """The old source writes its lines to a pipe, and this process runs the same cases beside it."""
+    """The old source writes its lines to a pipe, and this process runs the same cases beside it. Returns the status."""
     source = given.old_src.resolve() / "src"
     if not (source / "specbeam/__init__.py").is_file():
         print(f"--old-src: there is no {source}/specbeam", file=sys.stderr)
@@ -277,13 +278,18 @@ def run_fuzz(given: argparse.Namespace) -> int:
         paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
         others = [path for path in paths if not (Path(path) / "specbeam").is_dir()]  # such as a sitecustomize's
         environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(source), *others])}
-        old = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        assert old.stdout is not None
-        try:
-            return compare_with(old.stdout, folder, given, str(source))
-        finally:
-            old.kill()
-            old.wait()
+        with tempfile.TemporaryFile("w+") as errors:
+            old = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
+            assert old.stdout is not None
+            try:
+                status = compare_with(old.stdout, folder, given, str(source))
+            finally:
+                old.kill()
+                old.wait()
+            if status == 2:  # it ended early
+                errors.seek(0)
+                print(*errors.read().splitlines()[-20:], sep="\n", file=sys.stderr)
+            return status
 
 
 def compare_with(old: IO[str], folder: Path, given: argparse.Namespace, source: str) -> int:
@@ -300,7 +306,7 @@ def compare_with(old: IO[str], folder: Path, given: argparse.Namespace, source: 
         answer = old.readline()
         if not answer:
             print(f"case {case['seed']}: the old source ended here, by an error or after {PATIENCE:.0f} s")
-            return 1
+            return 2
         if different := compare_lines(json.loads(answer), line):
             wrong += 1
             print(*different, sep="\n", flush=True)

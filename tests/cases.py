@@ -30,6 +30,8 @@ FOLDERS = {
     "llama, 8 tokens": ("llama", 8),
     "llama, confident": ("llama", 61),  # it repeats itself: few beams matter, and lookups guess right
     "llama, ties": ("llama", 61),
+    "llama, spellings": ("llama", 6),  # a text has several, so distinct texts matter
+    "llama, spellings and ties": ("llama", 6),
     "qwen2, some layers sliding": ("qwen2, some layers sliding", 20),
     "qwen2, ties": ("qwen2", 200),
     "qwen3": ("qwen3", 61),
@@ -67,6 +69,7 @@ def write_models(folder: Path) -> None:
     from tests.backends.test_conformance import FAMILIES
     from tests.checkpoints.test_gguf import write_gguf
     from tests.conftest import byte_tokenizer, random_model
+    from tests.decoding.test_distinct import ENDS, spelling_tokenizer
     from tests.decoding.test_speculative import other_tokenizer
 
     def save(name: str, model: Any, tokenizer: Any = None) -> None:
@@ -80,14 +83,16 @@ def write_models(folder: Path) -> None:
     for name, (family, vocabulary) in FOLDERS.items():
         architecture, changes = FAMILIES[family]
         spread = {"initializer_range": 0.1} if name.endswith("confident") else {}
+        spells = "spellings" in name
+        spread |= {"eos_token_id": ENDS, "pad_token_id": ENDS[0]} if spells else {}
         model = random_model(architecture, seed=zlib.crc32(name.encode()), **sizes(vocabulary, **changes, **spread))
         with torch.no_grad():
             rows = model.get_output_embeddings().weight
             if name.endswith("confident"):
                 rows *= 40
             if name.endswith("ties"):  # few different rows, so the logits of many tokens are equal
-                rows[:] = rows[torch.arange(len(rows)) % 7]
-        save(name, model)
+                rows[:] = rows[torch.arange(len(rows)) % min(7, len(rows) // 2)]
+        save(name, model, spelling_tokenizer() if spells else None)
     for name, (architecture, kind) in FILES.items():
         model = random_model(architecture, seed=len(name), intermediate_size=64, num_hidden_layers=2)
         write_gguf(folder / f"{name}.gguf", model, GGMLQuantizationType[kind])
@@ -231,7 +236,7 @@ def _draw_request(draw: random.Random, vocabulary: int, how: str, beginning: lis
     options = draw_options(draw, vocabulary, kind)
     drafts = [None, None, "ngram", "suffix", "automaton", f"sibling of {vocabulary}", "itself", "other vocabulary"]
     draft = None if kind == "samples" else draw.choice(drafts)
-    if draft is not None and (draw.random() < 0.4 or how in ("torch", "transformers")):
+    if draft is not None and (draw.random() < 0.3 or how in ("torch", "transformers")):
         options |= {"num_draft_tokens": draw.choice((1, 2, 5)), "draft_width": draw.choice((1, 2, 4))}
         options |= draw.choice(({}, {"draft_budget": 6}))
     if draft in (f"sibling of {vocabulary}", "itself") and kind in ("sample", "drawn") and draw.random() < 0.3:
