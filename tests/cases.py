@@ -127,7 +127,7 @@ class Models:
         return lm
 
     def draft(self, case: dict[str, Any], name: str | None) -> Any:
-        """What a request of a case is given as its draft."""
+        """The draft of a request, by its name in the case."""
         lm = self.load(case["model"], case["format"])
         if name == "itself":
             return lm
@@ -169,7 +169,7 @@ class Walk:
 
 
 def draw_case(seed: int, index: int) -> dict[str, Any]:
-    """The case with this number, of those that a seed gives."""
+    """The case with this number, for a seed."""
     draw = random.Random(f"{seed} {index}")
     if draw.random() < 0.8:
         model, how = draw.choice([*FOLDERS, *CONFIDENT, *CONFIDENT]), draw.choice(FORMATS)
@@ -307,7 +307,7 @@ def draw_options(draw: random.Random, vocabulary: int, kind: str) -> dict[str, A
 
 
 def _draw_limit(draw: random.Random, vocabulary: int, kind: str) -> dict[str, Any]:
-    """What limits the texts, as data. See :func:`_limits`."""
+    """A limit of the texts, as data. See :func:`_limits`."""
     if kind == "trie":
         ids = range(2, vocabulary)
         return {"trie": [[draw.choice(ids) for _ in range(draw.randint(1, 6))] for _ in range(draw.choice((3, 30)))]}
@@ -322,7 +322,7 @@ def _draw_limit(draw: random.Random, vocabulary: int, kind: str) -> dict[str, An
 
 
 def run_case(case: dict[str, Any], models: Models, seen: Counter[str] | None = None) -> list[dict[str, Any]]:
-    """What the engine returns for each request of a case: data that no batch, draft or measured time may change.
+    """The outcome of each request of a case: data that no batch, draft or measured time may change.
 
     A request that is cancelled after some rounds has no entry of its own: how far it came depends on measured times. On
     backends other than cpu the batch changes the last bits of scores, so there only token ids count.
@@ -358,7 +358,7 @@ def run_case(case: dict[str, Any], models: Models, seen: Counter[str] | None = N
 
 
 class _Run:
-    """The requests of one engine: steps it, cancels them, and takes the pieces of those that are read."""
+    """The requests of one engine: steps it, cancels them, and takes the pieces of requests that are read."""
 
     def __init__(self, engine: Engine, seen: Counter[str]) -> None:
         self.engine, self.seen = engine, seen

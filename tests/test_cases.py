@@ -19,7 +19,7 @@ def differential(*arguments):
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    """The same 20 cases, recorded in one run, and in two runs of which the first was stopped."""
+    """The same 20 cases, recorded in one run, and in two runs. The first of these was stopped."""
     folder = tmp_path_factory.mktemp("recorded")
     write_models(models := folder / "models")
     cases = ["record", "--cases", "20", "--seed", "2", "--models", str(models)]
