@@ -19,6 +19,14 @@ PROMPT = [3, 0]
 TINY = {"vocab_size": 6, "eos_token_id": 4, "bos_token_id": 0, "initializer_range": 0.25}
 
 
+def spelling_tokenizer():
+    """Texts of the letters a and b, which have several spellings."""
+    tokenizer = Tokenizer(models.BPE(VOCABULARY, [("a", "b"), ("b", "a")]))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens(["<e>", "<end>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
+
+
 def text_of(tokens):
     return "".join(text for token in tokens for text, number in VOCABULARY.items() if number == token and token < 4)
 
@@ -30,12 +38,8 @@ def spellings(save):
 
     def spellings(seed):
         if seed not in made:
-            tokenizer = Tokenizer(models.BPE(VOCABULARY, [("a", "b"), ("b", "a")]))
-            tokenizer.decoder = decoders.Fuse()
-            tokenizer.add_special_tokens(["<e>", "<end>"])
-            fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
             model = random_model("llama", seed=seed, **TINY)
-            made[seed] = model, specbeam.load(save(model, fast), device="cpu", dtype="float32")
+            made[seed] = model, specbeam.load(save(model, spelling_tokenizer()), device="cpu", dtype="float32")
         return made[seed]
 
     return spellings
