@@ -36,6 +36,7 @@ from transformers import (
 
 import specbeam
 from specbeam.checkpoints import registry
+from specbeam.engine import CostTable
 
 # A shell makes its background jobs ignore Ctrl-C, and their children inherit that. Tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -333,3 +334,14 @@ def browser():
             pytest.skip(f"no browser: {str(error).splitlines()[0]}")
         yield browser
         browser.close()
+
+
+def table_of_costs(seconds):
+    """For ``Engine(costs=...)``: a pass over some nodes takes ``seconds(nodes)``."""
+    return lambda backend, ahead=False: CostTable(seconds)
+
+
+@pytest.fixture
+def give_costs(monkeypatch):
+    """Give costs to all engines that are made without, in this test: ``give_costs(seconds)``."""
+    return lambda seconds: monkeypatch.setattr("specbeam.engine.engine.pass_times", table_of_costs(seconds))

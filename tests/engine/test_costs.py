@@ -177,7 +177,7 @@ def test_an_interrupt_at_any_line_leaves_the_times_usable():
 
 def test_lazy_beams_compare_costs_with_the_same_share_of_a_pass(lm, monkeypatch):
     monkeypatch.setattr(costs, "_pass_times", WeakKeyDictionary())
-    setup = make_setup(lm, [1], Options(num_beams=16))
+    setup = make_setup(lm, [1], Options(num_beams=16), costs.pass_times)
     for nodes in (1, 16, 64) * 2:
         costs.pass_times(lm.backend).add(nodes, 10.0 + nodes)
     for cost in (setup.cost, setup.plain_cost):
@@ -200,4 +200,4 @@ def test_lazy_beams_compare_costs_with_the_same_share_of_a_pass(lm, monkeypatch)
 )
 def test_plain_steps_have_the_times_of_passes_ahead_only_if_they_go_ahead(save, options, goes_ahead):
     on_cpu = specbeam.load(save(random_model("llama")), backend="cpu")
-    assert make_setup(on_cpu, [1], Options.of(options)).goes_ahead == goes_ahead
+    assert make_setup(on_cpu, [1], Options.of(options), costs.pass_times).goes_ahead == goes_ahead

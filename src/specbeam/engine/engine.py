@@ -12,6 +12,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, TypeVar
 
+from specbeam.engine.costs import Costs, pass_times
 from specbeam.engine.drafters import Draft, check_draft, load_draft
 from specbeam.engine.engine_thread import EngineThread
 from specbeam.engine.memory import Memory
@@ -46,6 +47,10 @@ class Engine:
         max_pass_seconds: about how long a pass that reads prompts may take while other requests are live. Prompts are
             then read in smaller chunks, by the times of the latest passes. A chunk has at least 8 tokens. Beside many
             requests it may take as long as they do. No result changes. By default only ``max_batch_tokens`` counts.
+        costs: what passes cost, by which the engine decides how far to draft, which beams to defer, and how many passes
+            to run at once. No result depends on it. By default passes are measured, and all engines of the process
+            share what they measure. With a :class:`specbeam.engine.CostTable` for each backend, counts of passes and
+            nodes are the same in every run, too: ``costs=lambda backend, ahead=False: CostTable(seconds)``.
 
     A request begins with the longest beginning of its prompt that an earlier or a live request of the engine has read.
     This may be a system prompt, a conversation so far, or a document that is asked about twice. The request shares the
@@ -75,6 +80,7 @@ class Engine:
         max_cache_tokens: int | None = None,
         max_waiting: int | None = None,
         max_pass_seconds: float | None = None,
+        costs: Costs | None = None,
     ) -> None:
         limits = {
             "max_requests": (max_requests, 1),
@@ -99,7 +105,13 @@ class Engine:
         self._memory = Memory(lm.backend, max_batch_tokens, max_cache_tokens)
         self._wakeups = Wakeups()
         self._scheduler = Scheduler(
-            max_requests, max_batch_tokens, max_waiting, max_pass_seconds, self._memory, self._wakeups
+            max_requests,
+            max_batch_tokens,
+            max_waiting,
+            max_pass_seconds,
+            self._memory,
+            self._wakeups,
+            pass_times if costs is None else costs,
         )
         self._thread = EngineThread(self._scheduler, self._wakeups)
 
@@ -202,6 +214,7 @@ class Engine:
             cancellations=self._scheduler.cancelled,
             memory=self._memory,
             wakeups=self._wakeups,
+            costs=self._scheduler.costs,
         )
         self._memory.check(state)
         return state

@@ -15,7 +15,6 @@ from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 from specbeam.backends.contract import AheadBackend, EncodingBackend
-from specbeam.engine.costs import pass_times
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.model_state import ModelState
 from specbeam.engine.scheduler import Batch, Scheduler
@@ -56,7 +55,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
                 alone = _receive_sound(batch, logits, parts, answers, passes - 1)
         # The time includes the use of the logits by the requests: choosing among them has a cost, too.
         seconds = (time.perf_counter() - start) / passes
-        pass_times(backend, ahead=passes > 1).add(sum(len(nodes) for _, nodes in batch), seconds)
+        scheduler.costs(backend, ahead=passes > 1).add(sum(len(nodes) for _, nodes in batch), seconds)
         scheduler.succeeded()
         for part in scheduler.still_live(alone):
             run_pass([part], scheduler, one_torch_thread)

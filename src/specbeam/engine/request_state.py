@@ -18,7 +18,7 @@ from specbeam.backends.contract import Backend, Segment
 from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.alternatives import Alternatives
 from specbeam.drafting.retokenizing import RetokenizingDrafter
-from specbeam.engine.costs import SharedCost, pass_times
+from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafters import Draft, make_drafter
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.model_state import ModelState
@@ -65,6 +65,7 @@ class RequestState:
         cancellations: deque[RequestState],
         memory: Memory,
         wakeups: Wakeups,
+        costs: Costs,
     ) -> None:
         self.number = self.overtaken = self.last_turn = 0
         self.priority = priority
@@ -72,7 +73,7 @@ class RequestState:
         self.drafting = False
         self.pending = NO_NODES
         self._lm = lm
-        self._setup = setup = make_setup(lm, prompt_ids, options)
+        self._setup = setup = make_setup(lm, prompt_ids, options, costs)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
         num_beams, num_texts = setup.options.num_beams, setup.options.num_texts
@@ -80,11 +81,11 @@ class RequestState:
         self._target_costs, self._draft_costs = [setup.cost, setup.plain_cost] if num_beams > 1 else [], []
         self._drafter = None
         if draft is not None:
-            cost, draft_cost = SharedCost(pass_times(lm.backend), num_beams), None
-            plain_cost = SharedCost(pass_times(lm.backend, setup.goes_ahead), num_beams)
+            cost, draft_cost = SharedCost(costs(lm.backend), num_beams), None
+            plain_cost = SharedCost(costs(lm.backend, setup.goes_ahead), num_beams)
             self._target_costs = [setup.cost, setup.plain_cost, cost, plain_cost]
             if isinstance(draft, LanguageModel):
-                self._draft_costs.append(draft_cost := SharedCost(pass_times(draft.backend), 1))
+                self._draft_costs.append(draft_cost := SharedCost(costs(draft.backend), 1))
             make = partial(make_drafter, setup, lm, draft, len(prompt_ids), draft_cost=draft_cost, room=room)
             self._drafter = make(cost, plain_cost, num_texts=num_beams)
             if may_be_lazy(setup) and self._drafter.tree is setup.tree:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.contract import Backend
-from specbeam.engine.costs import TILE_NODES, pass_times
+from specbeam.engine.costs import TILE_NODES, Costs
 from specbeam.engine.memory import Memory
 from specbeam.engine.queue import Queue
 from specbeam.engine.request import Request
@@ -65,6 +65,7 @@ class Scheduler:
 
     Attributes:
         wakeups: of the clients.
+        costs: as given.
         cancelled: requests to be ended before the next pass. Any thread may append to it.
         news: int32 [1], not 0 if something has come since the round began that is to be looked at before the next pass.
     """
@@ -77,6 +78,7 @@ class Scheduler:
         max_pass_seconds: float | None,
         memory: Memory,
         wakeups: Wakeups,
+        costs: Costs,
     ) -> None:
         self.max_requests = max_requests
         self.max_batch_tokens = max_batch_tokens
@@ -84,6 +86,7 @@ class Scheduler:
         self.max_pass_seconds = max_pass_seconds
         self.memory = memory
         self.wakeups = wakeups
+        self.costs = costs
         self.news = np.zeros(1, dtype=np.int32)
         self.cancelled = Cancelled(self.news)
         self._queue = Queue()
@@ -290,10 +293,10 @@ class Scheduler:
     def _reading_nodes(self, backend: Backend, others: int) -> int:
         """The most nodes of prompts for a pass beside other nodes, so that these do not wait for long."""
         assert self.max_pass_seconds is not None
-        without = pass_times(backend, ahead=True)
+        without = self.costs(backend, ahead=True)
         least = without.expected(max(1, others)) if without.knows(others) else 0.0
         seconds = max(self.max_pass_seconds, least / (1 - MIN_READING_SHARE))
-        return max(TILE_NODES, pass_times(backend).nodes_within(seconds) - others)
+        return max(TILE_NODES, self.costs(backend).nodes_within(seconds) - others)
 
     def passes_at_once(self, batch: Batch) -> int:
         """How many passes the backend may run by itself. Each is over the tokens that the one before has chosen.
@@ -308,7 +311,7 @@ class Scheduler:
         if most > 1:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)
-            most = min(most, int(seconds / pass_times(backend, ahead=True).expected(nodes)))
+            most = min(most, int(seconds / self.costs(backend, ahead=True).expected(nodes)))
             if read := [one for one in batch if one[0].is_read]:
                 unseen = self.passes_unseen(batch)
                 can_show = all(request.can_show(nodes) for request, nodes in read)
@@ -322,7 +325,7 @@ class Scheduler:
     def passes_unseen(self, batch: Batch) -> int:
         """After how many passes that go ahead the tokens of texts that somebody reads are to be handed out."""
         nodes = sum(len(nodes) for _, nodes in batch)
-        times = pass_times(batch[0][0].backend, ahead=True)
+        times = self.costs(batch[0][0].backend, ahead=True)
         return 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1
 
     def _count_sources(self) -> None:
