@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count, islice
 
 import numpy as np
@@ -18,6 +20,7 @@ from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import QueueFull
+from specbeam.interrupts import interruptible
 from specbeam.tree import Nodes
 
 Batch = list[tuple[RequestState, Nodes]]
@@ -67,6 +70,7 @@ class Scheduler:
         wakeups: of the clients.
         cancelled: requests to be ended before the next pass. Any thread may append to it.
         news: int32 [1], not 0 if something has come since the round began that is to be looked at before the next pass.
+        is_changing: a round goes on, and no pass of it. An error that leaves the round then ends the engine.
     """
 
     def __init__(
@@ -86,16 +90,21 @@ class Scheduler:
         self.wakeups = wakeups
         self.news = np.zeros(1, dtype=np.int32)
         self.cancelled = Cancelled(self.news)
-        self._queue = Queue()
-        self._unfinished: dict[RequestState, None] = {}
-        self._next_deadline = math.inf
+        self.is_changing = False
         self._numbers = count()
-        self._live: dict[RequestState, None] = {}
-        self._is_full = False  # admit nobody until a live request ends
-        self._awaited: set[RequestState] = set()  # requests whose drafts the target waits for
+        self._begin()
         self._turns = 0  # nodes were chosen this many times for some request
         self._pass_tokens = max_batch_tokens  # the most nodes per pass, for now
         self._good_passes = 0  # since the last batch that was too large
+
+    def _begin(self) -> None:
+        """Begin without requests."""
+        self._queue = Queue()
+        self._unfinished: dict[RequestState, None] = {}
+        self._next_deadline = math.inf
+        self._live: dict[RequestState, None] = {}
+        self._is_full = False  # admit nobody until a live request ends
+        self._awaited: set[RequestState] = set()  # requests whose drafts the target waits for
 
     def add(self, request: RequestState) -> None:
         """Queue a request. May be called from any thread, but by one at a time.
@@ -152,12 +161,9 @@ class Scheduler:
             self._next_deadline = min(self._next_deadline, request.deadline)
 
     def end_requests(self) -> None:
-        """End requests that were cancelled, whose time is over, or whose own work was interrupted half way."""
+        """End requests that were cancelled, or whose time is over."""
         while self.cancelled:
-            self._end_early(self.cancelled[0], "cancelled")
-            self.cancelled.popleft()
-        for request in self._live:
-            request.end_if_torn()
+            self._end_early(self.cancelled.popleft(), "cancelled")
         if (now := time.monotonic()) >= self._next_deadline:
             for request in list(self._unfinished):  # a copy: any thread may submit another
                 if request.deadline <= now:
@@ -170,10 +176,13 @@ class Scheduler:
             self._end_early(request, "cancelled")
 
     def fail_all(self, failure: str) -> None:
-        """End all requests with an error of their own."""
-        for request in list(self._unfinished):
-            request.fail(RuntimeError(failure))
-            self._unfinished.pop(request, None)
+        """End all requests with an error of their own, and forget all that was read, whatever state it is in."""
+        self.memory.clear()
+        for request in self._unfinished:
+            if not request.done:
+                request.fail(RuntimeError(failure))
+        self._begin()
+        self.is_changing = False
 
     def _end_early(self, request: RequestState, finish_reason: str) -> None:
         request.end_early(finish_reason)
@@ -193,8 +202,6 @@ class Scheduler:
     def admit(self) -> None:
         """Start waiting requests while there is room. While the first does not fit, a few smaller ones may overtake."""
         self.drop_done()
-        for live in self._live:  # an interrupt may have come before it was opened
-            live.open()
         if self._is_full or not self._queue:
             return
         needed = self.memory.held + sum(one.round_bytes for one in self._live)
@@ -204,7 +211,7 @@ class Scheduler:
             request = self._queue.at(place)
             if request is None:
                 break
-            if request.done or request in self._live:  # ended early; or an interrupt came after the next statement
+            if request.done:  # ended early
                 self._queue.remove(request)
             elif self._fits(request, needed, rows):
                 needed += request.round_bytes + request.source_bytes
@@ -294,6 +301,18 @@ class Scheduler:
         least = without.expected(max(1, others)) if without.knows(others) else 0.0
         seconds = max(self.max_pass_seconds, least / (1 - MIN_READING_SHARE))
         return max(TILE_NODES, pass_times(backend).nodes_within(seconds) - others)
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """A pass runs in here. It can be repeated, so it may be left at any moment."""
+        self.is_changing = False
+        try:
+            with interruptible():
+                yield
+        except Exception:  # it goes to the requests
+            self.is_changing = True
+            raise
+        self.is_changing = True
 
     def passes_at_once(self, batch: Batch) -> int:
         """How many passes the backend may run by itself. Each is over the tokens that the one before has chosen.

@@ -75,9 +75,14 @@ class Wakeups:
 
 
 def call_all(wakes: Iterable[Wake]) -> None:
-    """Call functions, although one of them fails."""
+    """Call functions, although one of them fails or is interrupted."""
+    interrupt: BaseException | None = None
     for wake in wakes:
         try:
             wake()
         except Exception:
             logger.exception("a callback of a request failed")
+        except BaseException as error:
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
