@@ -1,8 +1,8 @@
 """Interrupts (SIGINT, Ctrl-C) that wait until an engine's state is whole.
 
 Python calls the handler of a signal between any two statements of the main thread. While an engine changes its state,
-the signal is only noted, and the handler that was there before is called afterwards: that of asyncio, of a notebook, of
-the command line. A forward pass can be repeated, so interrupts come there at once.
+the signal is only noted. Afterwards the handler that was there before is called, such as asyncio's or a notebook's. A
+forward pass can be repeated, so interrupts come there at once.
 """
 
 from __future__ import annotations
@@ -26,19 +26,15 @@ class HeldInterrupts:
     """
 
     def __init__(self) -> None:
-        self.depth = 0  # of blocks in this block
-        self._outer: HeldInterrupts | None = None
         self._before: Callable[[int, FrameType | None], Any] | None = None
         self._noted: tuple[int, FrameType | None] | None = None
 
     def __enter__(self) -> None:
-        handler = _handler()
-        if isinstance(handler, HeldInterrupts):
-            self._outer = handler
-            handler.depth += 1
-        elif callable(handler):
-            self._before = handler  # first: from the next statement on, interrupts wait
-            signal.signal(SIGINT, self)
+        if threading.get_ident() == threading.main_thread().ident:
+            handler = signal.getsignal(SIGINT)
+            if callable(handler) and not isinstance(handler, HeldInterrupts):
+                self._before = handler  # first: from the next statement on, interrupts wait
+                signal.signal(SIGINT, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Note an interrupt: this is the handler meanwhile."""
@@ -47,31 +43,19 @@ class HeldInterrupts:
         self._noted = number, frame
 
     def __exit__(self, *_: object) -> None:
-        if self._outer is not None:
-            self._outer.depth -= 1
         before, self._before = self._before, None
         if before is not None:
-            if signal.getsignal(SIGINT) is self:  # else the caller's function has set another
+            if signal.getsignal(SIGINT) is self:  # else a caller's function has set another
                 signal.signal(SIGINT, before)  # from here on, interrupts come at once
             noted, self._noted = self._noted, None
             if noted is not None:
                 before(*noted)
 
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """In here interrupts do not wait, unless the engine itself is called by a function that runs in another one."""
-    held = _handler()
-    if isinstance(held, HeldInterrupts) and not held.depth:
-        held.__exit__()
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """In here interrupts do not wait, unless the block is in another one."""
+        self.__exit__()
         try:
             yield
         finally:
-            held.__enter__()
-    else:
-        yield
-
-
-def _handler() -> Any:
-    """The handler of interrupts in the main thread. None elsewhere, and for a handler of a C library."""
-    return signal.getsignal(SIGINT) if threading.get_ident() == threading.main_thread().ident else None
+            self.__enter__()

@@ -16,7 +16,6 @@ from specbeam.backends.contract import Segment
 from specbeam.engine.slots import Slots
 from specbeam.engine.store import EngineCache, store_of
 from specbeam.errors import NotFinite, SpecbeamError
-from specbeam.interrupts import HeldInterrupts, interruptible
 from specbeam.model import LanguageModel
 from specbeam.prompts import encode
 from specbeam.selection import Answer, Wish
@@ -56,9 +55,7 @@ def score(
     live: list[Continuations] = []
     cache = EngineCache(store_of(lm.backend))
     while waiting or live:
-        with HeldInterrupts():
-            finished = _round(lm, texts, waiting, live, cache, max_contexts, max_batch_tokens)
-        for tree in finished:
+        for tree in _round(lm, texts, waiting, live, cache, max_contexts, max_batch_tokens):
             yield from zip(tree.numbers, tree.log_probs.tolist(), tree.greedy.tolist(), strict=True)
 
 
@@ -84,11 +81,11 @@ def _round(
             room -= len(nodes)
     if batch:
         segments = [tree.segment(nodes) for tree, nodes in batch]
+        logits = lm.backend.forward(segments)
         ends = np.cumsum([len(segment.wanted) for segment in segments]).tolist()
         rows = [slice(end - len(segment.wanted), end) for end, segment in zip(ends, segments, strict=True)]
         wishes = [(part, tree.wish(nodes)) for part, (tree, nodes) in zip(rows, batch, strict=True)]
-        with interruptible():
-            answers = lm.backend.choose(lm.backend.forward(segments), wishes)
+        answers = lm.backend.choose(logits, wishes)
         if not all(answer.finite for answer in answers):
             raise NotFinite(
                 f"a text has no score, because logits of {lm.source} are not finite: check its weights, or give "

@@ -12,7 +12,7 @@ import torch
 import specbeam
 from specbeam import Engine, scoring
 from specbeam.engine.store import store_of
-from specbeam.interrupts import HeldInterrupts, interruptible
+from specbeam.interrupts import HeldInterrupts
 
 KINDS = [
     {"max_new_tokens": 9},
@@ -69,7 +69,7 @@ def handle():
 
 @pytest.fixture
 def pressed(handle):
-    """The calls of a handler as that of a notebook, which raises KeyboardInterrupt."""
+    """The calls of a handler that raises KeyboardInterrupt, as a notebook's does."""
     calls = []
 
     def raise_interrupt(number, frame):
@@ -315,12 +315,12 @@ def test_a_handler_that_is_set_meanwhile_stays(handle):
         press()
     assert signal.getsignal(SIGINT) is ignore
     handle(signal.default_int_handler)
-    with HeldInterrupts():
-        with interruptible():
+    held = HeldInterrupts()
+    with held:
+        with held.released():
             handle(ignore)
             press()
-        handler = signal.getsignal(SIGINT)
-        assert handler not in (ignore, signal.default_int_handler)
+        assert signal.getsignal(SIGINT) is held
     assert signal.getsignal(SIGINT) is ignore
 
 
@@ -331,9 +331,10 @@ def test_an_error_in_a_block_does_not_stop_an_interrupt(pressed):
             raise ValueError
 
     def open_up():
-        with HeldInterrupts():
+        held = HeldInterrupts()
+        with held:
             press()
-            with interruptible():
+            with held.released():
                 raise AssertionError("it waited for the end of the block")
 
     before = signal.getsignal(SIGINT)

@@ -247,7 +247,7 @@ class Engine:
                 "the engine runs in a thread of its own: wait for its requests, or stop it before you call run() or "
                 "step()"
             )
-        with HeldInterrupts():
+        with self._scheduler.interrupts:
             try:
                 return self._do_round()
             except BaseException as error:

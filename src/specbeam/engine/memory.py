@@ -94,7 +94,6 @@ class Memory:
 
     def clear(self) -> None:
         """Give up all slots of this engine: its requests have failed."""
-        self.source_bytes = 0
         for cache in self._caches.values():
             cache.clear()
 

@@ -185,8 +185,6 @@ class RequestState:
 
     def open(self) -> None:
         """Begin the strategy or, after a pause, evaluate again the nodes that it needs."""
-        if all(state.is_open for state in self._states):
-            return
         with self._failing_alone():
             for state in self._states:
                 state.open()
@@ -328,10 +326,8 @@ class RequestState:
             answers: to the :meth:`wishes` about these logits.
             ahead: how many further passes the backend has run by itself. The answers have rows for each of them.
         """
-        try:
+        with self._failing_alone():
             self._take(nodes, logits, rows, answers, ahead)
-        except Exception as error:
-            self.fail(error)
 
     def _take(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer], ahead: int) -> None:
         state = self._state

@@ -20,7 +20,7 @@ from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import QueueFull
-from specbeam.interrupts import interruptible
+from specbeam.interrupts import HeldInterrupts
 from specbeam.tree import Nodes
 
 Batch = list[tuple[RequestState, Nodes]]
@@ -70,7 +70,8 @@ class Scheduler:
         wakeups: of the clients.
         cancelled: requests to be ended before the next pass. Any thread may append to it.
         news: int32 [1], not 0 if something has come since the round began that is to be looked at before the next pass.
-        is_changing: a round goes on, and no pass of it. An error that leaves the round then ends the engine.
+        interrupts: wait while a round of the main thread is not in a pass.
+        is_changing: a round is not in a pass. An error that leaves it then ends the engine.
     """
 
     def __init__(
@@ -90,21 +91,18 @@ class Scheduler:
         self.wakeups = wakeups
         self.news = np.zeros(1, dtype=np.int32)
         self.cancelled = Cancelled(self.news)
+        self.interrupts = HeldInterrupts()
         self.is_changing = False
-        self._numbers = count()
-        self._begin()
-        self._turns = 0  # nodes were chosen this many times for some request
-        self._pass_tokens = max_batch_tokens  # the most nodes per pass, for now
-        self._good_passes = 0  # since the last batch that was too large
-
-    def _begin(self) -> None:
-        """Begin without requests."""
         self._queue = Queue()
         self._unfinished: dict[RequestState, None] = {}
         self._next_deadline = math.inf
+        self._numbers = count()
         self._live: dict[RequestState, None] = {}
         self._is_full = False  # admit nobody until a live request ends
         self._awaited: set[RequestState] = set()  # requests whose drafts the target waits for
+        self._turns = 0  # nodes were chosen this many times for some request
+        self._pass_tokens = max_batch_tokens  # the most nodes per pass, for now
+        self._good_passes = 0  # since the last batch that was too large
 
     def add(self, request: RequestState) -> None:
         """Queue a request. May be called from any thread, but by one at a time.
@@ -181,7 +179,9 @@ class Scheduler:
         for request in self._unfinished:
             if not request.done:
                 request.fail(RuntimeError(failure))
-        self._begin()
+        self._queue = Queue()
+        self._unfinished.clear()
+        self._live.clear()
         self.is_changing = False
 
     def _end_early(self, request: RequestState, finish_reason: str) -> None:
@@ -190,13 +190,11 @@ class Scheduler:
 
     def drop_done(self) -> None:
         """Forget live requests that are done."""
-        done = {request for request in self._live if request.done}
-        for request in done:
+        for request in (done := [request for request in self._live if request.done]):
+            del self._live[request]
             self._unfinished.pop(request, None)
-        live = {request: None for request in self._live if request not in done} if done else self._live
-        if done or not live:
+        if done or not self._live:
             self._is_full = False
-        self._live = live
         self._count_sources()
 
     def admit(self) -> None:
@@ -307,7 +305,7 @@ class Scheduler:
         """A pass runs in here. It can be repeated, so it may be left at any moment."""
         self.is_changing = False
         try:
-            with interruptible():
+            with self.interrupts.released():
                 yield
         except Exception:  # it goes to the requests
             self.is_changing = True

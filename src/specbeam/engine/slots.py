@@ -59,7 +59,7 @@ class Slots:
         self._placed = 0  # nodes of the trunk that have got slots, which are in _trunk
         self._unseen = 0  # the first ones of these, which lost their slots because no later node sees them
         self._owner = self.cache.number  # of its slots, unless the engine has given up all of them
-        self.store.join(self)
+        self.store.places[id(tree)] = self
 
     @property
     def held(self) -> NDArray[np.int64]:
@@ -311,10 +311,9 @@ class Slots:
             self.lent = self.store.lend(1, int(self._trunk[at - 1]), self._owner)[::-1]
         if at == len(self._trunk):
             self._trunk = np.resize(self._trunk, 2 * at)
-        slot = self.lent[-1]
+        slot = self.lent.pop()
         self._slot[nodes[0]] = self._trunk[at] = slot
         self.store.references[slot] = 1
-        self.lent.pop()
         self._placed = at + 1
         self.cache.used += 1
         self._count(1)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from functools import wraps
 from itertools import count
 from threading import Lock
-from typing import TYPE_CHECKING, Concatenate, ParamSpec, Protocol, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from specbeam.backends.contract import Backend
 from specbeam.engine.prefixes import Prefixes
 from specbeam.engine.runs import FreeRuns
-from specbeam.whole_steps import whole_step
 
 if TYPE_CHECKING:
     from specbeam.engine.slots import Slots
@@ -25,22 +24,14 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 NOBODY = 0
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class _OfStore(Protocol):
-    store: Store
-
-
-Owner = TypeVar("Owner", bound=_OfStore)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def locked(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
+def locked(method: Method) -> Method:
     """A method that changes who holds what, in one thread at a time."""
 
     @wraps(method)
-    def changed(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
         store = self.store
         with store.lock:
             try:
@@ -50,7 +41,7 @@ def locked(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[O
                 store.find_free()
                 raise
 
-    return changed  # type: ignore[return-value]  # functools.wraps keeps the name of the first argument
+    return cast(Method, changed)
 
 
 class Store:
@@ -64,6 +55,7 @@ class Store:
         references: by slot, how many trees hold it.
         kept: by slot, whether an engine remembers the text that it belongs to.
         runs: the free slots.
+        places: where the nodes of trees lie, by ``id(tree)``.
     """
 
     def __init__(self) -> None:
@@ -72,16 +64,10 @@ class Store:
         self.references = np.zeros(0, dtype=np.int32)
         self.kept = np.zeros(0, dtype=bool)
         self.runs = FreeRuns()
-        self._trees: WeakSet[Slots] = WeakSet()
+        self.places: WeakValueDictionary[int, Slots] = WeakValueDictionary()
         self._numbers = count(NOBODY + 1)
         self._lost: deque[int] = deque()  # numbers of caches that are gone. A finalizer must not wait for the lock
         self._reserved = 0
-
-    @whole_step
-    def join(self, tree: Slots) -> None:
-        """Know of a tree."""
-        with self.lock:
-            self._trees.add(tree)
 
     def new_owner(self, cache: EngineCache) -> int:
         """A number for the slots of an engine. They become free when the engine is gone."""
@@ -108,9 +94,7 @@ class Store:
 
     def slots_of(self, tree: Tree, nodes: Nodes) -> Ints:
         """Where keys and values of nodes lie, int64 [n], while the tree's request is live; -1 for a node without."""
-        with self.lock:
-            (found,) = [one for one in self._trees if one.tree is tree and not one.is_closed]
-        return found.at(nodes)
+        return self.places[id(tree)].at(nodes)
 
     # The rest is called with the lock.
 
@@ -173,7 +157,7 @@ class EngineCache:
 
     @locked
     def clear(self) -> None:
-        """Give back all slots, those that trees hold included. These trees may only be closed."""
+        """Give back all slots, also slots that trees hold. These trees may only be closed."""
         self.store.free(self.number)
         self._begin()
 

@@ -76,13 +76,12 @@ class Wakeups:
 
 def call_all(wakes: Iterable[Wake]) -> None:
     """Call functions, although one of them fails or is interrupted."""
-    interrupt: BaseException | None = None
+    wakes = iter(wakes)
     for wake in wakes:
         try:
             wake()
         except Exception:
             logger.exception("a callback of a request failed")
-        except BaseException as error:
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+        except BaseException:
+            call_all(wakes)
+            raise
