@@ -261,12 +261,10 @@ class Slots:
     @locked
     def close(self) -> None:
         """Give back all slots."""
-        held, self._slot = self.held, np.full(len(self.tree), NOWHERE, dtype=np.int64)
-        self._placed = self.used = 0
-        self.is_closed = True
-        lent, self.lent = self.lent, []
         if self._owner == self.cache.number:
-            self.store.give_back(np.concatenate([self.cache.let_go(held), np.array(lent, dtype=np.int64)]))
+            self.store.give_back(np.concatenate([self.cache.let_go(self.held), np.array(self.lent, dtype=np.int64)]))
+        self._slot = np.full(len(self.tree), NOWHERE, dtype=np.int64)
+        self.lent, self._placed, self.used, self.is_closed = [], 0, 0, True
 
     def _begin(self, node: int) -> None:
         """Begin with the ancestors of the first node that is asked for, up to the last one that was read before."""

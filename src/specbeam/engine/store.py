@@ -56,6 +56,8 @@ class Store:
         kept: by slot, whether an engine remembers the text that it belongs to.
         runs: the free slots.
         places: where the nodes of trees lie, by ``id(tree)``.
+        numbers: of further caches.
+        lost: numbers of caches that are gone. Their finalizers must not wait for the lock.
     """
 
     def __init__(self) -> None:
@@ -65,15 +67,9 @@ class Store:
         self.kept = np.zeros(0, dtype=bool)
         self.runs = FreeRuns()
         self.places: WeakValueDictionary[int, Slots] = WeakValueDictionary()
-        self._numbers = count(NOBODY + 1)
-        self._lost: deque[int] = deque()  # numbers of caches that are gone. A finalizer must not wait for the lock
+        self.numbers = count(NOBODY + 1)
+        self.lost: deque[int] = deque()
         self._reserved = 0
-
-    def new_owner(self, cache: EngineCache) -> int:
-        """A number for the slots of an engine. They become free when the engine is gone."""
-        number = next(self._numbers)
-        weakref.finalize(cache, self._lost.append, number).atexit = False
-        return number
 
     def reserve(self, backend: Backend) -> None:
         """Let the backend have room for all slots that are not free.
@@ -124,9 +120,9 @@ class Store:
 
     def free_lost(self) -> None:
         """Take back the slots of engines that are gone."""
-        while self._lost:
-            self.free(self._lost[0])
-            self._lost.popleft()
+        while self.lost:
+            self.free(self.lost[0])
+            self.lost.popleft()
 
     def find_free(self) -> None:
         """Find the free slots by their owners."""
@@ -153,7 +149,8 @@ class EngineCache:
     def _begin(self) -> None:
         self.used = self.kept = 0
         self.prefixes = Prefixes()
-        self.number = self.store.new_owner(self)
+        self.number = next(self.store.numbers)
+        weakref.finalize(self, self.store.lost.append, self.number).atexit = False
 
     @locked
     def clear(self) -> None:
