@@ -1,7 +1,6 @@
 """Tiny random models written by transformers, and the real ones where they are on the machine."""
 
 import gc
-import linecache
 import os
 import shutil
 import signal
@@ -111,41 +110,6 @@ def lines_run(function):
     sys.settrace(trace)
     try:
         function()
-    finally:
-        sys.settrace(before)
-        gc.enable()
-    return lines
-
-
-def interrupt(function, line):
-    """Call a function, with a KeyboardInterrupt before this line of specbeam. Return the number of lines run.
-
-    The end of a ``with`` statement is no line: there Python lets no interrupt in before a lock is given back.
-
-    Args:
-        line: None for no interrupt.
-    """
-    lines = 0
-
-    def trace(frame, event, _):
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(SOURCE):
-            return None
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(
-            "with"
-        ):
-            lines += 1
-            if lines == line:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    gc.disable()  # an interrupt in a finalizer is lost
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        assert lines == line
     finally:
         sys.settrace(before)
         gc.enable()

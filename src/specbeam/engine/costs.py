@@ -98,9 +98,7 @@ class PassTimes:
 
     def __init__(self, otherwise: PassTimes | None = None) -> None:
         self._otherwise = otherwise
-        # By size, ascending. The list is replaced as a whole, because an interrupt may come between any two statements,
-        # and other threads read it.
-        self._measured: list[Measured] = []
+        self._measured: list[Measured] = []  # by size, ascending. Replaced as a whole, because other threads read it
         self._first: dict[float, tuple[float, int]] = {}  # by size, the first pass, which may have been slow
         self._expected: dict[int, float] = {}  # since the last measurement
         self._node_seconds: float | None = None  # of the latest passes over a tile or more

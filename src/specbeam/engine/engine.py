@@ -23,6 +23,7 @@ from specbeam.engine.scheduler import Scheduler
 from specbeam.engine.strategies import MakeStrategy
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
+from specbeam.interrupts import HeldInterrupts
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.prompts import Prompt, encode, room
@@ -152,7 +153,7 @@ class Engine:
             QueueFull: ``max_requests`` and ``max_waiting`` allow no further request at present.
             SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, or a
                 draft that cannot draft for it. A priority or a timeout that is no number. The engine is stopping.
-            RuntimeError: an error ended the engine's thread, and nobody has started it again.
+            RuntimeError: an error ended the engine or its thread, and nobody has started it again.
         """
         self._scheduler.check_for_place()  # before all the work
         state = self._state(
@@ -166,7 +167,8 @@ class Engine:
             timeout=timeout,
             source=source,
         )
-        self._thread.add(state)
+        with HeldInterrupts():
+            self._thread.add(state)
         return state.request
 
     def check(
@@ -258,7 +260,14 @@ class Engine:
                 "the engine runs in a thread of its own: wait for its requests, or stop it before you call run() or "
                 "step()"
             )
-        return self._do_round()
+        with self._scheduler.interrupts:
+            try:
+                return self._do_round()
+            except BaseException as error:
+                if self._scheduler.is_changing:
+                    found = type(error).__name__
+                    self._thread.end(f"{found} ended the engine in the middle of its own work: make a new Engine")
+                raise
 
     def start(self) -> Engine:
         """Run the engine in a thread of its own, which sleeps while there are no requests. Returns the engine.
@@ -301,6 +310,7 @@ class Engine:
     @whole_step
     def _round(self) -> bool:
         scheduler = self._scheduler
+        scheduler.is_changing = True
         scheduler.take_new()
         scheduler.end_requests()
         scheduler.admit()
@@ -308,6 +318,7 @@ class Engine:
             if batch := scheduler.still_live(batch):
                 run_pass(batch, scheduler, one_torch_thread=self.lm.backend.has_threads)
         scheduler.drop_done()
+        scheduler.is_changing = False
         return not scheduler.is_empty
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count, islice
 
 import numpy as np
@@ -18,6 +20,7 @@ from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import QueueFull
+from specbeam.interrupts import HeldInterrupts
 from specbeam.tree import Nodes
 
 Batch = list[tuple[RequestState, Nodes]]
@@ -68,6 +71,8 @@ class Scheduler:
         costs: as given.
         cancelled: requests to be ended before the next pass. Any thread may append to it.
         news: int32 [1], not 0 if something has come since the round began that is to be looked at before the next pass.
+        interrupts: wait while a round of the main thread is not in a pass.
+        is_changing: a round is not in a pass. An error that leaves it then ends the engine.
     """
 
     def __init__(
@@ -89,6 +94,8 @@ class Scheduler:
         self.costs = costs
         self.news = np.zeros(1, dtype=np.int32)
         self.cancelled = Cancelled(self.news)
+        self.interrupts = HeldInterrupts()
+        self.is_changing = False
         self._queue = Queue()
         self._unfinished: dict[RequestState, None] = {}
         self._next_deadline = math.inf
@@ -155,12 +162,9 @@ class Scheduler:
             self._next_deadline = min(self._next_deadline, request.deadline)
 
     def end_requests(self) -> None:
-        """End requests that were cancelled, whose time is over, or whose own work was interrupted half way."""
+        """End requests that were cancelled, or whose time is over."""
         while self.cancelled:
-            self._end_early(self.cancelled[0], "cancelled")
-            self.cancelled.popleft()
-        for request in self._live:
-            request.end_if_torn()
+            self._end_early(self.cancelled.popleft(), "cancelled")
         if (now := time.monotonic()) >= self._next_deadline:
             for request in list(self._unfinished):  # a copy: any thread may submit another
                 if request.deadline <= now:
@@ -173,10 +177,15 @@ class Scheduler:
             self._end_early(request, "cancelled")
 
     def fail_all(self, failure: str) -> None:
-        """End all requests with an error of their own."""
-        for request in list(self._unfinished):
-            request.fail(RuntimeError(failure))
-            self._unfinished.pop(request, None)
+        """End all requests with an error of their own, and forget all that was read, whatever state it is in."""
+        self.memory.clear()
+        for request in self._unfinished:
+            if not request.done:
+                request.fail(RuntimeError(failure))
+        self._queue = Queue()
+        self._unfinished.clear()
+        self._live.clear()
+        self.is_changing = False
 
     def _end_early(self, request: RequestState, finish_reason: str) -> None:
         request.end_early(finish_reason)
@@ -184,20 +193,16 @@ class Scheduler:
 
     def drop_done(self) -> None:
         """Forget live requests that are done."""
-        done = {request for request in self._live if request.done}
-        for request in done:
+        for request in (done := [request for request in self._live if request.done]):
+            del self._live[request]
             self._unfinished.pop(request, None)
-        live = {request: None for request in self._live if request not in done} if done else self._live
-        if done or not live:
+        if done or not self._live:
             self._is_full = False
-        self._live = live
         self._count_sources()
 
     def admit(self) -> None:
         """Start waiting requests while there is room. While the first does not fit, a few smaller ones may overtake."""
         self.drop_done()
-        for live in self._live:  # an interrupt may have come before it was opened
-            live.open()
         if self._is_full or not self._queue:
             return
         needed = self.memory.held + sum(one.round_bytes for one in self._live)
@@ -207,7 +212,7 @@ class Scheduler:
             request = self._queue.at(place)
             if request is None:
                 break
-            if request.done or request in self._live:  # ended early; or an interrupt came after the next statement
+            if request.done:  # ended early
                 self._queue.remove(request)
             elif self._fits(request, needed, rows):
                 needed += request.round_bytes + request.source_bytes
@@ -297,6 +302,18 @@ class Scheduler:
         least = without.expected(max(1, others)) if without.knows(others) else 0.0
         seconds = max(self.max_pass_seconds, least / (1 - MIN_READING_SHARE))
         return max(TILE_NODES, self.costs(backend).nodes_within(seconds) - others)
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """A pass runs in here. It can be repeated, so it may be left at any moment."""
+        self.is_changing = False
+        try:
+            with self.interrupts.released():
+                yield
+        except Exception:  # it goes to the requests
+            self.is_changing = True
+            raise
+        self.is_changing = True
 
     def passes_at_once(self, batch: Batch) -> int:
         """How many passes the backend may run by itself. Each is over the tokens that the one before has chosen.
