@@ -161,7 +161,7 @@ def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, argu
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("option", "name"), [("--methods", "hybrid"), ("--strategies", "speculative_beam")])
+@pytest.mark.parametrize(("option", "name"), [("--methods", "speculative-beam"), ("--strategies", "speculative_beam")])
 def test_studies_and_comparisons_have_one_set_of_names(run, option, name):
     status, out, _ = run("hi", option, name, "--max-new-tokens", "4", "--json")
     assert status == 0

@@ -261,8 +261,9 @@ def recording(beams, steps):
             for row, node in enumerate(nodes)
         ]
         cost = {"target_passes": 1, "draft_passes": 0, "nodes": beams, "seconds": step + 1.0}
-        empty = {"drafted": [], "ended": [], "dropped": [], "certain": [], "text": ""}
-        rounds.append({"event": "round", **empty, "steps": [line], "pass": cost})
+        empty = {"drafted": [], "ahead": [], "ended": [], "dropped": [], "certain": [], "text": ""}
+        evaluated = [one["after"] for one in line]
+        rounds.append({"event": "round", **empty, "evaluated": evaluated, "steps": [line], "pass": cost})
     sequence = {
         "text": " a" * steps,
         "token_ids": [0] * steps,
