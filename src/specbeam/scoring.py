@@ -51,7 +51,7 @@ def score(
         return
     lengths = [sum(map(len, texts[numbers[0]])) for numbers in groups]
     groups.rotate(-lengths.index(max(lengths)))
-    # A context that is done is kept only as long as there is room beside those that are read.
+    # A context that is done is kept only as long as there is room beside the contexts of live requests.
     largest = max(len(texts[some[0]][0]) + max(1, sum(len(texts[number][1]) for number in some)) for some in groups)
     engine = Engine(
         lm,
