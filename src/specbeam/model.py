@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from specbeam.backends.contract import Backend
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.errors import SpecbeamError, Unsupported
+from specbeam.option_names import BACKENDS
 from specbeam.options import refuse_unknown_keywords
 
 if TYPE_CHECKING:  # they import PyTorch, which takes a second
@@ -23,7 +24,6 @@ if TYPE_CHECKING:  # they import PyTorch, which takes a second
     from specbeam.checkpoints.checkpoint import Checkpoint
 
 logger = logging.getLogger("specbeam")
-BACKENDS = ("cpu", "torch", "transformers")
 shown_precisions: set[str] = set()  # the lines that this process has shown
 
 
