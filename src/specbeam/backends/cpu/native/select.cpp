@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "buffer.h"
+#include "kernels.h"
 #include "simd.h"
-#include "tables.h"
 
-namespace specbeam::SPECBEAM_ISA {
+namespace specbeam {
 
 namespace {
 
@@ -605,4 +605,4 @@ void choose(const Choice &choice, Threads &threads) {
   else threads.each(count, 1, [&](int64_t i) { answer(i, nullptr); });
 }
 
-}  // namespace specbeam::SPECBEAM_ISA
+}  // namespace specbeam

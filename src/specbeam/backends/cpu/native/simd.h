@@ -1,6 +1,6 @@
 // Vectors of sixteen lanes. The compiler lowers them to the registers of the instruction set. Only fused
-// multiplications, dot products of bytes and conversions use intrinsics. Each instruction set has its own namespace,
-// because the same sources are compiled once for each.
+// multiplications, dot products of bytes and conversions use intrinsics. Only sources that are compiled once for each
+// instruction set may include this file: its functions are other ones for each.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@
 #include <arm_neon.h>
 #endif
 
-namespace specbeam::SPECBEAM_ISA {
+namespace specbeam {
 
 constexpr int LANES = 16;
 
@@ -208,38 +208,6 @@ inline I32 dot2(I32 acc, U32 w, uint32_t x) {
   const U32 xs = (U32)all(int32_t(x));
   return acc + low(w) * low(xs) + high(w) * high(xs);
 #endif
-}
-
-inline float half_to_float(uint16_t h) {
-  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
-  uint32_t bits;
-  if (exponent == 31) bits = sign | 0x7f800000 | fraction << 13;
-  else if (exponent) bits = sign | (exponent + 112) << 23 | fraction << 13;
-  else {
-    const float tiny = std::ldexp(float(fraction), -24);
-    return sign ? -tiny : tiny;
-  }
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-
-inline uint16_t float_to_half(float f) {  // rounds to nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &f, 4);
-  const uint32_t sign = (bits >> 16) & 0x8000;
-  bits &= 0x7fffffff;
-  if (bits > 0x7f800000) return uint16_t(sign | 0x7e00);
-  if (bits >= 0x477ff000) return uint16_t(sign | 0x7c00);
-  if (bits < 0x38800000) {  // subnormal as a half float: adding 0.5 rounds at the right bit
-    float magnitude, magic = 0.5f;
-    std::memcpy(&magnitude, &bits, 4);
-    magnitude += magic;
-    std::memcpy(&bits, &magnitude, 4);
-    return uint16_t(sign | (bits - 0x3f000000));
-  }
-  bits += 0xc8000fff + ((bits >> 13) & 1);
-  return uint16_t(sign | bits >> 13);
 }
 
 inline Register load_half(const uint16_t *p) {
@@ -437,4 +405,4 @@ inline F32 exp(F32 x) {
 
 inline F32 tanh(F32 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
-}  // namespace specbeam::SPECBEAM_ISA
+}  // namespace specbeam
