@@ -57,10 +57,7 @@ struct Activations {
  private:
   // x times `inverse`, as whole numbers from -127 to 127. Where x or `inverse` was not finite, they are 0.
   static I32 rounded(F32 x, float inverse) {
-    const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    const F32 q = multiply_add(x, all(inverse), magic) - magic;
-    const F32 magnitude = (F32)((I32)q & all(int32_t(0x7fffffff)));
-    return to_int(select(magnitude <= 127.0f, q, F32{}));
+    return to_int(multiply_add(x, all(inverse), all(ROUNDER)) - ROUNDER, 127.0f);
   }
 
   void quantize(int64_t row, const float *x) {

@@ -280,13 +280,14 @@ inline void store_shorts(int16_t *p, I32 x) {
 #endif
 }
 
-// x as whole numbers from -most to most. Where x was not finite, they are 0.
-inline I32 rounded(F32 x, float most) {
-  const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-  const F32 q = x + magic - magic;
-  const F32 magnitude = (F32)((I32)q & all(int32_t(0x7fffffff)));
-  return to_int(select(magnitude <= most, q, F32{}));
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+
+// Whole numbers as integers from -most to most. The others, and those that are not finite, become 0.
+inline I32 to_int(F32 whole, float most) {
+  const F32 magnitude = (F32)((I32)whole & all(int32_t(0x7fffffff)));
+  return to_int(select(magnitude <= most, whole, F32{}));
 }
+inline I32 rounded(F32 x, float most) { return to_int(x + ROUNDER - ROUNDER, most); }
 
 // The sum of the lanes, in one fixed order: the upper half is added to the lower half, four times. F is float or
 // int32_t. The lanes are copied, because GCC would keep a vector whose address is taken in memory, in the caller's
@@ -377,7 +378,10 @@ inline F32 smaller(F32 a, F32 b) {
 #endif
 }
 
-// e^x, within 2 units in the last place; 0 below -87. The polynomial is from Cephes (Moshier).
+constexpr float EXP_POLYNOMIAL[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                    4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};  // from Cephes (Moshier)
+
+// e^x, within 2 units in the last place; 0 below -87.
 inline F32 exp(F32 x) {
   const I32 low = x <= -87.0f;
 #if defined(__AVX512F__)
@@ -385,16 +389,12 @@ inline F32 exp(F32 x) {
 #else
   x = select(low, all(-87.0f), smaller(all(88.0f), x));
 #endif
-  const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-  const F32 n = multiply_add(x, all(1.44269504088896341f), magic) - magic;
+  const F32 n = multiply_add(x, all(1.44269504088896341f), all(ROUNDER)) - ROUNDER;
   F32 r = multiply_add(n, all(-0.693359375f), x);
   r = multiply_add(n, all(2.12194440e-4f), r);
-  F32 p = all(1.9875691500e-4f);
-  p = multiply_add(p, r, all(1.3981999507e-3f));
-  p = multiply_add(p, r, all(8.3334519073e-3f));
-  p = multiply_add(p, r, all(4.1665795894e-2f));
-  p = multiply_add(p, r, all(1.6666665459e-1f));
-  p = multiply_add(p, r, all(5.0000001201e-1f));
+  F32 p = all(EXP_POLYNOMIAL[0]);
+#pragma GCC unroll 5
+  for (int k = 1; k < 6; k++) p = multiply_add(p, r, all(EXP_POLYNOMIAL[k]));
   p = multiply_add(p * r, r, r) + 1.0f;
 #if defined(__AVX512F__)
   return select(low, F32{}, (F32)_mm512_scalef_ps((__m512)p, (__m512)n));
