@@ -1,4 +1,4 @@
-// Finds errors in what a caller gives, as texts. Null: there is none.
+// The first error in the arguments of a call, as a text, or null.
 #pragma once
 
 #include "ahead.h"

@@ -1,4 +1,4 @@
-// What is compiled once for each instruction set. Each library has one set.
+// The functions that are compiled once for each instruction set. Each library has one set.
 #pragma once
 
 #include "model.h"

@@ -1,5 +1,5 @@
-// What library.py is compared with when it loads the library: the version of the functions, and the layout of
-// structures.
+// The version of the functions and the layout of the structures, which library.py compares with its own when it loads a
+// library.
 
 #include <cstddef>
 #include <cstdint>
