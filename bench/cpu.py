@@ -46,7 +46,7 @@ PARTS = ("load", "memory", "greedy", "beams", "batch", "prefill", "passes", "dra
 SEARCHES: dict[str, dict[str, int]] = {"greedy": {}, "4 beams": {"num_beams": 4}}
 Ask = dict[str, Any]
 """A task for an engine: token ids, the number of new tokens, and specbeam's options."""
-CTRANSLATE2_ISA = {  # its own kernels, and those of oneDNN, which multiplies int8
+CTRANSLATE2_ISA = {  # for its own kernels, and for oneDNN, which multiplies int8
     "avx512": ("AVX512", "AVX512_CORE_VNNI"),
     "avxvnni": ("AVX2", "AVX2_VNNI"),
     "avx2": ("AVX2", "AVX2"),

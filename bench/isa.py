@@ -23,7 +23,7 @@ def kernels(isa: str) -> str:
     return f"kernels {choose_isa(isa)}"
 
 
-def load(source: Path | str, isa: str, quantize: str = "auto", threads: int | None = None) -> specbeam.LanguageModel:
+def load(source: Path, isa: str, quantize: str = "auto", threads: int | None = None) -> specbeam.LanguageModel:
     """Load a model for the CPU with this instruction set, or with the machine's best if it is empty."""
     lm = specbeam.load(source, backend="cpu", quantize=quantize, threads=threads)
     return replace(lm, backend=CpuBackend(open_checkpoint(source), quantize, threads, isa)) if isa else lm

@@ -138,7 +138,7 @@ def main() -> int:
     figures = Figures.of_this_run(kernels(given.isa))
     lm = load(given.target, given.isa)
     cost = pass_times(lm.backend, ahead=True).expected
-    drafts = {Path(d).stem: d if d in ("ngram", "suffix") else load(d, given.isa, "int4") for d in given.draft}
+    drafts = {Path(d).stem: d if d in ("ngram", "suffix") else load(Path(d), given.isa, "int4") for d in given.draft}
     plain = PlainBeams()
     methods: dict[str, dict[str, Any]] = {"plain": {"strategy": plain}, "lazy": {}}
     methods |= {f"with {name}": {"draft": draft} for name, draft in drafts.items()}

@@ -3,13 +3,13 @@
     python bench/soak.py [--minutes 20] [--seed 0] [--patience 120] [--without interrupts failures cancels]
 
 A toy model with random weights runs on the cpu backend. Two engines share it, with new limits in each round. One runs
-on the main thread and gets real SIGINTs. The other runs on a second thread and gets asynchronous KeyboardInterrupts.
+on the main thread and gets real SIGINTs. The other runs on a second thread, and passes there raise KeyboardInterrupt.
 Eight threads submit requests to both, and cancel some. Some passes raise RuntimeError or MemoryError, before or after
 their work. It checks, and exits with 1 if one of these does not hold:
 
 - no request takes longer than ``--patience`` seconds (if one does, the stacks of all threads are printed);
 - a text that finished has the bits of the same request alone: every sequence, score and streamed piece;
-- a request fails only by a pass that was made to fail, or by an interrupt, and each of these ends at most one request;
+- a request fails only by a pass that was made to fail, which ends at most one request. No interrupt ends one;
 - after the first minute, memory grows by less than MAX_GROWTH_MB.
 
 A seed gives the same requests. The order of events still depends on the scheduler of the machine.
@@ -220,7 +220,7 @@ class FailingPasses:
         forward, forward_ahead, reserve = backend.forward, backend.forward_ahead, backend.reserve
 
         def failing_forward(segments: Any) -> Any:
-            self.passes += 1
+            self._begin()
             before, after = (self._draw.random() < self.share / 2 for _ in range(2))
             if before:
                 self._fail()
@@ -230,7 +230,7 @@ class FailingPasses:
             return logits
 
         def failing_forward_ahead(*arguments: Any) -> Any:
-            self.passes += 1
+            self._begin()
             if self._draw.random() < self.share:
                 self._fail()
             return forward_ahead(*arguments)
@@ -242,6 +242,12 @@ class FailingPasses:
 
         backend.forward, backend.reserve = failing_forward, failing_reserve
         backend.forward_ahead = failing_forward_ahead
+
+    def _begin(self) -> None:
+        self.passes += 1
+        if (thread := threading.get_ident()) in interrupted:
+            interrupted.remove(thread)
+            raise KeyboardInterrupt
 
     def _fail(self) -> None:
         self.count += 1
@@ -285,9 +291,8 @@ class Interruptible:
                 self._interrupt(thread)
 
 
-def raise_in(thread: int) -> None:
-    """Let a thread raise KeyboardInterrupt at its next step in Python."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(KeyboardInterrupt))
+interrupted: set[int] = set()
+"""Threads whose next pass raises KeyboardInterrupt."""
 
 
 def press_ctrl_c(thread: int) -> None:
@@ -322,7 +327,7 @@ class Soak:
         self.slowest = 0.0  # seconds of a request
         backends = {id(lm.backend): lm.backend for lm in (models.lm, *models.drafts.values()) if hasattr(lm, "backend")}
         self.failing = [FailingPasses(backend, seed) for backend in backends.values()]
-        self.places = [Interruptible(press_ctrl_c), Interruptible(raise_in)]
+        self.places = [Interruptible(press_ctrl_c), Interruptible(interrupted.add)]
         self.lock = threading.Lock()
 
     def run(self, seconds: float) -> None:
@@ -361,9 +366,8 @@ class Soak:
         self.counts["interrupts"] = sum(place.count for place in self.places)
         self.counts["failed passes"] = sum(failing.count for failing in self.failing)
         self.counts["passes"] = sum(failing.passes for failing in self.failing)
-        for faults in ("interrupts", "failed passes"):
-            if self.counts[f"ended by {faults}"] > self.counts[faults]:
-                self._report(f"{self.counts[f'ended by {faults}']} requests ended by {self.counts[faults]} {faults}")
+        if (ended := self.counts["ended by failed passes"]) > self.counts["failed passes"]:
+            self._report(f"{ended} requests ended by {self.counts['failed passes']} failed passes")
         for engine in engines:
             if engine.cache_tokens:
                 self._report(f"an engine without requests holds {engine.cache_tokens} cache slots")
@@ -428,9 +432,7 @@ class Soak:
         try:
             found = outcome(request)
         except BaseException as error:
-            if isinstance(error, KeyboardInterrupt) or "interrupt" in str(error).lower():
-                self._count("ended by interrupts")
-            elif INJECTED in str(error):
+            if INJECTED in str(error):
                 self._count("ended by failed passes")
             else:
                 self._report(f"{_describe(case)} raised {error!r}:\n{''.join(traceback.format_exception(error))}")
@@ -438,8 +440,6 @@ class Soak:
         if found[0] == "error" and found != case.expected:
             if "out of memory" in found[1]:
                 self._count("ended by failed passes")
-            elif "interrupt" in found[1]:
-                self._count("ended by interrupts")
             else:
                 self._report(f"{_describe(case)} failed: {found[1]}")
         elif found[0] != "error" and found[0][3] == "cancelled":

@@ -1,7 +1,6 @@
 """Tiny random models written by transformers, and the real ones where they are on the machine."""
 
 import gc
-import linecache
 import os
 import shutil
 import signal
@@ -36,6 +35,7 @@ from transformers import (
 
 import specbeam
 from specbeam.checkpoints import registry
+from specbeam.engine import CostTable
 
 # A shell makes its background jobs ignore Ctrl-C, and their children inherit that. Tests press it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -110,41 +110,6 @@ def lines_run(function):
     sys.settrace(trace)
     try:
         function()
-    finally:
-        sys.settrace(before)
-        gc.enable()
-    return lines
-
-
-def interrupt(function, line):
-    """Call a function, with a KeyboardInterrupt before this line of specbeam. Return the number of lines run.
-
-    The end of a ``with`` statement is no line: there Python lets no interrupt in before a lock is given back.
-
-    Args:
-        line: None for no interrupt.
-    """
-    lines = 0
-
-    def trace(frame, event, _):
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(SOURCE):
-            return None
-        if event == "line" and not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(
-            "with"
-        ):
-            lines += 1
-            if lines == line:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    gc.disable()  # an interrupt in a finalizer is lost
-    sys.settrace(trace)
-    try:
-        function()
-    except KeyboardInterrupt:
-        assert lines == line
     finally:
         sys.settrace(before)
         gc.enable()
@@ -333,3 +298,14 @@ def browser():
             pytest.skip(f"no browser: {str(error).splitlines()[0]}")
         yield browser
         browser.close()
+
+
+def table_of_costs(seconds):
+    """For ``Engine(costs=...)``: a pass over some nodes takes ``seconds(nodes)``."""
+    return lambda backend, ahead=False: CostTable(seconds)
+
+
+@pytest.fixture
+def give_costs(monkeypatch):
+    """Give costs to all engines that are made without, in this test: ``give_costs(seconds)``."""
+    return lambda seconds: monkeypatch.setattr("specbeam.engine.engine.pass_times", table_of_costs(seconds))

@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import threading
-import time
 from collections.abc import Callable
 from functools import wraps
-from types import CodeType, FrameType, FunctionType
-from typing import ParamSpec, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 from specbeam.errors import SpecbeamError
 
@@ -25,7 +22,6 @@ R = TypeVar("R")
 
 MAX_WAIT_SECONDS = 30.0
 """A step that takes longer may itself be waiting for the thread that forks or ends."""
-SECONDS_BETWEEN_LOOKS = 0.05
 
 
 class InterpreterEnds(SystemExit):
@@ -34,8 +30,6 @@ class InterpreterEnds(SystemExit):
 
 class WholeSteps:
     """A decorator for the function of a step. Steps of threads may overlap, and one may contain another.
-
-    An interrupt may come anywhere, also here. So a thread counts as inside a step only while its stack says so, too.
 
     Raises:
         SpecbeamError: this process was forked inside a step of another thread, which did not end in time.
@@ -46,39 +40,30 @@ class WholeSteps:
         self._start()
 
     def _start(self, torn: bool = False) -> None:
-        self._lock = threading.RLock()
-        self._changed = threading.Condition(self._lock)
-        self._inside: set[int] = set()  # threads that began a step
+        self._changed = threading.Condition()
+        self._inside: set[int] = set()  # threads inside a step
         self._alone: int | None = None  # the thread that forks or ends: no other begins a step
         self._torn = torn  # whether a fork cut a step in two
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def step(*args: P.args, **kwargs: P.kwargs) -> R:
-            if self._is_inside(threading.get_ident(), sys._getframe(1)):
+            me = threading.get_ident()
+            if me in self._inside:
                 return function(*args, **kwargs)
-            self._begin()
             try:
+                self._begin(me)
                 return function(*args, **kwargs)
             finally:
-                self._end()
+                self._inside.discard(me)  # here, not in a function: before its first line, an interrupt might come
+                if self._alone is not None:
+                    with self._changed:
+                        self._changed.notify_all()
 
-        _steps.add(cast(FunctionType, step).__code__)
         return step
 
-    def _is_inside(self, thread: int, frame: FrameType | None) -> bool:
-        """Whether a thread, whose stack ends with this frame, began a step and has not ended it."""
-        if thread in self._inside:
-            while frame is not None:
-                if frame.f_code in _steps:
-                    return True
-                frame = frame.f_back
-        return False
-
-    def _begin(self) -> None:
-        me = threading.get_ident()
-        with self._lock:
-            self._inside.discard(me)  # left by an interrupt
+    def _begin(self, me: int) -> None:
+        with self._changed:
             while self._alone not in (None, me):
                 if self._is_ending:
                     raise InterpreterEnds
@@ -90,39 +75,24 @@ class WholeSteps:
                 )
             self._inside.add(me)
 
-    def _end(self) -> None:
-        with self._lock:
-            self._inside.discard(threading.get_ident())
-            if self._alone is not None:
-                self._changed.notify_all()
-
     def be_alone(self) -> None:
         """Wait until no other thread is inside a step, at most ``MAX_WAIT_SECONDS``. Let none begin."""
         me = threading.get_ident()
-        with self._lock:
-            while self._alone not in (None, me):
-                self._changed.wait()
+        with self._changed:
+            self._changed.wait_for(lambda: self._alone in (None, me))
             self._alone = me
-            end = time.monotonic() + MAX_WAIT_SECONDS
-            while self._others() and (left := end - time.monotonic()) > 0:
-                self._changed.wait(min(left, SECONDS_BETWEEN_LOOKS))  # an interrupted step notifies nobody
-            self._inside.intersection_update({me, *self._others()})
-
-    def _others(self) -> list[int]:
-        """The other threads inside a step."""
-        me = threading.get_ident()
-        return [t for t, frame in sys._current_frames().items() if t != me and self._is_inside(t, frame)]
+            self._changed.wait_for(lambda: self._inside <= {me}, MAX_WAIT_SECONDS)
 
     def end(self) -> None:
         """Let no thread begin a step any more: the interpreter ends."""
-        with self._lock:
+        with self._changed:
             self._is_ending = True
             self.be_alone()
             self._changed.notify_all()
 
     def go_on(self) -> None:
         """Let other threads begin steps again."""
-        with self._lock:
+        with self._changed:
             self._alone = None
             self._changed.notify_all()
 
@@ -133,7 +103,6 @@ class WholeSteps:
         self._inside = mine
 
 
-_steps: set[CodeType] = set()
 whole_step = WholeSteps()
 atexit.register(whole_step.end)
 if hasattr(os, "register_at_fork"):

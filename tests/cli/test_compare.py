@@ -8,7 +8,7 @@ import pytest
 import specbeam
 from specbeam.backends.cpu import CpuBackend
 from specbeam.cli import compare
-from specbeam.engine.costs import PassTimes, nominal_cost
+from specbeam.engine.costs import nominal_cost
 
 DEFAULT = ["greedy", "speculative", "beam", "speculative-beam"]
 
@@ -32,8 +32,8 @@ def tables(out):
     return found
 
 
-def test_the_table_has_the_results_of_the_library_and_equal_texts_come_once(run, model, monkeypatch):
-    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: nominal_cost(nodes))  # so that drafts pay
+def test_the_table_has_the_results_of_the_library_and_equal_texts_come_once(run, model, give_costs):
+    give_costs(nominal_cost)  # so that drafts pay
     status, out, err = run("hello hello hello", "--max-new-tokens", "20")
     assert (status, err) == (0, "")
     (table,) = tables(out)
@@ -161,7 +161,7 @@ def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, argu
     assert len(err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("option", "name"), [("--methods", "hybrid"), ("--strategies", "speculative_beam")])
+@pytest.mark.parametrize(("option", "name"), [("--methods", "speculative-beam"), ("--strategies", "speculative_beam")])
 def test_studies_and_comparisons_have_one_set_of_names(run, option, name):
     status, out, _ = run("hi", option, name, "--max-new-tokens", "4", "--json")
     assert status == 0

@@ -22,7 +22,7 @@ from specbeam.decoding.processors import Processors
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
-from specbeam.engine.costs import pass_times
+from specbeam.engine import CostTable
 from specbeam.engine.strategies import make_search
 from specbeam.selection import select
 from specbeam.tree import Tree
@@ -422,16 +422,18 @@ def test_drafts_that_would_not_pay_go_below_no_best_beam():
     assert max(dear) == max(unsure) == 4 + 4 * 4
 
 
-def test_a_draft_model_guesses_below_the_best_beam(save, monkeypatch):
+def test_a_draft_model_guesses_below_the_best_beam(save):
     model = random_model("llama", initializer_range=1.0)
     model.lm_head.weight.data *= 8  # sure of its texts
     folder = save(model)
     lm, draft = specbeam.load(folder, backend="cpu"), specbeam.load(folder, backend="cpu")
-    monkeypatch.setattr(pass_times(lm.backend), "expected", lambda nodes: 1.0 + 0.1 * nodes)
-    monkeypatch.setattr(pass_times(draft.backend), "expected", lambda nodes: 0.01 * nodes)
+    seconds = {lm.backend: lambda nodes: 1.0 + 0.1 * nodes, draft.backend: lambda nodes: 0.01 * nodes}
+    engine = Engine(lm, costs=lambda backend, ahead=False: CostTable(seconds[backend]))
     options = {"num_beams": 8, "max_new_tokens": 32, "min_new_tokens": 32}
     plain = specbeam.generate(lm, [97, 98, 99], **options, bound_rule=False)
-    drafted = specbeam.generate(lm, [97, 98, 99], **options, draft=draft)
+    request = engine.submit([97, 98, 99], options, draft=draft)
+    engine.run()
+    drafted = request.result()
     assert drafted.sequences == plain.sequences
     assert drafted.stats.evaluated_beams < 0.6
     assert drafted.stats.target_passes < 24 < plain.stats.target_passes

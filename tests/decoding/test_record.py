@@ -6,8 +6,9 @@ import re
 import pytest
 
 import specbeam
+from specbeam import Engine
 from specbeam.cli.trace import show_trace
-from specbeam.engine.costs import PassTimes, nominal_cost, pass_times
+from specbeam.engine.costs import CostTable, nominal_cost
 
 HOW = {
     "greedy": {},
@@ -51,11 +52,11 @@ class Replayed:
 
 
 @pytest.fixture(params=HOW)
-def result(request, tiny, monkeypatch):
+def result(request, tiny, give_costs):
     lm = tiny("llama", initializer_range=0.1)[1]  # likes to repeat itself
     if "lazy" in request.param:
         lm = request.getfixturevalue("confident")
-        monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: 1 + 0.2 * nodes)
+        give_costs(lambda nodes: 1 + 0.2 * nodes)
     options = {"max_new_tokens": 30, "eos_token_id": [], "trace": True, **HOW[request.param]}
     if "model" in request.param or request.param == "drafted beams":
         options["draft"] = tiny("llama", initializer_range=0.102)[1]
@@ -209,9 +210,9 @@ COUNTS = ("target_passes", "nodes_evaluated", "peak_slots", "evaluated_beams", "
 
 @pytest.mark.parametrize("draft", [None, "ngram", "suffix"])
 @pytest.mark.parametrize("num_beams", [4, 16])
-def test_a_trace_changes_no_pass_and_no_bit(confident, monkeypatch, num_beams, draft):
+def test_a_trace_changes_no_pass_and_no_bit(confident, give_costs, num_beams, draft):
     """Nothing goes ahead in the ``torch`` backend: there a search without a trace takes the same rounds."""
-    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: 1 + 0.2 * nodes)
+    give_costs(lambda nodes: 1 + 0.2 * nodes)
     options = {"num_beams": num_beams, "draft": draft, "max_new_tokens": 40}
     plain, traced = (specbeam.generate(confident, [1, 2, 3, 1, 2], trace=trace, **options) for trace in (False, True))
     assert traced.sequences == plain.sequences
@@ -238,8 +239,8 @@ def test_no_trace_unless_asked_for(lm):
     ],
     ids=["no draft", "used", "as slow as the target", "a size that was asked for", "no room for a guess"],
 )
-def test_the_statistics_say_why_a_draft_was_not_used(lm, options, note, monkeypatch):
-    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: nominal_cost(nodes))
+def test_the_statistics_say_why_a_draft_was_not_used(lm, options, note, give_costs):
+    give_costs(nominal_cost)
     if options.get("draft") == "itself":
         options = {**options, "draft": lm}
     stats = specbeam.generate(lm, [1, 2, 1, 2], **{"max_new_tokens": 20, **options}).stats
@@ -247,13 +248,19 @@ def test_the_statistics_say_why_a_draft_was_not_used(lm, options, note, monkeypa
     assert (stats.drafted == 0) == (note is not None or "draft" not in options)
 
 
-def test_the_statistics_say_that_a_draft_rested_in_most_rounds(tiny, monkeypatch):
+def test_the_statistics_say_that_a_draft_rested_in_most_rounds(tiny):
     """The drawn texts have nothing in common with the texts of the draft: guesses soon stop to pay."""
     lm, other = tiny("llama")[1], tiny("llama", seed=7, num_hidden_layers=8)[1]
-    seconds = {pass_times(lm.backend): 1.0, pass_times(other.backend): 0.7}
-    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: seconds[times] * nominal_cost(nodes))
+    seconds = {lm.backend: 1.0, other.backend: 0.7}
+
+    def costs(backend, ahead=False):
+        return CostTable(lambda nodes: seconds[backend] * nominal_cost(nodes))
+
     options = {"max_new_tokens": 60, "temperature": 2.0, "seed": 1, "eos_token_id": [], "trace": True}
-    result = specbeam.generate(lm, [1, 2, 3], draft=other, **options)
+    engine = Engine(lm, costs=costs)
+    request = engine.submit([1, 2, 3], options, draft=other)
+    engine.run()
+    result = request.result()
     resting = sum(not entry["drafted"] for entry in result.trace)
     assert result.stats.drafted > 0
     note = re.fullmatch(

@@ -4,9 +4,9 @@ import pytest
 
 import specbeam
 from specbeam import Engine
-from specbeam.engine.costs import PassTimes, nominal_cost
+from specbeam.engine.costs import CostTable, nominal_cost
 from specbeam.engine.output import Output
-from tests.conftest import assert_are_beams_of_transformers, beams_of_transformers, random_model
+from tests.conftest import assert_are_beams_of_transformers, beams_of_transformers, random_model, table_of_costs
 
 STEP_BY_STEP = {"stop_strings": ["a stop string that no text has"]}  # it is looked for after each token
 KINDS = [
@@ -49,8 +49,8 @@ def passes_of_calls(monkeypatch, lm, before=lambda: None, seconds=1e-3):
     Args:
         seconds: of a pass over few nodes.
     """
-    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: seconds * nominal_cost(nodes))
-    monkeypatch.setattr(PassTimes, "knows", lambda times, nodes: True)
+    table = table_of_costs(lambda nodes: seconds * nominal_cost(nodes))
+    monkeypatch.setattr("specbeam.engine.engine.pass_times", table)
     calls, forward_ahead = [], lm.backend.forward_ahead
 
     def recorded(*args):
@@ -252,7 +252,7 @@ def test_a_slow_pass_hands_out_each_token(lm, monkeypatch):
 
 def test_as_long_as_the_time_of_a_pass_is_unknown_each_token_is_handed_out(lm, monkeypatch):
     calls = passes_of_calls(monkeypatch, lm)
-    monkeypatch.setattr(PassTimes, "knows", lambda times, nodes: False)
+    monkeypatch.setattr(CostTable, "knows", lambda table, nodes: False)
     (pieces,), _ = read(Engine(lm), {"eos_token_id": []})
     assert calls == [8, 8, 8, 5]
     assert lengths(pieces) == [1] * 30

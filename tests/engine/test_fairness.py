@@ -4,7 +4,6 @@ import math
 import sys
 from dataclasses import replace
 from itertools import pairwise
-from weakref import WeakKeyDictionary
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +12,9 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.decoding import Evaluate, Hypothesis
-from specbeam.engine import costs, memory
+from specbeam.engine import memory
 from specbeam.engine.costs import PassTimes
-from tests.conftest import examples, lines_run
+from tests.conftest import examples, lines_run, table_of_costs
 
 
 def watched(rounds, tokens=1000):
@@ -149,18 +148,20 @@ def test_requests_of_all_kinds_that_come_and_go_keep_nobody_waiting(tiny, data):
 @pytest.fixture
 def passes(monkeypatch):
     """The nodes of each pass. A pass takes the seconds that ``passes.cost`` gives for its nodes."""
-    monkeypatch.setattr(costs, "_pass_times", WeakKeyDictionary())
 
     class Passes(list):
         cost = staticmethod(lambda nodes: 0.005 * nodes)
 
-    passes, add = Passes(), PassTimes.add
+    passes = Passes()
 
-    def noted(times, nodes, seconds):
-        passes.append(nodes)
-        add(times, nodes, passes.cost(nodes))
+    class Noted(PassTimes):
+        def add(self, nodes, seconds):
+            passes.append(nodes)
+            super().add(nodes, passes.cost(nodes))
 
-    monkeypatch.setattr(PassTimes, "add", noted)
+    single = Noted()
+    several = Noted(single)
+    monkeypatch.setattr("specbeam.engine.engine.pass_times", lambda backend, ahead=False: several if ahead else single)
     return passes
 
 
@@ -436,11 +437,10 @@ def test_a_step_of_a_crowd_runs_few_lines_per_request(lm, monkeypatch):
 
 def test_a_step_looks_at_each_other_engine_of_the_process_once(lm, monkeypatch):
     monkeypatch.setattr(memory, "_sharing", {})
-    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: 1e-3)  # each step goes ahead by the same passes
 
     def lines_beside(count):
         others = [Engine(lm) for _ in range(count)]
-        engine = Engine(lm)
+        engine = Engine(lm, costs=table_of_costs(lambda nodes: 1e-3))  # each step goes ahead by the same passes
         engine.submit([1], {"max_new_tokens": 9, "min_new_tokens": 9})
         for _ in range(3):
             engine.step()

@@ -1,15 +1,18 @@
-"""Ctrl-C at any moment: the engine goes on afterwards, and no text changes."""
+"""Ctrl-C at any moment: the handler that was there before is called, the engine goes on, and no text changes."""
 
+import asyncio
+import gc
+import signal
 import threading
+from signal import SIGINT
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 import specbeam
-from specbeam import Engine, SpecbeamError
-from tests.conftest import interrupt
+from specbeam import Engine, scoring
+from specbeam.engine.store import store_of
+from specbeam.interrupts import HeldInterrupts
 
 KINDS = [
     {"max_new_tokens": 9},
@@ -20,91 +23,328 @@ KINDS = [
 PROMPTS = [[1, 2, 3], [7, 8] * 9, [4], [5, 6, 5, 6, 5]]
 
 
-def submit_all(engine):
-    return [
-        engine.submit(prompt, {k: v for k, v in kind.items() if k != "draft"}, draft=kind.get("draft"))
-        for prompt, kind in zip(PROMPTS, KINDS, strict=True)
-    ]
+def press():
+    signal.raise_signal(SIGINT)
+
+
+class Catastrophe(BaseException):
+    """Raised into a thread."""
+
+
+def submit_all(engine, function=None):
+    """Submit a request of each kind. The first one calls a function at each of its steps."""
+    requests = []
+    for prompt, kind in zip(PROMPTS, KINDS, strict=True):
+        options = {k: v for k, v in kind.items() if k != "draft"}
+        if function is not None and not requests:
+
+            def process(ids, scores):
+                function()
+                return scores
+
+            options["logits_processor"] = [process]
+        requests.append(engine.submit(prompt, options, draft=kind.get("draft")))
+    return requests
+
+
+def texts(requests):
+    return [[s.token_ids for s in request.result().sequences] for request in requests]
 
 
 @pytest.fixture(scope="module")
 def expected(lm):
     engine = Engine(lm)
     requests = submit_all(engine)
-    lines = run_until(engine, None)
-    return [[s.token_ids for s in request.result().sequences] for request in requests], lines
+    engine.run()
+    return texts(requests)
 
 
-def run_until(engine, interrupted_line):
-    """Run the engine, with a KeyboardInterrupt before a line of specbeam; return the number of lines run."""
-    return interrupt(engine.run, interrupted_line)
+@pytest.fixture
+def handle():
+    """Sets what happens on Ctrl-C, until the end of the test."""
+    before = signal.getsignal(SIGINT)
+    yield lambda handler: signal.signal(SIGINT, handler)
+    signal.signal(SIGINT, before)
 
 
-def run_to_the_end(engine, requests):
-    """Run an engine that may be wedged: each request ends within the rounds that its tokens can need."""
-    for _ in range(200):
-        if not engine.step():
-            break
-    assert all(request.done for request in requests)
+@pytest.fixture
+def pressed(handle):
+    """The calls of a handler that raises KeyboardInterrupt, as a notebook's does."""
+    calls = []
+
+    def raise_interrupt(number, frame):
+        calls.append((number, frame))
+        raise KeyboardInterrupt
+
+    handle(raise_interrupt)
+    return calls
 
 
-@given(share=st.floats(0, 1))
-def test_after_an_interrupt_at_any_line_the_engine_goes_on(lm, expected, share):
-    texts, lines = expected
-    engine = Engine(lm, max_batch_tokens=8)
-    requests = submit_all(engine)
-    run_until(engine, 1 + int(share * lines))
-    requests.append(engine.submit(PROMPTS[0], KINDS[0]))
-    run_to_the_end(engine, requests)
-    interrupted = 0
-    for request, text in zip(requests, [*texts, texts[0]], strict=True):
-        try:
-            sequences = request.result().sequences
-        except SpecbeamError:
-            interrupted += 1
-        else:
-            assert [s.token_ids for s in sequences] == text
-    assert interrupted <= 1  # only a request that was at work itself is lost
-    assert requests[-1].result().token_ids
-    assert engine.cache_tokens == 0
+class Once:
+    """Calls a function the n-th time that it is called itself."""
+
+    def __init__(self, function, n=2):
+        self.function, self.left = function, n
+        self.returned = False
+
+    def __call__(self, *_):
+        self.left -= 1
+        if not self.left:
+            self.function()
+            self.returned = True
 
 
-def test_an_interrupt_during_a_pass_costs_no_request(lm, monkeypatch):
+def test_in_a_pass_an_interrupt_comes_at_once(lm, expected, pressed, monkeypatch):
     forward, passes = lm.backend.forward, []
+    before = signal.getsignal(SIGINT)
 
     def interrupted(segments):
+        assert signal.getsignal(SIGINT) is before
         passes.append(len(segments))
         if len(passes) in (2, 5, 6):
-            raise KeyboardInterrupt
+            press()
+            raise AssertionError("the interrupt came later")
         return forward(segments)
 
     engine = Engine(lm, max_batch_tokens=8)
     requests = submit_all(engine)
     monkeypatch.setattr(lm.backend, "forward", interrupted)
-    for _ in range(3):
+    for calls in (1, 2, 3):
         with pytest.raises(KeyboardInterrupt):
             engine.run()
-    run_to_the_end(engine, requests)
-    monkeypatch.undo()
-    plain = Engine(lm)
-    alone = submit_all(plain)
-    plain.run()
-    assert [r.result().token_ids for r in requests] == [r.result().token_ids for r in alone]
+        assert len(pressed) == calls
+    engine.run()
+    assert texts(requests) == expected
+    assert engine.cache_tokens == 0
 
 
-def test_a_request_that_is_interrupted_at_its_own_work_says_so(lm):
-    def interrupt(ids, scores):
-        raise KeyboardInterrupt
-
-    engine = Engine(lm)
-    other = engine.submit([1, 2], {"max_new_tokens": 5})
-    request = engine.submit([3], {"max_new_tokens": 5, "logits_processor": [interrupt]})
+@pytest.mark.parametrize("place", ["processor", "constraint", "piece callback", "done callback", "slots"])
+def test_elsewhere_it_comes_once_after_the_step(lm, expected, pressed, monkeypatch, place):
+    once = Once(press, 1 if place == "done callback" else 2)
+    before = signal.getsignal(SIGINT)
+    engine = Engine(lm, max_batch_tokens=8)
+    requests = submit_all(engine, once if place == "processor" else None)
+    if place == "constraint":
+        options = {"max_new_tokens": 9, "prefix_allowed_tokens_fn": lambda *_: once() or range(lm.backend.vocab_size)}
+        requests[0].cancel()
+        requests[0] = engine.submit(PROMPTS[0], options)
+    elif place == "piece callback":
+        requests[0].add_piece_callback(once)
+    elif place == "done callback":
+        requests[0].add_done_callback(once)
+    elif place == "slots":
+        lend = store_of(lm.backend).lend
+        monkeypatch.setattr(store_of(lm.backend), "lend", lambda *args: (once(), lend(*args))[1])
     with pytest.raises(KeyboardInterrupt):
         engine.run()
-    run_to_the_end(engine, [request, other])
-    with pytest.raises(SpecbeamError, match="interrupted while it chose its tokens: submit it again"):
-        request.result()
-    assert len(other.result().token_ids) == 5
+    assert once.returned
+    assert [number for number, _ in pressed] == [SIGINT]
+    assert pressed[0][1] is not None
+    assert signal.getsignal(SIGINT) is before
+    engine.run()
+    assert len(pressed) == 1
+    assert texts(requests) == expected
+    assert engine.cache_tokens == 0
+
+
+def test_in_another_thread_and_beside_handlers_that_are_no_functions_nothing_is_installed(lm, expected, handle):
+    found = []
+
+    def run():
+        engine = Engine(lm)
+        requests = submit_all(engine, lambda: found.append(signal.getsignal(SIGINT)))
+        engine.run()
+        assert texts(requests) == expected
+
+    for handler in (signal.SIG_IGN, signal.SIG_DFL):
+        handle(handler)
+        found.clear()
+        run()
+        assert {*found} == {handler}
+    handle(signal.default_int_handler)
+    found.clear()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert {*found} == {signal.default_int_handler}
+
+
+def test_a_handler_of_asyncio_is_called(lm, expected):
+    """By default it cancels the main task. A program may set its own."""
+    engine = Engine(lm)
+    requests = submit_all(engine, Once(press))
+    steps = []
+
+    async def work():
+        while engine.step():
+            steps.append(1)
+            await asyncio.sleep(0)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(work())
+    assert 0 < len(steps) < 9
+
+    async def work_with_a_handler():
+        asyncio.get_running_loop().add_signal_handler(SIGINT, called.set)
+        press()
+        await work()
+        await called.wait()
+
+    called = asyncio.Event()
+    asyncio.run(work_with_a_handler())
+    assert texts(requests) == expected
+
+
+@pytest.mark.parametrize("place", ["processor", "thread"])
+def test_an_error_raised_into_a_change_ends_the_engine_and_no_other(lm, expected, handle, place):
+    """A second Ctrl-C while a caller's function hangs, or what a debugger raises in a thread."""
+
+    def hang():
+        press()
+        press()
+
+    def explode():
+        raise Catastrophe
+
+    handle(signal.default_int_handler)
+    gc.collect()  # engines of other tests
+    other, before = Engine(lm), store_of(lm.backend).in_use
+    others = submit_all(other)
+    other.step()
+    engine, raised = Engine(lm), []
+    once = Once(hang if place == "processor" else explode)
+    requests = submit_all(engine, once)
+
+    def run():
+        try:
+            engine.run()
+        except BaseException as error:
+            raised.append(type(error))
+
+    if place == "processor":
+        run()
+    else:
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    assert raised == [KeyboardInterrupt if place == "processor" else Catastrophe]
+    assert not once.returned
+    for request in requests:
+        with pytest.raises(RuntimeError, match="ended the engine in the middle of its own work: make a new Engine"):
+            request.result()
+    with pytest.raises(RuntimeError, match="make a new Engine"):
+        engine.submit([1])
+    assert not engine.step()
+    other.run()
+    assert texts(others) == expected
+    assert (engine.cache_tokens, engine.kept_tokens) == (0, 0)
+    assert store_of(lm.backend).in_use == before + other.kept_tokens
+    another = Engine(lm)
+    again = submit_all(another)
+    another.run()
+    assert texts(again) == expected
+    with engine:  # as after an error in its own thread
+        again = submit_all(engine)
+    assert texts(again) == expected
+
+
+def test_a_second_interrupt_ends_a_callback_that_hangs(lm, expected, handle):
+    def hang():
+        press()
+        press()
+
+    handle(signal.default_int_handler)
+    engine = Engine(lm)
+    requests = submit_all(engine)
+    once, others = Once(hang), []
+    requests[0].add_piece_callback(once)
+    requests[2].add_piece_callback(others.append)  # called in the same round
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    assert not once.returned
+    engine.run()
+    assert texts(requests) == expected
+    assert [token for piece in others for token in piece.token_ids] == expected[2][0]
+
+
+def test_generate_and_scores_give_back_what_they_held(lm, pressed, monkeypatch):
+    forward, once = lm.backend.forward, Once(press)
+    monkeypatch.setattr(lm.backend, "forward", lambda segments: (once(), forward(segments))[1])
+    gc.collect()
+    before = store_of(lm.backend).in_use
+    for work in (
+        lambda: specbeam.generate(lm, [1, 2, 3], max_new_tokens=5),
+        lambda: [*scoring.score(lm, [([1, 2], [3]), ([4, 5], [6])], max_contexts=1)],
+    ):
+        once.left = 2
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        assert len(pressed) == 1
+        pressed.clear()  # the frame keeps all alive
+        gc.collect()
+        assert store_of(lm.backend).in_use == before
+
+
+def test_an_engine_in_a_function_of_another_lets_its_interrupts_wait(lm, expected, pressed, monkeypatch):
+    forward, inner = lm.backend.forward, []
+    in_pass = Once(press)
+
+    def work():
+        with monkeypatch.context() as patch:
+            patch.setattr(lm.backend, "forward", lambda segments: (in_pass(), forward(segments))[1])
+            inner.append(specbeam.generate(lm, PROMPTS[0], KINDS[0]).token_ids)
+
+    engine = Engine(lm)
+    requests = submit_all(engine, Once(work))
+    with pytest.raises(KeyboardInterrupt):
+        engine.run()
+    assert in_pass.returned
+    engine.run()
+    assert texts(requests) == expected
+    assert inner == expected[0]
+    assert len(pressed) == 1
+
+
+def test_a_handler_that_is_set_meanwhile_stays(handle):
+    def ignore(*_):
+        pass
+
+    handle(signal.default_int_handler)
+    with HeldInterrupts():
+        handle(ignore)
+        press()
+    assert signal.getsignal(SIGINT) is ignore
+    handle(signal.default_int_handler)
+    held = HeldInterrupts()
+    with held:
+        with held.released():
+            handle(ignore)
+            press()
+        assert signal.getsignal(SIGINT) is held
+    assert signal.getsignal(SIGINT) is ignore
+
+
+def test_an_error_in_a_block_does_not_stop_an_interrupt(pressed):
+    def fail():
+        with HeldInterrupts(), HeldInterrupts():
+            press()
+            raise ValueError
+
+    def open_up():
+        held = HeldInterrupts()
+        with held:
+            press()
+            with held.released():
+                raise AssertionError("it waited for the end of the block")
+
+    before = signal.getsignal(SIGINT)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fail()
+    assert isinstance(caught.value.__context__, ValueError)
+    with pytest.raises(KeyboardInterrupt):
+        open_up()
+    assert signal.getsignal(SIGINT) is before
+    assert len(pressed) == 2
 
 
 def test_threads_that_begin_meanwhile_keep_their_number_of_threads(lm):

@@ -14,7 +14,6 @@ from specbeam.engine.store import store_of
 from tests.backends.test_encoder_decoder import make
 from tests.conftest import examples, lines_run, random_model
 from tests.decoding.test_speculative import other_tokenizer
-from tests.engine.test_interrupts import run_until
 
 PROMPT = [97 + n % 7 for n in range(60)]
 LONG = {"max_new_tokens": 20, "min_new_tokens": 20}
@@ -285,25 +284,6 @@ def test_models_with_an_encoder_keep_nothing():
         got = ended(engine, prompt, GREEDY)
         assert got.stats.reused_tokens == 0
         assert got.token_ids == result(lm, prompt, GREEDY).token_ids
-
-
-@given(share=st.floats(0, 1), beams=st.sampled_from([1, 2]))
-def test_after_an_interrupt_at_any_line_kept_caches_are_right(lm, share, beams):
-    options = {"max_new_tokens": 5, "num_beams": beams}
-    prompts = [[4, 5, 6] * 3, [4, 5, 6] * 4, [4, 5, 6] * 4]
-
-    def begin():
-        engine = Engine(lm, max_batch_tokens=8)
-        ended(engine, prompts[0], options)
-        return engine, engine.submit(prompts[1], options)
-
-    lines = run_until(begin()[0], None)
-    engine, request = begin()
-    run_until(engine, 1 + int(share * lines))
-    request.cancel()
-    again = ended(engine, prompts[2], options)
-    assert request.done
-    assert again.token_ids == result(lm, prompts[2], options).token_ids
 
 
 def test_the_longest_common_beginning_is_taken(lm):

@@ -2,6 +2,7 @@
 
 import gc
 from collections import Counter
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from specbeam.engine.runs import FreeRuns
 from specbeam.engine.slots import Slots
 from specbeam.engine.store import EngineCache, store_of
 from specbeam.tree import NO_NODES, Tree
-from tests.conftest import examples, interrupt, lines_run
+from tests.conftest import examples, lines_run
 
 
 class FakeBackend:
@@ -155,8 +156,8 @@ def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data, window):
             before = cache.kept
             assert cache.drop_kept(least) >= min(least, before)
             assert cache.kept <= max(0, before - least)
-        if data.draw(st.integers(0, 5)) == 0:  # as after an interrupt
-            store.has_lost = True
+        if data.draw(st.integers(0, 5)) == 0:
+            store.find_free()
     for tree in trees:
         tree.slots.close()
     assert cache.used == 0
@@ -164,26 +165,32 @@ def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data, window):
     assert (store.in_use, store.runs.end, store.runs.count) == (0, 0, 0)
 
 
-@settings(max_examples=examples(5))
-@given(st.data())
-def test_after_an_interrupt_at_any_line_the_store_is_right(data):
-    """The interrupted tree ends, as an interrupted request does. The others go on."""
-    backend = FakeBackend(data.draw(st.sampled_from([None, 5])))
-    store, cache = store_of(backend), EngineCache(store_of(backend))
-    trees = [Grower(data, backend, cache, shares=True) for _ in range(3)]
-    while trees:
-        for tree in [*trees]:
-            work = data.draw(st.sampled_from([tree.grow, tree.grow, tree.end]))
-            line = data.draw(st.integers(1, 150))
-            is_interrupted = interrupt(work, line) >= line
-            if is_interrupted:
-                tree.slots.close()
-            if is_interrupted or work == tree.end:
-                trees.remove(tree)
-            else:
-                tree.prune()
-            check(store, cache, trees)
-    cache.drop_kept(cache.kept)
+@pytest.mark.parametrize("method", ["take", "give_back"])
+def test_an_error_in_the_middle_of_a_change_harms_no_other_engine(method):
+    """Such as a KeyboardInterrupt that was raised into the thread. The engine gives up all its slots."""
+    backend = FakeBackend()
+    store = store_of(backend)
+    broken, other = EngineCache(store), EngineCache(store)
+    read([1] * 100, other, backend)
+    read([2] * 100, broken, backend)
+    tree = Tree([3] * 100)
+    slots = Slots(tree, backend, broken, shares=True)
+    slots.segment(slots.missing([tree.tip]), np.array([0]))
+    runs = store.runs
+
+    def interrupted(*_):
+        runs._lengths.clear()
+        raise KeyboardInterrupt
+
+    change = {"take": lambda: read([4] * 200, broken, backend), "give_back": lambda: broken.drop_kept(100)}[method]
+    with mock.patch.object(runs, method, interrupted), pytest.raises(KeyboardInterrupt):
+        change()
+    broken.clear()
+    slots.close()
+    check(store, other, [])
+    assert store.in_use == other.kept == 100
+    assert read([1] * 150, other, backend) == 100
+    other.drop_kept(other.kept)
     assert (store.in_use, store.runs.end, store.runs.count) == (0, 0, 0)
 
 

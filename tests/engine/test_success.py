@@ -6,7 +6,6 @@ short. Each request is admitted where the plain method is, finishes, and returns
 
 import random
 from functools import cache, partial
-from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, SpecbeamError, hf
-from specbeam.engine.costs import PassTimes, nominal_cost
-from tests.conftest import examples, random_model
+from specbeam.engine.costs import nominal_cost
+from tests.conftest import examples, random_model, table_of_costs
 from tests.decoding.test_speculative import other_tokenizer
 
 PROMPT = [97, 98, 99, 100] * 3
@@ -33,15 +32,15 @@ KINDS = [
 ]
 DRAFTS = [None, None, "ngram", "suffix", "model", "itself", "other vocabulary"]
 FLAT, STEEP = (
-    (lambda times, nodes: 1e-3),
-    (lambda times, nodes: 1e-3 * nodes),
+    (lambda nodes: 1e-3),
+    (lambda nodes: 1e-3 * nodes),
 )  # no deferring and long drafts; deferring
 
 
 def noisy(seed):
     """A clock that says anything."""
     draw = random.Random(seed)
-    return lambda times, nodes: draw.lognormvariate(-7, 1) * nominal_cost(nodes * draw.choice([0, 1, 30]))
+    return lambda nodes: draw.lognormvariate(-7, 1) * nominal_cost(nodes * draw.choice([0, 1, 30]))
 
 
 COSTS = st.sampled_from([FLAT, STEEP]) | st.integers(0, 1000).map(noisy)
@@ -70,11 +69,10 @@ def plain_options(options):
 
 
 def result(lm, options, draft=None, cost=FLAT, **limits):
-    engine = Engine(lm, **limits)
-    with mock.patch.object(PassTimes, "expected", cost):
-        request = engine.submit(PROMPT, LENGTH | options, draft=draft)
-        while engine.step():
-            assert engine._memory.held <= engine._memory.cache_bytes
+    engine = Engine(lm, costs=table_of_costs(cost), **limits)
+    request = engine.submit(PROMPT, LENGTH | options, draft=draft)
+    while engine.step():
+        assert engine._memory.held <= engine._memory.cache_bytes
     return request.result()
 
 
@@ -99,26 +97,23 @@ def test_every_request_that_is_admitted_finishes(
     targets, drafts, plain = models
     lm = targets[windows]
     limits = {"max_cache_tokens": slots, "max_batch_tokens": max_batch_tokens, "max_pass_seconds": max_pass_seconds}
-    engine, requests = Engine(lm, **limits), []
-    with mock.patch.object(PassTimes, "expected", cost):
-        for kind, draft, fixed, share_prefix, rounds in wishes:
-            several = KINDS[kind].get("num_return_sequences", 1) > KINDS[kind].get("num_beams", 1)
-            draft = None if several else lm if draft == "itself" else drafts.get(draft, draft)
-            sizes = (
-                {} if draft is None or not fixed else {"num_draft_tokens": 3}
-            )  # else times decide whether drafts pay
-            try:
-                Engine(lm, **limits).check(PROMPT, plain_options(KINDS[kind]))
-            except SpecbeamError:
-                with pytest.raises(SpecbeamError, match=f"cache slots, the engine has {slots}"):
-                    engine.submit(PROMPT, LENGTH | KINDS[kind], draft=draft)
-                continue
-            options = LENGTH | KINDS[kind] | sizes | {"share_prefix": share_prefix}
-            requests.append((kind, engine.submit(PROMPT, options, draft=draft)))
-            for _ in range(rounds):
-                engine.step()
-        while engine.step():
-            assert engine._memory.held <= engine._memory.cache_bytes
+    engine, requests = Engine(lm, costs=table_of_costs(cost), **limits), []
+    for kind, draft, fixed, share_prefix, rounds in wishes:
+        several = KINDS[kind].get("num_return_sequences", 1) > KINDS[kind].get("num_beams", 1)
+        draft = None if several else lm if draft == "itself" else drafts.get(draft, draft)
+        sizes = {} if draft is None or not fixed else {"num_draft_tokens": 3}  # else times decide whether drafts pay
+        try:
+            Engine(lm, **limits).check(PROMPT, plain_options(KINDS[kind]))
+        except SpecbeamError:
+            with pytest.raises(SpecbeamError, match=f"cache slots, the engine has {slots}"):
+                engine.submit(PROMPT, LENGTH | KINDS[kind], draft=draft)
+            continue
+        options = LENGTH | KINDS[kind] | sizes | {"share_prefix": share_prefix}
+        requests.append((kind, engine.submit(PROMPT, options, draft=draft)))
+        for _ in range(rounds):
+            engine.step()
+    while engine.step():
+        assert engine._memory.held <= engine._memory.cache_bytes
     for kind, request in requests:
         assert request.result().sequences == plain(windows, kind).sequences
 

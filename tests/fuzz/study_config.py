@@ -9,10 +9,10 @@ from tests.fuzz.toys import command, room
 
 WORDS = [
     "prompts=[Hi]",
-    "decode.mode=[beam,hybrid]\ndecode.num_beams=4\ndraft.k=3",
-    "ablation=k\nprompts=[Hi]",
+    "decode.mode=[beam,speculative-beam]\ndecode.num_beams=4\ndecode.num_draft_tokens=3",
+    "ablation=num_draft_tokens\nprompts=[Hi]",
     "data=spec_bench\ndata.source=x.jsonl\ndata.per_category=2",
-    "methods={a:{mode:greedy},b:{mode:hybrid,num_beams:2,draft_width:auto}}\nprompts=[Hi]",
+    "methods={a:{mode:greedy},b:{mode:speculative-beam,num_beams:2,draft_width:auto}}\nprompts=[Hi]",
     "decode={mode:speculative-beam,num_draft_tokens:3,logit_bias:{5:-1}}\nprompts=[Hi]",
     "~prompts\n+x=1",
     "launcher=ray\nlauncher.cpus=2\nmetrics.confidence=0.9\nprompts=['é',\"b\"]",

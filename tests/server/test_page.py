@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import specbeam
-from specbeam.engine.costs import PassTimes
 from specbeam.options import Options
 from specbeam.recording import event_line, events
 from specbeam.server.limits import Access
@@ -262,8 +261,9 @@ def recording(beams, steps):
             for row, node in enumerate(nodes)
         ]
         cost = {"target_passes": 1, "draft_passes": 0, "nodes": beams, "seconds": step + 1.0}
-        empty = {"drafted": [], "ended": [], "dropped": [], "certain": [], "text": ""}
-        rounds.append({"event": "round", **empty, "steps": [line], "pass": cost})
+        empty = {"drafted": [], "ahead": [], "ended": [], "dropped": [], "certain": [], "text": ""}
+        evaluated = [one["after"] for one in line]
+        rounds.append({"event": "round", **empty, "evaluated": evaluated, "steps": [line], "pass": cost})
     sequence = {
         "text": " a" * steps,
         "token_ids": [0] * steps,
@@ -277,9 +277,9 @@ def recording(beams, steps):
 
 
 @pytest.fixture
-def lazy(confident, monkeypatch):
+def lazy(confident, give_costs):
     """A traced run with deferred beams, and its recording."""
-    monkeypatch.setattr(PassTimes, "expected", lambda times, nodes: 1 + 0.2 * nodes)
+    give_costs(lambda nodes: 1 + 0.2 * nodes)
     options = Options(num_beams=16, max_new_tokens=12, length_penalty=0.0, trace=True, top_logprobs=10)
     result = specbeam.generate(confident, [1, 2, 3, 1, 2], options)
     return result, "".join(

@@ -17,7 +17,7 @@ draft_model: Qwen/Qwen2.5-0.5B-Instruct
 target_model: Qwen/Qwen2.5-3B-Instruct
 chat: {use_system_prompt: true, system_prompt: "You are a concise and helpful assistant."}
 debug: {render_input_text: true}
-decode: {mode: speculative, k: 4, max_tokens: 50}
+decode: {mode: speculative, num_draft_tokens: 4, max_new_tokens: 50}
 prompts: ["The future of AI is", "Once upon a time in a digital world,"]
 """
 
@@ -32,7 +32,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_configuration_of_the_first_study_means_what_it_says(folder):
+def test_a_configuration_in_a_folder_means_what_it_says(folder):
     found = check(compose([], folder))
     assert found.target_model == "Qwen/Qwen2.5-3B-Instruct"
     assert found.chat.system_prompt == "You are a concise and helpful assistant."
@@ -44,13 +44,15 @@ def test_a_configuration_of_the_first_study_means_what_it_says(folder):
 
 
 def test_the_command_line_comes_last(folder):
-    found = check(compose(["target_model=other", "decode.k=2"], folder))
+    found = check(compose(["target_model=other", "decode.num_draft_tokens=2"], folder))
     assert (found.target_model, found.decode["num_draft_tokens"], found.decode["max_new_tokens"]) == ("other", 2, 50)
 
 
 def test_a_folder_may_have_groups_of_its_own(folder):
     (folder / "ablation").mkdir()
-    (folder / "ablation" / "mine.yaml").write_text("# @package _global_\nmethods: {a: {mode: hybrid, num_beams: 3}}\n")
+    (folder / "ablation" / "mine.yaml").write_text(
+        "# @package _global_\nmethods: {a: {mode: speculative-beam, num_beams: 3}}\n"
+    )
     (method,) = methods(check(compose(["ablation=mine"], folder)))
     assert (method.name, method.options["num_beams"]) == ("a", 3)
 
@@ -145,58 +147,6 @@ def test_a_group_that_is_not_there_shows_no_search_path(folder, capsys):
     (folder / "data" / "mine.yaml").write_text("source: x.jsonl\n")
     assert main(["study", "--config-dir", str(folder), "data=nope"]) == 2
     assert "human_eval, mine, none" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("decode.k=3", "decode.num_draft_tokens=3"),
-        ("decode.max_tokens=9", "decode.max_new_tokens=9"),
-        ("decode.mode=[greedy,hybrid]", "decode.mode=[greedy,speculative-beam]"),
-        ("decode.mode=speculative_beam", "decode.mode=speculative-beam"),
-        ("decode={mode: hybrid, k: 3}", "decode={mode: speculative-beam, num_draft_tokens: 3}"),
-        ("methods={a: {mode: hybrid, k: 2, max_tokens: 5}}",
-         "methods={a: {mode: speculative-beam, num_draft_tokens: 2, max_new_tokens: 5}}"),
-        ("ablation=beam_width", "ablation=num_beams"),
-        ("ablation=k", "ablation=num_draft_tokens"),
-        ("ablation=draft_temperature draft.temperature=0.5", "ablation=draft_temperature decode.draft_temperature=0.5"),
-        ("ablation=draft_temperature draft.top_k=5", "ablation=draft_temperature decode.draft_top_k=5"),
-        ("metrics.baseline=hybrid", "metrics.baseline=speculative-beam"),
-    ],
-)  # fmt: skip
-def test_old_names_are_other_names_for_the_new_ones(old, new, tmp_path):
-    def composed(given, folder=None):
-        words = given.split() if given.startswith("ablation") else [given]
-        return compose(["prompts=[hi]", *words], folder)
-
-    expected = composed(new)
-    assert composed(old) == expected
-    assert [vars(m) for m in methods(check(composed(old)))] == [vars(m) for m in methods(check(expected))]
-    if not old.startswith(("ablation", "decode={", "methods={")):
-        key, _, value = old.partition("=")
-        section, _, name = key.partition(".")
-        (tmp_path / "config.yaml").write_text(f"{section}: {{{name}: {value}}}\n")
-        assert composed("seed=0", tmp_path) == expected
-
-
-def test_old_and_new_names_together(tmp_path):
-    (tmp_path / "config.yaml").write_text("decode: {k: 3, max_tokens: 9}\n")
-    assert study("decode.num_draft_tokens=2", folder=tmp_path).decode["num_draft_tokens"] == 2
-    assert study("decode.k=2", folder=tmp_path).decode["num_draft_tokens"] == 2
-    (tmp_path / "config.yaml").write_text("decode: {k: 3, num_draft_tokens: 5}\n")
-    with pytest.raises(
-        SpecbeamError, match=r"decode\.k=3 and decode\.num_draft_tokens=5 are the same.*: leave out decode\.k"
-    ):
-        study(folder=tmp_path)
-    (tmp_path / "config.yaml").write_text("decode: {max_tokens: 32, max_new_tokens: 64}\n")  # 64 is the default
-    with pytest.raises(SpecbeamError, match=r"decode\.max_tokens=32 and decode\.max_new_tokens=64 are the same"):
-        study(folder=tmp_path)
-    for words in (["decode.k=2", "decode.num_draft_tokens=5"], ["++decode.num_draft_tokens=auto", "decode.k=2"]):
-        with pytest.raises(SpecbeamError, match=r"decode\.k=2 and decode\.num_draft_tokens=.* are the same setting"):
-            study(*words)
-    assert study("decode.k=2", "decode.num_draft_tokens=2").decode["num_draft_tokens"] == 2
-    with pytest.raises(SpecbeamError, match=r"methods\.a\.k=3 and num_draft_tokens=5"):
-        study("methods={a: {mode: speculative, k: 3, num_draft_tokens: 5}}")
 
 
 def test_every_option_that_yaml_can_hold_is_a_key_of_decode():

@@ -61,17 +61,19 @@ def guess(text, accepted, parent=None, beam=None):
 
 
 CHAIN = [
-    {"drafted": [], "steps": [[token("def", False)]]},
+    {"drafted": [], "ahead": [], "steps": [[token("def", False)]]},
     {
         "drafted": [guess(" add", True, beam=0), guess("(", True, 0), guess("x", False, 1), guess(")", False, 2)],
+        "ahead": [],
         "steps": [[token(" add", True)], [token("(", True)], [token("a", False)]],
     },
-    {"drafted": [guess(",", True, beam=0)], "steps": [[token(",", True)], [token(" b", False)]]},
+    {"drafted": [guess(",", True, beam=0)], "ahead": [], "steps": [[token(",", True)], [token(" b", False)]]},
 ]
 BEAMS = [
-    {"drafted": [], "steps": [[token("The", False), token("A", False)]]},
+    {"drafted": [], "ahead": [], "steps": [[token("The", False), token("A", False)]]},
     {
         "drafted": [guess(" sky", True, beam=0), guess(" is", True, 0), guess(" cat", False, beam=1)],
+        "ahead": [],
         "steps": [
             [token(" sky", True, 0), token(" dog", False, 1)],
             [token(" is", True, 0), token(" was", False, 0)],

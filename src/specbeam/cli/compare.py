@@ -20,8 +20,6 @@ from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Op
 
 TWINS = {"greedy": None, "speculative": "greedy", "beam": None, "speculative-beam": "beam", "sample": None}
 """The strategies in the order they run. Each has the strategy whose text it must reproduce, or None."""
-OTHER_NAMES = {"hybrid": "speculative-beam"}
-"""Names of strategies that studies had earlier."""
 OPTIONS_OF_BEAMS = ("num_beams", "num_return_sequences", *BEAM_OPTIONS, "num_beam_groups", "diversity_penalty")
 ONLY: dict[str, tuple[str, ...]] = {
     **dict.fromkeys((*SAMPLING_OPTIONS, "seed"), ("sample",)),
@@ -81,7 +79,6 @@ def add_to(commands: Any) -> None:
 
 def strategies(text: str) -> list[str]:
     asked = [name.strip().replace("_", "-") for name in text.split(",") if name.strip()]
-    asked = [OTHER_NAMES.get(name, name) for name in asked]
     for name in asked or [""]:
         if name not in TWINS:
             wrong = f"{name!r} is no strategy" if name else "no strategy is named"

@@ -1,9 +1,11 @@
-"""Costs of passes: measured where passes of about the same size have run, estimated elsewhere."""
+"""Costs of passes: measured where passes of about the same size have run and estimated elsewhere, or given."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 from specbeam.backends.contract import Backend
@@ -18,6 +20,8 @@ DRIFT_WEIGHT = 0.1
 """Each measurement moves the expectation by this power of the ratio between them."""
 TILE_NODES = 8
 """Native kernels multiply this many nodes with a weight while it is in a register. Fewer cost little less."""
+MAX_TILES = 2**16
+"""Far more than fit into a pass."""
 MAX_NODE_COST_RATIO = 2
 """One pass changes the seconds per node by at most this factor: another program may have slowed it down."""
 
@@ -25,6 +29,56 @@ MAX_NODE_COST_RATIO = 2
 def nominal_cost(nodes: float) -> float:
     """The estimated cost of a pass, in passes over one node."""
     return 1 + nodes / NODES_PER_NOMINAL_COST
+
+
+class PassCosts(Protocol):
+    """What passes of one backend cost."""
+
+    def expected(self, nodes: int) -> float:
+        """Expected seconds of a pass."""
+
+    def knows(self, nodes: int) -> bool:
+        """Whether passes of about this size are known."""
+
+    def nodes_within(self, seconds: float) -> int:
+        """The nodes of a pass that takes about this long: whole tiles, at least one."""
+
+    def add(self, nodes: int, seconds: float) -> None:
+        """Take in a pass that has run."""
+
+
+class Costs(Protocol):
+    """What passes cost, for all decisions of an engine."""
+
+    def __call__(self, backend: Backend, ahead: bool = False) -> PassCosts:
+        """The costs of a backend's passes.
+
+        Args:
+            ahead: of passes that the backend runs by itself, several at a time. There is no Python between them.
+        """
+
+
+class CostTable:
+    """Given costs: every decision that depends on them is the same in every run.
+
+    Args:
+        expected: the seconds of a pass over a number of nodes.
+    """
+
+    def __init__(self, expected: Callable[[int], float]) -> None:
+        self.expected = expected
+
+    def knows(self, nodes: int) -> bool:
+        """All passes are known."""
+        return True
+
+    def nodes_within(self, seconds: float) -> int:
+        """The nodes of a pass that takes at most this long, but at least a tile of them."""
+        tiles = bisect_right(range(1, MAX_TILES + 1), seconds, key=lambda tiles: self.expected(tiles * TILE_NODES))
+        return max(1, tiles) * TILE_NODES
+
+    def add(self, nodes: int, seconds: float) -> None:
+        """Nothing changes."""
 
 
 class Measured(NamedTuple):
@@ -36,7 +90,7 @@ class Measured(NamedTuple):
 
 
 class PassTimes:
-    """Seconds that a backend's passes took lately, by their number of nodes. They include the use of the logits.
+    """Measured costs: seconds that a backend's passes took lately. They include the use of the logits.
 
     Args:
         otherwise: the times to expect for sizes that were not measured.
@@ -44,9 +98,7 @@ class PassTimes:
 
     def __init__(self, otherwise: PassTimes | None = None) -> None:
         self._otherwise = otherwise
-        # By size, ascending. The list is replaced as a whole, because an interrupt may come between any two statements,
-        # and other threads read it.
-        self._measured: list[Measured] = []
+        self._measured: list[Measured] = []  # by size, ascending. Replaced as a whole, because other threads read it
         self._first: dict[float, tuple[float, int]] = {}  # by size, the first pass, which may have been slow
         self._expected: dict[int, float] = {}  # since the last measurement
         self._node_seconds: float | None = None  # of the latest passes over a tile or more
@@ -144,7 +196,7 @@ class SharedCost:
         own_nodes: the request's nodes in a pass without guesses.
     """
 
-    def __init__(self, times: PassTimes, own_nodes: int) -> None:
+    def __init__(self, times: PassCosts, own_nodes: int) -> None:
         self._times = times
         self._own_nodes = own_nodes
         self._other_nodes, self._requests = 0, 1
@@ -164,10 +216,6 @@ _pass_times: WeakKeyDictionary[Backend, tuple[PassTimes, PassTimes]] = WeakKeyDi
 
 
 def pass_times(backend: Backend, ahead: bool = False) -> PassTimes:
-    """The times of a backend's passes. They outlive an engine.
-
-    Args:
-        ahead: of passes that the backend ran by itself, several at a time. There is no Python between them.
-    """
+    """Measured costs, as :class:`Costs` says. They outlive an engine, and all engines share them."""
     single, several = _pass_times.setdefault(backend, (single := PassTimes(), PassTimes(single)))
     return several if ahead else single

@@ -12,6 +12,7 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, TypeVar
 
+from specbeam.engine.costs import Costs, pass_times
 from specbeam.engine.drafters import Draft, check_draft, load_draft
 from specbeam.engine.engine_thread import EngineThread
 from specbeam.engine.memory import Memory
@@ -22,6 +23,7 @@ from specbeam.engine.scheduler import Scheduler
 from specbeam.engine.strategies import MakeStrategy
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
+from specbeam.interrupts import HeldInterrupts
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.prompts import Prompt, encode, room
@@ -46,6 +48,10 @@ class Engine:
         max_pass_seconds: about how long a pass that reads prompts may take while other requests are live. Prompts are
             then read in smaller chunks, by the times of the latest passes. A chunk has at least 8 tokens. Beside many
             requests it may take as long as they do. No result changes. By default only ``max_batch_tokens`` counts.
+        costs: what passes cost, by which the engine decides how far to draft, which beams to defer, and how many passes
+            to run at once. No result depends on it. By default passes are measured, and all engines of the process
+            share what they measure. With a :class:`specbeam.engine.CostTable` for each backend, counts of passes and
+            nodes are the same in every run, too: ``costs=lambda backend, ahead=False: CostTable(seconds)``.
 
     A request begins with the longest beginning of its prompt that an earlier or a live request of the engine has read.
     This may be a system prompt, a conversation so far, or a document that is asked about twice. The request shares the
@@ -75,6 +81,7 @@ class Engine:
         max_cache_tokens: int | None = None,
         max_waiting: int | None = None,
         max_pass_seconds: float | None = None,
+        costs: Costs | None = None,
     ) -> None:
         limits = {
             "max_requests": (max_requests, 1),
@@ -99,7 +106,13 @@ class Engine:
         self._memory = Memory(lm.backend, max_batch_tokens, max_cache_tokens)
         self._wakeups = Wakeups()
         self._scheduler = Scheduler(
-            max_requests, max_batch_tokens, max_waiting, max_pass_seconds, self._memory, self._wakeups
+            max_requests,
+            max_batch_tokens,
+            max_waiting,
+            max_pass_seconds,
+            self._memory,
+            self._wakeups,
+            pass_times if costs is None else costs,
         )
         self._thread = EngineThread(self._scheduler, self._wakeups)
 
@@ -140,7 +153,7 @@ class Engine:
             QueueFull: ``max_requests`` and ``max_waiting`` allow no further request at present.
             SpecbeamError: a prompt that is empty or longer than the context, options that do not fit the model, or a
                 draft that cannot draft for it. A priority or a timeout that is no number. The engine is stopping.
-            RuntimeError: an error ended the engine's thread, and nobody has started it again.
+            RuntimeError: an error ended the engine or its thread, and nobody has started it again.
         """
         self._scheduler.check_for_place()  # before all the work
         state = self._state(
@@ -154,7 +167,8 @@ class Engine:
             timeout=timeout,
             source=source,
         )
-        self._thread.add(state)
+        with HeldInterrupts():
+            self._thread.add(state)
         return state.request
 
     def check(
@@ -202,6 +216,7 @@ class Engine:
             cancellations=self._scheduler.cancelled,
             memory=self._memory,
             wakeups=self._wakeups,
+            costs=self._scheduler.costs,
         )
         self._memory.check(state)
         return state
@@ -245,7 +260,14 @@ class Engine:
                 "the engine runs in a thread of its own: wait for its requests, or stop it before you call run() or "
                 "step()"
             )
-        return self._do_round()
+        with self._scheduler.interrupts:
+            try:
+                return self._do_round()
+            except BaseException as error:
+                if self._scheduler.is_changing:
+                    found = type(error).__name__
+                    self._thread.end(f"{found} ended the engine in the middle of its own work: make a new Engine")
+                raise
 
     def start(self) -> Engine:
         """Run the engine in a thread of its own, which sleeps while there are no requests. Returns the engine.
@@ -288,6 +310,7 @@ class Engine:
     @whole_step
     def _round(self) -> bool:
         scheduler = self._scheduler
+        scheduler.is_changing = True
         scheduler.take_new()
         scheduler.end_requests()
         scheduler.admit()
@@ -295,6 +318,7 @@ class Engine:
             if batch := scheduler.still_live(batch):
                 run_pass(batch, scheduler, one_torch_thread=self.lm.backend.has_threads)
         scheduler.drop_done()
+        scheduler.is_changing = False
         return not scheduler.is_empty
 
     @property

@@ -34,7 +34,7 @@ class EngineThread:
         self._has_work = threading.Event()
         self._is_stopping = False  # it takes no new requests
         self._is_cancelling = False  # nothing is evaluated any more
-        self._failure: str | None = None  # how an error ended the thread
+        self._failure: str | None = None  # how an error ended the thread, or the engine
 
     @whole_step
     def start(self, do_round: Callable[[], bool]) -> None:
@@ -64,7 +64,7 @@ class EngineThread:
         Raises:
             QueueFull: there is no place for it.
             SpecbeamError: the thread is stopping.
-            RuntimeError: the thread ended with an error.
+            RuntimeError: an error ended the thread, or the engine.
         """
         with self._lock:
             if self._failure is not None:
@@ -110,12 +110,12 @@ class EngineThread:
                     if self._is_cancelling:
                         self._cancel_all()
                     more = do_round()
-            self._end()
+            self.end()
         except InterpreterEnds:
             pass
         except BaseException as error:
             logger.exception("the engine's thread ended with an error")
-            self._end(f"the engine's thread ended with {type(error).__name__}: {error}. Start the engine again")
+            self.end(f"the engine's thread ended with {type(error).__name__}: {error}. Start the engine again")
 
     def _wait_for_others(self) -> None:
         """Requests that come together share their first pass. Else all but the first would wait for its end."""
@@ -130,7 +130,8 @@ class EngineThread:
         self._scheduler.cancel_all()
 
     @whole_step
-    def _end(self, failure: str | None = None) -> None:
+    def end(self, failure: str | None = None) -> None:
+        """Note that no thread runs any more. After a failure all requests fail, and no further ones are taken."""
         with self._lock:
             self._failure = failure
             self._is_stopping = False

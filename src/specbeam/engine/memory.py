@@ -92,6 +92,11 @@ class Memory:
         slots = sum(cache.used * backend.slot_bytes for backend, cache in list(self._caches.items()))
         return slots + self.source_bytes
 
+    def clear(self) -> None:
+        """Give up all slots of this engine: its requests have failed."""
+        for cache in self._caches.values():
+            cache.clear()
+
     def drop_kept(self, room: int = 0) -> bool:
         """Forget texts that no request holds, of this engine first, until the others fit into this many bytes.
 

@@ -83,12 +83,12 @@ class ModelState:
     def close(self) -> None:
         """Give up the slots."""
         self._peak_slots, self._paused_slots = self.peak_slots, self.used_slots or self._paused_slots
-        if self._reused_tokens is None and self._slots is not None:
-            self._reused_tokens = self._slots.reused
         self.source = self._given_source
-        slots, self._slots = self._slots, None
-        if slots is not None:
-            slots.close()
+        if self._slots is not None:
+            if self._reused_tokens is None:
+                self._reused_tokens = self._slots.reused
+            self._slots.close()
+            self._slots = None
 
     def lose(self, nodes: int) -> None:
         """A pass over some nodes showed that a slot may hold numbers that are not finite: all are to be read again.

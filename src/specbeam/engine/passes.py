@@ -15,9 +15,7 @@ from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
 from specbeam.backends.contract import AheadBackend, EncodingBackend
-from specbeam.engine.costs import pass_times
 from specbeam.engine.failures import forget_frames, is_out_of_memory
-from specbeam.engine.model_state import ModelState
 from specbeam.engine.scheduler import Batch, Scheduler
 from specbeam.selection import Answer
 
@@ -56,7 +54,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
                 alone = _receive_sound(batch, logits, parts, answers, passes - 1)
         # The time includes the use of the logits by the requests: choosing among them has a cost, too.
         seconds = (time.perf_counter() - start) / passes
-        pass_times(backend, ahead=passes > 1).add(sum(len(nodes) for _, nodes in batch), seconds)
+        scheduler.costs(backend, ahead=passes > 1).add(sum(len(nodes) for _, nodes in batch), seconds)
         scheduler.succeeded()
         for part in scheduler.still_live(alone):
             run_pass([part], scheduler, one_torch_thread)
@@ -86,7 +84,10 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], l
     start = time.perf_counter()
     passes = scheduler.passes_at_once(batch)
     if unread := [state for request, _ in batch for state in request.unread_sources]:
-        _encode(cast(EncodingBackend, backend), unread)
+        with scheduler.passing():
+            sources = cast(EncodingBackend, backend).encode([state.unread_source or [] for state in unread])
+        for state, source in zip(unread, sources, strict=True):
+            state.source = source
     segments = [request.segment(nodes, passes - 1) for request, nodes in batch]
     parts = [slice(*ends) for ends in pairwise(accumulate((len(s.wanted) for s in segments), initial=0))]
     wishes = [request.wishes(nodes) for request, nodes in batch]
@@ -96,15 +97,17 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], l
         own_wishes, beams = [wish for _, wish in asked], [request.beams for request, _ in batch]
         every = scheduler.passes_unseen(batch)
         show = partial(_show, batch, scheduler) if every < passes and any(one.is_read for one, _ in batch) else None
-        found = cast(AheadBackend, backend).forward_ahead(
-            segments, own_wishes, beams, passes, ends, scheduler.news, every, show
-        )
+        with scheduler.passing():
+            found = cast(AheadBackend, backend).forward_ahead(
+                segments, own_wishes, beams, passes, ends, scheduler.news, every, show
+            )
         logits, passes = NO_LOGITS, len(found[0].tokens) // len(segments[0].tokens)
     else:
-        logits = backend.forward(segments)
-        found = backend.choose(logits, asked) if asked else []
-        if logits.is_cuda and not asked:  # answers wait for the device
-            torch.cuda.synchronize(logits.device)
+        with scheduler.passing():
+            logits = backend.forward(segments)
+            found = backend.choose(logits, asked) if asked else []
+            if logits.is_cuda and not asked:  # answers wait for the device
+                torch.cuda.synchronize(logits.device)
     answers = iter(found)
     seconds = time.perf_counter() - start
     together = sum(len(s.tokens) for s in segments)
@@ -139,13 +142,6 @@ def _show(batch: Batch, scheduler: Scheduler, answers: list[Answer]) -> None:
         if request.is_read and request.can_show(nodes):
             request.show(answer)
     scheduler.wakeups.send(in_round=True)
-
-
-def _encode(backend: EncodingBackend, states: list[ModelState]) -> None:
-    """Let the encoder read the prompts of several requests."""
-    sources = backend.encode([state.unread_source or [] for state in states])
-    for state, source in zip(states, sources, strict=True):
-        state.source = source
 
 
 def _one_thread() -> Any:

@@ -46,12 +46,9 @@ class Queue:
     def take_new(self) -> Iterator[RequestState]:
         """Give new requests their places, and yield them."""
         while self._new:
-            request = self._new[0]
-            line = self._lines.setdefault(request.priority, deque())
-            if not line or line[-1].number < request.number:  # else an interrupt came before the last statement
-                line.append(request)
+            request = self._new.popleft()
+            self._lines.setdefault(request.priority, deque()).append(request)
             yield request
-            self._new.popleft()
 
     def put_back(self, request: RequestState) -> None:
         """Queue a paused request again, at its old place."""

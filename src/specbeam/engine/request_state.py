@@ -18,7 +18,7 @@ from specbeam.backends.contract import Backend, Segment
 from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.alternatives import Alternatives
 from specbeam.drafting.retokenizing import RetokenizingDrafter
-from specbeam.engine.costs import SharedCost, pass_times
+from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafters import Draft, make_drafter
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.model_state import ModelState
@@ -65,6 +65,7 @@ class RequestState:
         cancellations: deque[RequestState],
         memory: Memory,
         wakeups: Wakeups,
+        costs: Costs,
     ) -> None:
         self.number = self.overtaken = self.last_turn = 0
         self.priority = priority
@@ -72,7 +73,7 @@ class RequestState:
         self.drafting = False
         self.pending = NO_NODES
         self._lm = lm
-        self._setup = setup = make_setup(lm, prompt_ids, options)
+        self._setup = setup = make_setup(lm, prompt_ids, options, costs)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
         num_beams, num_texts = setup.options.num_beams, setup.options.num_texts
@@ -80,11 +81,11 @@ class RequestState:
         self._target_costs, self._draft_costs = [setup.cost, setup.plain_cost] if num_beams > 1 else [], []
         self._drafter = None
         if draft is not None:
-            cost, draft_cost = SharedCost(pass_times(lm.backend), num_beams), None
-            plain_cost = SharedCost(pass_times(lm.backend, setup.goes_ahead), num_beams)
+            cost, draft_cost = SharedCost(costs(lm.backend), num_beams), None
+            plain_cost = SharedCost(costs(lm.backend, setup.goes_ahead), num_beams)
             self._target_costs = [setup.cost, setup.plain_cost, cost, plain_cost]
             if isinstance(draft, LanguageModel):
-                self._draft_costs.append(draft_cost := SharedCost(pass_times(draft.backend), 1))
+                self._draft_costs.append(draft_cost := SharedCost(costs(draft.backend), 1))
             make = partial(make_drafter, setup, lm, draft, len(prompt_ids), draft_cost=draft_cost, room=room)
             self._drafter = make(cost, plain_cost, num_texts=num_beams)
             if may_be_lazy(setup) and self._drafter.tree is setup.tree:
@@ -134,7 +135,6 @@ class RequestState:
         self._received: list[Tensor] = []
         self._has_read_again = False  # because logits were not finite
         self._show_error: Exception | None = None
-        self._is_torn = False  # whether an interrupt came between the beginning and the end of its own work
 
     @property
     def most_rows(self) -> int:
@@ -186,8 +186,6 @@ class RequestState:
 
     def open(self) -> None:
         """Begin the strategy or, after a pause, evaluate again the nodes that it needs."""
-        if all(state.is_open for state in self._states):
-            return
         with self._failing_alone():
             for state in self._states:
                 state.open()
@@ -233,21 +231,10 @@ class RequestState:
 
     def end_early(self, finish_reason: str) -> None:
         """Make the text so far the result, unless the request is done."""
-        self.end_if_torn()
         if not self.done:
             tree = self._setup.tree
             with self._failing_alone():
                 self._finish([Hypothesis(tree.tip, float(tree.scores(tree.tip)), finish_reason)])
-
-    def end_if_torn(self) -> None:
-        """End the request if an interrupt, such as Ctrl-C, came in the middle of its own work."""
-        if self._is_torn:
-            if self.request.outcome is None:
-                self.request.outcome = SpecbeamError(
-                    "the request was interrupted while it chose its tokens: submit it again"
-                )
-            self._release()
-            self._is_torn = False
 
     def most_ahead(self, nodes: Nodes) -> int:
         """How many further passes its backend may run by itself after one over some pending nodes.
@@ -293,14 +280,7 @@ class RequestState:
         else:
             first, end = self._part.searchsorted((nodes[0], nodes[-1] + 1))
             wanted = nodes.searchsorted(self._part[first:end])
-        self._is_torn = True
-        try:
-            segment = self._state.segment(nodes, wanted, None if self._wish is None else self._wish.vocab, ahead)
-        except Exception:
-            self._is_torn = False
-            raise
-        self._is_torn = False
-        return segment
+        return self._state.segment(nodes, wanted, None if self._wish is None else self._wish.vocab, ahead)
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
         """Take in its latest pass.
@@ -347,12 +327,8 @@ class RequestState:
             answers: to the :meth:`wishes` about these logits.
             ahead: how many further passes the backend has run by itself. The answers have rows for each of them.
         """
-        self._is_torn = True
-        try:
+        with self._failing_alone():
             self._take(nodes, logits, rows, answers, ahead)
-        except Exception as error:
-            self.fail(error)
-        self._is_torn = False
 
     def _take(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer], ahead: int) -> None:
         state = self._state
@@ -430,20 +406,16 @@ class RequestState:
                 f"out of memory with {len(self._setup.tree)} nodes in the request's tree: ask for fewer new tokens, a "
                 "shorter prompt, or a smaller dtype"
             )
-        self._is_torn = True
         self.request.outcome = forget_frames(error)
         self._release()
-        self._is_torn = False
 
     @contextmanager
     def _failing_alone(self) -> Iterator[None]:
-        """An error in here ends this request, and no other. So does an interrupt, before the next pass."""
-        self._is_torn = True
+        """An error in here ends this request, and no other."""
         try:
             yield
         except Exception as error:
             self.fail(error)
-        self._is_torn = False
 
     def make_do(self, memory: Memory) -> None:
         """Get along with the memory, which cannot hold the pending nodes although no other request is live.

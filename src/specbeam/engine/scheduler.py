@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import count, islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.contract import Backend
-from specbeam.engine.costs import TILE_NODES, pass_times
+from specbeam.engine.costs import TILE_NODES, Costs
 from specbeam.engine.memory import Memory
 from specbeam.engine.queue import Queue
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import QueueFull
+from specbeam.interrupts import HeldInterrupts
 from specbeam.tree import Nodes
 
 Batch = list[tuple[RequestState, Nodes]]
@@ -65,8 +68,11 @@ class Scheduler:
 
     Attributes:
         wakeups: of the clients.
+        costs: as given.
         cancelled: requests to be ended before the next pass. Any thread may append to it.
         news: int32 [1], not 0 if something has come since the round began that is to be looked at before the next pass.
+        interrupts: wait while a round of the main thread is not in a pass.
+        is_changing: a round is not in a pass. An error that leaves it then ends the engine.
     """
 
     def __init__(
@@ -77,6 +83,7 @@ class Scheduler:
         max_pass_seconds: float | None,
         memory: Memory,
         wakeups: Wakeups,
+        costs: Costs,
     ) -> None:
         self.max_requests = max_requests
         self.max_batch_tokens = max_batch_tokens
@@ -84,8 +91,11 @@ class Scheduler:
         self.max_pass_seconds = max_pass_seconds
         self.memory = memory
         self.wakeups = wakeups
+        self.costs = costs
         self.news = np.zeros(1, dtype=np.int32)
         self.cancelled = Cancelled(self.news)
+        self.interrupts = HeldInterrupts()
+        self.is_changing = False
         self._queue = Queue()
         self._unfinished: dict[RequestState, None] = {}
         self._next_deadline = math.inf
@@ -152,12 +162,9 @@ class Scheduler:
             self._next_deadline = min(self._next_deadline, request.deadline)
 
     def end_requests(self) -> None:
-        """End requests that were cancelled, whose time is over, or whose own work was interrupted half way."""
+        """End requests that were cancelled, or whose time is over."""
         while self.cancelled:
-            self._end_early(self.cancelled[0], "cancelled")
-            self.cancelled.popleft()
-        for request in self._live:
-            request.end_if_torn()
+            self._end_early(self.cancelled.popleft(), "cancelled")
         if (now := time.monotonic()) >= self._next_deadline:
             for request in list(self._unfinished):  # a copy: any thread may submit another
                 if request.deadline <= now:
@@ -170,10 +177,15 @@ class Scheduler:
             self._end_early(request, "cancelled")
 
     def fail_all(self, failure: str) -> None:
-        """End all requests with an error of their own."""
-        for request in list(self._unfinished):
-            request.fail(RuntimeError(failure))
-            self._unfinished.pop(request, None)
+        """End all requests with an error of their own, and forget all that was read, whatever state it is in."""
+        self.memory.clear()
+        for request in self._unfinished:
+            if not request.done:
+                request.fail(RuntimeError(failure))
+        self._queue = Queue()
+        self._unfinished.clear()
+        self._live.clear()
+        self.is_changing = False
 
     def _end_early(self, request: RequestState, finish_reason: str) -> None:
         request.end_early(finish_reason)
@@ -181,20 +193,16 @@ class Scheduler:
 
     def drop_done(self) -> None:
         """Forget live requests that are done."""
-        done = {request for request in self._live if request.done}
-        for request in done:
+        for request in (done := [request for request in self._live if request.done]):
+            del self._live[request]
             self._unfinished.pop(request, None)
-        live = {request: None for request in self._live if request not in done} if done else self._live
-        if done or not live:
+        if done or not self._live:
             self._is_full = False
-        self._live = live
         self._count_sources()
 
     def admit(self) -> None:
         """Start waiting requests while there is room. While the first does not fit, a few smaller ones may overtake."""
         self.drop_done()
-        for live in self._live:  # an interrupt may have come before it was opened
-            live.open()
         if self._is_full or not self._queue:
             return
         needed = self.memory.held + sum(one.round_bytes for one in self._live)
@@ -204,7 +212,7 @@ class Scheduler:
             request = self._queue.at(place)
             if request is None:
                 break
-            if request.done or request in self._live:  # ended early; or an interrupt came after the next statement
+            if request.done:  # ended early
                 self._queue.remove(request)
             elif self._fits(request, needed, rows):
                 needed += request.round_bytes + request.source_bytes
@@ -290,10 +298,22 @@ class Scheduler:
     def _reading_nodes(self, backend: Backend, others: int) -> int:
         """The most nodes of prompts for a pass beside other nodes, so that these do not wait for long."""
         assert self.max_pass_seconds is not None
-        without = pass_times(backend, ahead=True)
+        without = self.costs(backend, ahead=True)
         least = without.expected(max(1, others)) if without.knows(others) else 0.0
         seconds = max(self.max_pass_seconds, least / (1 - MIN_READING_SHARE))
-        return max(TILE_NODES, pass_times(backend).nodes_within(seconds) - others)
+        return max(TILE_NODES, self.costs(backend).nodes_within(seconds) - others)
+
+    @contextmanager
+    def passing(self) -> Iterator[None]:
+        """A pass runs in here. It can be repeated, so it may be left at any moment."""
+        self.is_changing = False
+        try:
+            with self.interrupts.released():
+                yield
+        except Exception:  # it goes to the requests
+            self.is_changing = True
+            raise
+        self.is_changing = True
 
     def passes_at_once(self, batch: Batch) -> int:
         """How many passes the backend may run by itself. Each is over the tokens that the one before has chosen.
@@ -308,7 +328,7 @@ class Scheduler:
         if most > 1:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)
-            most = min(most, int(seconds / pass_times(backend, ahead=True).expected(nodes)))
+            most = min(most, int(seconds / self.costs(backend, ahead=True).expected(nodes)))
             if read := [one for one in batch if one[0].is_read]:
                 unseen = self.passes_unseen(batch)
                 can_show = all(request.can_show(nodes) for request, nodes in read)
@@ -322,7 +342,7 @@ class Scheduler:
     def passes_unseen(self, batch: Batch) -> int:
         """After how many passes that go ahead the tokens of texts that somebody reads are to be handed out."""
         nodes = sum(len(nodes) for _, nodes in batch)
-        times = pass_times(batch[0][0].backend, ahead=True)
+        times = self.costs(batch[0][0].backend, ahead=True)
         return 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1
 
     def _count_sources(self) -> None:

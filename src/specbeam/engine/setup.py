@@ -8,7 +8,7 @@ from specbeam.decoding.processors import Processors, check_token_ids, processors
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes, some_seed, warpers_of
-from specbeam.engine.costs import SharedCost, pass_times
+from specbeam.engine.costs import Costs, SharedCost
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.options import Options
@@ -41,7 +41,7 @@ class Setup:
     plain_cost: SharedCost
 
 
-def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Setup:
+def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs: Costs) -> Setup:
     """Check the options against the model, and make what strategy and drafter work with.
 
     Raises:
@@ -77,7 +77,7 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options) -> Se
         wish=Wishes(process, *((warpers_of(options), some_seed(options.seed)) if options.samples else ())),
         stop=stop,
         record=Record(tree, lm.decode_token if options.trace else None),
-        cost=SharedCost(pass_times(backend), 1),
+        cost=SharedCost(costs(backend), 1),
         goes_ahead=goes_ahead,
-        plain_cost=SharedCost(pass_times(backend, goes_ahead), 1),
+        plain_cost=SharedCost(costs(backend, goes_ahead), 1),
     )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from specbeam.backends.contract import Backend, Segment
 from specbeam.engine.prefixes import common_length
 from specbeam.engine.runs import BLOCK_SLOTS
-from specbeam.engine.store import EngineCache, store_of, whole_change
+from specbeam.engine.store import EngineCache, locked, store_of
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 NOWHERE = -1
@@ -58,7 +58,8 @@ class Slots:
         self._trunk = np.empty(len(tree) + 64, dtype=np.int64)  # slots by position
         self._placed = 0  # nodes of the trunk that have got slots, which are in _trunk
         self._unseen = 0  # the first ones of these, which lost their slots because no later node sees them
-        self._finalizer = self.store.join(self)
+        self._owner = self.cache.number  # of its slots, unless the engine has given up all of them
+        self.store.places[id(tree)] = self
 
     @property
     def held(self) -> NDArray[np.int64]:
@@ -198,7 +199,7 @@ class Slots:
         if self.left < read:
             self.leave_text(self.tree.trunk[:read])
 
-    @whole_change
+    @locked
     def leave_text(self, path: Nodes) -> None:
         """Leave the beginning of a text that has slots to other trees. ``path`` are its nodes from the root on."""
         if self.shares:
@@ -223,8 +224,7 @@ class Slots:
             self._trunk[: self._placed] = self._slot[self.tree.trunk[: self._placed]]
             own = own[is_other & (own != NOWHERE)]
             self._count(int(np.count_nonzero(is_other)) - len(own))
-            if len(free := self.cache.let_go(own)):
-                self.store.runs.give_back(free)
+            self.store.give_back(self.cache.let_go(own))
 
     def waits(self, others: Iterable[Slots]) -> bool:
         """Whether another tree is about to read the same tokens, so that this one should wait for them.
@@ -258,17 +258,13 @@ class Slots:
                     farthest, most = other, common
         return None if farthest is None else (farthest, most)
 
-    @whole_change
+    @locked
     def close(self) -> None:
         """Give back all slots."""
-        held, self._slot = self.held, np.full(len(self.tree), NOWHERE, dtype=np.int64)
-        self._placed = self.used = 0
-        self.is_closed = True
-        free = np.concatenate([self.cache.let_go(held), np.array(self.lent, dtype=np.int64)])
-        self.lent = []
-        if len(free):
-            self.store.runs.give_back(free)
-        self._finalizer.detach()
+        if self._owner == self.cache.number:
+            self.store.give_back(np.concatenate([self.cache.let_go(self.held), np.array(self.lent, dtype=np.int64)]))
+        self._slot = np.full(len(self.tree), NOWHERE, dtype=np.int64)
+        self.lent, self._placed, self.used, self.is_closed = [], 0, 0, True
 
     def _begin(self, node: int) -> None:
         """Begin with the ancestors of the first node that is asked for, up to the last one that was read before."""
@@ -278,7 +274,7 @@ class Slots:
             self._find(path[:-1])
             self.free_unseen(NO_NODES)
 
-    @whole_change
+    @locked
     def _find(self, path: Nodes) -> None:
         """Take the slots of tokens that were read before. ``path`` are nodes from the root on."""
         slots = self.cache.prefixes.find(self.tree.tokens(path))
@@ -286,13 +282,13 @@ class Slots:
         self._follow_trunk()
         self.reused = max(self.reused, len(slots))
 
-    @whole_change
+    @locked
     def _lend_ahead(self, count: int) -> Nodes:
         """Have slots at hand for nodes that the tree does not have yet."""
         self._lend(count)
         return self._next_lent(count)
 
-    @whole_change
+    @locked
     def place_ahead(self, count: int) -> None:
         """The backend has gone on by itself: the nodes that the tree gets next lie in the slots that are lent next."""
         first = len(self.tree)
@@ -304,25 +300,24 @@ class Slots:
         self.cache.used += count
         self._count(count)
 
-    @whole_change
+    @locked
     def _place_next(self, nodes: Nodes) -> Nodes:
         """The same as :meth:`_place` for the next node of a text without branches, in a few operations."""
         self._has_begun = True
         at = self._placed
         if not self.lent:
-            self.lent = self.store.lend(1, int(self._trunk[at - 1]))[::-1]
+            self.lent = self.store.lend(1, int(self._trunk[at - 1]), self._owner)[::-1]
         if at == len(self._trunk):
             self._trunk = np.resize(self._trunk, 2 * at)
-        slot = self.lent[-1]
+        slot = self.lent.pop()
         self._slot[nodes[0]] = self._trunk[at] = slot
         self.store.references[slot] = 1
-        self.lent.pop()
         self._placed = at + 1
         self.cache.used += 1
         self._count(1)
         return nodes
 
-    @whole_change
+    @locked
     def _place(self, nodes: Nodes) -> Nodes:
         """Give slots to nodes without one, and return these."""
         homeless = nodes[self._slot[nodes] == NOWHERE]
@@ -342,12 +337,12 @@ class Slots:
         """Have at least this many slots at hand."""
         if len(self.lent) < count:
             last = self.lent[0] if self.lent else int(self._trunk[self._placed - 1]) if self._placed else NOWHERE
-            self.lent = [*reversed(self.store.lend(count - len(self.lent), last)), *self.lent]
+            self.lent = [*reversed(self.store.lend(count - len(self.lent), last, self._owner)), *self.lent]
 
     def _next_lent(self, count: int) -> Nodes:
         return np.array(self.lent[: -count - 1 : -1], dtype=np.int64)
 
-    @whole_change
+    @locked
     def _release(self, nodes: Nodes) -> None:
         slots = self._slot[nodes]
         self._slot[nodes] = NOWHERE
@@ -355,7 +350,7 @@ class Slots:
         self._count(-len(slots))
         if len(self.lent) > MAX_LENT_SLOTS:
             spare, self.lent = self.lent[:-BLOCK_SLOTS], self.lent[-BLOCK_SLOTS:]
-            self.store.runs.give_back(np.array(spare))
+            self.store.give_back(np.array(spare))
 
     def _count(self, more: int) -> None:
         self.used += more

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from functools import wraps
+from itertools import count
 from threading import Lock
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
-from weakref import WeakKeyDictionary, WeakSet
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,82 +17,59 @@ from numpy.typing import NDArray
 from specbeam.backends.contract import Backend
 from specbeam.engine.prefixes import Prefixes
 from specbeam.engine.runs import FreeRuns
-from specbeam.whole_steps import whole_step
 
 if TYPE_CHECKING:
     from specbeam.engine.slots import Slots
     from specbeam.tree import Nodes, Tree
 
 Ints = NDArray[np.int64]
+NOBODY = 0
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-class _OfStore(Protocol):
-    store: Store
-
-
-Owner = TypeVar("Owner", bound=_OfStore)
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def whole_change(method: Callable[Concatenate[Owner, P], R]) -> Callable[Concatenate[Owner, P], R]:
-    """A method that changes who holds what, in one thread at a time.
-
-    An interrupt such as Ctrl-C may come between any two statements. Then the next change counts everything anew.
-    """
+def locked(method: Method) -> Method:
+    """A method that changes who holds what, in one thread at a time."""
 
     @wraps(method)
-    def changed(self: Owner, *args: P.args, **kwargs: P.kwargs) -> R:
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
         store = self.store
         with store.lock:
-            if store.is_torn or store.has_lost:
-                store.count_anew()
-            store.is_torn = True
-            result = method(self, *args, **kwargs)
-            store.is_torn = False
-            return result
+            try:
+                store.free_lost()
+                return method(self, *args, **kwargs)
+            except BaseException:  # another engine's free slots must not depend on where it was raised
+                store.find_free()
+                raise
 
-    return changed  # type: ignore[return-value]  # functools.wraps keeps the name of the first argument
+    return cast(Method, changed)
 
 
 class Store:
     """The slots of one backend.
 
-    A slot is free, or lent to one tree, or held by trees, or it keeps a text that no tree holds. All trees that hold
-    a slot, and the text that it keeps, are of one engine.
+    A slot is free, or an engine owns it. Then the slot is lent to one tree, or held by trees, or it keeps a text that
+    no tree holds.
 
     Attributes:
+        owners: by slot, the number of the engine's cache that owns it, or ``NOBODY``.
         references: by slot, how many trees hold it.
         kept: by slot, whether an engine remembers the text that it belongs to.
         runs: the free slots.
-        is_torn: a change has begun and has not ended. After an interrupt nobody ends it.
-        has_lost: a tree or an engine is gone, and has not given its slots back.
+        places: where the nodes of trees lie, by ``id(tree)``.
+        numbers: of further caches.
+        lost: numbers of caches that are gone. Their finalizers must not wait for the lock.
     """
 
     def __init__(self) -> None:
         self.lock = Lock()
-        self.is_torn = self.has_lost = False
+        self.owners = np.zeros(0, dtype=np.int64)
         self.references = np.zeros(0, dtype=np.int32)
         self.kept = np.zeros(0, dtype=bool)
         self.runs = FreeRuns()
-        self._caches: WeakSet[EngineCache] = WeakSet()
-        self._trees: WeakSet[Slots] = WeakSet()
+        self.places: WeakValueDictionary[int, Slots] = WeakValueDictionary()
+        self.numbers = count(NOBODY + 1)
+        self.lost: deque[int] = deque()
         self._reserved = 0
-
-    @whole_step
-    def join(self, who: Slots | EngineCache) -> weakref.finalize[[], Any]:
-        """Know of a tree or an engine. If it is forgotten elsewhere, its slots become free.
-
-        Returns: the call that makes them free. Whoever gives its slots back itself detaches it.
-        """
-        with self.lock:  # another thread may be counting
-            (self._caches if isinstance(who, EngineCache) else self._trees).add(who)  # type: ignore[arg-type]
-        finalizer = weakref.finalize(who, self._lose)
-        finalizer.atexit = False
-        return finalizer
-
-    def _lose(self) -> None:
-        self.has_lost = True
 
     def reserve(self, backend: Backend) -> None:
         """Let the backend have room for all slots that are not free.
@@ -106,70 +85,78 @@ class Store:
     def in_use(self) -> int:
         """Slots that trees hold, or that keep a text."""
         with self.lock:
-            if self.is_torn or self.has_lost:
-                self.count_anew()
-                self.is_torn = False
+            self.free_lost()
             return int(np.count_nonzero((self.references > 0) | self.kept))
 
     def slots_of(self, tree: Tree, nodes: Nodes) -> Ints:
         """Where keys and values of nodes lie, int64 [n], while the tree's request is live; -1 for a node without."""
-        with self.lock:
-            (found,) = [one for one in self._trees if one.tree is tree and not one.is_closed]
-        return found.at(nodes)
+        return self.places[id(tree)].at(nodes)
 
-    # The rest is called by whole changes.
+    # The rest is called with the lock.
 
-    def lend(self, count: int, after: int) -> list[int]:
+    def lend(self, count: int, after: int, owner: int) -> list[int]:
         """Hand out free slots. The first of them follows another slot, if that is easy."""
         lent = self.runs.take(count, after)
-        if self.runs.end > len(self.references):
+        if self.runs.end > (size := len(self.owners)):
             room = 2 * self.runs.end
-            self.references = np.concatenate([self.references, np.zeros(room - len(self.references), dtype=np.int32)])
-            self.kept = np.concatenate([self.kept, np.zeros(room - len(self.kept), dtype=bool)])
+            self.owners, self.references, self.kept = (
+                np.concatenate([one, np.zeros(room - size, one.dtype)])
+                for one in (self.owners, self.references, self.kept)
+            )
+        self.owners[lent] = owner
         return lent
 
-    def count_anew(self) -> None:
-        """Find out again who holds what. After an interrupt, the engines' texts are forgotten."""
-        was_torn, self.has_lost = self.is_torn, False
-        self.is_torn = True
-        size = max(len(self.references), len(self.kept))  # an interrupt may come before the second of them grows
-        self.references, self.kept = np.zeros(size, dtype=np.int32), np.zeros(size, dtype=bool)
-        is_lent = np.zeros(len(self.references), dtype=bool)
-        trees = list(self._trees)
-        for cache in list(self._caches):
-            if was_torn:
-                cache.prefixes = Prefixes()
-            self.kept[cache.prefixes.slots()] = True
-            held = [tree.held for tree in trees if tree.cache is cache]
-            for slots in held:
-                self.references[slots] += 1
-            cache.used = len(np.unique(np.concatenate(held))) if held else 0
-            cache.kept = int(np.count_nonzero(self.references[cache.prefixes.slots()] == 0))
-        for tree in trees:
-            tree.lent = [slot for slot in tree.lent if not self.references[slot]]  # it may have got a node just now
-            is_lent[tree.lent] = True
-        taken = np.flatnonzero(is_lent | self.kept | (self.references > 0))
-        self.runs = FreeRuns()
-        self.runs.end = int(taken.max(initial=-1)) + 1
-        is_free = np.ones(self.runs.end, dtype=bool)
-        is_free[taken] = False
-        if is_free.any():
-            self.runs.give_back(np.flatnonzero(is_free))
+    def give_back(self, slots: Ints) -> None:
+        """Take slots back that no tree holds, and that keep no text."""
+        if len(slots):
+            self.owners[slots] = NOBODY
+            self.runs.give_back(slots)
+
+    def free(self, owner: int) -> None:
+        """Take back all slots of an engine."""
+        is_its = self.owners == owner
+        self.references[is_its], self.kept[is_its], self.owners[is_its] = 0, False, NOBODY
+        self.find_free()
+
+    def free_lost(self) -> None:
+        """Take back the slots of engines that are gone."""
+        while self.lost:
+            self.free(self.lost[0])
+            self.lost.popleft()
+
+    def find_free(self) -> None:
+        """Find the free slots by their owners."""
+        runs = FreeRuns()
+        runs.end = int(np.flatnonzero(self.owners).max(initial=-1)) + 1
+        if len(free := np.flatnonzero(self.owners[: runs.end] == NOBODY)):
+            runs.give_back(free)
+        self.runs = runs
 
 
 class EngineCache:
     """The part of a store that one engine holds: the slots of its trees, and texts that it remembers.
 
     Attributes:
+        number: the owner of its slots in the store.
         used: slots that trees hold.
         kept: slots of texts that no tree holds.
     """
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self._begin()
+
+    def _begin(self) -> None:
         self.used = self.kept = 0
         self.prefixes = Prefixes()
-        store.join(self)
+        self.number = next(self.store.numbers)
+        weakref.finalize(self, self.store.lost.append, self.number).atexit = False
+
+    @locked
+    def clear(self) -> None:
+        """Give back all slots, also slots that trees hold. These trees may only be closed."""
+        self.store.free(self.number)
+        self._begin()
 
     def hold(self, slots: Ints) -> None:
         """Count slots for one more tree, int64 [n]."""
@@ -193,22 +180,21 @@ class EngineCache:
         """Remember a text, int64 [n] each. A tree holds its slots."""
         self.store.kept[self.prefixes.add(tokens, slots)] = True
 
-    @whole_change
+    @locked
     def shared(self, tokens: Ints) -> int:
         """How many slots of the remembered beginning of a text, int64 [n], trees hold."""
         slots = self.prefixes.find(tokens, is_used=False)
         return int(np.count_nonzero(self.store.references[slots]))
 
-    @whole_change
+    @locked
     def drop_kept(self, least: int) -> int:
         """Forget what was not used for the longest time, until this many slots are free. Return how many there are."""
         before = self.kept
         for gone in self.prefixes.drop(min(least, before), self.store.references):
             self.store.kept[gone] = False
             free = gone[self.store.references[gone] == 0]
-            if len(free):
-                self.kept -= len(free)
-                self.store.runs.give_back(free)
+            self.kept -= len(free)
+            self.store.give_back(free)
         return before - self.kept
 
 

@@ -75,9 +75,13 @@ class Wakeups:
 
 
 def call_all(wakes: Iterable[Wake]) -> None:
-    """Call functions, although one of them fails."""
+    """Call functions, although one of them fails or is interrupted."""
+    wakes = iter(wakes)
     for wake in wakes:
         try:
             wake()
         except Exception:
             logger.exception("a callback of a request failed")
+        except BaseException:
+            call_all(wakes)
+            raise

@@ -1,7 +1,8 @@
 """The steps of one request as transformers' ``generate`` has them: their scores, and the stopping criteria after each.
 
-The request runs as any other. Its record and its rule for the end of a text are wrapped, for its strategy only.
-So guesses of a draft are neither recorded nor shown to a stopping criterion.
+The request runs as any other. :class:`Steps` observes its strategy: the answers of the target, and the steps. A text
+takes a step where its rule for the end is asked, beams where the search does. So guesses of a draft are neither
+recorded nor shown to a stopping criterion.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
 from specbeam.decoding.beam import BeamSearch, beam_search
 from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.record import Record
 from specbeam.decoding.speculative_beam import speculative_beam_search
 from specbeam.decoding.stopping import Stopping
 from specbeam.engine import Setup
@@ -80,36 +80,52 @@ class Steps:
         self._row = row
         self._criteria = StoppingCriteriaList(criteria)
         self._details = details
+        self._has_beams = row.num_beams > 1
+        self._recorded = (details.scores or details.logits) and not self._has_beams
+        self._rows: dict[int, int] = {}  # of the target's latest answer, by node
+        self._latest = torch.empty(0), torch.empty(0)  # scores and logits of these rows
 
     def strategy(self, setup: Setup, drafter: Drafter | None) -> Strategy:
-        """The strategy that the options ask for, with its steps recorded: to be given to ``Engine.submit``."""
-        has_beams = setup.options.num_beams > 1
-        if self._criteria:
-            setup = replace(setup, stop=CriteriaStopping(setup.stop, self._met, one_text=not has_beams))
-        strategy = self._beam_search(setup, drafter) if has_beams else self._one_text(setup, drafter)
-        if self._details.any_logits:
-            strategy = taking_any_logits(strategy)
-        return strategy if self._details.keep is None else self._keeping(setup.tree, strategy)
+        """The strategy that the options ask for, observed: to be given to ``Engine.submit``."""
+        if self._criteria or self._recorded:
+            step = None if self._has_beams else self._step
+            setup = replace(setup, stop=ObservedStopping(setup.stop, self._met, step))
+        strategy = self._beam_search(setup, drafter) if self._has_beams else make_strategy(setup, drafter)
+        return self._observed(setup.tree, strategy)
 
-    def _keeping(self, tree: Tree, strategy: Strategy) -> Strategy:
-        (text,) = yield from strategy
-        assert self._details.keep is not None
-        self.kept = self._details.keep(tree, tree.path(text.node)[tree.prompt_length : -1])
-        return [text]
+    def _observed(self, tree: Tree, strategy: Strategy) -> Strategy:
+        """The same strategy. The target's latest answer is known, and the keys and values of its text are kept."""
+        step = next(strategy)
+        try:
+            while True:
+                if isinstance(step, Evaluate):
+                    step.any_logits |= self._details.any_logits
+                try:
+                    answer = yield step
+                except SpecbeamError as problem:
+                    step = strategy.throw(problem)
+                    continue
+                if self._recorded and isinstance(step, Evaluate) and not step.drafting:
+                    assert step.wish is not None
+                    self._rows = {int(node): row for row, node in enumerate(step.nodes)}
+                    self._latest = changed_rows(answer, step.wish), answer.logits
+                step = strategy.send(answer)
+        except StopIteration as finished:
+            texts: list[Hypothesis] = finished.value
+        if self._details.keep is not None:
+            self.kept = self._details.keep(tree, tree.path(texts[0].node)[tree.prompt_length : -1])
+        return texts
 
-    def _one_text(self, setup: Setup, drafter: Drafter | None) -> Strategy:
-        if not (self._details.scores or self._details.logits):
-            return make_strategy(setup, drafter)
-        rows = KnownRows()
-        record = WatchedRecord(setup.record, lambda node: self._add(*rows.after(int(setup.tree.parents(node)))))
-        return rows.watch(make_strategy(replace(setup, record=cast(Record, record)), drafter))
-
-    def _add(self, scores: Tensor, logits: Tensor) -> None:
-        """Add a step of a single text, float32 [1, vocab] each."""
-        if self._details.scores:
-            self.scores.append(scores.clone())  # else it would keep the logits of the whole pass
-        if self._details.logits:
-            self.logits.append(logits.clone())
+    def _step(self, tree: Tree, node: int) -> bool:
+        """Record the step by which a single text got its last node. Returns whether it meets a stopping criterion."""
+        if self._recorded:
+            row = self._rows[int(tree.parents(node))]
+            scores, logits = (of_all[row : row + 1] for of_all in self._latest)
+            if self._details.scores:
+                self.scores.append(scores.clone())  # else it would keep the logits of the whole pass
+            if self._details.logits:
+                self.logits.append(logits.clone())
+        return bool(self._criteria) and bool(self._met(tree, np.array([node]))[0])
 
     def _beam_search(self, setup: Setup, drafter: Drafter | None) -> Strategy:
         """Our beam search with the candidates of transformers, and with all its places.
@@ -119,12 +135,7 @@ class Steps:
         Raises:
             SpecbeamError: not enough texts come to an end. The result of transformers then depends on the batch.
         """
-
-        def before_step(search: BeamSearch, answer: Answer) -> None:
-            if self._details.scores:
-                self.scores.append(changed_rows(answer, search.wish(search.beams)))
-
-        search = make_search(setup, partial(TransformersBeamSearch, before_step))
+        search = make_search(setup, partial(TransformersBeamSearch, self.scores if self._details.scores else None))
         assert isinstance(search, TransformersBeamSearch)
         search.num_candidates = self._details.num_candidates * search.num_beams
         if drafter is None:
@@ -153,73 +164,9 @@ class Steps:
         return cast(NDArray[np.bool_], met.cpu().numpy())
 
 
-def taking_any_logits(strategy: Strategy) -> Strategy:
-    """The same strategy. It gets the answers about logits that are not finite, too."""
-    step = next(strategy)
-    try:
-        while True:
-            if isinstance(step, Evaluate):
-                step.any_logits = True
-            try:
-                answer = yield step
-            except SpecbeamError as problem:
-                step = strategy.throw(problem)
-            else:
-                step = strategy.send(answer)
-    except StopIteration as finished:
-        hypotheses: list[Hypothesis] = finished.value
-        return hypotheses
-
-
-class KnownRows:
-    """The rows of logits that the target has computed for a strategy, and the scores that were made of them."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, int] = {}  # by node
-        self._scores = self._logits = torch.empty(0)
-
-    def watch(self, strategy: Strategy) -> Strategy:
-        """The same strategy. The rows of its latest wish are known."""
-        step = next(strategy)
-        try:
-            while True:
-                try:
-                    answer = yield step
-                except SpecbeamError as problem:
-                    step = strategy.throw(problem)
-                    continue
-                if isinstance(step, Evaluate) and not step.drafting:
-                    assert step.wish is not None
-                    self._rows = {int(node): row for row, node in enumerate(step.nodes)}
-                    self._scores, self._logits = changed_rows(answer, step.wish), answer.logits
-                step = strategy.send(answer)
-        except StopIteration as finished:
-            hypotheses: list[Hypothesis] = finished.value
-            return hypotheses
-
-    def after(self, node: int) -> tuple[Tensor, Tensor]:
-        """The scores and the logits after a node, float32 [1, vocab] each."""
-        row = self._rows[node]
-        return self._scores[row : row + 1], self._logits[row : row + 1]
-
-
 def changed_rows(answer: Answer, wish: Wish) -> Tensor:
     """The scores of all tokens that a wish makes of the logits, float32 [n, vocab]."""
     return changed(answer.logits, wish, torch.from_numpy(answer.normalizers).to(answer.logits.device))
-
-
-class WatchedRecord:
-    """A record that also hands over the end of a text after each new token."""
-
-    def __init__(self, record: Record, watch: Callable[[int], None]) -> None:
-        self._record = record
-        self._watch = watch
-        self.round = record.round
-
-    def step(self, nodes: Any, scores: Any = None) -> None:
-        (node,) = nodes
-        self._record.step(nodes, scores)
-        self._watch(int(node))
 
 
 def topk(scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
@@ -257,16 +204,16 @@ class TransformersBeamSearch(BeamSearch):
     candidates are few, forbidden ones take places of finished texts.
 
     Args:
-        before_step: called before each step, with the search and the answer.
+        kept: gets the scores of each step. None if nobody asks for them.
     """
 
     top = staticmethod(topk)
     only_possible = False
 
-    def __init__(self, before_step: Callable[[BeamSearch, Answer], None], *args: Any, **options: Any):
+    def __init__(self, kept: list[Tensor] | None, *args: Any, **options: Any):
         super().__init__(*args, **options | {"bounded": False})
         self.needs_rows = True
-        self._before_step = before_step
+        self._kept = kept
         self._of_beams: list[Continued | None] = [None] * self.num_beams
         self._continued: list[int] = []  # beams, by candidate
 
@@ -278,7 +225,8 @@ class TransformersBeamSearch(BeamSearch):
     def step(self, answer: Answer | None, known: Mask | None = None, token_penalties: Any = None) -> bool:
         if answer is None or (known is not None and not known.all()):
             return False
-        self._before_step(self, answer)
+        if self._kept is not None:
+            self._kept.append(changed_rows(answer, self.wish(self.beams)))
         return super().step(answer, known, token_penalties)
 
     def _go_on(self, first: Continuations) -> bool:
@@ -307,28 +255,33 @@ class TransformersBeamSearch(BeamSearch):
         return Continuations(beam, token, best.cpu().numpy(), log_probs.flatten()[chosen].cpu().numpy())
 
 
-class CriteriaStopping(Stopping):
+class ObservedStopping(Stopping):
     """Also ends texts that meet a caller's criterion.
 
     Args:
         stop: without stop strings.
-        met: which of the texts that end at nodes meet a criterion, bool [n].
-        one_text: texts grow one by one. Each call about a text then follows a new token. In beam search ``ended`` is
-            asked once per step, and a call is about the reason why a text has ended.
+        met: which of the texts that end at nodes meet a criterion, bool [n]. Beam search asks once per step.
+        step: takes the step of a single text that ends at a node, and returns whether it meets a criterion. None for
+            beams: there a call is about the reason why a text has ended.
     """
 
-    def __init__(self, stop: Stopping, met: Callable[[Tree, Nodes], NDArray[np.bool_]], one_text: bool) -> None:
+    def __init__(
+        self,
+        stop: Stopping,
+        met: Callable[[Tree, Nodes], NDArray[np.bool_]],
+        step: Callable[[Tree, int], bool] | None,
+    ) -> None:
         super().__init__(stop.eos_token_ids, stop.max_length, (), lambda ids: "")
         self._met = met
-        self._one_text = one_text
+        self._step = step
 
     def ended(self, tree: Tree, nodes: Nodes) -> NDArray[np.bool_]:
         return super().ended(tree, nodes) | self._met(tree, nodes)
 
     def __call__(self, tree: Tree, node: int) -> str | None:
-        met = self._one_text and bool(self._met(tree, np.array([node]))[0])
+        met = self._step is not None and self._step(tree, node)
         return super().__call__(tree, node) or ("stop" if met else None)
 
     def unchanged(self, tree: Tree, node: int) -> int:
-        """0: a criterion is asked about each token."""
+        """0: each token is a step."""
         return 0

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from specbeam.errors import SpecbeamError
-from specbeam.study.old_names import refuse_old_beside_new, with_new_key, with_new_names
 
 ABOVE_STUDY = "study_and_config"
 """The name under which Hydra knows the user's ``config.yaml``."""
@@ -52,8 +51,7 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
     parsed = _parsed(overrides)
     for override in parsed:
         _refuse_hydras(override.key_or_group.replace("/", "."), override.key_or_group)
-    refuse_old_beside_new({o.key_or_group: o.value() for o in parsed if not o.is_delete()})
-    words = [_may_add(with_new_key(str(override.input_line))) for override in parsed]
+    words = [_may_add(str(override.input_line)) for override in parsed]
     search, primary = [], "study"
     if folder is not None:
         if not folder.is_dir():
@@ -84,8 +82,7 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
         raise SpecbeamError(f"a configuration file is not UTF-8 text (byte {error.start:,}): convert it") from error
     except Exception as error:  # Hydra raises ValueError, AssertionError and others for wrong words and files, too
         raise SpecbeamError(f"the configuration cannot be composed: {_one_line(error)}") from error
-    given_last = {word.partition("=")[0].lstrip("+~") for word in words}
-    return with_new_names(cast(dict[str, Any], plain), given_last)
+    return cast(dict[str, Any], plain)
 
 
 def _above_study(own: Any) -> dict[str, Any]:
@@ -110,7 +107,6 @@ def _above_study(own: Any) -> dict[str, Any]:
                 overrides.append({f"override {group}": choice})
                 continue
         plain.append(entry)
-    refuse_old_beside_new(_leaves("", OmegaConf.to_container(own)))
     before = [] if "study" in plain else ["study"]
     after = [] if "_self_" in plain else ["_self_"]
     return {"defaults": [*before, *plain, *after, *overrides], **{str(key): own._get_node(key) for key in own}}

@@ -33,8 +33,8 @@ def of_record(record: Record) -> dict[str, float | None]:
         :func:`quality`. None where there is nothing to measure.
     """
     stats = record["stats"]
-    metrics = {name: stats.get(name) for name in FROM_STATS}  # results of earlier versions lack some
-    metrics |= pieces(record["times"], record.get("piece_tokens"))
+    metrics = {name: stats[name] for name in FROM_STATS}
+    metrics |= pieces(record["times"], record["piece_tokens"])
     metrics["repetition"] = repetition(record["token_ids"])
     metrics |= {f"distinct_{n}": distinct([record["token_ids"]], n) for n in (1, 2)}
     metrics |= diversity(record["beams"])
@@ -57,7 +57,7 @@ FROM_STATS = (
 )
 
 
-def pieces(times: Sequence[float], tokens: Sequence[int] | None) -> dict[str, float | None]:
+def pieces(times: Sequence[float], tokens: Sequence[int]) -> dict[str, float | None]:
     """How steadily a text came, in milliseconds.
 
     Methods that deliver several tokens at once have longer gaps and as many tokens per second. So time is counted per
@@ -65,14 +65,14 @@ def pieces(times: Sequence[float], tokens: Sequence[int] | None) -> dict[str, fl
 
     Args:
         times: when each piece of text came, in seconds.
-        tokens: the tokens of each piece. None for results of earlier versions, which lack them.
+        tokens: the tokens of each piece.
 
     Returns:
         time_per_token: the mean. time_per_token_p95: of all tokens, the 95th percentile. gap_p50 and gap_p95:
         percentiles of the times between pieces.
     """
     gaps = np.diff(times) * 1000
-    of_tokens = np.repeat(gaps / tokens[1:], tokens[1:]) if tokens is not None else np.empty(0)
+    of_tokens = np.repeat(gaps / tokens[1:], tokens[1:])
     return {
         "time_per_token": float(of_tokens.mean()) if len(of_tokens) else None,
         "time_per_token_p95": float(np.percentile(of_tokens, 95)) if len(of_tokens) else None,
@@ -168,7 +168,7 @@ def acceptance_by_position(records: Iterable[Record], confidence: float = 0.95) 
     Position 1 is directly below. "low" and "high" are the ends of Wilson's interval of accepted / drafted (1927), which
     takes guesses for independent.
     """
-    counts = [record["stats"].get("acceptance_by_position") or [] for record in finished(records)]
+    counts = [record["stats"]["acceptance_by_position"] or [] for record in finished(records)]
     found = []
     for position, places in enumerate(zip_longest(*counts, fillvalue=(0, 0)), 1):
         drafted, accepted = (sum(some) for some in zip(*places, strict=True))

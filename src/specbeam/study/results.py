@@ -20,7 +20,6 @@ from specbeam.jobs.atomic import replacing, write_whole
 from specbeam.jobs.journal import Entry, Journal, entries_in
 from specbeam.jobs.lock import locked
 from specbeam.recording import Event
-from specbeam.study.old_names import OLD_MODES
 
 Record = dict[str, Any]
 GENERATIONS, SCORES, RECORDINGS, FINGERPRINT, CONFIG, SUMMARY = (
@@ -179,25 +178,11 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Record], dict[str, Any]]:
     fingerprint = read_fingerprint(folder)
     if fingerprint is None:
         raise SpecbeamError(f"{folder} is no run folder: it has no {FINGERPRINT}")
+    checked(fingerprint, ("config",), folder / FINGERPRINT)
     generations, scored = folder / GENERATIONS, folder / SCORES
     records = {checked(r, RECORD_KEYS, generations)["key"]: r for r, _ in entries_in(generations)}
     scores = {checked(e, ("key", "scores"), scored)["key"]: e["scores"] for e, _ in entries_in(scored)}
-    return (fingerprint, *_with_new_names([*records.values()], scores))
-
-
-def _with_new_names(records: list[Record], scores: dict[str, Any]) -> tuple[list[Record], dict[str, Any]]:
-    """Generations and scores of a run from before a mode had its present name. Runs of both times can be compared."""
-    for old, new in OLD_MODES.items():
-        of_mode = [record for record in records if record["mode"] == old]
-        renames = bool(of_mode) and all(record["method"] != new for record in records)
-        for record in of_mode:
-            record["mode"] = new
-            if renames and record["method"] == old:
-                key = record["key"]
-                record |= {"method": new, "key": new + key.removeprefix(old)}
-                if key in scores:
-                    scores[record["key"]] = scores.pop(key)
-    return records, scores
+    return fingerprint, [*records.values()], scores
 
 
 @contextmanager

@@ -17,7 +17,6 @@ from specbeam.jobs.crew import Crew
 from specbeam.jobs.launchers import crew_on_ray, run_here
 from specbeam.study.config import Study, check, methods
 from specbeam.study.data import Row, local_file, read_rows
-from specbeam.study.old_names import with_new_names
 from specbeam.study.progress import Progress
 from specbeam.study.results import (
     SUMMARY,
@@ -156,19 +155,15 @@ def header(study: Study, about: Mapping[str, Any], records: Sequence[Record]) ->
 
 
 def summary_of(folder: Path) -> dict[str, Any]:
-    """The summary of a run, which may still be going on, or be of an earlier version.
+    """The summary of a run, which may still be going on.
 
     Raises:
         SpecbeamError: the folder holds no run, or a file in it is damaged.
     """
     about, records, scores = read(folder)
-    if isinstance(summary := read_json(folder / SUMMARY), dict) and "fastest" in summary:
+    if isinstance(summary := read_json(folder / SUMMARY), dict):
         return summary
-    try:
-        study = check(with_new_names(about["config"]))
-    except (SpecbeamError, KeyError, TypeError):  # a configuration of an earlier version, which is refused today
-        return summarize(records, scores)
-    return _summarize(study, records, scores)
+    return _summarize(check(about["config"]), records, scores)
 
 
 def _generate(

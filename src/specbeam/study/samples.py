@@ -172,10 +172,10 @@ def shown_round(place: int, entry: Mapping[str, Any], beams: bool) -> Round:
 
 
 def ahead(entry: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
-    """The beams that are ahead of the steps of a round, shortest first. Traces of earlier versions lack them."""
+    """The beams that are ahead of the steps of a round, shortest first."""
     lengths: dict[int, int] = {}
     found: list[list[Mapping[str, Any]]] = []
-    for beam in entry.get("ahead", []):
+    for beam in entry["ahead"]:
         length = lengths[beam["node"]] = lengths.get(beam["after"], -1) + 1
         found += [[]] * (length == len(found))
         found[length] = [*found[length], beam]

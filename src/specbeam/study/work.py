@@ -111,8 +111,8 @@ class Work:
             token_ids = tokenize(lm.tokenizer, record["text"], add_special_tokens=False).input_ids
         if not token_ids:
             return None
-        log_prob = record["beams"][0].get("log_prob") if name == "target" else None  # earlier versions kept none
-        if log_prob is None:
+        log_prob = record["beams"][0]["log_prob"]
+        if name != "target":
             ((_, log_prob, _),) = score(lm, [(encode(lm, prompt, **how), list(token_ids))])
         return math.exp(-log_prob / len(token_ids))
 

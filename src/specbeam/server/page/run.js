@@ -141,7 +141,7 @@ export class Run {
 
   decide(event) {
     if (!event.drafted.length) this.rounds++;
-    for (const id of event.evaluated || []) {
+    for (const id of event.evaluated) {
       const node = this.nodes.get(id);
       if (node) this.evaluate(node);
       else if (this.root) this.evaluatedBeams++; // a place that no possible text takes
@@ -153,9 +153,8 @@ export class Run {
       const kept = new Set(this.beams), column = this.columns[this.beams[0].depth];
       for (const node of column) if (node.rank >= 0 && !kept.has(node)) this.setBelow(node, column); // it was ahead, and the search went back
       this.sort(column);
-      if (!event.evaluated) this.beams.forEach((node) => this.evaluate(node)); // recordings of earlier versions do not tell
     }
-    for (const beam of possible(event.ahead || [])) {
+    for (const beam of possible(event.ahead)) {
       const known = this.nodes.get(beam.node);
       if (known && known.rank >= 0) continue;
       const column = this.columns[this.nodes.get(beam.after).depth + 1] || [];
