@@ -474,7 +474,7 @@ class Row {
           const F32 bound = below(best.bound);
           U32 words[2];
           philox.group(group, words[0], words[1]);
-          for (int half = 0; half < 2; half++) {
+          for (int half = 0; half < 2 && group + half * LANES < end; half++) {
             const int64_t at = group + half * LANES;
             const F32 some = load_scores(scores + at, end - at);
             each_bit(bits(may_pass(some, words[half], bound)), [&](int lane) {
