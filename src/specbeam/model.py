@@ -136,13 +136,13 @@ def _choose_backend(checkpoint: Checkpoint, placement: Placement) -> tuple[str, 
         _ = checkpoint.config
     except Unsupported as error:
         return "transformers", error
-    from specbeam.backends.cpu.library import library
+    from specbeam.backends.cpu.library import choose_isa, library
     from specbeam.backends.devices import choose_device
 
     if placement.quantize == "auto" and (placement.dtype != "auto" or choose_device(placement.device).type != "cpu"):
         return "torch", None
     try:
-        library()
+        library(choose_isa())
         return "cpu", None
     except SpecbeamError as error:
         if placement.quantize != "auto":
