@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.contract import Segment
-from specbeam.engine.slots import Slots
-from specbeam.engine.store import EngineCache, store_of
+from specbeam.cache.pool import EngineCache
+from specbeam.cache.slots import Slots
 from specbeam.errors import NotFinite, SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.prompts import encode
@@ -53,7 +53,7 @@ def score(
     lengths = [sum(map(len, texts[numbers[0]])) for numbers in waiting]
     waiting.rotate(-lengths.index(max(lengths)) if lengths else 0)
     live: list[Continuations] = []
-    cache = EngineCache(store_of(lm.backend))
+    cache = EngineCache(lm.backend)
     while waiting or live:
         for tree in _round(lm, texts, waiting, live, cache, max_contexts, max_batch_tokens):
             yield from zip(tree.numbers, tree.log_probs.tolist(), tree.greedy.tolist(), strict=True)
@@ -76,7 +76,7 @@ def _round(
     batch: list[tuple[Continuations, Nodes]] = []
     room = max_batch_tokens
     for place, tree in enumerate(live):
-        if not tree.waits_for(live[:place]) and len(nodes := tree.pending[:room]):
+        if not tree.await_prefix(live[:place]) and len(nodes := tree.pending[:room]):
             batch.append((tree, nodes))
             room -= len(nodes)
     if batch:
@@ -98,7 +98,7 @@ def _round(
     for tree in finished:
         tree.close()
     if finished:  # the next context may begin as the last one does
-        cache.drop_kept(cache.kept - max(tree.context_length for tree in finished))
+        cache.evict(cache.kept - max(tree.context_length for tree in finished))
     return finished
 
 
@@ -153,18 +153,18 @@ class Continuations:
                     (node,) = tree.guess(node, whole[depth]).tolist()
         self._after, self._tokens, self._texts = np.array(sorted(scored), dtype=np.int64).reshape(-1, 3).T
         self._slots = Slots(tree, lm.backend, cache, shares=True)
-        self.pending = self._slots.missing(self._after) if scored else self._after
+        self.pending = self._slots.prepare(self._after) if scored else self._after
 
-    def waits_for(self, others: Sequence[Continuations]) -> bool:
-        """Whether another tree is about to read the same tokens, so that this one should wait for them.
+    def await_prefix(self, others: Sequence[Continuations]) -> bool:
+        """Wait for another tree that is about to read the same tokens. Returns whether to wait.
 
         Args:
             others: trees that began before this one.
         """
         if self._slots.is_fresh:
-            if self._slots.waits(other._slots for other in others):
+            if self._slots.await_prefix(other._slots for other in others):
                 return True
-            self.pending = self._slots.missing(self._after)
+            self.pending = self._slots.prepare(self._after)
         return False
 
     def segment(self, nodes: Nodes) -> Segment:
@@ -182,8 +182,7 @@ class Continuations:
         """Take the answer about some pending nodes."""
         tokens, texts, rows, columns = self._scored(nodes)
         self.pending = self.pending[len(nodes) :]
-        self._slots.leave(self.pending)
-        self._slots.free_unseen(self.pending)
+        self._slots.evaluated(self.pending)
         if len(tokens):
             assert answer.given is not None
             np.add.at(self.log_probs, texts, answer.given[rows, columns].astype(np.float64))
