@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbeam.cache.pool import EngineCache, FreeList, pool_of
+from specbeam.cache.pool import NOBODY, EngineCache, FreeList, pool_of
 from specbeam.cache.slots import Slots
 from specbeam.tree import NO_NODES, Tree
 from tests.conftest import examples, lines_run
@@ -156,7 +156,7 @@ def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data, window):
             assert cache.evict(least) >= min(least, before)
             assert cache.kept <= max(0, before - least)
         if data.draw(st.integers(0, 5)) == 0:
-            pool.find_free()
+            pool.free_all(NOBODY)
     for tree in trees:
         tree.slots.close()
     assert cache.used == 0

@@ -110,11 +110,12 @@ def locked(method: Method) -> Method:
         pool = self.pool
         with pool.lock:
             try:
-                if pool.lost:
-                    pool.free_lost()
+                while pool.lost:
+                    pool.free_all(pool.lost[0])
+                    pool.lost.popleft()
                 return method(self, *args, **kwargs)
             except BaseException:  # another engine's free slots must not depend on where it was raised
-                pool.find_free()
+                pool.free_all(NOBODY)
                 raise
 
     return cast(Method, changed)
@@ -181,19 +182,9 @@ class Pool:
             self.free.give_back(slots)
 
     def free_all(self, owner: int) -> None:
-        """Free all slots of an engine."""
+        """Free all slots of an engine, and make the free list anew."""
         is_its = self.owners == owner
         self.references[is_its], self.cached[is_its], self.owners[is_its] = 0, False, NOBODY
-        self.find_free()
-
-    def free_lost(self) -> None:
-        """Free the slots of engines that are gone."""
-        while self.lost:
-            self.free_all(self.lost[0])
-            self.lost.popleft()
-
-    def find_free(self) -> None:
-        """Make the free list anew, of the slots without an owner."""
         free = FreeList()
         free.end = int(np.flatnonzero(self.owners).max(initial=-1)) + 1
         if len(slots := np.flatnonzero(self.owners[: free.end] == NOBODY)):
@@ -247,7 +238,7 @@ class EngineCache:
         return gone[~stays]
 
     def keep(self, tokens: Ints, slots: Ints) -> None:
-        """Cache a sequence whose slots a tree holds, int64 [n] each. Called with the lock."""
+        """Cache a sequence in slots that trees hold, int64 [n] each. Called with the lock."""
         self.pool.cached[self.prefixes.add(tokens, slots)] = True
 
     def held(self, tokens: Ints) -> int:

@@ -103,7 +103,7 @@ class PrefixCache:
         return np.concatenate([NO_SLOTS, *(stretch.slots for stretch in self._by_use)])
 
     def _walk(self, tokens: Ints) -> tuple[Stretch, int, int]:
-        """The last stretch that a sequence goes through, its tokens in common with it, and those of all such ones."""
+        """The last stretch that a sequence goes through, the tokens in common with it, and the number in all."""
         stretch, common, known = self._root, 0, 0
         while common == len(stretch.tokens) and known < len(tokens):
             below = stretch.below.get(int(tokens[known]))

@@ -7,7 +7,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specbeam.backends.contract import Backend, Segment
 from specbeam.cache.pool import BLOCK_SLOTS, EngineCache, locked
@@ -133,7 +132,7 @@ class Slots:
         return self.missing(nodes)
 
     def await_prefix(self, others: Iterable[Slots]) -> bool:
-        """Wait for another tree that is about to read the same tokens, then take the slots of what it has read.
+        """Wait for another tree that is about to read the same tokens, then take the slots of these tokens.
 
         Args:
             others: trees that began before this one.
@@ -155,24 +154,17 @@ class Slots:
     def _farthest(self, others: Iterable[Slots]) -> tuple[Slots, Ints, int] | None:
         """The tree that reads most of the tokens that this one lacks, its begin, and how many they have in common."""
         assert self.begin is not None
-        farthest, most = None, self._placed + MIN_TOKENS_AWAITED - 1
-        if most >= len(self.begin) - 1:
-            return None
+        own, farthest, most = self.begin[:-1], None, self._placed + MIN_TOKENS_AWAITED - 1
         for other in others:
             begin = other.begin if other.shares else None
-            if begin is not None and max(most, other.cached) < len(begin) and begin[most] == self.begin[most]:
-                common = common_length(begin, self.begin[:-1])
-                if common > most and common > other.cached:
+            if begin is not None and most < min(len(begin), len(own)) and begin[most] == own[most]:
+                common = common_length(begin, own)
+                if common > max(most, other.cached):
                     farthest, most = (other, begin, common), common
         return farthest
 
     def segment(
-        self,
-        nodes: Nodes,
-        wanted: NDArray[np.int64],
-        vocab: int | None = None,
-        source: Any = None,
-        ahead: int = 0,
+        self, nodes: Nodes, wanted: Ints, vocab: int | None = None, source: Any = None, ahead: int = 0
     ) -> Segment:
         """Give nodes slots, and return the part of a pass that evaluates them. Their ancestors have slots or are here.
 
@@ -207,7 +199,7 @@ class Slots:
 
         Args:
             pending: nodes that may have a slot, but were not evaluated, ancestors first.
-            ahead: the backend went on by itself: the next nodes of the tree, so many, lie in the slots reserved next.
+            ahead: how many nodes the backend went on by itself. They are next in the tree, and in the reserved slots.
         """
         if ahead:
             first = len(self.tree)
@@ -231,7 +223,7 @@ class Slots:
 
     @locked
     def free(self, nodes: Nodes) -> None:
-        """Free the slots of nodes that the tree has dropped. Some of them may have none."""
+        """Free the slots of nodes that the tree has dropped. Nodes without a slot are left out."""
         self._follow_tree()
         slots = self._slot[nodes]
         slots = slots[slots != NOWHERE]
@@ -268,20 +260,18 @@ class Slots:
             self._trunk[self._unseen : end] = NOWHERE
             self._unseen = end
 
+    @locked
     def _take_prefix(self) -> None:
         """Take the slots of the longest cached prefix of the first node that was prepared, if the tree shares any."""
         if self.shares:
-            self._find(self.tree.path(self._first)[:-1])
+            self._follow_tree()
+            path = self.tree.path(self._first)[:-1]
+            slots = self.cache.prefixes.use(self.tree.tokens(path))
+            self._share(path, slots)
+            self._follow_trunk()
+            if not self._was_closed:
+                self.reused = max(self.reused, len(slots))
             self._free_unseen(NO_NODES)
-
-    @locked
-    def _find(self, path: Nodes) -> None:
-        self._follow_tree()
-        slots = self.cache.prefixes.use(self.tree.tokens(path))
-        self._share(path, slots)
-        self._follow_trunk()
-        if not self._was_closed:
-            self.reused = max(self.reused, len(slots))
 
     def _share(self, path: Nodes, slots: Ints) -> None:
         """Take these slots for the first nodes of a path from the root on, and free others with the same tokens.
@@ -358,9 +348,7 @@ class Slots:
             slots = slots[: int((slots == NOWHERE).argmax())]
         end = self._placed + len(slots)
         if end > len(self._trunk):
-            longer = np.empty(2 * end, dtype=np.int64)
-            longer[: self._placed] = self._trunk[: self._placed]
-            self._trunk = longer
+            self._trunk = np.resize(self._trunk, 2 * end)
         self._trunk[self._placed : end] = slots
         self._placed = end
 

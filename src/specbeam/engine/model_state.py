@@ -1,12 +1,14 @@
-"""A request on one model, target or draft: what it needs of the cache, and the passes that it took part in."""
+"""A request on one model, target or draft: its slots, its need of memory, and its passes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from specbeam.backends.contract import Backend
-from specbeam.cache.pool import BLOCK_SLOTS, EngineCache
+from specbeam.cache.budget import Budget
+from specbeam.cache.pool import BLOCK_SLOTS
 from specbeam.cache.slots import Slots
+from specbeam.engine.setup import Setup
 from specbeam.tree import Nodes, Tree
 
 
@@ -14,14 +16,10 @@ class ModelState:
     """A request on one model.
 
     Args:
-        cache: the part of the model's pool that the engine owns.
+        budget: of the engine.
         prompt_ids: the prompt's token ids. A model with an encoder reads them before the first pass.
-        new_tokens: the most tokens per text.
-        texts: the number of texts that grow at once.
         guesses: the most guesses per round. Where slots are short, the request does without them.
         most_rows: the most nodes whose logits are needed at once.
-        most_nodes: the most nodes per pass.
-        shares: whether the request begins with cached prefixes, and its tokens are cached for others.
         prompt_length: the prompt's length in tokens of this model, if these are others.
         source: in place of the encoder's output.
 
@@ -38,16 +36,13 @@ class ModelState:
 
     def __init__(
         self,
+        budget: Budget,
+        setup: Setup,
+        prompt_ids: list[int],
         backend: Backend,
         tree: Tree,
-        cache: EngineCache,
-        prompt_ids: list[int],
-        new_tokens: int,
-        texts: int,
         guesses: int,
         most_rows: int,
-        most_nodes: int,
-        shares: bool,
         prompt_length: int = 0,
         source: Any = None,
     ) -> None:
@@ -60,12 +55,14 @@ class ModelState:
         self._encoder_prompt = None if backend.start_token_ids is None else prompt_ids
         self.source_bytes = len(self._encoder_prompt or ()) * backend.slot_bytes
         # After another source, equal tokens have other keys and values.
-        self.slots = Slots(tree, backend, cache, shares and self._encoder_prompt is None and source is None)
+        shares = setup.options.share_prefix and self._encoder_prompt is None and source is None
+        self.slots = Slots(tree, backend, budget.cache_of(backend), shares)
+        texts, new_tokens = setup.options.num_texts, setup.stop.max_length - setup.tree.prompt_length
         self._most_nodes = texts + guesses  # of a round
         # Texts may share only the prompt. If they do not fit together, they are evaluated one after the other.
         shared = max(len(prompt_ids), tree.prompt_length, prompt_length) + (new_tokens if texts == 1 else 0)
         own = 0 if texts == 1 else new_tokens
-        self.least_bytes = (min(shared, self._lasting(shared) + most_nodes) + own) * backend.slot_bytes
+        self.least_bytes = (min(shared, self._lasting(shared) + budget.max_batch_tokens) + own) * backend.slot_bytes
         self._used_before = self._answered_before = 0  # it was closed
 
     def close(self) -> None:

@@ -91,35 +91,15 @@ class RequestState:
                 self._drafter.of_best = alone
         drafters = [] if self._drafter is None else [self._drafter, self._drafter.of_best]
         paces = [drafter.pace for drafter in drafters if drafter is not None]
-        model_state = partial(
-            ModelState,
-            prompt_ids=prompt_ids,
-            new_tokens=setup.stop.max_length - setup.tree.prompt_length,
-            texts=num_texts,
-            most_nodes=budget.max_batch_tokens,
-            shares=setup.options.share_prefix,
-        )
         guesses = max((pace.most_guesses for pace in paces), default=0)
-        self._target = model_state(
-            lm.backend,
-            setup.tree,
-            guesses=guesses,
-            most_rows=num_texts + guesses,
-            cache=budget.cache_of(lm.backend),
-            source=source,
-        )
+        make_state = partial(ModelState, budget, setup, prompt_ids)
+        self._target = make_state(lm.backend, setup.tree, guesses, num_texts + guesses, source=source)
         self._draft: ModelState | None = None
         if isinstance(draft, LanguageModel) and self._drafter is not None:
             length = self._drafter.prompt_length if isinstance(self._drafter, RetokenizingDrafter) else len(prompt_ids)
-            tree, cache = self._drafter.tree, budget.cache_of(draft.backend)
-            self._draft = model_state(
-                draft.backend,
-                tree,
-                guesses=max(pace.most_drafted for pace in paces),
-                most_rows=max(pace.most_drafted_at_once for pace in paces),
-                prompt_length=length,
-                cache=cache,
-            )
+            guesses = max(pace.most_drafted for pace in paces)
+            rows = max(pace.most_drafted_at_once for pace in paces)
+            self._draft = make_state(draft.backend, self._drafter.tree, guesses, rows, prompt_length=length)
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
         self._trees = [*{state.tree for state in self._states}]
         self._state = self._target  # on the model that is to evaluate the pending nodes
@@ -198,7 +178,7 @@ class RequestState:
             state.close()
 
     def await_prefix(self, others: list[RequestState]) -> bool:
-        """Wait for another live request that is about to read the same tokens, then begin with what it has read.
+        """Wait for another live request that is about to read the same tokens, then begin with these.
 
         Args:
             others: requests that began before this one.
