@@ -328,9 +328,7 @@ class Slots:
     def _reserve(self, count: int) -> Ints:
         """Have at least this many slots reserved, and return the next ones."""
         if (more := count - len(self.reserved)) > 0:
-            last = (
-                self.reserved[0] if self.reserved else int(self._trunk[self._placed - 1]) if self._placed else NOWHERE
-            )
+            last = self.reserved[:1] or self._trunk[max(0, self._placed - 1) : self._placed].tolist() or [NOWHERE]
             self.reserved = [*reversed(self.pool.lend(more, last[0], self._owner)), *self.reserved]
         return np.array(self.reserved[: -count - 1 : -1], dtype=np.int64)
 
