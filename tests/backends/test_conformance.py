@@ -181,7 +181,7 @@ def test_a_tree_at_once_is_each_branch_alone(pair, family, data):
             torch.testing.assert_close(row, alone(lm, tree.tokens(tree.path(node)).tolist()), atol=2e-4, rtol=0)
         leaves = sorted(data.draw(st.sets(st.sampled_from(leaves), min_size=1)))
         tree.keep(leaves)
-        slots.release(tree.take_dropped())
+        slots.free(tree.take_dropped())
         leaves = [n for n in leaves if tree.tip in tree.path(n)] or [tree.tip]
         assert slots.used <= tree.live
 
