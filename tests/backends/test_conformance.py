@@ -163,7 +163,7 @@ def test_half_precision_is_near_float32(save, backend, dtype):
 @given(st.data())
 @pytest.mark.parametrize("family", ["qwen3", *SOME])
 def test_a_tree_at_once_is_each_branch_alone(pair, family, data):
-    """Also after nodes were dropped and their slots reused. tests/engine/test_slots.py proves the bookkeeping."""
+    """Also after nodes were dropped and their slots reused. tests/cache/test_slots.py proves the bookkeeping."""
     _, lm = pair(family)
     tree = Tree(data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=6)))
     slots = Slots(tree, lm.backend)
