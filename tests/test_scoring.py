@@ -93,6 +93,14 @@ def test_many_continuations_of_one_context_do_not_share_one_tree(model, monkeypa
     assert max(lengths) <= 1 + 32
 
 
+def test_a_context_may_be_as_long_as_the_models():
+    model = random_model("llama", vocab_size=VOCAB, max_position_embeddings=16)
+    texts = [([n % VOCAB for n in range(16)], [token]) for token in (3, 4)]
+    answers = {number: log_prob for number, log_prob, _ in score(hf.wrap(model), texts)}
+    for number, text in enumerate(texts):
+        assert answers[number] == pytest.approx(expected(model, *text)[0], abs=1e-4)
+
+
 EXAMPLES = [n % VOCAB for n in range(100)]
 
 

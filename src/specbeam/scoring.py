@@ -83,7 +83,8 @@ def _submit(
         return [Hypothesis(setup.tree.tip, 0.0, "length")]
 
     longest = max(1, *(len(whole) - len(prompt) for whole in wholes))
-    return (numbers, scores), engine.submit(prompt, {"max_new_tokens": longest}, strategy=strategy)
+    options = {"max_new_tokens": longest, "eos_token_id": []}  # nothing is generated, so nothing ends a text
+    return (numbers, scores), engine.submit(prompt, options, strategy=strategy)
 
 
 def _shared(texts: Sequence[Text], most: int) -> list[list[int]]:

@@ -9,9 +9,9 @@ from specbeam import Options
 from specbeam.drafting.pace import Pace
 from specbeam.drafting.sizes import Sizes
 from specbeam.engine import costs
-from specbeam.engine.costs import PassTimes, SharedCost
+from specbeam.engine.costs import CostTable, PassTimes, SharedCost
 from specbeam.engine.setup import make_setup
-from tests.conftest import random_model
+from tests.conftest import random_model, table_of_costs
 
 
 def test_what_a_pass_takes_is_learned_from_passes():
@@ -141,6 +141,31 @@ def test_the_passes_of_a_draft_are_its_own(tiny, monkeypatch, num_beams):
     specbeam.generate(target, "hello", draft=draft, num_beams=num_beams, max_new_tokens=8, **sizes)
     assert ran["draft"]
     assert learned == ran
+
+
+def test_a_table_gives_costs_and_learns_nothing():
+    table = CostTable(lambda nodes: 0.01 * nodes)
+    table.add(8, 100.0)
+    assert table.expected(8) == 0.08
+    assert [table.nodes_within(seconds) for seconds in (0.0, 0.08, 0.2, 0.24)] == [8, 8, 16, 24]
+    assert CostTable(lambda nodes: 1.0).nodes_within(2.0) > 512  # where nodes cost nothing, all fit
+
+
+def test_with_given_costs_counts_are_the_same_in_every_run(tiny):
+    lm = tiny("llama", initializer_range=0.1)[1]  # likes to repeat itself
+
+    def counts(seconds):
+        engine = specbeam.Engine(lm, costs=table_of_costs(seconds))
+        options = {"max_new_tokens": 30, "eos_token_id": []}
+        requests = [engine.submit([n, 2, 3, n, 2], options, draft="ngram") for n in range(3)]
+        engine.run()
+        stats = [request.result().stats for request in requests]
+        return [(one.target_passes, one.nodes_evaluated, one.drafted) for one in stats]
+
+    flat, steep = counts(lambda nodes: 1.0), counts(lambda nodes: float(nodes))
+    assert flat == counts(lambda nodes: 1.0)
+    assert steep == counts(lambda nodes: float(nodes))
+    assert flat != steep
 
 
 def test_lazy_beams_compare_costs_with_the_same_share_of_a_pass(lm, monkeypatch):
