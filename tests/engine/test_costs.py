@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 import pytest
 
 import specbeam
-from specbeam import Options
+from specbeam import Options, SpecbeamError
 from specbeam.drafting.pace import Pace
 from specbeam.drafting.sizes import Sizes
 from specbeam.engine import costs
@@ -149,6 +149,12 @@ def test_a_table_gives_costs_and_learns_nothing():
     assert table.expected(8) == 0.08
     assert [table.nodes_within(seconds) for seconds in (0.0, 0.08, 0.2, 0.24)] == [8, 8, 16, 24]
     assert CostTable(lambda nodes: 1.0).nodes_within(2.0) > 512  # where nodes cost nothing, all fit
+
+
+def test_a_table_alone_is_refused(lm):
+    """A draft model has another table than the target."""
+    with pytest.raises(SpecbeamError, match="give a function such as lambda backend"):
+        specbeam.Engine(lm, costs=CostTable(lambda nodes: 1.0))
 
 
 def test_with_given_costs_counts_are_the_same_in_every_run(tiny):

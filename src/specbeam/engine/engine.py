@@ -68,7 +68,7 @@ class Engine:
     requests, and nobody calls ``step`` or ``run``.
 
     Raises:
-        SpecbeamError: lm is no loaded model, or a limit is not at least 1. ``max_waiting`` and ``max_pass_seconds`` may
+        SpecbeamError: lm is no loaded model, costs is no function, or a limit is not at least 1. ``max_waiting`` and ``max_pass_seconds`` may
             be 0.
     """
 
@@ -98,6 +98,11 @@ class Engine:
             isinstance(max_pass_seconds, int | float) and 0 <= max_pass_seconds < math.inf
         ):
             raise SpecbeamError(f"max_pass_seconds={max_pass_seconds!r} is not allowed: give seconds, at least 0")
+        if costs is not None and not callable(costs):
+            raise SpecbeamError(
+                f"costs={costs!r} is not allowed: give a function such as "
+                "lambda backend, ahead=False: CostTable(seconds)"
+            )
         if not isinstance(lm, LanguageModel):
             raise SpecbeamError(
                 f"{type(lm).__name__} is no loaded model: give what specbeam.load returned, or specbeam.hf.wrap(model)"
