@@ -68,8 +68,8 @@ class Engine:
     requests, and nobody calls ``step`` or ``run``.
 
     Raises:
-        SpecbeamError: lm is no loaded model, costs is no function, or a limit is not at least 1. ``max_waiting`` and ``max_pass_seconds`` may
-            be 0.
+        SpecbeamError: lm is no loaded model, costs is no function, or a limit is not at least 1. ``max_waiting`` and
+            ``max_pass_seconds`` may be 0.
     """
 
     def __init__(
