@@ -38,8 +38,8 @@ from machine import describe
 from prompts import CODING, PROSE, add_prompt_options, kinds
 
 import specbeam
+from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
-from specbeam.engine.slots import Slots
 from specbeam.tree import Tree
 
 PARTS = ("load", "memory", "greedy", "beams", "batch", "prefill", "passes", "drafts")

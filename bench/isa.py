@@ -8,7 +8,7 @@ from pathlib import Path
 
 import specbeam
 from specbeam.backends.cpu import CpuBackend
-from specbeam.backends.cpu.library import library
+from specbeam.backends.cpu.library import choose_isa
 from specbeam.checkpoints import open_checkpoint
 
 SETS = ("avx512", "avxvnni", "avx2", "portable")
@@ -20,7 +20,7 @@ def add_isa_option(parser: argparse.ArgumentParser) -> None:
 
 def kernels(isa: str) -> str:
     """The instruction set in use, for the head of a table."""
-    return f"kernels {library().specbeam_isa(isa.encode()).decode()}"
+    return f"kernels {choose_isa(isa)}"
 
 
 def load(source: Path, isa: str, quantize: str = "auto", threads: int | None = None) -> specbeam.LanguageModel:

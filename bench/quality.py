@@ -23,7 +23,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 import specbeam
-from specbeam.engine.slots import Slots
+from specbeam.cache.slots import Slots
 from specbeam.tree import Tree
 
 LICENCES = Path("/usr/share/common-licenses")

@@ -52,7 +52,7 @@ from serving import PROMPT_TOKENS, SAMPLING
 from table import Table
 
 import specbeam
-from specbeam.backends.cpu.library import library
+from specbeam.backends.cpu.library import choose_isa
 from specbeam.server.limits import Limits
 
 PARTS = ("load", "beams", "turns")
@@ -92,7 +92,7 @@ def main() -> None:
             except ServerFailed as failure:
                 raise SystemExit(f"server: {server.name} {failure}: run {shlex.join(server.command)}") from failure
         versions = [
-            f"kernels {library().specbeam_isa(b'').decode()}",
+            f"kernels {choose_isa()}",
             *(f"{one.name} {one.settings}" for one in servers[1:]),
         ]
         print(describe(*versions))

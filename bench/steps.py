@@ -24,7 +24,7 @@ from machine import describe
 from toy import load_toy
 
 import specbeam
-from specbeam.backends.cpu.library import FUNCTIONS, library
+from specbeam.backends.cpu.library import FUNCTIONS, choose_isa, library
 
 LONG_PROMPT_TOKENS = 1500
 METHODS: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ def main() -> None:
     figures = Figures.of_this_run()
     with tempfile.TemporaryDirectory() as folder:
         lm = load_toy(Path(folder), context=LONG_PROMPT_TOKENS + given.tokens)
-    clock = Clock(library())
+    clock = Clock(library(choose_isa()))
     cases = [*((live, 4) for live in given.live), (8, LONG_PROMPT_TOKENS)]
     heads = [f"{live} live" if prompt == 4 else f"{live} live, {prompt} tokens" for live, prompt in cases]
     print(f"microseconds per request and step\n\n| method | {' | '.join(heads)} |\n| ---{' | ---' * len(cases)} |")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import SpecbeamError, hf
-from specbeam.engine.store import Store, store_of
+from specbeam.cache.pool import Pool, pool_of
 from specbeam.scoring import score
 from tests.conftest import random_model
 
@@ -119,10 +119,10 @@ def test_what_shares_a_pass_or_a_beginning_changes_no_bit(lm, max_batch_tokens):
 
 def test_contexts_that_are_done_are_not_kept(model):
     lm = hf.wrap(model)
-    store = store_of(lm.backend)
+    store = pool_of(lm.backend)
     texts = [([n % VOCAB, *EXAMPLES, n // VOCAB], [5]) for n in range(40)]
     in_use = [store.in_use for _ in score(lm, texts, max_contexts=2)]
-    assert max(in_use) <= 102  # one context, whose beginning the next one may share
+    assert max(in_use) <= 2 * 103  # two contexts with a continuation each
     del texts
     assert store.in_use == 0
 
@@ -137,19 +137,19 @@ def test_texts_that_cannot_be_scored_are_refused(model, text, says):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_waits_for_a_thread_that_scores(lm, monkeypatch):
     """Otherwise the child's store would stay locked."""
-    inside, go_on, lend = threading.Event(), threading.Event(), Store.lend
+    inside, go_on, lend = threading.Event(), threading.Event(), Pool.lend
 
     def slow(*args):  # called while the store is locked
         inside.set()
         go_on.wait()
         return lend(*args)
 
-    monkeypatch.setattr(Store, "lend", slow)
+    monkeypatch.setattr(Pool, "lend", slow)
     thread = threading.Thread(target=lambda: list(score(lm, [([1, 2], [3, 4])])))
     thread.start()
     inside.wait()
     threading.Timer(0.2, go_on.set).start()
     if (child := os.fork()) == 0:
-        os._exit(not store_of(lm.backend).lock.acquire(timeout=5))
+        os._exit(not pool_of(lm.backend).lock.acquire(timeout=5))
     thread.join()
     assert os.waitpid(child, 0)[1] == 0

@@ -32,8 +32,8 @@ from specbeam.backends.devices import peak_memory, reset_peak_memory
 from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.cache import KeyValues
 from specbeam.backends.torch.transformer import TreeSegment
+from specbeam.cache.slots import Slots
 from specbeam.engine.failures import forget_frames, is_out_of_memory
-from specbeam.engine.slots import Slots
 from specbeam.errors import SpecbeamError
 from specbeam.generation import generate
 from specbeam.model import LanguageModel

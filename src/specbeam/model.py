@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from specbeam.backends.contract import Backend
 from specbeam.checkpoints import locate, open_checkpoint
 from specbeam.errors import SpecbeamError, Unsupported
+from specbeam.option_names import BACKENDS
 from specbeam.options import refuse_unknown_keywords
 
 if TYPE_CHECKING:  # they import PyTorch, which takes a second
@@ -23,7 +24,6 @@ if TYPE_CHECKING:  # they import PyTorch, which takes a second
     from specbeam.checkpoints.checkpoint import Checkpoint
 
 logger = logging.getLogger("specbeam")
-BACKENDS = ("cpu", "torch", "transformers")
 shown_precisions: set[str] = set()  # the lines that this process has shown
 
 
@@ -136,13 +136,13 @@ def _choose_backend(checkpoint: Checkpoint, placement: Placement) -> tuple[str, 
         _ = checkpoint.config
     except Unsupported as error:
         return "transformers", error
-    from specbeam.backends.cpu.library import library
+    from specbeam.backends.cpu.library import choose_isa, library
     from specbeam.backends.devices import choose_device
 
     if placement.quantize == "auto" and (placement.dtype != "auto" or choose_device(placement.device).type != "cpu"):
         return "torch", None
     try:
-        library()
+        library(choose_isa())
         return "cpu", None
     except SpecbeamError as error:
         if placement.quantize != "auto":

@@ -1,9 +1,13 @@
-"""The names of options that users know from other tools, and ours for them."""
+"""Names that options take as values, and the names of options in other tools."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+
+BACKENDS = ("cpu", "torch", "transformers")
+LOOKUPS = ("ngram", "suffix")
+"""The drafts that are no model."""
 
 OTHER_NAMES = {
     "max_new_tokens": (

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam
-from specbeam.engine.slots import Slots
+from specbeam.cache.slots import Slots
 from specbeam.errors import SpecbeamError
 from specbeam.tree import Tree
 from tests.conftest import (

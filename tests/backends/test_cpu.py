@@ -8,6 +8,8 @@ import dataclasses
 import hashlib
 import importlib
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -27,13 +29,13 @@ import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.backends.contract import Segment
 from specbeam.backends.cpu import CpuBackend, weights
-from specbeam.backends.cpu.library import ModelConfigStruct, library
+from specbeam.backends.cpu.library import FUNCTIONS, ModelConfigStruct, SegmentStruct, choose_isa, find, library
 from specbeam.checkpoints import open_checkpoint
 from specbeam.model import LanguageModel
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model
 
-ISAS = [isa for isa in ("avx512", "avxvnni", "avx2", "portable") if library().specbeam_isa(isa.encode())]
+ISAS = [isa for isa in ("avx512", "avxvnni", "avx2", "neon", "portable") if library().specbeam_isa(isa.encode())]
 KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
 F32, Q8, Q4_MIN = 0, 1, 6
 
@@ -68,8 +70,8 @@ def unpack(form, packed, rows, columns):
 def multiply(form, packed, rows, columns, x, isa="", threads=1):
     out = np.zeros((len(x), rows), np.float32)
     x = np.ascontiguousarray(x, np.float32)
-    status = library().specbeam_multiply(
-        isa.encode(), threads, form, rows, columns, packed.ctypes.data, x.ctypes.data, len(x), out.ctypes.data
+    status = library(choose_isa(isa)).specbeam_multiply(
+        threads, form, rows, columns, packed.ctypes.data, x.ctypes.data, len(x), out.ctypes.data
     )
     assert status == 0
     return out
@@ -325,7 +327,7 @@ def test_wrong_arguments_are_named(folder):
 def test_without_kernels_torch_serves_and_says_so(folder, monkeypatch, caplog):
     module = importlib.import_module("specbeam.backends.cpu.library")
     module.library.cache_clear()
-    monkeypatch.setattr(module, "find", lambda: None)
+    monkeypatch.setattr(module, "find", lambda isa: None)
     try:
         lm = specbeam.load(folder)
         assert lm.backend.name == "torch"
@@ -454,7 +456,7 @@ def test_kernels_refuse_a_configuration(changes, says):
     sizes = dict.fromkeys(("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "context"), 8)
     made = ctypes.c_void_p()
     config = ModelConfigStruct(**(sizes | changes))
-    assert says in library().specbeam_model_new(ctypes.byref(config), 1, b"", ctypes.byref(made)).decode()
+    assert says in library().specbeam_model_new(ctypes.byref(config), 1, ctypes.byref(made)).decode()
     assert made.value is None
 
 
@@ -479,7 +481,7 @@ def test_kernels_refuse_numbers_that_overflow():
     assert native.specbeam_pack(int(Type.Q4_K), at, 0, 4, 32, None, 0, 1, out) == -1  # not whole blocks
     assert native.specbeam_pack(int(Type.Q8_0), at, -34, 1, -32, None, 0, 1, out) == -1
     assert native.specbeam_quantize(F32, at, 2**62, 4, out) == -1
-    assert native.specbeam_multiply(b"", 1 << 30, F32, 1, 1, at, at, 1, out) == -1
+    assert native.specbeam_multiply(1 << 30, F32, 1, 1, at, at, 1, out) == -1
 
 
 def test_a_library_of_another_version_is_refused(monkeypatch):
@@ -495,7 +497,46 @@ def test_a_library_of_another_version_is_refused(monkeypatch):
         module.library.cache_clear()
 
 
-# Other builds of the library
+def test_a_library_with_a_field_elsewhere_is_refused(monkeypatch):
+    module = importlib.import_module("specbeam.backends.cpu.library")
+    first, second, *others = SegmentStruct._fields_
+    moved = type("SegmentStruct", (ctypes.Structure,), {"_fields_": [second, first, *others]})
+    assert ctypes.sizeof(moved) == ctypes.sizeof(SegmentStruct)
+    module.library.cache_clear()
+    monkeypatch.setattr(module, "STRUCTURES", (*module.STRUCTURES, moved))
+    try:
+        with pytest.raises(SpecbeamError, match=r"have Segment.nodes at 0 and this specbeam has it at 8: reinstall"):
+            module.library()
+    finally:
+        module.library.cache_clear()
+
+
+def test_kernels_refuse_parameters_that_are_not_in_the_model():
+    sizes = dict.fromkeys(("vocab", "hidden", "inner", "layers", "heads", "kv_heads", "head_dim", "context"), 2)
+    native, model = library(), ctypes.c_void_p()
+    assert native.specbeam_model_new(ctypes.byref(ModelConfigStruct(**sizes)), 1, ctypes.byref(model)) is None
+    size = native.specbeam_matrix_bytes(F32, 2, 2)
+    matrix, vector = np.zeros(size, np.uint8), np.zeros(2, np.float32)
+
+    def add_matrix(layer, name):
+        return native.specbeam_model_matrix(model, layer, name, F32, 2, 2, matrix.ctypes.data, size)
+
+    def add_vector(layer, name, size=2):
+        return native.specbeam_model_vector(model, layer, name, vector.ctypes.data, size)
+
+    assert add_matrix(1, b"mlp.down.weight") == add_matrix(-1, b"head.weight") == 0
+    assert add_vector(0, b"mlp.down.bias") == add_vector(1, b"mlp_norm.weight") == add_vector(-1, b"norm.bias") == 0
+    for layer, name in ((2, b"mlp.down.weight"), (-2, b"head.weight"), (-1, b"mlp.down.weight"), (0, b"head.weight")):
+        assert add_matrix(layer, name) == -1
+    for name in (b"mlp.down.bias", b"mlp.down", b"mlp.experts.weight", b"mlp_norm.weight", b".weight", b"", None):
+        assert add_matrix(0, name) == -1
+    for name in (b"mlp.down.weight", b"mlp_norm", b"attention.bias", b"norm.weight", None):
+        assert add_vector(0, name) == -1
+    assert add_vector(1, b"mlp_norm.bias", 1) == -1  # as long as the weight, or neither could be trusted
+    native.specbeam_model_delete(model)
+
+
+# The libraries
 
 
 def needs(*programs):
@@ -504,10 +545,38 @@ def needs(*programs):
     return pytest.mark.skipif(bool(missing), reason=f"needs {', '.join(missing)}")
 
 
+def run(*command):
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@needs("nm")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the symbols of ELF")
+@pytest.mark.parametrize("isa", ISAS)
+def test_a_library_exports_the_functions_of_its_interface_alone(isa):
+    lines = run("nm", "-D", "--defined-only", str(find(isa))).splitlines()
+    assert {line.split()[2] for line in lines} == {f"specbeam_{name}" for name in FUNCTIONS}
+    assert {line.split()[1] for line in lines} == {"T"}  # neither weak nor unique in the process
+
+
+@needs("objdump")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="looks for registers of x86-64")
+@pytest.mark.parametrize(("isa", "others"), [("portable", "[yz]mm"), ("avx2", "zmm"), ("avxvnni", "zmm")])
+def test_a_library_has_no_instructions_of_wider_sets(isa, others):
+    """Inline functions, too: the processor may lack the instructions."""
+    code = run("objdump", "--disassemble", "--no-show-raw-insn", str(find(isa)))
+    assert "%xmm" in code
+    assert not re.search(f"%{others}[0-9]", code)
+
+
+# Other builds of the libraries
+
+
 def build_native(name, *settings):
     """The folder of the library built with these settings. It is kept until the sources or the settings change."""
     source = Path(weights.__file__).parent / "native"
-    files = sorted(path for path in source.iterdir() if path.suffix in (".cpp", ".h", ".txt"))
+    files = sorted(path for path in source.iterdir() if path.suffix in (".cpp", ".h", ".map", ".txt"))
     key = hashlib.sha256(repr([settings, *((path.name, path.read_bytes()) for path in files)]).encode()).hexdigest()[
         :16
     ]
@@ -540,18 +609,27 @@ def run_kernel_tests(folder, **env):
     assert "runtime error" not in result.stdout + result.stderr
 
 
+def build_isa_program(compiler, program):
+    source = str(Path(__file__).with_name("isa.cpp"))
+    run(compiler, "-std=c++17", "-O1", source, "-o", str(program), "-ldl")
+    return str(program)
+
+
 @pytest.mark.thorough
 @needs("cmake", "ninja", "aarch64-linux-gnu-g++", "qemu-aarch64-static")
 def test_neon_multiplies_as_portable_does(tmp_path):
     compiler = "aarch64-linux-gnu-g++"
     for_arm = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", f"-DCMAKE_CXX_COMPILER={compiler}"]
-    folder, program = build_native("neon", *for_arm), tmp_path / "neon"
-    linked = [f"-L{folder}", "-lspecbeam_cpu", f"-Wl,-rpath,{folder}"]
-    source = Path(__file__).with_name("neon.cpp")
-    subprocess.run([compiler, "-std=c++17", "-O1", str(source), "-o", str(program), *linked], check=True)
-    run = ["qemu-aarch64-static", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu", str(program)]
-    result = subprocess.run(run, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    folder, program = build_native("neon", *for_arm), build_isa_program(compiler, tmp_path / "isa")
+    run("qemu-aarch64-static", "-cpu", "max", "-L", "/usr/aarch64-linux-gnu", program, str(folder), "neon")
+
+
+@needs("g++", "qemu-x86_64-static")
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="runs the installed libraries")
+@pytest.mark.parametrize(("processor", "isa"), [("Nehalem", "portable"), ("Haswell", "avx2")])
+def test_older_processors_run_their_sets(tmp_path, processor, isa):
+    program = build_isa_program("g++", tmp_path / "isa")
+    run("qemu-x86_64-static", "-cpu", processor, program, str(find().parent), isa)
 
 
 @pytest.mark.thorough

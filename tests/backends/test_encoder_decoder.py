@@ -20,7 +20,7 @@ from transformers import (
 
 import specbeam
 from specbeam import Engine, SpecbeamError, hf
-from specbeam.engine.slots import Slots
+from specbeam.cache.slots import Slots
 from specbeam.tree import Tree
 from tests.conftest import EOS, examples, random_model
 

@@ -15,9 +15,9 @@ from transformers import AutoModelForSeq2SeqLM, T5Config
 import specbeam
 from specbeam import SpecbeamError
 from specbeam.backends.cpu import weights
+from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.cli import main
-from specbeam.engine.slots import Slots
 from specbeam.tree import Tree
 from tests.backends.test_conformance import evaluate
 from tests.checkpoints.test_gguf import write_gguf

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import Engine, Options, SpecbeamError
 from specbeam.backends.torch.cache import KeyValues
+from specbeam.cache.pool import pool_of
+from specbeam.cache.slots import Slots
 from specbeam.decoding import Evaluate, Hypothesis
-from specbeam.engine.slots import Slots
-from specbeam.engine.store import store_of
 from specbeam.tree import Tree
 from tests.conftest import EOS, random_model
 
@@ -159,15 +159,15 @@ def test_a_failed_request_lets_go_of_all_memory(lm, monkeypatch):
         return forward(segments)
 
     gc.collect()  # engines of other tests
-    before = store_of(lm.backend).in_use
+    before = pool_of(lm.backend).in_use
     monkeypatch.setattr(lm.backend, "forward", failing)
     engine = Engine(lm)
     handles = [engine.submit([i] * n, Options(max_new_tokens=3)) for i, n in enumerate((40, 2))]
     engine.run()
     assert engine.cache_tokens == 0
-    assert store_of(lm.backend).in_use == before + 4  # what the good one read, and two of its new tokens
+    assert pool_of(lm.backend).in_use == before + 4  # what the good one read, and two of its new tokens
     del engine
-    assert store_of(lm.backend).in_use == before
+    assert pool_of(lm.backend).in_use == before
     with pytest.raises(RuntimeError, match="broken") as error:
         handles[0].result()
     assert "failing" in error.value.__notes__[0]  # the error still says where it happened

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, SpecbeamError
+from specbeam.cache import budget
 from specbeam.decoding import Evaluate, Hypothesis
-from specbeam.engine import memory
 from specbeam.engine.costs import PassTimes
 from tests.conftest import examples, lines_run, table_of_costs
 
@@ -425,7 +425,7 @@ def test_a_step_of_a_crowd_runs_few_lines_per_request(lm, monkeypatch):
     Engines, stores and measured times of other tests would add lines. So the backend is new, and shares its memory with
     no engine.
     """
-    monkeypatch.setattr(memory, "_sharing", {})
+    monkeypatch.setattr(budget, "_sharing", {})
     lm = specbeam.load(lm.source, device="cpu", dtype="float32")
     engine = Engine(lm, max_requests=64, max_batch_tokens=1024)
     for n in range(64):
@@ -436,7 +436,7 @@ def test_a_step_of_a_crowd_runs_few_lines_per_request(lm, monkeypatch):
 
 
 def test_a_step_looks_at_each_other_engine_of_the_process_once(lm, monkeypatch):
-    monkeypatch.setattr(memory, "_sharing", {})
+    monkeypatch.setattr(budget, "_sharing", {})
 
     def lines_beside(count):
         others = [Engine(lm) for _ in range(count)]

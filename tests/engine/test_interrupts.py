@@ -11,7 +11,7 @@ import torch
 
 import specbeam
 from specbeam import Engine, scoring
-from specbeam.engine.store import store_of
+from specbeam.cache.pool import pool_of
 from specbeam.interrupts import HeldInterrupts
 
 KINDS = [
@@ -133,8 +133,8 @@ def test_elsewhere_it_comes_once_after_the_step(lm, expected, pressed, monkeypat
     elif place == "done callback":
         requests[0].add_done_callback(once)
     elif place == "slots":
-        lend = store_of(lm.backend).lend
-        monkeypatch.setattr(store_of(lm.backend), "lend", lambda *args: (once(), lend(*args))[1])
+        lend = pool_of(lm.backend).lend
+        monkeypatch.setattr(pool_of(lm.backend), "lend", lambda *args: (once(), lend(*args))[1])
     with pytest.raises(KeyboardInterrupt):
         engine.run()
     assert once.returned
@@ -208,7 +208,7 @@ def test_an_error_raised_into_a_change_ends_the_engine_and_no_other(lm, expected
 
     handle(signal.default_int_handler)
     gc.collect()  # engines of other tests
-    other, before = Engine(lm), store_of(lm.backend).in_use
+    other, before = Engine(lm), pool_of(lm.backend).in_use
     others = submit_all(other)
     other.step()
     engine, raised = Engine(lm), []
@@ -238,7 +238,7 @@ def test_an_error_raised_into_a_change_ends_the_engine_and_no_other(lm, expected
     other.run()
     assert texts(others) == expected
     assert (engine.cache_tokens, engine.kept_tokens) == (0, 0)
-    assert store_of(lm.backend).in_use == before + other.kept_tokens
+    assert pool_of(lm.backend).in_use == before + other.kept_tokens
     another = Engine(lm)
     again = submit_all(another)
     another.run()
@@ -271,7 +271,7 @@ def test_generate_and_scores_give_back_what_they_held(lm, pressed, monkeypatch):
     forward, once = lm.backend.forward, Once(press)
     monkeypatch.setattr(lm.backend, "forward", lambda segments: (once(), forward(segments))[1])
     gc.collect()
-    before = store_of(lm.backend).in_use
+    before = pool_of(lm.backend).in_use
     for work in (
         lambda: specbeam.generate(lm, [1, 2, 3], max_new_tokens=5),
         lambda: [*scoring.score(lm, [([1, 2], [3]), ([4, 5], [6])], max_contexts=1)],
@@ -282,7 +282,7 @@ def test_generate_and_scores_give_back_what_they_held(lm, pressed, monkeypatch):
         assert len(pressed) == 1
         pressed.clear()  # the frame keeps all alive
         gc.collect()
-        assert store_of(lm.backend).in_use == before
+        assert pool_of(lm.backend).in_use == before
 
 
 def test_an_engine_in_a_function_of_another_lets_its_interrupts_wait(lm, expected, pressed, monkeypatch):

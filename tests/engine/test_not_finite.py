@@ -252,7 +252,7 @@ def test_processed_scores_may_all_be_masked(clean):
 def test_texts_with_such_logits_have_no_score(spoiled, poison):
     ((_, one, _),) = score(spoiled, [(PROMPT, [1])])
     assert np.isfinite(one)
-    with pytest.raises(NotFinite, match=f"no score, because logits of {spoiled.source} are not finite"):
+    with pytest.raises(NotFinite, match=f"because the logits of {spoiled.source} hold NaN"):
         list(score(spoiled, [(PROMPT, [poison, 1])]))
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, SpecbeamError
-from specbeam.engine.store import store_of
+from specbeam.cache.pool import pool_of
 from tests.backends.test_encoder_decoder import make
 from tests.conftest import examples, lines_run, random_model
 from tests.decoding.test_speculative import other_tokenizer
@@ -380,7 +380,7 @@ def test_a_request_may_share_nothing(lm):
 )
 def test_kept_texts_and_requests_stay_within_the_memory(lm, tokens, kinds):
     gc.collect()  # engines of other tests
-    store = store_of(lm.backend)
+    store = pool_of(lm.backend)
     before = store.in_use
     engine = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32)
     wishes = [
@@ -410,17 +410,17 @@ def test_an_engine_gets_the_memory_that_another_engine_keeps(lm, monkeypatch):
     monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 100 * lm.backend.slot_bytes)
     gc.collect()  # engines of other tests
     keeping, other = Engine(lm), Engine(lm)
-    before = store_of(lm.backend).in_use
+    before = pool_of(lm.backend).in_use
     for n in (1, 2):
         ended(keeping, [n] * 20)
-    assert store_of(lm.backend).in_use == before + 2 * 39
+    assert pool_of(lm.backend).in_use == before + 2 * 39
     assert len(ended(other, [3] * 60).token_ids) == 20
-    assert store_of(lm.backend).in_use <= before + 100
+    assert pool_of(lm.backend).in_use <= before + 100
     assert ended(keeping, [1] * 20).stats.reused_tokens < 19
 
 
 def test_kept_texts_go_when_a_pass_finds_no_memory(lm, monkeypatch):
-    forward, store = lm.backend.forward, store_of(lm.backend)
+    forward, store = lm.backend.forward, pool_of(lm.backend)
     gc.collect()  # engines of other tests
     before = store.in_use
 

@@ -72,7 +72,7 @@ def result(lm, options, draft=None, cost=FLAT, **limits):
     engine = Engine(lm, costs=table_of_costs(cost), **limits)
     request = engine.submit(PROMPT, LENGTH | options, draft=draft)
     while engine.step():
-        assert engine._memory.held <= engine._memory.cache_bytes
+        assert engine._budget.held <= engine._budget.cache_bytes
     return request.result()
 
 
@@ -113,7 +113,7 @@ def test_every_request_that_is_admitted_finishes(
         for _ in range(rounds):
             engine.step()
     while engine.step():
-        assert engine._memory.held <= engine._memory.cache_bytes
+        assert engine._budget.held <= engine._budget.cache_bytes
     for kind, request in requests:
         assert request.result().sequences == plain(windows, kind).sequences
 

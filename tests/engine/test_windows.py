@@ -5,8 +5,8 @@ import torch
 
 import specbeam
 from specbeam import Engine
+from specbeam.cache.pool import pool_of
 from specbeam.decoding import Evaluate, Hypothesis
-from specbeam.engine.store import store_of
 from specbeam.scoring import score
 from tests.conftest import random_model
 
@@ -79,7 +79,7 @@ def test_long_texts_fit_where_they_would_not_without_windows(loaded):
     engine = Engine(windowed, max_cache_tokens=130, max_batch_tokens=32)
     prompts = [PROMPT, *([n] * 10 for n in range(3))]
     requests = [engine.submit(prompt, LONG) for prompt in prompts]
-    store = store_of(windowed.backend)
+    store = pool_of(windowed.backend)
     before = store.in_use
     most = paused = 0
     while engine.step():

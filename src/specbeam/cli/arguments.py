@@ -11,17 +11,15 @@ from typing import TYPE_CHECKING, Any
 from specbeam import chat_templates
 from specbeam.cli.prompts import read_prompts
 from specbeam.errors import SpecbeamError
+from specbeam.option_names import BACKENDS, LOOKUPS
 from specbeam.options import Options
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.model import LanguageModel
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
-BACKENDS = ("auto", "cpu", "torch", "transformers")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 FORMATS = ("auto", "keep", "int8", "int4", "float32")
-LOOKUPS = ("ngram", "suffix")
-"""The drafts that are no model."""
 
 
 def completer(*names: str) -> Callable[..., list[str]]:
@@ -63,7 +61,8 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
 def add_placement_to(model: Any) -> None:
     """The options for where and in which numbers a model runs."""
     add = partial(model.add_argument, default="auto")
-    add("--backend", choices=BACKENDS, metavar="NAME", help=f"{', '.join(BACKENDS)} (default %(default)s)")
+    backends = ("auto", *BACKENDS)
+    add("--backend", choices=backends, metavar="NAME", help=f"{', '.join(backends)} (default %(default)s)")
     add("--device", help="auto, cpu, cuda, ... (default %(default)s)")
     exact = "float32 for transformers' own numbers"
     add("--dtype", choices=DTYPES, metavar="TYPE", help=f"{', '.join(DTYPES)} (default %(default)s); {exact}")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.arguments import (
-    LOOKUPS,
     add_draft_to,
     add_model_to,
     add_options_to,
@@ -26,6 +25,7 @@ from specbeam.cli.arguments import (
 from specbeam.cli.printing import check_writable, one_line
 from specbeam.cli.prompts import read_prompts
 from specbeam.errors import FAILED, SpecbeamError
+from specbeam.option_names import LOOKUPS
 from specbeam.options import ARGUMENTS, Options, check_names
 
 if TYPE_CHECKING:

@@ -19,8 +19,9 @@ from threading import TIMEOUT_MAX
 from typing import TYPE_CHECKING, Any
 
 from specbeam import chat_templates
-from specbeam.cli.arguments import DEFAULT_MODEL, LOOKUPS, add_placement_to, check_source, completer
+from specbeam.cli.arguments import DEFAULT_MODEL, add_placement_to, check_source, completer
 from specbeam.errors import SpecbeamError
+from specbeam.option_names import LOOKUPS
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from starlette.applications import Starlette

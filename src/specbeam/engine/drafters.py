@@ -19,9 +19,9 @@ from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import may_be_lazy
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
+from specbeam.option_names import LOOKUPS
 from specbeam.options import Options
 
-LOOKUPS = ("ngram", "suffix")
 Draft = LanguageModel | SuffixAutomaton | str | os.PathLike[str]
 """A draft model or its source, "ngram", "suffix", or an automaton over earlier texts."""
 

@@ -12,10 +12,10 @@ from itertools import islice
 from types import TracebackType
 from typing import Any, TypeVar
 
+from specbeam.cache.budget import Budget
 from specbeam.engine.costs import Costs, pass_times
 from specbeam.engine.drafters import Draft, check_draft, load_draft
 from specbeam.engine.engine_thread import EngineThread
-from specbeam.engine.memory import Memory
 from specbeam.engine.passes import run_pass
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
@@ -103,14 +103,14 @@ class Engine:
                 f"{type(lm).__name__} is no loaded model: give what specbeam.load returned, or specbeam.hf.wrap(model)"
             )
         self.lm = lm
-        self._memory = Memory(lm.backend, max_batch_tokens, max_cache_tokens)
+        self._budget = Budget(lm.backend, max_batch_tokens, max_cache_tokens)
         self._wakeups = Wakeups()
         self._scheduler = Scheduler(
             max_requests,
             max_batch_tokens,
             max_waiting,
             max_pass_seconds,
-            self._memory,
+            self._budget,
             self._wakeups,
             pass_times if costs is None else costs,
         )
@@ -214,11 +214,11 @@ class Engine:
             timeout=timeout,
             source=source,
             cancellations=self._scheduler.cancelled,
-            memory=self._memory,
+            budget=self._budget,
             wakeups=self._wakeups,
             costs=self._scheduler.costs,
         )
-        self._memory.check(state)
+        self._budget.check(state.least_bytes, state.most_rows)
         return state
 
     def run(self) -> None:
@@ -344,14 +344,14 @@ class Engine:
     @property
     def kept_tokens(self) -> int:
         """Cache slots of the target that keep texts for later requests. Live requests take them when they need them."""
-        return self._memory.kept_slots
+        return self._budget.target.kept
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the texts that are kept for later requests, on the target and on draft models."""
-        return self._memory.kept_bytes
+        return self._budget.kept_bytes
 
     @property
     def max_cache_tokens(self) -> int:
         """The most cache slots that live requests and kept texts may take together."""
-        return self._memory.cache_tokens
+        return self._budget.cache_tokens

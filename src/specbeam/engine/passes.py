@@ -27,7 +27,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     """Evaluate a batch in one pass, and let each request go on with its logits.
 
     If the pass fails, its halves are tried. A request that fails alone is ended. If there is no memory for it while
-    others are live, the youngest is paused instead. Before that, kept texts are forgotten.
+    others are live, the youngest is paused instead. Before that, cached prefixes are evicted.
 
     A request whose logits are not finite is tried alone. Where one mask is over all trees, another tree's NaN may have
     come in, since 0 times NaN is NaN.

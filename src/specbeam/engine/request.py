@@ -7,14 +7,19 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from specbeam.engine.wakeups import CallSoon, Waiters, Wakeups, call_all, call_now, wake_thread
 from specbeam.errors import SpecbeamError
 from specbeam.results import Piece, Result, Sequence
 
-if TYPE_CHECKING:
-    from specbeam.engine.request_state import RequestState
+
+class Unfinished(Protocol):
+    """The engine's state of a request."""
+
+    @property
+    def used_slots(self) -> int:
+        """Cache slots in use on the target."""
 
 
 class Request:
@@ -43,8 +48,8 @@ class Request:
         self,
         prompt_ids: list[int],
         max_length: int,
-        state: RequestState,
-        cancellations: deque[RequestState],
+        state: Unfinished,
+        cancellations: deque[Any],
         wakeups: Wakeups,
     ) -> None:
         self.prompt_ids = prompt_ids
@@ -53,10 +58,10 @@ class Request:
         self.found: deque[Sequence] = deque()
         self.done = False
         self.outcome: Result | Exception | None = None
-        self.cancellations = cancellations  # the engine's queue of requests to end
+        self.cancellations = cancellations  # the engine's queue of states to end
         self._pieces: deque[Piece] = deque()
         self._is_read_here = False  # by a function that runs in the engine's thread
-        self._state: RequestState | None = state  # the engine's, until the request is done
+        self._state: Unfinished | None = state  # the engine's, until the request is done
         self._wakeups = wakeups
         self._end_waiters: Waiters = {}
         self._news_waiters: Waiters = {}  # for a piece, or the end

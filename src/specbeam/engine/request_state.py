@@ -8,13 +8,14 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from specbeam.backends.contract import Backend, Segment
+from specbeam.cache.budget import Budget
 from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.alternatives import Alternatives
 from specbeam.drafting.retokenizing import RetokenizingDrafter
@@ -32,9 +33,6 @@ from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.selection import Answer, Beams, Wish, select
 from specbeam.tree import NO_NODES, Nodes
-
-if TYPE_CHECKING:
-    from specbeam.engine.memory import Memory
 
 
 class RequestState:
@@ -63,7 +61,7 @@ class RequestState:
         timeout: float | None = None,
         source: Any = None,
         cancellations: deque[RequestState],
-        memory: Memory,
+        budget: Budget,
         wakeups: Wakeups,
         costs: Costs,
     ) -> None:
@@ -77,40 +75,20 @@ class RequestState:
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
         num_texts = setup.options.num_texts
-        room = max(0, memory.most_rows - num_texts)  # for guesses
+        room = max(0, budget.most_rows - num_texts)  # for guesses
         self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
         self._drafter = None
         if draft is not None:
             self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), self._draft_cost, room)
-        model_state = partial(
-            ModelState,
-            prompt_ids=prompt_ids,
-            new_tokens=setup.stop.max_length - setup.tree.prompt_length,
-            texts=num_texts,
-            most_nodes=memory.max_batch_tokens,
-            shares=setup.options.share_prefix,
-        )
         guesses = 0 if self._drafter is None else self._drafter.controller.most_guesses
-        self._target = model_state(
-            lm.backend,
-            setup.tree,
-            guesses=guesses,
-            most_rows=num_texts + guesses,
-            cache=memory.cache_of(lm.backend),
-            source=source,
-        )
+        make_state = partial(ModelState, budget, setup, prompt_ids)
+        self._target = make_state(lm.backend, setup.tree, guesses, num_texts + guesses, source=source)
         self._draft: ModelState | None = None
         if isinstance(draft, LanguageModel) and self._drafter is not None:
             length = self._drafter.prompt_length if isinstance(self._drafter, RetokenizingDrafter) else len(prompt_ids)
-            tree, cache = self._drafter.tree, memory.cache_of(draft.backend)
-            self._draft = model_state(
-                draft.backend,
-                tree,
-                guesses=self._drafter.controller.most_drafted,
-                most_rows=self._drafter.controller.most_drafted_at_once,
-                prompt_length=length,
-                cache=cache,
-            )
+            controller = self._drafter.controller
+            guesses, rows = controller.most_drafted, controller.most_drafted_at_once
+            self._draft = make_state(draft.backend, self._drafter.tree, guesses, rows, prompt_length=length)
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
         self._trees = [*{state.tree for state in self._states}]
         self._state = self._target  # on the model that is to evaluate the pending nodes
@@ -147,11 +125,11 @@ class RequestState:
 
     def found_bytes(self) -> int:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
-        return sum(state.found_bytes() for state in self._states)
+        return sum(state.slots.found() * state.backend.slot_bytes for state in self._states)
 
     def growth_bytes(self, nodes: Nodes) -> int:
         """Bytes of new slots that a pass over some of its pending nodes takes."""
-        return self._state.growth_bytes(nodes)
+        return self._state.slots.growth(nodes) * self._state.backend.slot_bytes
 
     @property
     def is_reading(self) -> bool:
@@ -161,7 +139,7 @@ class RequestState:
     @property
     def used_slots(self) -> int:
         """Slots in use on the target."""
-        return self._target.used_slots
+        return self._target.slots.used
 
     @property
     def done(self) -> bool:
@@ -176,8 +154,6 @@ class RequestState:
     def open(self) -> None:
         """Begin the strategy or, after a pause, evaluate again the nodes that it needs."""
         with self._failing_alone():
-            for state in self._states:
-                state.open()
             if self._strategy is None:
                 self._strategy = self._make_strategy(self._setup, self._drafter)
                 self._advance(None)
@@ -186,32 +162,30 @@ class RequestState:
                 self._evaluate(self._asked)
 
     def pause(self) -> None:
-        """Give up all slots until :meth:`open`."""
+        """Free all slots until :meth:`open`."""
         for state in self._states:
             state.close()
 
-    def waits_for(self, others: list[RequestState]) -> bool:
-        """Whether another live request is about to read the same tokens, so that this one should wait for them.
+    def await_prefix(self, others: list[RequestState]) -> bool:
+        """Wait for another live request that is about to read the same tokens, then begin with these.
 
         Args:
             others: requests that began before this one.
+
+        Returns:
+            Whether to wait.
         """
         with self._failing_alone():
-            trees = (state.slots for one in others for state in one.open_states if state.backend is self.backend)
-            if self._state.slots.waits(trees):
+            trees = (state.slots for one in others for state in one._states if state.backend is self.backend)
+            if self._state.slots.await_prefix(trees):
                 return True
-            self.pending = self._state.slots.missing(self._part)
+            self._evaluate(self._part)
         return False
 
     @property
     def is_fresh(self) -> bool:
         """Whether the model that it needs next has not read any of its tokens, and another request might."""
-        return self._state.is_fresh
-
-    @property
-    def open_states(self) -> list[ModelState]:
-        """Its states on the models that may hold slots."""
-        return [state for state in self._states if state.is_open]
+        return self._state.slots.is_fresh
 
     @property
     def unread_sources(self) -> list[ModelState]:
@@ -269,7 +243,8 @@ class RequestState:
         else:
             first, end = self._part.searchsorted((nodes[0], nodes[-1] + 1))
             wanted = nodes.searchsorted(self._part[first:end])
-        return self._state.segment(nodes, wanted, None if self._wish is None else self._wish.vocab, ahead)
+        vocab, state = None if self._wish is None else self._wish.vocab, self._state
+        return state.slots.segment(nodes, wanted, vocab, state.source, ahead)
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
         """Take in its latest pass.
@@ -407,7 +382,7 @@ class RequestState:
         except Exception as error:
             self.fail(error)
 
-    def make_do(self, memory: Memory) -> None:
+    def make_do(self, budget: Budget) -> None:
         """Get along with the memory, which cannot hold the pending nodes although no other request is live.
 
         The draft model's cache goes, and so do guesses and deferred levels, which the strategy can do without. Where
@@ -418,26 +393,26 @@ class RequestState:
                 self._draft.close()
                 self._states.remove(self._draft)
             if self.drafting or self._step.or_fewer:
-                self._advance(memory.too_small)
+                self._advance(budget.too_small)
             if not self.done:
-                self._take_part(memory)
+                self._take_part(budget)
 
-    def _take_part(self, memory: Memory) -> None:
+    def _take_part(self, budget: Budget) -> None:
         """Evaluate only as many of the nodes as have the memory for all their ancestors, and the rest afterwards.
 
         No other node of the tree keeps its slot, so the nodes of the next part may need some ancestors evaluated again.
         One node always fits: the engine has memory for a text of full length.
         """
         slots, part = self._target.slots, self._unanswered
-        room = (memory.cache_bytes - self.source_bytes) // self._target.backend.slot_bytes
+        room = (budget.cache_bytes - self.source_bytes) // self._target.backend.slot_bytes
         while True:
             slots.keep(part)
             self._evaluate(part)
             if len(part) == 1 or slots.used + len(self.pending) <= room:
                 break
             part = part[: len(part) // 2]
-        if slots.used + min(len(self.pending), memory.max_batch_tokens) > room:
-            raise memory.too_small
+        if slots.used + min(len(self.pending), budget.max_batch_tokens) > room:
+            raise budget.too_small
 
     def _advance(self, answer: Answer | Tensor | TooManyNodes | NotFinite | None) -> None:
         """Let the strategy take an answer and name the next nodes, or finish."""
@@ -473,7 +448,7 @@ class RequestState:
 
     def _evaluate(self, part: Nodes) -> None:
         """Let some of the nodes that the strategy asked about be pending, with their ancestors that have no slot."""
-        self._part, self.pending = part, self._state.slots.missing(part)
+        self._part, self.pending = part, self._state.slots.prepare(part)
 
     @property
     def _unanswered(self) -> Nodes:
@@ -486,18 +461,21 @@ class RequestState:
             if len(dropped := tree.take_dropped()):
                 for state in self._states:
                     if state.tree is tree:
-                        state.slots.release(dropped)
+                        state.slots.free(dropped)
 
     def _finish(self, hypotheses: list[Hypothesis]) -> None:
         self._output.finish(hypotheses, self._target, self._draft, drafted=self._drafter is not None)
-        self._leave_text(hypotheses[0].node)
+        self._cache_text(hypotheses[0].node)
         self._release()
 
-    def _leave_text(self, node: int) -> None:
-        """Leave the best text to requests that begin with it."""
-        for state in self.open_states:
-            end = node if state.tree is self._setup.tree else None
-            state.leave_text(end, self.pending if state is self._state else NO_NODES)
+    def _cache_text(self, node: int) -> None:
+        """Cache the best text for requests that begin with it."""
+        for state in self._states:
+            tree = state.tree
+            end = node if tree is self._setup.tree else int(tree.kept[tree.depths(tree.kept).argmax()])
+            pending = self.pending if state is self._state else NO_NODES
+            path = tree.path(end)
+            state.slots.add_prefix(path[~np.isin(path, pending)])
 
     def _release(self) -> None:
         """Let go of all memory but the result."""

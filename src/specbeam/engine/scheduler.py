@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.backends.contract import Backend
+from specbeam.cache.budget import Budget
 from specbeam.engine.costs import TILE_NODES, Costs
-from specbeam.engine.memory import Memory
 from specbeam.engine.queue import Queue
 from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
@@ -81,7 +81,7 @@ class Scheduler:
         max_batch_tokens: int,
         max_waiting: int | None,
         max_pass_seconds: float | None,
-        memory: Memory,
+        budget: Budget,
         wakeups: Wakeups,
         costs: Costs,
     ) -> None:
@@ -89,7 +89,7 @@ class Scheduler:
         self.max_batch_tokens = max_batch_tokens
         self.max_waiting = max_waiting
         self.max_pass_seconds = max_pass_seconds
-        self.memory = memory
+        self.budget = budget
         self.wakeups = wakeups
         self.costs = costs
         self.news = np.zeros(1, dtype=np.int32)
@@ -153,7 +153,7 @@ class Scheduler:
     @property
     def used_slots(self) -> int:
         """Slots of the target in use by live requests. Slots that they share count once."""
-        return self.memory.used_slots
+        return self.budget.target.used
 
     def take_new(self) -> None:
         """Give the requests that were submitted since the last round their places in the queue."""
@@ -178,7 +178,7 @@ class Scheduler:
 
     def fail_all(self, failure: str) -> None:
         """End all requests with an error of their own, and forget all that was read, whatever state it is in."""
-        self.memory.clear()
+        self.budget.clear()
         for request in self._unfinished:
             if not request.done:
                 request.fail(RuntimeError(failure))
@@ -205,7 +205,7 @@ class Scheduler:
         self.drop_done()
         if self._is_full or not self._queue:
             return
-        needed = self.memory.held + sum(one.round_bytes for one in self._live)
+        needed = self.budget.held + sum(one.round_bytes for one in self._live)
         rows = [one.most_rows for one in self._live]
         place = 0
         while not self._is_full and len(self._live) < self.max_requests:
@@ -238,9 +238,9 @@ class Scheduler:
         """
         if not rows:
             return True
-        if not self.memory.holds_logits([*rows, request.most_rows]):
+        if not self.budget.holds_logits([*rows, request.most_rows]):
             return False
-        lacking = needed + request.round_bytes + request.source_bytes - self.memory.room
+        lacking = needed + request.round_bytes + request.source_bytes - self.budget.room
         return lacking <= 0 or lacking <= request.found_bytes()
 
     def gather(self) -> list[Batch]:
@@ -251,7 +251,7 @@ class Scheduler:
         by_model: defaultdict[tuple[bool, int], list[RequestState]] = defaultdict(list)
         live = list(self._live)
         for place, request in enumerate(live):
-            waits = not request.done and request.is_fresh and request.waits_for(live[:place])
+            waits = not request.done and request.is_fresh and request.await_prefix(live[:place])
             if not (request.done or waits):
                 by_model[not request.drafting, id(request.backend)].append(request)
         is_alone = sum(map(len, by_model.values())) == 1
@@ -334,9 +334,9 @@ class Scheduler:
                 can_show = all(request.can_show(nodes) for request, nodes in read)
                 most = most // unseen * unseen or most if can_show else min(most, unseen)
             bytes_per_pass = nodes * backend.slot_bytes
-            room = (self.memory.room if len(batch) > 1 else self.memory.cache_bytes) - self.memory.held
+            room = (self.budget.room if len(batch) > 1 else self.budget.cache_bytes) - self.budget.held
             most = max(1, min(most, room // bytes_per_pass))
-            self.memory.drop_kept(room - most * bytes_per_pass)
+            self.budget.evict(room - most * bytes_per_pass)
         return most
 
     def passes_unseen(self, batch: Batch) -> int:
@@ -346,32 +346,32 @@ class Scheduler:
         return 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1
 
     def _count_sources(self) -> None:
-        self.memory.source_bytes = sum(request.source_bytes for request in self._live)
+        self.budget.source_bytes = sum(request.source_bytes for request in self._live)
 
     def _make_room(self, batches: list[Batch]) -> list[Batch]:
-        """Forget kept texts, then pause the youngest requests, while slots would outgrow the memory.
+        """Evict prefixes, then pause the youngest requests, while slots would outgrow the memory.
 
         Paused requests are left out of the passes.
         """
         while True:
-            room = self.memory.room if len(self._live) > 1 else self.memory.cache_bytes
-            room -= self.memory.held
+            room = self.budget.room if len(self._live) > 1 else self.budget.cache_bytes
+            room -= self.budget.held
             growth = sum(len(nodes) * request.backend.slot_bytes for batch in batches for request, nodes in batch)
             if growth > room:  # some nodes may have slots, since a pass over them failed
                 growth = sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
             room -= growth
-            self.memory.drop_kept(room)
+            self.budget.evict(room)
             if room >= 0:
                 return [batch for batch in batches if batch]
             if not self.pause_youngest():
                 (request,) = self._live
-                request.make_do(self.memory)
+                request.make_do(self.budget)
                 return []
             batches = [self.still_live(batch) for batch in batches]
 
     def find_memory(self) -> bool:
-        """A pass found no memory: forget kept texts, or pause the youngest request. Returns whether it could."""
-        return self.memory.drop_kept() or self.pause_youngest()
+        """A pass found no memory: evict prefixes, or pause the youngest request. Returns whether it could."""
+        return self.budget.evict() or self.pause_youngest()
 
     def pause_youngest(self) -> bool:
         """Take the keys and values of the youngest request. It goes on once another has ended.

@@ -21,6 +21,7 @@ from specbeam.engine import Engine
 from specbeam.engine.drafters import check_draft
 from specbeam.errors import BAD_INPUT, SpecbeamError
 from specbeam.model import LanguageModel, load
+from specbeam.option_names import LOOKUPS
 from specbeam.options import BEAM_OPTIONS, SAMPLING_OPTIONS, Options, check_names
 from specbeam.prompts import apply_chat_template
 from specbeam.scoring import score
@@ -89,7 +90,7 @@ class SpecbeamLM(TemplateLM):  # type: ignore[misc]  # lm_eval is untyped
         how |= {"quantize": quantize, "threads": threads}
         if not isinstance(pretrained, LanguageModel):  # str: the harness turns names like 7 into numbers
             pretrained = load(str(pretrained), revision=None if revision is None else str(revision), **how)
-        if isinstance(draft, str) and draft not in ("ngram", "suffix"):
+        if isinstance(draft, str) and draft not in LOOKUPS:
             draft = load(draft, **how)
         check_draft(pretrained, draft, self._options)
         self.lm, self.draft, self.tokenizer = pretrained, draft, pretrained.tokenizer

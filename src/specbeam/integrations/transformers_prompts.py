@@ -19,8 +19,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from specbeam.backends.encoder_decoder import EncoderDecoderBackend
 from specbeam.backends.transformers import CausalBackend, ReadPrompt
+from specbeam.cache.slots import slots_of
 from specbeam.compat import prefill
-from specbeam.engine.store import store_of
 from specbeam.integrations.transformers_processors import unsupported
 from specbeam.tree import Nodes, Tree
 
@@ -99,7 +99,7 @@ class Prompts:
 
     def kept(self, tree: Tree, nodes: Nodes) -> KeysAndValues:
         """A copy of the keys and values of a live text's nodes."""
-        return self._backend.keys_and_values(store_of(self._backend).slots_of(tree, nodes))
+        return self._backend.keys_and_values(slots_of(tree, self._backend).at(nodes))
 
     def fill_cache(self, texts: Sequence[KeysAndValues]) -> None:
         """Add the keys and values of the new tokens of all rows to the cache.

@@ -12,7 +12,7 @@ from specbeam import chat_templates
 from specbeam.constraints import TokenTrie
 from specbeam.decoding import Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.prompt_scores import PromptScores, score_prompt
+from specbeam.decoding.token_scores import PromptScores, score_prompt
 from specbeam.engine import Request
 from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy

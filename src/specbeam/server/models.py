@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 
 from specbeam.backends.devices import free_memory
+from specbeam.cache.pool import MAX_FREE_SHARE
 from specbeam.control_tokens import ControlTokens
 from specbeam.engine import Engine
-from specbeam.engine.drafters import LOOKUPS
-from specbeam.engine.runs import MAX_FREE_SHARE
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, Placement, weights_of
+from specbeam.option_names import LOOKUPS
 from specbeam.prompts import DEFAULT_RENDERING, Rendering, encode
 from specbeam.server.errors import Refusal
 from specbeam.server.limits import Limits

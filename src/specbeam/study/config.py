@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from specbeam.errors import SpecbeamError
-from specbeam.option_names import nearest_name
+from specbeam.option_names import LOOKUPS, nearest_name
 from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
 
 MODES = ("greedy", "sample", "beam", "speculative", "speculative-beam")
@@ -330,7 +330,7 @@ def _refuse_without_effect(study: Study, found: list[Method]) -> None:
         raise SpecbeamError(
             "decode.do_sample=true has no effect: it is for speculative; give decode.mode=sample, or leave it out"
         )
-    if study.draft.quantize is not None and not any(m.draft not in (None, "ngram", "suffix") for m in found):
+    if study.draft.quantize is not None and not any(m.draft not in (None, *LOOKUPS) for m in found):
         raise SpecbeamError(
             f"draft.quantize={study.draft.quantize} has no effect: no draft is a model; give draft_model=MODEL"
         )

@@ -15,6 +15,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.jobs.atomic import write_whole
 from specbeam.jobs.crew import Crew
 from specbeam.jobs.launchers import crew_on_ray, run_here
+from specbeam.option_names import LOOKUPS
 from specbeam.study.config import Study, check, methods
 from specbeam.study.data import Row, local_file, read_rows
 from specbeam.study.progress import Progress
@@ -297,7 +298,7 @@ def _summarize(study: Study, records: list[Record], scores: Mapping[str, Any]) -
 def _sources(study: Study) -> dict[str, Path]:
     """The path of every model, and of the base model of an adapter. One that is not there is an error at once."""
     wanted = [study.target_model, *(m.draft for m in methods(study)), *study.metrics.perplexity]
-    names = dict.fromkeys(name for name in wanted if name not in (None, "ngram", "suffix", "target"))
+    names = dict.fromkeys(name for name in wanted if name not in (None, *LOOKUPS, "target"))
     found = {str(name): locate(str(name)) for name in names}
     for name, path in [*found.items()]:
         if (checkpoint := open_checkpoint(path)).adapter is not None:

@@ -11,6 +11,7 @@ from typing import Any
 from specbeam.engine import Engine
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel, load
+from specbeam.option_names import LOOKUPS
 from specbeam.options import Options
 from specbeam.prompts import encode, show_prompt, tokenize
 from specbeam.recording import LIKELIEST, Event, events, finite
@@ -46,7 +47,7 @@ class Work:
     def models(self, method: Method) -> tuple[LanguageModel, Any]:
         """The target and its draft: a draft model, "ngram", "suffix" or None."""
         target = self._load(self.study.target_model, method.load)
-        if method.draft in (None, "ngram", "suffix"):
+        if method.draft in (None, *LOOKUPS):
             return target, method.draft
         return target, self._load(method.draft, method.draft_load)
 

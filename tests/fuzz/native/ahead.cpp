@@ -142,8 +142,10 @@ struct Step {
   std::vector<float> scores;
 };
 
-Step step(const Asked &asked, const Wish &w, const int64_t *tokens, const float *scores,
+Step step(const Asked &asked, const Wish &w, const int64_t *tokens, const float *scores, const float *normalizers,
           const std::vector<int64_t> &ends) {
+  for (int64_t row = 0; row < w.rows; row++)
+    if (!std::isfinite(normalizers[row])) return {false, {}, {}};
   const auto is_end = [&](int64_t token) { return std::find(ends.begin(), ends.end(), token) != ends.end(); };
   if (asked.scores.empty()) return {scores[0] != -INFINITY && !is_end(tokens[0]), {{0, tokens[0]}}, {}};
   std::vector<float> sums;
@@ -154,11 +156,9 @@ Step step(const Asked &asked, const Wish &w, const int64_t *tokens, const float 
   std::vector<int64_t> order;
   for (int64_t i = 0; i < w.rows * w.most; i++) order.push_back(i);
   std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return sums[size_t(a)] > sums[size_t(b)]; });
-  for (int64_t i = 0; i < w.most; i++) {
+  for (int64_t i = 0; i < w.rows; i++) {
     const auto here = size_t(order[size_t(i)]);
-    if (i && sums[here] == sums[size_t(order[size_t(i - 1)])]) out.goes_on = false;
-    if (i + 1 < w.most && is_end(tokens[here])) out.goes_on = false;
-    if (i >= w.rows) continue;
+    if (is_end(tokens[here])) out.goes_on = false;
     out.next.push_back({int64_t(here) / w.most, tokens[here]});
     out.scores.push_back(sums[here]);
   }
@@ -210,7 +210,7 @@ class Call {
     int64_t done = -1;
     const auto of_ends = copied(ends);
     const char *wrong = specbeam_forward_ahead(model, of_segments.get(), count(), of_ahead.get(), logits.get(), &choice,
-                                               passes, of_ends.get(), int64_t(ends.size()), &halt, &done);
+                                               passes, of_ends.get(), int64_t(ends.size()), &halt, 1, nullptr, &done);
     if (wrong) std::fprintf(stderr, "refused: %s\n", wrong);
     CHECK(!wrong);
     CHECK(done >= 1 && done <= passes && (!halt || done == 1));
@@ -315,7 +315,8 @@ class Call {
       bool goes_on = !halted;
       for (size_t i = 0; i < asked.size(); i++) {
         const Wish &w = inputs.wishes[i];
-        steps[i] = step(asked[i], w, alone.tokens.get() + w.most_place, alone.scores.get() + w.most_place, ends);
+        steps[i] = step(asked[i], w, alone.tokens.get() + w.most_place, alone.scores.get() + w.most_place,
+                        alone.normalizers.get() + w.row_place, ends);
         goes_on = goes_on && steps[i].goes_on;
         asked[i].scores = steps[i].scores;
       }
@@ -425,7 +426,7 @@ class Call {
         else halts = nullptr;
     }
     const char *wrong = specbeam_forward_ahead(model, of_segments.get(), number, of_ahead.get(), to, &choice, passes,
-                                               of_ends.get(), end_count, halts, &done);
+                                               of_ends.get(), end_count, halts, 1, nullptr, &done);
     check(!wrong || *wrong);
     for (Text &text : texts) forget(in, model, text, taken);
   }
@@ -451,7 +452,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const ModelConfig c = config_of(in);
   void *model = nullptr;
   const int32_t threads = in.ConsumeIntegralInRange(0, 4) ? 1 : 2;
-  if (specbeam_model_new(&c, threads, in.isa(), &model)) return 0;
+  if (!use(in.isa()) || specbeam_model_new(&c, threads, &model)) return 0;
   Parameters parameters{{}, in.ConsumeIntegral<uint64_t>()};
   fill(in, parameters, model, c);
   if (!specbeam_model_incomplete(model)) {

@@ -1,6 +1,7 @@
-// For all fuzz targets: the functions of api.cpp, and numbers that are mostly right and sometimes wild.
+// For all fuzz targets: the functions of the libraries, and numbers that are mostly right and sometimes wild.
 #pragma once
 
+#include <dlfcn.h>
 #include <fuzzer/FuzzedDataProvider.h>
 
 #include <cstdint>
@@ -8,39 +9,56 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "ahead.h"
 #include "model.h"
 #include "select.h"
 
-extern "C" {
-const char *specbeam_isa(const char *);
-int64_t specbeam_matrix_bytes(int32_t, int64_t, int64_t);
-int32_t specbeam_format_of(int32_t);
-int32_t specbeam_pack(int32_t, const uint8_t *, int64_t, int64_t, int64_t, const int64_t *, int64_t, int64_t,
-                      uint8_t *);
-int32_t specbeam_quantize(int32_t, const float *, int64_t, int64_t, uint8_t *);
-uint64_t specbeam_hash(const uint8_t *, int64_t);
-const char *specbeam_model_new(const specbeam::ModelConfig *, int32_t, const char *, void **);
-void specbeam_model_delete(void *);
-int32_t specbeam_model_threads(void *);
-int32_t specbeam_model_add(void *, int64_t, int32_t, int32_t, int64_t, int64_t, const uint8_t *, int64_t);
-int32_t specbeam_model_bias(void *, int64_t, int32_t, const float *, int64_t);
-int32_t specbeam_model_norm(void *, int64_t, int32_t, const float *, const float *, int64_t);
-int32_t specbeam_model_rope(void *, const float *, int64_t, float);
-int32_t specbeam_model_layer(void *, int64_t, int64_t, int64_t);
-const char *specbeam_model_incomplete(void *);
-const char *specbeam_cache_reserve(void *, int64_t);
-int32_t specbeam_cache_release(void *, int64_t, int64_t);
-const char *specbeam_choose(void *, const specbeam::Choice *);
-const char *specbeam_forward_ahead(void *, const specbeam::Segment *, int64_t, const specbeam::Ahead *, float *,
-                                   const specbeam::Choice *, int64_t, const int64_t *, int64_t, const int32_t *,
-                                   int64_t *);
-const char *specbeam_forward(void *, const specbeam::Segment *, int64_t, const int64_t *, int64_t, int64_t, float *);
-int32_t specbeam_multiply(const char *, int32_t, int32_t, int64_t, int64_t, const uint8_t *, const float *, int64_t,
-                          float *);
-float specbeam_weight(int32_t, int64_t, int64_t, const uint8_t *, int64_t, int64_t);
+// The functions of the library of one instruction set. `use` sets them.
+#define FUNCTIONS(F)                                                                                                  \
+  F(const char *, isa, const char *)                                                                                  \
+  F(int64_t, matrix_bytes, int32_t, int64_t, int64_t)                                                                 \
+  F(int32_t, format_of, int32_t)                                                                                      \
+  F(int32_t, pack, int32_t, const uint8_t *, int64_t, int64_t, int64_t, const int64_t *, int64_t, int64_t, uint8_t *) \
+  F(int32_t, quantize, int32_t, const float *, int64_t, int64_t, uint8_t *)                                           \
+  F(const char *, model_new, const specbeam::ModelConfig *, int32_t, void **)                                         \
+  F(void, model_delete, void *)                                                                                       \
+  F(int32_t, model_matrix, void *, int64_t, const char *, int32_t, int64_t, int64_t, const uint8_t *, int64_t)        \
+  F(int32_t, model_vector, void *, int64_t, const char *, const float *, int64_t)                                     \
+  F(int32_t, model_rope, void *, const float *, int64_t, float)                                                       \
+  F(int32_t, model_layer, void *, int64_t, int64_t, int64_t)                                                          \
+  F(const char *, model_incomplete, void *)                                                                           \
+  F(const char *, cache_reserve, void *, int64_t)                                                                     \
+  F(int32_t, cache_release, void *, int64_t, int64_t)                                                                 \
+  F(const char *, choose, void *, const specbeam::Choice *)                                                           \
+  F(const char *, forward_ahead, void *, const specbeam::Segment *, int64_t, const specbeam::Ahead *, float *,        \
+    const specbeam::Choice *, int64_t, const int64_t *, int64_t, const int32_t *, int64_t, int32_t (*)(int64_t),      \
+    int64_t *)                                                                                                        \
+  F(const char *, forward, void *, const specbeam::Segment *, int64_t, const int64_t *, int64_t, int64_t, float *)    \
+  F(int32_t, multiply, int32_t, int32_t, int64_t, int64_t, const uint8_t *, const float *, int64_t, float *)          \
+  F(float, weight, int32_t, int64_t, int64_t, const uint8_t *, int64_t, int64_t)
+#define DECLARE(result, name, ...) inline result (*specbeam_##name)(__VA_ARGS__);
+FUNCTIONS(DECLARE)
+#undef DECLARE
+
+// Takes the functions of an instruction set; an empty name asks for the best. Returns whether the processor has it.
+inline bool use(const std::string &isa) {
+  const auto load = [](const std::string &of) {
+    void *library = dlopen((SPECBEAM_LIBRARIES "/libspecbeam_cpu_" + of + ".so").c_str(), RTLD_NOW);
+    if (!library) std::fprintf(stderr, "%s\n", dlerror()), std::abort();
+    return library;
+  };
+  const auto best = reinterpret_cast<const char *(*)(const char *)>(dlsym(load("portable"), "specbeam_isa"));
+  const char *chosen = best(isa.c_str());
+  if (!chosen) return false;
+  void *library = load(chosen);
+#define TAKE(result, name, ...) \
+  specbeam_##name = reinterpret_cast<result (*)(__VA_ARGS__)>(dlsym(library, "specbeam_" #name));
+  FUNCTIONS(TAKE)
+#undef TAKE
+  return true;
 }
 
 #define CHECK(condition)                                                             \

@@ -125,11 +125,12 @@ void give_room(Choice &c, Arrays &a) {
 }
 
 void *model_of(int threads, const char *isa) {
+  check(use(isa));
   ModelConfig config{};
   config.vocab = config.hidden = config.inner = config.layers = config.heads = config.kv_heads = config.head_dim = 1;
   config.context = 1, config.attention_scale = config.embedding_scale = 1;
   void *model = nullptr;
-  check(!specbeam_model_new(&config, threads, isa, &model));
+  check(!specbeam_model_new(&config, threads, &model));
   return model;
 }
 
@@ -143,12 +144,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   give_room(choice, arrays);
   void *model = in.PickValueInArray(models);
   const auto before = std::vector<float>(arrays.logits.items.get(), arrays.logits.items.get() + arrays.logits.size);
+  check(use(""));
   const char *wrong = specbeam_choose(model, &choice);
   check(!wrong || *wrong);
   CHECK(same(before.data(), arrays.logits.items.get(), arrays.logits.size));
   Choice again = choice;
   others.given.make(arrays.given.size), others.make_room(choice.most_count, choice.row_count);
   give_room(again, others);
+  check(use("portable"));
   const char *other_wrong = specbeam_choose(simple, &again);
   CHECK(!wrong == !other_wrong);
   if (wrong) return 0;

@@ -48,8 +48,8 @@ inline ModelConfig config_of(Input &in) {
   return c;
 }
 
-inline void add_product(Input &in, Parameters &parameters, void *model, int64_t layer, int which, int64_t rows,
-                        int64_t columns) {
+inline void add_product(Input &in, Parameters &parameters, void *model, int64_t layer, const std::string &name,
+                        int64_t rows, int64_t columns) {
   int64_t left = rows;
   for (int part = in.rarely() ? int(in.ConsumeIntegralInRange(0, 12)) : int(in.ConsumeIntegralInRange(1, 3));
        part > 0 && left > 0; part--) {
@@ -68,43 +68,49 @@ inline void add_product(Input &in, Parameters &parameters, void *model, int64_t 
       if (format != F32_ROWS && !in.rarely())  // without these two bits all scales are below 2
         for (int64_t i = 0; i < bytes; i++) data[i] &= 0x3f;
     }
-    specbeam_model_add(model, layer, which, format, here, across, data, bytes);
+    specbeam_model_matrix(model, layer, (name + ".weight").c_str(), format, here, across, data, bytes);
   }
   if (in.ConsumeBool()) {
     const int64_t size = in.number(rows, rows);
     if (size >= 0 && size < int64_t(MAX_PARAMETER_BYTES))
-      specbeam_model_bias(model, layer, which, size ? parameters.floats(size) : nullptr, size);
+      specbeam_model_vector(model, layer, (name + ".bias").c_str(), size ? parameters.floats(size) : nullptr, size);
   }
 }
 
-inline void add_norm(Input &in, Parameters &parameters, void *model, int64_t layer, int which, int64_t size) {
-  if (in.rarely()) return;
-  size = in.number(size, size);
-  if (size < 0 || size > int64_t(MAX_PARAMETER_BYTES)) return;
-  const float *weight = parameters.floats(size);
-  specbeam_model_norm(model, layer, which, in.rarely() ? nullptr : weight,
-                      in.ConsumeBool() ? parameters.floats(size) : nullptr, size);
+inline void add_norm(Input &in, Parameters &parameters, void *model, int64_t layer, const std::string &name,
+                     int64_t expected) {
+  for (const char *kind : {".weight", ".bias"}) {
+    if (in.rarely() || (kind == std::string(".bias") && in.ConsumeBool())) continue;
+    const int64_t size = in.number(expected, expected);
+    if (size < 0 || size > int64_t(MAX_PARAMETER_BYTES)) continue;
+    const float *numbers = parameters.floats(size);
+    specbeam_model_vector(model, layer, (name + kind).c_str(), in.rarely() ? nullptr : numbers, size);
+  }
 }
 
 // Returns the widest window of the model's layers, or 0 if a layer has no window.
 inline int64_t fill(Input &in, Parameters &parameters, void *model, const ModelConfig &c) {
   const int64_t some_layers = std::min<int64_t>(c.layers, 4);  // of models with more, the rest stays empty
   const auto layer_of = [&](int64_t layer) { return in.rarely() ? in.wild() : layer; };
-  add_product(in, parameters, model, -1, 0, c.vocab, c.hidden);
-  if (in.ConsumeBool()) add_product(in, parameters, model, -1, 1, c.context, c.hidden);
-  add_product(in, parameters, model, -1, 2, c.vocab, c.hidden);
-  add_norm(in, parameters, model, -1, int(in.number(0, 0)), c.hidden);
+  add_product(in, parameters, model, -1, "embedding", c.vocab, c.hidden);
+  if (in.ConsumeBool()) add_product(in, parameters, model, -1, "positions", c.context, c.hidden);
+  add_product(in, parameters, model, -1, "head", c.vocab, c.hidden);
+  add_norm(in, parameters, model, -1, in.rarely() ? "norms" : "norm", c.hidden);
   int64_t ropes = 0;
   std::vector<int64_t> windows(size_t(c.layers));
   for (int64_t l = 0; l < some_layers; l++) {
     const int64_t width = (c.heads + 2 * c.kv_heads) * c.head_dim;
-    add_product(in, parameters, model, layer_of(l), 0, width, c.hidden);
-    add_product(in, parameters, model, layer_of(l), 1, c.hidden, c.heads * c.head_dim);
-    add_product(in, parameters, model, layer_of(l), 2, c.inner * (c.gated ? 2 : 1), c.hidden);
-    add_product(in, parameters, model, layer_of(l), int(in.number(3, 3)), c.hidden, c.inner);
-    for (int which = 0; which < 6; which++)
-      if (which % 2 == 0 && which < 4 ? true : in.ConsumeBool())
-        add_norm(in, parameters, model, layer_of(l), which, which < 4 ? c.hidden : c.head_dim);
+    add_product(in, parameters, model, layer_of(l), "attention.qkv", width, c.hidden);
+    add_product(in, parameters, model, layer_of(l), "attention.output", c.hidden, c.heads * c.head_dim);
+    add_product(in, parameters, model, layer_of(l), c.gated ? "mlp.gate_up" : "mlp.up", c.inner * (c.gated ? 2 : 1),
+                c.hidden);
+    add_product(in, parameters, model, layer_of(l), in.rarely() ? "mlp" : "mlp.down", c.hidden, c.inner);
+    for (const char *name : {"attention_norm", "mlp_norm"})
+      add_norm(in, parameters, model, layer_of(l), name, c.hidden);
+    for (const char *name : {"post_attention_norm", "post_mlp_norm"})
+      if (in.ConsumeBool()) add_norm(in, parameters, model, layer_of(l), name, c.hidden);
+    for (const char *name : {"attention.q_norm", "attention.k_norm"})
+      if (in.ConsumeBool()) add_norm(in, parameters, model, layer_of(l), name, c.head_dim);
     if (c.head_dim > 1 && in.ConsumeBool()) {
       const int64_t count = in.number(1, c.head_dim / 2);
       if (count <= int64_t(MAX_PARAMETER_BYTES)) {

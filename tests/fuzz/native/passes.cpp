@@ -130,7 +130,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   void *model = nullptr;
   const auto threads = int32_t(in.rarely() ? in.wild() : in.ConsumeIntegralInRange(0, 20) ? 1 : 2);
   if (threads > 8 && threads <= MAX_THREADS) return 0;  // allowed, but slow
-  if (const char *wrong = specbeam_model_new(&c, threads, in.isa(), &model)) {
+  if (!use(in.isa())) return 0;
+  if (const char *wrong = specbeam_model_new(&c, threads, &model)) {
     check(*wrong && !model);
     return 0;
   }

@@ -62,6 +62,7 @@ std::unique_ptr<uint8_t[]> packed(Input &in, int32_t &format, int64_t rows, int6
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   Input in(data, size);
+  check(use("portable"));
   // Two blocks of weights are multiplied at once if there are 256 rows, or 512 for two threads.
   const int64_t rows = in.number(1, in.ConsumeIntegralInRange(0, 3) ? 40 : 600),
                 columns = in.ConsumeBool() ? in.number(1, 100) : 256 * in.ConsumeIntegralInRange<int64_t>(1, 2);
@@ -74,7 +75,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (room > 0 && room <= MAX_BYTES) matrix = bytes_of(in, room);
   }
   if (!matrix) return 0;
-  specbeam_hash(matrix.get(), specbeam_matrix_bytes(format, rows, columns));
   const int64_t row = in.number(0, rows - 1), column = in.number(0, columns - 1);
   specbeam_weight(format, rows, columns, matrix.get(), row, column);
 
@@ -82,13 +82,13 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const auto values = floats_of(in, n * columns);
   std::unique_ptr<float[]> avx;
   for (const char *isa : {"portable", "avx2", "avxvnni", "avx512"}) {
-    if (!specbeam_isa(isa)) continue;
+    if (!use(isa)) continue;
     auto all = exactly<float>(size_t(n * rows)), alone = exactly<float>(size_t(rows));
     const int threads = in.ConsumeIntegralInRange(0, 50) ? 1 : 2;
-    check(!specbeam_multiply(isa, threads, format, rows, columns, matrix.get(), values.get(), n, all.get()));
+    check(!specbeam_multiply(threads, format, rows, columns, matrix.get(), values.get(), n, all.get()));
     const auto row_alone = exactly<float>(size_t(columns));
     std::copy_n(values.get() + chosen * columns, columns, row_alone.get());
-    check(!specbeam_multiply(isa, 1, format, rows, columns, matrix.get(), row_alone.get(), 1, alone.get()));
+    check(!specbeam_multiply(1, format, rows, columns, matrix.get(), row_alone.get(), 1, alone.get()));
     CHECK(same(alone.get(), all.get() + chosen * rows, rows));
     if (std::strncmp(isa, "avx", 3)) continue;
     if (avx) CHECK(same(avx.get(), all.get(), n * rows));

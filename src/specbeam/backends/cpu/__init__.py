@@ -22,7 +22,7 @@ from torch import Tensor
 
 from specbeam.backends.contract import Segment, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, choose, needs_torch
-from specbeam.backends.cpu.library import SHOW, AheadStruct, ModelConfigStruct, address, library
+from specbeam.backends.cpu.library import SHOW, AheadStruct, ModelConfigStruct, address, choose_isa, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.backends.devices import memory_for_caches, peak_memory
 from specbeam.checkpoints.checkpoint import Checkpoint
@@ -34,17 +34,6 @@ from specbeam.whole_steps import whole_step
 
 logger = logging.getLogger("specbeam")
 
-PRODUCTS_OF_LAYER = ("attention.qkv", "attention.output", "mlp.gate_up", "mlp.down")
-NORMS_OF_LAYER = (
-    "attention_norm",
-    "post_attention_norm",
-    "mlp_norm",
-    "post_mlp_norm",
-    "attention.q_norm",
-    "attention.k_norm",
-)
-PRODUCTS_OF_MODEL = ("embedding", "positions", "head")
-"""In the order of ``product_named`` and ``norm_named`` in native/api.cpp: a place here is a number there."""
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 """In the order of ``Activation`` in native/model.h."""
 INT64_BYTES = 8
@@ -62,7 +51,7 @@ class CpuBackend:
         quantize: "keep" (the values of a quantized GGUF file), "int8", "int4", "float32" or "auto". "auto" is "keep"
             for a quantized GGUF file, else "int8".
         threads: the number of threads per pass [$SPECBEAM_THREADS, else the processors this process may use].
-        isa: the instruction set, "avx512", "avxvnni", "avx2" or "portable" [the best of this machine].
+        isa: the instruction set, "avx512", "avxvnni", "avx2", "neon" or "portable" [the best of this machine].
 
     Raises:
         SpecbeamError: an argument is not allowed, the kernels were not built, or the checkpoint cannot be loaded.
@@ -81,19 +70,15 @@ class CpuBackend:
         self.quantize = choose_mode(quantize, checkpoint)
         self.precision = checkpoint.facts.quantization if self.quantize == "keep" else self.quantize
         config = checkpoint.config
-        self._library = library()
-        if self._library.specbeam_isa(isa.encode()) is None:
-            raise SpecbeamError(f"isa={isa!r} is not available on this machine: give avx512, avxvnni, avx2 or portable")
+        self._library = library(choose_isa(isa))
         self._weights = load_weights(checkpoint, self.quantize)
         self.vocab_size, self.context_length = config.vocab_size, config.context_length
         self.window = config.window
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so whole numbers are enough.
         whole = self.quantize != "float32"
-        width = -(-config.head_dim // 16) * 16
-        head_bytes = width * (2 + 1) + 2 * 4 if whole else 2 * width * 4  # keys, values and their scales
-        self.slot_bytes = config.num_layers * config.num_kv_heads * head_bytes
-        self._model = _new_model(checkpoint, self.threads, whole, isa)
+        self._model = _new_model(self._library, checkpoint, self.threads, whole)
         _free_with(self, self._library.specbeam_model_delete, self._model)
+        self.slot_bytes: int = self._library.specbeam_cache_slot_bytes(self._model)
         self._fill(config)
         if (started := self._library.specbeam_model_threads(self._model)) < self.threads:
             problem = "only %d of %d threads could be started: a limit on processes or on memory is reached"
@@ -179,7 +164,7 @@ class CpuBackend:
 
     def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
         with self._one_pass:
-            return choose(self._model, logits, wishes)
+            return choose(self._library, self._model, logits, wishes)
 
     def memory_for_caches(self) -> int:
         return memory_for_caches(self.device)
@@ -189,17 +174,12 @@ class CpuBackend:
 
     def _fill(self, config: Config) -> None:
         """Give the native model the addresses of its parameters."""
-        for which, name in enumerate(PRODUCTS_OF_MODEL):
-            source = "embedding" if name == "head" and config.tied_head else name
-            self._product(-1, which, source)
-        self._norm(-1, 0, "norm")
+        for name in self._weights.parts:
+            self._parameter(name, name)
+        if config.tied_head:
+            self._parameter("head.weight", "embedding.weight")
         ropes: dict[Any, int] = {}
         for number, layer in enumerate(config.layers):
-            for which, name in enumerate(PRODUCTS_OF_LAYER):
-                name = "mlp.up" if name == "mlp.gate_up" and not config.gated_mlp else name
-                self._product(number, which, f"blocks.{number}.{name}")
-            for which, name in enumerate(NORMS_OF_LAYER):
-                self._norm(number, which, f"blocks.{number}.{name}")
             if layer.rope is not None and layer.rope not in ropes:
                 frequencies = np.array(layer.rope.frequencies(), np.float32)
                 ropes[layer.rope] = self._library.specbeam_model_rope(
@@ -211,24 +191,27 @@ class CpuBackend:
         if missing := self._library.specbeam_model_incomplete(self._model):
             raise RuntimeError(f"the native model lacks {missing.decode()}")
 
-    def _product(self, layer: int, which: int, name: str) -> None:
-        for part in self._weights.parts.get(f"{name}.weight", []):
-            at = self._weights.address(part)
-            status = self._library.specbeam_model_add(
-                self._model, layer, which, part.format, part.rows, part.columns, at, part.size
+    def _parameter(self, name: str, source: str) -> None:
+        """Give the native model the weights of ``source`` under a name."""
+        layer, own = -1, name
+        if name.startswith("blocks."):
+            _, number, own = name.split(".", 2)
+            layer = int(number)
+        parts = self._weights.parts[source]
+        if parts[0].is_vector:
+            vector = self._weights.vector(source)
+            status = self._library.specbeam_model_vector(
+                self._model, layer, own.encode(), vector.ctypes.data, len(vector)
             )
-            if status:
-                raise RuntimeError(f"{name} does not fit into the native model")
-        if f"{name}.bias" in self._weights.parts:
-            bias = self._weights.stacked(f"{name}.bias")
-            self._library.specbeam_model_bias(self._model, layer, which, bias.ctypes.data, len(bias))
-
-    def _norm(self, layer: int, which: int, name: str) -> None:
-        weight = self._weights.vector(f"{name}.weight")
-        if weight is not None:
-            bias = self._weights.vector(f"{name}.bias")
-            size = self._weights.parts[f"{name}.weight"][0].columns
-            self._library.specbeam_model_norm(self._model, layer, which, weight, bias, size)
+        else:
+            status = any(
+                self._library.specbeam_model_matrix(
+                    self._model, layer, own.encode(), p.format, p.rows, p.columns, self._weights.address(p), p.size
+                )
+                for p in parts
+            )
+        if status:
+            raise RuntimeError(f"{name} does not fit into the native model")
 
 
 def choose_threads(threads: int | None) -> int:
@@ -269,7 +252,7 @@ def _free_with(owner: object, free: Callable[[int], None], handle: int) -> None:
     weakref.finalize(owner, free, handle).atexit = False
 
 
-def _new_model(checkpoint: Checkpoint, threads: int, whole: bool, isa: str) -> int:
+def _new_model(native: ctypes.CDLL, checkpoint: Checkpoint, threads: int, whole: bool) -> int:
     config = checkpoint.config
     numbers = ModelConfigStruct(
         vocab=config.vocab_size,
@@ -292,7 +275,7 @@ def _new_model(checkpoint: Checkpoint, threads: int, whole: bool, isa: str) -> i
         logits_softcap=config.logits_softcap or 0.0,
     )
     model = ctypes.c_void_p()
-    if wrong := library().specbeam_model_new(ctypes.byref(numbers), threads, isa.encode(), ctypes.byref(model)):
+    if wrong := native.specbeam_model_new(ctypes.byref(numbers), threads, ctypes.byref(model)):
         raise SpecbeamError(f"{checkpoint.path}: the cpu backend refuses the configuration: {wrong.decode()}")
     return int(model.value or 0)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, WishStruct, address, library
+from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, WishStruct, address
 from specbeam.selection import Answer, Wish, select
 
 EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2}
@@ -20,10 +21,11 @@ CHOICE_FIELDS = [field[0] for field in ChoiceStruct._fields_]
 NORMALIZERS_ALONE = Wish(most=0)
 
 
-def choose(model: int, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
+def choose(native: ctypes.CDLL, model: int, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
     """Answer the wishes of a pass, as :func:`specbeam.selection.choose` does.
 
     Args:
+        native: the library of the model.
         model: the native model. Its threads do the work, and no pass of it may be running.
         logits: float32 [rows, vocab] on the CPU.
 
@@ -31,7 +33,7 @@ def choose(model: int, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> 
         RuntimeError: a wish does not fit to the logits.
     """
     choice = Choice(logits.contiguous(), wishes)
-    if wrong := library().specbeam_choose(model, choice.address):
+    if wrong := native.specbeam_choose(model, choice.address):
         raise RuntimeError(f"a wish was refused: {wrong.decode()}")
     return choice.answers()
 

@@ -1,4 +1,8 @@
-"""Finds and loads the native library, and declares the types of its functions."""
+"""Finds and loads the native libraries, and declares the types of their functions.
+
+There is a library for each instruction set, with the same functions. The one that any processor can run is loaded
+first. It packs weights, and asks the processor which of the others may be loaded.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +18,12 @@ from numpy.typing import NDArray
 
 from specbeam.errors import SpecbeamError
 
-NAME = "libspecbeam_cpu" + {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+BASELINE = "portable"
+"""The instruction set that any processor has."""
 
-ABI_VERSION = 8
-"""As in native/model.h. Raise both when a function or a structure changes."""
+ABI_VERSION = 9
+"""As in native/model.h. Raise both when a function changes."""
 
 
 class ModelConfigStruct(ctypes.Structure):
@@ -86,27 +92,29 @@ class AheadStruct(ctypes.Structure):
     _fields_ = [("slots", c_void_p), ("scores", c_void_p), ("best_above", c_double), ("all_above", c_double)]
 
 
+STRUCTURES = (ModelConfigStruct, SegmentStruct, EditStruct, WishStruct, ChoiceStruct, AheadStruct)
+
 SHOW = ctypes.CFUNCTYPE(c_int32, c_int64)
 """Is called during passes ahead with the number of passes so far. Returns 0 if there is to be no further one."""
 
 FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
-    "abi_version": (c_int32, [c_int64] * 5),
+    "abi_version": (c_int32, []),
+    "offset": (c_int64, [c_char_p]),
     "isa": (c_char_p, [c_char_p]),
     "matrix_bytes": (c_int64, [c_int32, c_int64, c_int64]),
     "format_of": (c_int32, [c_int32]),
     "pack": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "quantize": (c_int32, [c_int32, c_void_p, c_int64, c_int64, c_void_p]),
-    "hash": (c_uint64, [c_void_p, c_int64]),
-    "model_new": (c_char_p, [POINTER(ModelConfigStruct), c_int32, c_char_p, POINTER(c_void_p)]),
+    "model_new": (c_char_p, [POINTER(ModelConfigStruct), c_int32, POINTER(c_void_p)]),
     "model_delete": (None, [c_void_p]),
     "model_threads": (c_int32, [c_void_p]),
-    "model_add": (c_int32, [c_void_p, c_int64, c_int32, c_int32, c_int64, c_int64, c_void_p, c_int64]),
-    "model_bias": (c_int32, [c_void_p, c_int64, c_int32, c_void_p, c_int64]),
-    "model_norm": (c_int32, [c_void_p, c_int64, c_int32, c_void_p, c_void_p, c_int64]),
+    "model_matrix": (c_int32, [c_void_p, c_int64, c_char_p, c_int32, c_int64, c_int64, c_void_p, c_int64]),
+    "model_vector": (c_int32, [c_void_p, c_int64, c_char_p, c_void_p, c_int64]),
     "model_rope": (c_int32, [c_void_p, c_void_p, c_int64, c_float]),
     "model_layer": (c_int32, [c_void_p, c_int64, c_int64, c_int64]),
     "model_incomplete": (c_char_p, [c_void_p]),
     "cache_reserve": (c_char_p, [c_void_p, c_int64]),
+    "cache_slot_bytes": (c_int64, [c_void_p]),
     "cache_release": (c_int32, [c_void_p, c_int64, c_int64]),
     "forward": (c_char_p, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "choose": (c_char_p, [c_void_p, c_void_p]),
@@ -114,10 +122,10 @@ FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
         c_char_p,
         [c_void_p, c_void_p, c_int64, *[c_void_p] * 3, c_int64, c_void_p, c_int64, c_void_p, c_int64, SHOW, c_void_p],
     ),
-    "multiply": (c_int32, [c_char_p, c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
+    "multiply": (c_int32, [c_int32, c_int32, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_void_p]),
     "weight": (c_float, [c_int32, c_int64, c_int64, c_void_p, c_int64, c_int64]),
 }
-"""The result and the arguments of each function ``specbeam_...`` in native/api.cpp."""
+"""The result and the arguments of each function ``specbeam_...`` in native/."""
 
 
 def address(array: NDArray[Any]) -> int:
@@ -125,25 +133,29 @@ def address(array: NDArray[Any]) -> int:
     return ctypes.addressof(c_char.from_buffer(array.data)) if array.size else 0
 
 
-def find() -> Path | None:
-    """The library's path, None if it was not built.
+def find(isa: str = BASELINE) -> Path | None:
+    """The path of an instruction set's library, None if it was not built.
 
     It is in $SPECBEAM_CPU_LIBRARY, beside this file, or where an editable install has put it.
     """
     from specbeam.backends import cpu
 
+    name = f"libspecbeam_cpu_{isa}{SUFFIX}"
     folders = [os.environ.get("SPECBEAM_CPU_LIBRARY", ""), *cpu.__path__]
-    return next((path for folder in filter(None, folders) if (path := Path(folder) / NAME).is_file()), None)
+    return next((path for folder in filter(None, folders) if (path := Path(folder) / name).is_file()), None)
 
 
 @cache
-def library() -> ctypes.CDLL:
-    """The library, with typed functions. They release the GIL while they work.
+def library(isa: str = BASELINE) -> ctypes.CDLL:
+    """The library of an instruction set, with typed functions. They release the GIL while they work.
+
+    Args:
+        isa: a result of :func:`choose_isa`. The processor must have it.
 
     Raises:
         SpecbeamError: it was not built, cannot be loaded on this machine, or is of another version than this file.
     """
-    path = find()
+    path = find(isa)
     if path is None:
         raise SpecbeamError(
             "the native CPU kernels were not built: no C++ compiler was found when specbeam was installed. "
@@ -153,7 +165,7 @@ def library() -> ctypes.CDLL:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise SpecbeamError(f"the native CPU kernels cannot be loaded ({error}): reinstall specbeam") from error
-    if (version := _abi_version(loaded)) != ABI_VERSION:
+    if (version := loaded.specbeam_abi_version()) != ABI_VERSION:
         raise SpecbeamError(
             f"the native CPU kernels in {path} are of another version (ABI {version}) than this specbeam "
             f"(ABI {ABI_VERSION}): reinstall specbeam"
@@ -161,24 +173,43 @@ def library() -> ctypes.CDLL:
     for name, (result, arguments) in FUNCTIONS.items():
         function = getattr(loaded, f"specbeam_{name}")
         function.restype, function.argtypes = result, arguments
+    for name, offset in offsets().items():
+        if (found := loaded.specbeam_offset(name.encode())) != offset:
+            raise SpecbeamError(
+                f"the native CPU kernels in {path} have {name} at {found} and this specbeam has it at {offset}: "
+                "reinstall specbeam"
+            )
     return loaded
 
 
-def _abi_version(loaded: ctypes.CDLL) -> int:
-    """The version of a library's functions and structures; 0 for an old library without versions."""
-    try:
-        version = loaded.specbeam_abi_version
-    except AttributeError:
-        return 0
-    version.restype, version.argtypes = FUNCTIONS["abi_version"]
-    structures = (ModelConfigStruct, SegmentStruct, WishStruct, ChoiceStruct, AheadStruct)
-    return int(version(*(ctypes.sizeof(structure) for structure in structures)))
+def offsets() -> dict[str, int]:
+    """The offset of each field, such as "Wish.top_k", and the size of each structure, such as "Wish"."""
+    found = {}
+    for structure in STRUCTURES:
+        owner = structure.__name__.removesuffix("Struct")
+        found[owner] = ctypes.sizeof(structure)
+        for name, *_ in structure._fields_:
+            found[f"{owner}.{name}"] = getattr(structure, name).offset
+    return found
+
+
+def choose_isa(isa: str = "") -> str:
+    """The instruction set to use: the machine's best, or the given one.
+
+    Raises:
+        SpecbeamError: this machine lacks it, or the kernels cannot be used.
+    """
+    if (name := library().specbeam_isa(isa.encode())) is None:
+        raise SpecbeamError(
+            f"isa={isa!r} is not available on this machine: give avx512, avxvnni, avx2, neon or portable"
+        )
+    return str(name.decode())
 
 
 def available() -> bool:
     """Whether the kernels can be used on this machine."""
     try:
-        library()
+        library(choose_isa())
     except SpecbeamError:
         return False
     return True

@@ -61,6 +61,11 @@ class Part:
     offset: int
     size: int
 
+    @property
+    def is_vector(self) -> bool:
+        """A matrix has whole blocks of 16 rows, even if there is only one row."""
+        return self.size == 4 * self.columns
+
 
 class Weights:
     """All parameters of a model, packed.
@@ -71,7 +76,7 @@ class Weights:
 
     def __init__(self, parts: list[Part], data: NDArray[np.uint8]) -> None:
         self._data = data
-        self._stacked: dict[str, NDArray[np.float32]] = {}
+        self._vectors: dict[str, NDArray[np.float32]] = {}
         self.parts: dict[str, list[Part]] = {}
         for part in parts:
             self.parts.setdefault(part.name, []).append(part)
@@ -80,14 +85,10 @@ class Weights:
         """The address of a part's bytes, valid while this object lives."""
         return int(self._data.ctypes.data) + part.offset
 
-    def stacked(self, name: str) -> NDArray[np.float32]:
-        """The parts of a parameter [n], concatenated. The array lives as long as this object."""
+    def vector(self, name: str) -> NDArray[np.float32]:
+        """A float32 parameter [n]. The array lives as long as this object."""
         parts = [self._data[p.offset : p.offset + p.size].view(np.float32) for p in self.parts[name]]
-        return self._stacked.setdefault(name, np.concatenate(parts))
-
-    def vector(self, name: str) -> int | None:
-        """The address of a float32 parameter [n], None if the model lacks it."""
-        return self.address(self.parts[name][0]) if name in self.parts else None
+        return self._vectors.setdefault(name, parts[0] if len(parts) == 1 else np.concatenate(parts))
 
 
 def load_weights(checkpoint: Checkpoint, mode: str) -> Weights:
@@ -153,7 +154,7 @@ def _pack(checkpoint: Checkpoint, plan: list[Part], data: NDArray[np.uint8]) -> 
 
 def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Iterator[Piece]:
     """Jobs that pack a part. Each job fills some rows of a matrix, or a whole vector."""
-    if part.rows == 1 and part.format == F32 and len(checkpoint.shape(part.source)) == 1:
+    if part.is_vector:
 
         def vector() -> None:
             values = _floats(checkpoint, part.source, 0, part.columns)

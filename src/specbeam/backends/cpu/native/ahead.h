@@ -21,24 +21,6 @@ struct Ahead {
 // A text, or the beams of one.
 class GrowingText {
  public:
-  // The first error in its arguments, or null.
-  static const char *wrong(const Segment &s, const Wish &w, const Ahead &a, int64_t passes) {
-    if (!s.tokens || !s.positions || !s.slots || s.nodes < 1 || s.nodes > INT32_MAX) return "a segment is empty";
-    if (s.trunk_length < 0 || s.trunk_length > INT32_MAX || (s.trunk_length && !s.trunk)) return "a trunk is missing";
-    if (s.branch_columns < 0 || s.branch_columns > INT32_MAX || (s.branch_columns && !s.branches))
-      return "the branches are missing";
-    if (int64_t room; __builtin_mul_overflow(s.nodes, s.branch_columns + passes, &room))
-      return "the branches are too long";
-    if (w.rows != s.nodes) return "there is not one wish for the nodes of each segment";
-    if (a.scores ? w.most <= s.nodes : s.nodes != 1 || w.most != 1)
-      return "a wish is neither about one token of one node, nor about more tokens than there are beams";
-    if (passes > 1 && !a.slots) return "the slots of the nodes to come are missing";
-    for (int64_t n = 0; n < s.nodes; n++)
-      if (s.positions[n] != s.trunk_length + s.branch_columns - 1)
-        return "a node is not at the end of its trunk or of its branch";
-    return nullptr;
-  }
-
   GrowingText(const Segment &first, const Wish &about, const Ahead &how, int64_t passes)
       : segment(first), wish(about), ahead(how), chosen(first.nodes) {
     const int64_t n = segment.nodes, columns = segment.branch_columns;

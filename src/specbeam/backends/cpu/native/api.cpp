@@ -1,101 +1,41 @@
-// The functions that Python calls (backends/cpu/library.py). They check all numbers and indices of their arguments. On
-// failure a function returns -1, or the error as text and null if all is well. Not checked are addresses: the caller
-// gives handles that were not deleted, and arrays as long as the numbers beside them say.
+// The functions that Python calls (backends/cpu/library.py). They check all numbers and indices of their arguments
+// (checks.h). On failure a function returns -1, or the error as text and null if all is well. Not checked are
+// addresses: the caller gives handles that were not deleted, and arrays as long as the numbers beside them say.
 
 #include <unistd.h>
 
-#if defined(SPECBEAM_X86)
-#include <cpuid.h>
-#elif defined(SPECBEAM_ARM) && defined(__linux__)
-#include <sys/auxv.h>
-#endif
-
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <exception>
 #include <memory>
 #include <numeric>
 #include <vector>
 
 #include "ahead.h"
-#include "formats.h"
-#include "model.h"
+#include "checks.h"
+#include "kernels.h"
 #include "pack.h"
-#include "select.h"
-#include "tables.h"
-#include "threads.h"
+#include "parameters.h"
 
 namespace specbeam {
 
 static const char *const OUT_OF_MEMORY = "out of memory";
 constexpr int32_t NOT_FINITE = -2;  // a weight is NaN or infinite, or a scale is too large for a half float
 
-#define SPECBEAM_TABLE(isa) \
-  namespace isa {           \
-  extern const Table TABLE; \
-  }
-SPECBEAM_TABLE(portable)
-#if defined(SPECBEAM_X86)
-SPECBEAM_TABLE(avx2)
-#if defined(SPECBEAM_AVXVNNI)
-SPECBEAM_TABLE(avxvnni)
-#endif
-SPECBEAM_TABLE(avx512)
-#elif defined(SPECBEAM_ARM)
-SPECBEAM_TABLE(neon)
-#endif
-
-static const Table *table_named(const char *name) {
-  if (!name) return nullptr;
-  const auto is = [name](const Table &t) { return std::strcmp(name, t.name) == 0; };
-#if defined(SPECBEAM_X86)
-  __builtin_cpu_init();
-  // __builtin_cpu_supports does not know F16C in Clang 14. The answer is kept, because asking the processor takes
-  // microseconds on a virtual machine.
-  static const bool f16c = [] {
-    unsigned a, b, c = 0, d;
-    return __get_cpuid(1, &a, &b, &c, &d) && c & bit_F16C;
-  }();
-  const bool two = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && f16c;
-  const bool five = two && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                    __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
-  if (five && (!*name || is(avx512::TABLE))) return &avx512::TABLE;
-#if defined(SPECBEAM_AVXVNNI)
-  static const bool dot_products = [] {
-    constexpr unsigned AVX_VNNI = 1 << 4;  // cpuid.h has no name for it in Clang 14
-    unsigned a = 0, b, c, d;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a & AVX_VNNI;
-  }();
-  if (two && dot_products && (!*name || is(avxvnni::TABLE))) return &avxvnni::TABLE;
-#endif
-  if (two && (!*name || is(avx2::TABLE))) return &avx2::TABLE;
-#elif defined(SPECBEAM_ARM)
-#if defined(__linux__)
-  const bool dot_products = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
-#else
-  const bool dot_products = true;  // every Mac with ARM has them
-#endif
-  if (dot_products && (!*name || is(neon::TABLE))) return &neon::TABLE;
-#endif
-  return !*name || is(portable::TABLE) ? &portable::TABLE : nullptr;
-}
-
 // A model with the threads and the buffers of its passes. Python runs one pass at a time.
 struct Loaded {
-  const Table *table;
   int thread_count;
   Model model;
   Cache cache;
   std::unique_ptr<Threads> threads;
   pid_t process = getpid();
-  void *workspace = nullptr;
+  Workspace *workspace = nullptr;
 
-  Loaded(const Table *best, int count, const ModelConfig &config)
-      : table(best), thread_count(count), model{config, {}, {}, {}, {}, {}, {}}, cache(config) {
+  Loaded(int count, const ModelConfig &config)
+      : thread_count(count), model{config, {}, {}, {}, {}, {}, {}}, cache(config) {
     model.layers.resize(config.layers);
   }
-  ~Loaded() { table->delete_workspace(workspace); }
+  ~Loaded() { delete_workspace(workspace); }
 
   Threads &pool() {
     if (process != getpid()) {  // the threads did not survive the fork
@@ -106,100 +46,6 @@ struct Loaded {
     return *threads;
   }
 };
-
-static Product *product_named(Model &model, int64_t layer, int which) {
-  if (layer < 0) {
-    Product *all[] = {&model.embedding, &model.positions, &model.head};
-    return which >= 0 && which < 3 ? all[which] : nullptr;
-  }
-  if (layer >= int64_t(model.layers.size())) return nullptr;
-  Layer &l = model.layers[layer];
-  Product *all[] = {&l.qkv, &l.output, &l.up, &l.down};
-  return which >= 0 && which < 4 ? all[which] : nullptr;
-}
-
-static Norm *norm_named(Model &model, int64_t layer, int which) {
-  if (layer < 0) return which == 0 ? &model.norm : nullptr;
-  if (layer >= int64_t(model.layers.size())) return nullptr;
-  Layer &l = model.layers[layer];
-  Norm *all[] = {&l.attention_norm, &l.post_attention_norm, &l.mlp_norm, &l.post_mlp_norm, &l.q_norm, &l.k_norm};
-  return which >= 0 && which < 6 ? all[which] : nullptr;
-}
-
-// The first error in a configuration, or null.
-static const char *wrong(const ModelConfig &c) {
-  for (int64_t size : {c.vocab, c.hidden, c.inner, c.layers, c.heads, c.kv_heads, c.head_dim, c.context})
-    if (size < 1 || size > INT32_MAX) return "a size is not between 1 and 2^31 - 1";
-  if (c.layers > MAX_LAYERS) return "there are too many layers";
-  if (c.heads % c.kv_heads) return "the number of heads is not a multiple of the number of key heads";
-  if (c.heads > INT32_MAX / 3 / c.head_dim || c.inner > INT32_MAX / 2) return "a layer is too wide";
-  if (c.activation < SILU || c.activation > GELU_TANH) return "the activation is not known";
-  for (int64_t flag : {c.layer_norm, c.gated, c.parallel, c.whole_cache})
-    if (flag != 0 && flag != 1) return "a flag is neither 0 nor 1";
-  for (double number : {c.norm_eps, c.attention_scale, c.embedding_scale, c.attention_softcap, c.logits_softcap})
-    if (!std::isfinite(number)) return "a number is not finite";
-  if (c.norm_eps < 0 || c.attention_softcap < 0 || c.logits_softcap < 0) return "a number is negative";
-  return nullptr;
-}
-
-// The first parameter that is missing or has a wrong shape, or null.
-static const char *incomplete(const Model &m) {
-  const ModelConfig &c = m.config;
-  const auto shaped = [](const Product &p, int64_t rows, int64_t columns) {
-    for (const Matrix &part : p.parts)
-      if (part.columns != columns) return false;
-    return bool(p) && p.rows() == rows && (!p.bias || p.bias_size == rows);
-  };
-  const auto sized = [](const Norm &norm, int64_t size) { return norm && norm.size == size; };
-  if (!shaped(m.embedding, c.vocab, c.hidden) || m.embedding.parts.size() != 1) return "the embedding";
-  if (m.positions && (!shaped(m.positions, c.context, c.hidden) || m.positions.parts.size() != 1))
-    return "the positions";
-  if (!shaped(m.head, c.vocab, c.hidden)) return "the head";
-  if (!sized(m.norm, c.hidden)) return "the last norm";
-  for (const Layer &l : m.layers) {
-    if (!sized(l.attention_norm, c.hidden)) return "a norm";
-    if ((l.mlp_norm || !c.parallel) && !sized(l.mlp_norm, c.hidden)) return "a norm";
-    for (const Norm &norm : {l.post_attention_norm, l.post_mlp_norm})
-      if (norm && norm.size != c.hidden) return "a norm";
-    for (const Norm &norm : {l.q_norm, l.k_norm})
-      if (norm && norm.size != c.head_dim) return "a norm of heads";
-    if (!shaped(l.qkv, (c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden)) return "query, key and value";
-    if (!shaped(l.output, c.hidden, c.heads * c.head_dim)) return "the attention's output";
-    if (!shaped(l.up, c.inner * (c.gated ? 2 : 1), c.hidden) || !shaped(l.down, c.hidden, c.inner)) return "the MLP";
-    if (l.rope >= int64_t(m.ropes.size())) return "a rotation";
-    if (l.rope >= 0 && int64_t(m.ropes[l.rope].frequencies.size()) * 2 > c.head_dim) return "a rotation's size";
-  }
-  return nullptr;
-}
-
-// The first error in the segments or the wanted nodes, or null.
-static const char *wrong(const Model &m, const Cache &cache, const Segment *segments, int64_t count,
-                         const int64_t *wanted, int64_t wanted_count) {
-  const ModelConfig &c = m.config;
-  int64_t nodes = 0;
-  if (!segments || count < 1) return "there is no segment";
-  for (const Segment *s = segments; s < segments + count; s++) {
-    if (!s->tokens || !s->positions || !s->slots || s->nodes < 1) return "a segment is empty";
-    if (s->nodes > INT32_MAX / 2 - nodes) return "there are too many nodes";
-    // A trunk may be longer than the cache: nodes before all windows need no slots.
-    if (s->trunk_length < 0 || s->trunk_length > INT32_MAX || (s->trunk_length && !s->trunk))
-      return "a trunk is missing";
-    if (s->branch_columns < 0 || s->branch_columns > cache.capacity || (s->branch_columns && !s->branches))
-      return "the branches are missing or longer than the cache";
-    for (int64_t n = 0; n < s->nodes; n++) {
-      if (s->tokens[n] < 0 || s->tokens[n] >= c.vocab) return "a token is not in the vocabulary";
-      if (s->slots[n] < 0 || s->slots[n] >= cache.capacity) return "a slot is not in the cache";
-      if (s->positions[n] < 0 || s->positions[n] >= s->trunk_length + s->branch_columns)
-        return "a position is beyond the trunk and the branches";
-      if (m.positions && s->positions[n] >= c.context) return "a position is beyond the context";
-    }
-    nodes += s->nodes;
-  }
-  if (wanted_count < 0 || (wanted_count && !wanted)) return "the wanted nodes are missing";
-  for (int64_t i = 0; i < wanted_count; i++)
-    if (wanted[i] < 0 || wanted[i] >= nodes) return "a wanted node is not in the pass";
-  return nullptr;
-}
 
 // Calls f(position in its slot, its number in the segment, the segment) for each node of a pass, in order.
 template <class F> static void each_slot(Cache &cache, const Segment *segments, int64_t count, const F &f) {
@@ -224,113 +70,12 @@ static const char *fill_slots(Cache &cache, const Segment *segments, int64_t cou
   return nullptr;
 }
 
-// The first error in the ancestors of the nodes, or null. The slot of an ancestor must hold a node of its position. An
-// ancestor on the trunk may lack a slot if it lies before all windows of all nodes.
-static const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *segments, int64_t count) {
-  for (const Segment *s = segments; s < segments + count; s++) {
-    const auto [least, deepest] = std::minmax_element(s->positions, s->positions + s->nodes);
-    const auto holds = [&](int64_t slot, int64_t position) {
-      return slot >= 0 && slot < cache.capacity && cache.positions[slot] == position;
-    };
-    const char *const reason = "a node sees a slot that is empty or holds a node of another position";
-    int64_t seen = *least;  // the first position that a node sees in any layer
-    for (const Layer &layer : m.layers) seen = std::min(seen, first_seen(*least, layer.window));
-    for (int64_t p = 0; p < std::min(*deepest + 1, s->trunk_length); p++)
-      if (!holds(s->trunk[p], p) && (p >= seen || s->trunk[p] != Segment::NO_SLOT)) return reason;
-    for (int64_t n = 0; n < s->nodes; n++) {
-      for (int64_t p = s->trunk_length; p <= s->positions[n]; p++)
-        if (!holds(*s->path(n, p), p)) return reason;
-      if (*s->path(n, s->positions[n]) != s->slots[n]) return "a node does not see its own slot";
-    }
-  }
-  return nullptr;
-}
-
-// Whether [first, first + rows * columns) lies in [0, size). No product overflows.
-static bool inside(int64_t first, int64_t rows, int64_t columns, int64_t size) {
-  int64_t items;
-  return first >= 0 && rows >= 0 && columns >= 0 && !__builtin_mul_overflow(rows, columns, &items) && first <= size &&
-         items <= size - first;
-}
-
-// The first error in a choice, or null.
-static const char *wrong(const Choice &c) {
-  for (int64_t size : {c.logit_rows, c.wish_count, c.edit_count, c.entry_count, c.value_count, c.one_of_count,
-                       c.given_count, c.allowed_bytes, c.noise_count, c.most_count, c.row_count})
-    if (size < 0 || size > INT64_MAX / 64) return "a size is negative or too large";
-  if (c.logit_columns < 1 || c.logit_columns > INT32_MAX) return "a row of logits is not between 1 and 2^31 - 1 long";
-  if (!inside(0, c.logit_rows, c.logit_columns, INT64_MAX / 64)) return "there are too many logits";
-  const auto given = [](int64_t size, auto... addresses) { return !size || (... && addresses); };
-  if (!given(c.logit_rows, c.logits) || !given(c.wish_count, c.wishes) || !given(c.edit_count, c.edits) ||
-      !given(c.entry_count, c.edit_rows, c.edit_tokens) || !given(c.value_count, c.edit_values) ||
-      !given(c.one_of_count, c.one_of) || !given(c.given_count, c.given, c.given_log_probs) ||
-      !given(c.allowed_bytes, c.allowed) || !given(c.noise_count, c.streams, c.positions) ||
-      !given(c.most_count, c.tokens, c.log_probs, c.scores) || !given(c.row_count, c.normalizers, c.totals) ||
-      (c.noise_count && !given(c.most_count, c.noise)))
-    return "an array is missing";
-  const auto negative = [](int64_t token) { return token < 0; };
-  if (std::any_of(c.one_of, c.one_of + c.one_of_count, negative) ||
-      std::any_of(c.edit_tokens, c.edit_tokens + c.entry_count, negative))
-    return "a token is negative";
-  for (const Edit *e = c.edits; e != c.edits + c.edit_count; e++) {
-    if (e->kind < ADD || e->kind > BAN) return "the kind of an edit is not known";
-    if (e->begin > e->end || e->begin < 0 || e->end > c.entry_count) return "an edit has more entries than there are";
-    if (e->kind != BAN && !inside(e->values, e->end - e->begin, 1, c.value_count)) return "an edit lacks values";
-  }
-  int64_t rows = 0, entries = 0;
-  for (const Wish *w = c.wishes; w != c.wishes + c.wish_count; w++) {
-    if (!inside(w->first_row, w->rows, 1, c.logit_rows)) return "a wish has rows that the logits lack";
-    if ((rows += w->rows) > INT32_MAX) return "there are too many rows";
-    if (w->vocab < 1 || w->vocab > c.logit_columns) return "a wish has a vocabulary that the logits lack";
-    if (w->most < 0 || w->most > w->vocab) return "a wish has more tokens than the vocabulary";
-    if (!inside(w->row_place, w->rows, 1, c.row_count)) return "there is no room for the sums of a wish";
-    if (!inside(w->most_place, w->rows, w->most, c.most_count)) return "there is no room for the tokens of a wish";
-    if (!inside(w->given_place, w->rows, w->given, c.given_count)) return "a wish lacks given tokens";
-    for (int64_t i = 0; i < w->rows * w->given; i++)
-      if (const int64_t token = c.given[w->given_place + i]; token < 0 || token >= w->vocab)
-        return "a given token is not in the vocabulary";
-    if (w->edits_begin < 0 || w->edits_begin > w->edits_end || w->edits_end > c.edit_count) return "a wish lacks edits";
-    if (w->one_of_begin < 0 || w->one_of_begin > w->one_of_end || w->one_of_end > c.one_of_count)
-      return "a wish lacks the tokens of one_of";
-    for (const Edit *e = c.edits + w->edits_begin; e != c.edits + w->edits_end; e++) {
-      if ((entries += e->end - e->begin) > INT32_MAX) return "there are too many entries of edits";
-      for (int64_t i = e->begin; i < e->end; i++)
-        if (c.edit_rows[i] < 0 || c.edit_rows[i] >= w->rows) return "an edit has a row that its wish lacks";
-    }
-    if (w->allowed_place != -1 && !inside(w->allowed_place, w->rows, (w->vocab + 7) / 8, c.allowed_bytes))
-      return "a wish lacks a part of its mask";
-    if (w->noise_place != -1 && !inside(w->noise_place, w->rows, 1, c.noise_count))
-      return "a wish lacks streams or positions";
-    if ((w->normalize != 0 && w->normalize != 1) || (w->total != 0 && w->total != 1))
-      return "a flag is neither 0 nor 1";
-    if (!(w->temperature > 0) || !std::isfinite(w->temperature)) return "the temperature is not a positive number";
-    if (float(w->temperature) == 0) return "the temperature is too small for float32";
-    if (w->top_k < 0) return "top_k is negative";
-    if (!(w->top_p >= 0 && w->top_p <= 1) || !(w->min_p >= 0 && w->min_p <= 1))
-      return "top_p or min_p is not in [0, 1]";
-  }
-  return nullptr;
-}
-
 }  // namespace specbeam
 
 using namespace specbeam;
 
+#pragma GCC visibility push(default)
 extern "C" {
-
-// The version of this interface, or -1 if the sizes of the caller's structures differ.
-int32_t specbeam_abi_version(int64_t model_config_bytes, int64_t segment_bytes, int64_t wish_bytes,
-                             int64_t choice_bytes, int64_t ahead_bytes) {
-  const bool same = model_config_bytes == sizeof(ModelConfig) && segment_bytes == sizeof(Segment) &&
-                    wish_bytes == sizeof(Wish) && choice_bytes == sizeof(Choice) && ahead_bytes == sizeof(Ahead);
-  return same ? ABI_VERSION : -1;
-}
-
-// The name of the instruction set to use, or null if the processor lacks `name`. An empty name asks for the best.
-const char *specbeam_isa(const char *name) {
-  const Table *table = table_named(name);
-  return table ? table->name : nullptr;
-}
 
 int64_t specbeam_matrix_bytes(int32_t format, int64_t rows, int64_t columns) {
   if (format < 0 || format >= FORMAT_COUNT) return -1;
@@ -363,33 +108,14 @@ int32_t specbeam_quantize(int32_t format, const float *source, int64_t rows, int
   return 0;
 }
 
-// A hash that finds damage. It does not protect against attackers.
-uint64_t specbeam_hash(const uint8_t *p, int64_t bytes) {
-  uint64_t lanes[4] = {1, 2, 3, 4};
-  int64_t i = 0;
-  for (; i + 32 <= bytes; i += 32)
-    for (int j = 0; j < 4; j++) {
-      uint64_t word;
-      std::memcpy(&word, p + i + 8 * j, 8);
-      lanes[j] = (lanes[j] ^ word) * 0x9e3779b97f4a7c15u;
-      lanes[j] ^= lanes[j] >> 29;
-    }
-  uint64_t hash = uint64_t(bytes);
-  for (; i < bytes; i++) hash = (hash ^ p[i]) * 0x100000001b3u;
-  for (uint64_t lane : lanes) hash = (hash ^ lane) * 0x9e3779b97f4a7c15u, hash ^= hash >> 32;
-  return hash;
-}
-
 // Makes a model, without parameters. Returns the error, or null. `made` is deleted with specbeam_model_delete.
-const char *specbeam_model_new(const ModelConfig *config, int32_t threads, const char *isa, void **made) {
-  const Table *table = table_named(isa);
-  if (!table) return "the instruction set is not available";
+const char *specbeam_model_new(const ModelConfig *config, int32_t threads, void **made) {
   if (threads < 1 || threads > MAX_THREADS) return "the number of threads is not between 1 and 1024";
   if (const char *reason = wrong(*config)) return reason;
   try {
-    auto loaded = std::make_unique<Loaded>(table, threads, *config);
+    auto loaded = std::make_unique<Loaded>(threads, *config);
     loaded->threads.reset(new Threads(threads));
-    loaded->workspace = table->new_workspace();
+    loaded->workspace = new_workspace();
     *made = loaded.release();
     return nullptr;
   } catch (const std::exception &) {
@@ -407,30 +133,29 @@ void specbeam_model_delete(void *model) {
 // The number of threads that the model's passes have: fewer than were asked for where the system makes no more.
 int32_t specbeam_model_threads(void *model) { return static_cast<Loaded *>(model)->pool().count(); }
 
-// Data is not copied: the caller keeps it alive. Returns 0, or -1 if the product or the size is wrong.
-int32_t specbeam_model_add(void *model, int64_t layer, int32_t which, int32_t format, int64_t rows, int64_t columns,
-                           const uint8_t *data, int64_t bytes) {
-  Product *product = product_named(static_cast<Loaded *>(model)->model, layer, which);
+// Adds rows to the matrix of a product. `name` is the name in backends/torch/transformer.py, in the layer of this
+// number, or in no layer if that is -1. Data is not copied: the caller keeps it alive. Returns 0, or -1 if the name or
+// the size is wrong.
+int32_t specbeam_model_matrix(void *model, int64_t layer, const char *name, int32_t format, int64_t rows,
+                              int64_t columns, const uint8_t *data, int64_t bytes) {
+  const Parameter parameter = parameter_named(static_cast<Loaded *>(model)->model, layer, name);
+  Product *product = parameter.is_bias ? nullptr : parameter.product;
   if (!product || !data || uintptr_t(data) % alignof(float) || product->parts.size() >= MAX_PARTS) return -1;
   if (bytes < 1 || bytes != specbeam_matrix_bytes(format, rows, columns)) return -1;
   product->parts.push_back({Format(format), rows, columns, data});
   return 0;
 }
 
-// bias: [size]
-int32_t specbeam_model_bias(void *model, int64_t layer, int32_t which, const float *bias, int64_t size) {
-  Product *product = product_named(static_cast<Loaded *>(model)->model, layer, which);
-  if (!product || !bias) return -1;
-  product->bias = bias, product->bias_size = size;
-  return 0;
-}
-
-// weight, bias: [size]; bias may be null
-int32_t specbeam_model_norm(void *model, int64_t layer, int32_t which, const float *weight, const float *bias,
-                            int64_t size) {
-  Norm *norm = norm_named(static_cast<Loaded *>(model)->model, layer, which);
-  if (!norm || !weight) return -1;
-  *norm = {weight, bias, size};
+// Gives the weight or the bias of a norm, or the bias of a product. data: [size], not copied
+int32_t specbeam_model_vector(void *model, int64_t layer, const char *name, const float *data, int64_t size) {
+  const auto [product, norm, is_bias] = parameter_named(static_cast<Loaded *>(model)->model, layer, name);
+  if (!data || size < 1) return -1;
+  if (norm && (norm->size == 0 || norm->size == size)) {
+    (is_bias ? norm->bias : norm->weight) = data, norm->size = size;
+    return 0;
+  }
+  if (!product || !is_bias) return -1;
+  product->bias = data, product->bias_size = size;
   return 0;
 }
 
@@ -468,6 +193,11 @@ const char *specbeam_cache_reserve(void *model, int64_t slots) {
   }
 }
 
+// The bytes of a slot: its keys and values in all layers.
+int64_t specbeam_cache_slot_bytes(void *model) {
+  return static_cast<Loaded *>(model)->cache.block / Cache::SLOTS_PER_BLOCK;
+}
+
 // Empties the slots from `first` on. Memory goes back to the system in blocks of 256 slots. Returns 0, or -1 if a slot
 // is not in the cache. No pass may be running.
 int32_t specbeam_cache_release(void *model, int64_t first, int64_t count) {
@@ -491,8 +221,8 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
   if (!reason) reason = wrong_ancestors(loaded.model, cache, segments, count);
   try {
     if (!reason)
-      loaded.table->forward(loaded.model, cache, loaded.pool(), loaded.workspace, segments, count, wanted, wanted_count,
-                            vocab, logits);
+      forward(loaded.model, cache, loaded.pool(), *loaded.workspace, segments, count, wanted, wanted_count, vocab,
+              logits);
   } catch (const std::exception &) {
     reason = OUT_OF_MEMORY;
   }
@@ -505,7 +235,7 @@ const char *specbeam_choose(void *model, const Choice *choice) {
   auto &loaded = *static_cast<Loaded *>(model);
   if (const char *reason = wrong(*choice)) return reason;
   try {
-    loaded.table->choose(*choice, loaded.pool());
+    choose(*choice, loaded.pool());
     return nullptr;
   } catch (const std::exception &) {
     return OUT_OF_MEMORY;
@@ -539,14 +269,8 @@ const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t
     return "an array is missing";
   if (show && every < 1) return "results are to be shown after no pass";
   if (const char *reason = wrong(*choice)) return reason;
-  if (choice->wish_count != count) return "there is not one wish for the nodes of each segment";
-  int64_t nodes = 0;
-  for (int64_t i = 0; i < count; i++) {
-    if (const char *reason = GrowingText::wrong(segments[i], choice->wishes[i], ahead[i], passes)) return reason;
-    if (choice->wishes[i].first_row != nodes) return "the wishes are not in the order of the segments";
-    nodes += segments[i].nodes;
-  }
-  if (choice->logit_rows != nodes) return "there are not as many rows of logits as nodes";
+  if (const char *reason = wrong(segments, count, *choice, ahead, passes)) return reason;
+  const int64_t nodes = choice->logit_rows;
   const auto is_end = [=](int64_t token) { return std::find(ends, ends + end_count, token) != ends + end_count; };
   try {
     std::vector<GrowingText> texts;
@@ -584,14 +308,12 @@ const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t
 }
 
 // For tests: out[n, rows] = values[n, columns] times the transposed matrix.
-int32_t specbeam_multiply(const char *isa, int32_t threads, int32_t format, int64_t rows, int64_t columns,
-                          const uint8_t *data, const float *values, int64_t n, float *out) {
-  const Table *table = table_named(isa);
-  if (!table || specbeam_matrix_bytes(format, rows, columns) < 0 || n < 1 || threads < 1 || threads > MAX_THREADS)
-    return -1;
+int32_t specbeam_multiply(int32_t threads, int32_t format, int64_t rows, int64_t columns, const uint8_t *data,
+                          const float *values, int64_t n, float *out) {
+  if (specbeam_matrix_bytes(format, rows, columns) < 0 || n < 1 || threads < 1 || threads > MAX_THREADS) return -1;
   try {
     Threads pool(threads);
-    table->multiply({Format(format), rows, columns, data}, pool, values, n, out);
+    multiply({Format(format), rows, columns, data}, pool, values, n, out);
     return 0;
   } catch (const std::exception &) {
     return -1;
@@ -602,6 +324,7 @@ int32_t specbeam_multiply(const char *isa, int32_t threads, int32_t format, int6
 float specbeam_weight(int32_t format, int64_t rows, int64_t columns, const uint8_t *data, int64_t row, int64_t column) {
   if (specbeam_matrix_bytes(format, rows, columns) < 0 || row < 0 || row >= rows || column < 0 || column >= columns)
     return NAN;
-  return portable::TABLE.weight({Format(format), rows, columns, data}, row, column);
+  return weight_at({Format(format), rows, columns, data}, row, column);
 }
 }
+#pragma GCC visibility pop

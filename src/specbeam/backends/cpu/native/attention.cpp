@@ -10,7 +10,7 @@
 #include "buffer.h"
 #include "simd.h"
 
-namespace specbeam::SPECBEAM_ISA {
+namespace specbeam {
 
 namespace {
 
@@ -62,7 +62,9 @@ inline I32 load_values(const int8_t *p) {
 #if defined(__AVX512F__)
   return (I32)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
 #elif defined(SPECBEAM_EIGHT_LANES)
-  const auto half = [](const int8_t *p) { return (I32::Half)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); };
+  const auto half = [](const int8_t *p) {
+    return (I32::Half)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p));
+  };
   return {half(p), half(p + 8)};
 #else
   typedef int8_t Bytes __attribute__((vector_size(16)));
@@ -428,7 +430,7 @@ template <bool WHOLE> class Work {
       share_scales[row] = largest / LARGEST_SHARE;
     }
     *sum.most = top;
-    *sum.total = specbeam::SPECBEAM_ISA::sum(total);
+    *sum.total = specbeam::sum(total);
   }
 
   // Adds values times shares at the positions from `from`, a multiple of LANES, up to `to`.
@@ -592,4 +594,4 @@ void join(const Attention &a, int64_t node) {
   }
 }
 
-}  // namespace specbeam::SPECBEAM_ISA
+}  // namespace specbeam

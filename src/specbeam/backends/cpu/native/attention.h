@@ -45,14 +45,10 @@ struct Attention {
   int64_t first_seen(int64_t position) const { return specbeam::first_seen(position, window); }
 };
 
-}  // namespace specbeam
-
-namespace specbeam::SPECBEAM_ISA {
-
 // Writes the keys and values of a node into a slot. keys, values: [kv_heads * head_dim]
 void put(const ModelConfig &, const Cache &, int64_t layer, int64_t slot, const float *keys, const float *values);
 void attend(const Attention &, int64_t item);
 // Joins the splits of a node, where several threads did them.
 void join(const Attention &, int64_t node);
 
-}  // namespace specbeam::SPECBEAM_ISA
+}  // namespace specbeam

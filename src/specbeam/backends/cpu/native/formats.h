@@ -15,6 +15,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "half.h"
+
 namespace specbeam {
 
 enum Format : int32_t {
@@ -93,5 +95,34 @@ struct Matrix {
   int64_t rows, columns;
   const uint8_t *data;  // blocks_of(rows) * block_bytes(format, columns)
 };
+
+// One weight of a matrix in float32, for embeddings and for tests.
+inline float weight_at(const Matrix &w, int64_t row, int64_t column) {
+  const int lane = int(row % BLOCK_ROWS);
+  const uint8_t *block = w.data + row / BLOCK_ROWS * block_bytes(w.format, w.columns);
+  if (w.format == F32_ROWS) return ((const float *)block)[column * BLOCK_ROWS + lane];
+  const Place at = place(w.format, lane, column);
+  int q = block[at.byte] >> at.shift;
+  if (LAYOUTS[w.format].bits < 8) q &= 15;
+  if (LAYOUTS[w.format].bits == 6) {
+    const Place upper = upper_place(lane, column);
+    q |= (block[upper.byte] >> upper.shift & 3) << 4;
+  }
+  const int64_t group = column / GROUP_COLUMNS;
+  const uint8_t *g = block + group_scales(w.format, w.columns, group),
+                *s = block + super_scales(w.format, w.columns, group);
+  const auto half = [lane](const uint8_t *p, int part) {
+    return half_to_float(((const uint16_t *)p)[part * BLOCK_ROWS + lane]);
+  };
+  switch (w.format) {
+    case Q8: return half(g, 0) * float(q - 128);
+    case Q5: return half(g, 0) * float(q - 16);
+    case Q5_MIN:
+    case Q4_MIN: return half(g, 0) * float(q) + half(g, 1);
+    case Q6_K:
+      return half(s, 0) * float(((const int8_t *)g)[column % GROUP_COLUMNS / 16 * BLOCK_ROWS + lane]) * float(q - 32);
+    default: return half(s, 0) * float(g[lane]) * float(q) - half(s, 1) * float(g[BLOCK_ROWS + lane]);
+  }
+}
 
 }  // namespace specbeam

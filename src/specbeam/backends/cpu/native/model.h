@@ -13,13 +13,12 @@
 
 namespace specbeam {
 
-// The version of the functions of api.cpp and of the structures they take. When one changes, raise it here and in
-// library.py.
-constexpr int32_t ABI_VERSION = 8;
+// The version of the functions that Python calls. When one changes, raise it here and in library.py.
+constexpr int32_t ABI_VERSION = 9;
 
 enum Activation : int64_t { SILU, GELU, GELU_TANH };
 
-// The numbers of checkpoints/config.py. ModelConfigStruct in library.py mirrors this structure field by field.
+// The numbers of checkpoints/config.py. ModelConfigStruct in library.py mirrors this structure.
 struct ModelConfig {
   int64_t vocab, hidden, inner, layers, heads, kv_heads, head_dim, context;
   int64_t layer_norm, activation, gated, parallel, whole_cache;  // activation: an Activation; the others: 0 or 1

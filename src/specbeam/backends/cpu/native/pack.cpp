@@ -7,13 +7,9 @@
 #include <cstring>
 #include <vector>
 
-#define SPECBEAM_ISA portable_pack
-#include "simd.h"
+#include "half.h"
 
 namespace specbeam {
-
-using portable_pack::float_to_half;
-using portable_pack::half_to_float;
 
 namespace {
 

@@ -5,19 +5,12 @@
 #include <string>
 
 #include "attention.h"
-#include "model.h"
+#include "kernels.h"
 #include "product.h"
 #include "simd.h"
-#include "tables.h"
-#include "threads.h"
 
-namespace specbeam::SPECBEAM_ISA {
+namespace specbeam {
 
-void choose(const Choice &, Threads &);  // select.cpp
-
-namespace {
-
-// The buffers of a pass, kept for the next one.
 struct Workspace {
   Buffer<float> x, normed, wide, attended, out, cos, sin, attention_parts;
   std::vector<int32_t> segment_of, row_in, tile_of;  // by node
@@ -25,6 +18,8 @@ struct Workspace {
   std::vector<AttentionItem> attention_items;
   Activations activations;
 };
+
+namespace {
 
 constexpr int64_t SWEEP_BYTES = 256 * 1024;  // of int8 activations, per sweep over the weights
 constexpr int64_t ROWS_PER_TILE = 96;        // at most, of queries that read keys and values together
@@ -278,17 +273,19 @@ struct Pass {
   }
 };
 
-void *new_workspace() { return new Workspace; }
-void delete_workspace(void *workspace) { delete static_cast<Workspace *>(workspace); }
+}  // namespace
 
-void forward(const Model &model, const Cache &cache, Threads &threads, void *workspace, const Segment *segments,
+Workspace *new_workspace() { return new Workspace; }
+void delete_workspace(Workspace *workspace) { delete workspace; }
+
+void forward(const Model &model, const Cache &cache, Threads &threads, Workspace &workspace, const Segment *segments,
              int64_t count, const int64_t *wanted, int64_t wanted_count, int64_t vocab, float *logits) {
-  Pass pass(model, cache, threads, *static_cast<Workspace *>(workspace), segments, count);
+  Pass pass(model, cache, threads, workspace, segments, count);
   const Threads::Awake awake(threads);
   pass.run(wanted, wanted_count, vocab, logits);
 }
 
-void multiply_one(const Matrix &w, Threads &threads, const float *values, int64_t rows, float *out) {
+void multiply(const Matrix &w, Threads &threads, const float *values, int64_t rows, float *out) {
   const Product p{{w}};
   Activations x;
   x.resize(rows, p.parts);
@@ -297,10 +294,4 @@ void multiply_one(const Matrix &w, Threads &threads, const float *values, int64_
   multiply(p, threads, x, out, w.rows);
 }
 
-float weight(const Matrix &w, int64_t row, int64_t column) { return weight_at(w, row, column); }
-
-}  // namespace
-
-extern const Table TABLE = {SPECBEAM_ISA_NAME, new_workspace, delete_workspace, forward, choose, multiply_one, weight};
-
-}  // namespace specbeam::SPECBEAM_ISA
+}  // namespace specbeam

@@ -1,8 +1,8 @@
-// The products of one format (SPECBEAM_FORMAT) with one instruction set (SPECBEAM_ISA). CMakeLists.txt compiles this
-// file for each pair, so that compilers work in parallel.
+// The products of one format (SPECBEAM_FORMAT). CMakeLists.txt compiles this file for each format and instruction set,
+// so that compilers work in parallel.
 #include "product.h"
 
-namespace specbeam::SPECBEAM_ISA {
+namespace specbeam {
 
 namespace {
 
@@ -346,4 +346,4 @@ void block_rows(const Matrix &w, int64_t block, int64_t count, const Activations
 template void block_rows<SPECBEAM_FORMAT>(const Matrix &, int64_t, int64_t, const Activations &, int64_t, int64_t,
                                           float *, int64_t, const float *);
 
-}  // namespace specbeam::SPECBEAM_ISA
+}  // namespace specbeam

@@ -8,7 +8,7 @@
 #include "formats.h"
 #include "simd.h"
 
-namespace specbeam::SPECBEAM_ISA {
+namespace specbeam {
 
 // The number of rows that share a weight while it is in a register. Without wide registers, more than two rows make
 // products little faster and double the time to compile.
@@ -57,10 +57,7 @@ struct Activations {
  private:
   // x times `inverse`, as whole numbers from -127 to 127. Where x or `inverse` was not finite, they are 0.
   static I32 rounded(F32 x, float inverse) {
-    const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-    const F32 q = multiply_add(x, all(inverse), magic) - magic;
-    const F32 magnitude = (F32)((I32)q & all(int32_t(0x7fffffff)));
-    return to_int(select(magnitude <= 127.0f, q, F32{}));
+    return to_int(multiply_add(x, all(inverse), all(ROUNDER)) - ROUNDER, 127.0f);
   }
 
   void quantize(int64_t row, const float *x) {
@@ -108,33 +105,4 @@ inline void product_blocks(const Matrix &w, int64_t block, int64_t count, const 
   }
 }
 
-// One weight of a matrix in float32, for embeddings and for tests.
-inline float weight_at(const Matrix &w, int64_t row, int64_t column) {
-  const int lane = int(row % BLOCK_ROWS);
-  const uint8_t *block = w.data + row / BLOCK_ROWS * block_bytes(w.format, w.columns);
-  if (w.format == F32_ROWS) return ((const float *)block)[column * LANES + lane];
-  const Place at = place(w.format, lane, column);
-  int q = block[at.byte] >> at.shift;
-  if (LAYOUTS[w.format].bits < 8) q &= 15;
-  if (LAYOUTS[w.format].bits == 6) {
-    const Place upper = upper_place(lane, column);
-    q |= (block[upper.byte] >> upper.shift & 3) << 4;
-  }
-  const int64_t group = column / GROUP_COLUMNS;
-  const uint8_t *g = block + group_scales(w.format, w.columns, group),
-                *s = block + super_scales(w.format, w.columns, group);
-  const auto half = [lane](const uint8_t *p, int part) {
-    return half_to_float(((const uint16_t *)p)[part * LANES + lane]);
-  };
-  switch (w.format) {
-    case Q8: return half(g, 0) * float(q - 128);
-    case Q5: return half(g, 0) * float(q - 16);
-    case Q5_MIN:
-    case Q4_MIN: return half(g, 0) * float(q) + half(g, 1);
-    case Q6_K:
-      return half(s, 0) * float(((const int8_t *)g)[column % GROUP_COLUMNS / 16 * LANES + lane]) * float(q - 32);
-    default: return half(s, 0) * float(g[lane]) * float(q) - half(s, 1) * float(g[LANES + lane]);
-  }
-}
-
-}  // namespace specbeam::SPECBEAM_ISA
+}  // namespace specbeam

@@ -11,10 +11,10 @@
 #include <vector>
 
 #include "buffer.h"
+#include "kernels.h"
 #include "simd.h"
-#include "tables.h"
 
-namespace specbeam::SPECBEAM_ISA {
+namespace specbeam {
 
 namespace {
 
@@ -92,20 +92,19 @@ template <int N> __attribute__((always_inline)) inline void exp_of_negative(F32 
 #pragma GCC unroll 4
   for (int i = 0; i < N; i++) {
     x[i] = larger(all(-87.0f), x[i]);
-    shifted[i] = x[i] * 1.44269504088896341f + 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+    shifted[i] = x[i] * 1.44269504088896341f + ROUNDER;
   }
 #pragma GCC unroll 4
   for (int i = 0; i < N; i++) {
-    const F32 n = shifted[i] - 12582912.0f;
+    const F32 n = shifted[i] - ROUNDER;
     r[i] = (x[i] - n * 0.693359375f) + n * 2.12194440e-4f;
-    p[i] = all(1.9875691500e-4f);
+    p[i] = all(EXP_POLYNOMIAL[0]);
   }
-  const auto step = [&](float next) __attribute__((always_inline)) {
+#pragma GCC unroll 5
+  for (int k = 1; k < 6; k++) {
 #pragma GCC unroll 4
-    for (int i = 0; i < N; i++) p[i] = p[i] * r[i] + next;
-  };
-  step(1.3981999507e-3f), step(8.3334519073e-3f), step(4.1665795894e-2f), step(1.6666665459e-1f),
-      step(5.0000001201e-1f);
+    for (int i = 0; i < N; i++) p[i] = p[i] * r[i] + EXP_POLYNOMIAL[k];
+  }
 #pragma GCC unroll 4
   for (int i = 0; i < N; i++) {
     p[i] = p[i] * (r[i] * r[i]) + r[i] + 1.0f;
@@ -475,7 +474,7 @@ class Row {
           const F32 bound = below(best.bound);
           U32 words[2];
           philox.group(group, words[0], words[1]);
-          for (int half = 0; half < 2; half++) {
+          for (int half = 0; half < 2 && group + half * LANES < end; half++) {
             const int64_t at = group + half * LANES;
             const F32 some = load_scores(scores + at, end - at);
             each_bit(bits(may_pass(some, words[half], bound)), [&](int lane) {
@@ -605,4 +604,4 @@ void choose(const Choice &choice, Threads &threads) {
   else threads.each(count, 1, [&](int64_t i) { answer(i, nullptr); });
 }
 
-}  // namespace specbeam::SPECBEAM_ISA
+}  // namespace specbeam

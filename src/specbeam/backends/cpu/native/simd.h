@@ -1,6 +1,6 @@
 // Vectors of sixteen lanes. The compiler lowers them to the registers of the instruction set. Only fused
-// multiplications, dot products of bytes and conversions use intrinsics. Each instruction set has its own namespace,
-// because the same sources are compiled once for each.
+// multiplications, dot products of bytes and conversions use intrinsics. Only sources that are compiled once for each
+// instruction set may include this file: its functions are other ones for each.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@
 #include <arm_neon.h>
 #endif
 
-namespace specbeam::SPECBEAM_ISA {
+namespace specbeam {
 
 constexpr int LANES = 16;
 
@@ -210,38 +210,6 @@ inline I32 dot2(I32 acc, U32 w, uint32_t x) {
 #endif
 }
 
-inline float half_to_float(uint16_t h) {
-  const uint32_t sign = uint32_t(h & 0x8000) << 16, exponent = (h >> 10) & 31, fraction = h & 1023;
-  uint32_t bits;
-  if (exponent == 31) bits = sign | 0x7f800000 | fraction << 13;
-  else if (exponent) bits = sign | (exponent + 112) << 23 | fraction << 13;
-  else {
-    const float tiny = std::ldexp(float(fraction), -24);
-    return sign ? -tiny : tiny;
-  }
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-
-inline uint16_t float_to_half(float f) {  // rounds to nearest, ties to even
-  uint32_t bits;
-  std::memcpy(&bits, &f, 4);
-  const uint32_t sign = (bits >> 16) & 0x8000;
-  bits &= 0x7fffffff;
-  if (bits > 0x7f800000) return uint16_t(sign | 0x7e00);
-  if (bits >= 0x477ff000) return uint16_t(sign | 0x7c00);
-  if (bits < 0x38800000) {  // subnormal as a half float: adding 0.5 rounds at the right bit
-    float magnitude, magic = 0.5f;
-    std::memcpy(&magnitude, &bits, 4);
-    magnitude += magic;
-    std::memcpy(&bits, &magnitude, 4);
-    return uint16_t(sign | (bits - 0x3f000000));
-  }
-  bits += 0xc8000fff + ((bits >> 13) & 1);
-  return uint16_t(sign | bits >> 13);
-}
-
 inline Register load_half(const uint16_t *p) {
 #if defined(__AVX512F__)
   return (F32)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
@@ -312,13 +280,14 @@ inline void store_shorts(int16_t *p, I32 x) {
 #endif
 }
 
-// x as whole numbers from -most to most. Where x was not finite, they are 0.
-inline I32 rounded(F32 x, float most) {
-  const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-  const F32 q = x + magic - magic;
-  const F32 magnitude = (F32)((I32)q & all(int32_t(0x7fffffff)));
-  return to_int(select(magnitude <= most, q, F32{}));
+constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to a whole number
+
+// Whole numbers from -most to most as integers. Other numbers, infinity and NaN become 0.
+inline I32 to_int(F32 whole, float most) {
+  const F32 magnitude = (F32)((I32)whole & all(int32_t(0x7fffffff)));
+  return to_int(select(magnitude <= most, whole, F32{}));
 }
+inline I32 rounded(F32 x, float most) { return to_int(x + ROUNDER - ROUNDER, most); }
 
 // The sum of the lanes, in one fixed order: the upper half is added to the lower half, four times. F is float or
 // int32_t. The lanes are copied, because GCC would keep a vector whose address is taken in memory, in the caller's
@@ -409,7 +378,10 @@ inline F32 smaller(F32 a, F32 b) {
 #endif
 }
 
-// e^x, within 2 units in the last place; 0 below -87. The polynomial is from Cephes (Moshier).
+constexpr float EXP_POLYNOMIAL[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
+                                    4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};  // from Cephes (Moshier)
+
+// e^x, within 2 units in the last place; 0 below -87.
 inline F32 exp(F32 x) {
   const I32 low = x <= -87.0f;
 #if defined(__AVX512F__)
@@ -417,16 +389,12 @@ inline F32 exp(F32 x) {
 #else
   x = select(low, all(-87.0f), smaller(all(88.0f), x));
 #endif
-  const F32 magic = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-  const F32 n = multiply_add(x, all(1.44269504088896341f), magic) - magic;
+  const F32 n = multiply_add(x, all(1.44269504088896341f), all(ROUNDER)) - ROUNDER;
   F32 r = multiply_add(n, all(-0.693359375f), x);
   r = multiply_add(n, all(2.12194440e-4f), r);
-  F32 p = all(1.9875691500e-4f);
-  p = multiply_add(p, r, all(1.3981999507e-3f));
-  p = multiply_add(p, r, all(8.3334519073e-3f));
-  p = multiply_add(p, r, all(4.1665795894e-2f));
-  p = multiply_add(p, r, all(1.6666665459e-1f));
-  p = multiply_add(p, r, all(5.0000001201e-1f));
+  F32 p = all(EXP_POLYNOMIAL[0]);
+#pragma GCC unroll 5
+  for (int k = 1; k < 6; k++) p = multiply_add(p, r, all(EXP_POLYNOMIAL[k]));
   p = multiply_add(p * r, r, r) + 1.0f;
 #if defined(__AVX512F__)
   return select(low, F32{}, (F32)_mm512_scalef_ps((__m512)p, (__m512)n));
@@ -437,4 +405,4 @@ inline F32 exp(F32 x) {
 
 inline F32 tanh(F32 x) { return 1.0f - 2.0f / (exp(2.0f * x) + 1.0f); }
 
-}  // namespace specbeam::SPECBEAM_ISA
+}  // namespace specbeam

@@ -1,4 +1,4 @@
-"""Slots on a fake store, against brute force: the slots that a node sees, who holds them, and which are free."""
+"""Slots of a fake backend, against brute force: the slots that a node sees, who holds them, and which are free."""
 
 import gc
 from collections import Counter
@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specbeam.engine.runs import FreeRuns
-from specbeam.engine.slots import Slots
-from specbeam.engine.store import EngineCache, store_of
+from specbeam.cache.pool import NOBODY, EngineCache, FreeList, pool_of
+from specbeam.cache.slots import Slots
 from specbeam.tree import NO_NODES, Tree
 from tests.conftest import examples, lines_run
 
@@ -20,6 +19,7 @@ class FakeBackend:
     """Names the text down to a node in each slot. A real store holds the keys and values of this node there."""
 
     vocab_size = 200
+    slot_bytes = 1
 
     def __init__(self, window=None):
         self.window = window
@@ -92,7 +92,7 @@ class Grower:
         wanted = draw(st.sets(st.sampled_from(below), min_size=1))
         needed = {ancestor for node in wanted for ancestor in self.parents.path(node)}
         fresh = not self.placed
-        pending = self.slots.missing(sorted(wanted))
+        pending = self.slots.prepare(np.array(sorted(wanted)))
         if fresh:  # it begins with tokens that were read before
             self.placed = needed - set(pending.tolist())
             assert len(self.placed) == self.slots.reused >= self.slots.used
@@ -103,15 +103,14 @@ class Grower:
             if len(part):
                 self.backend.forward(self.slots, part, self.parents)
                 self.placed |= set(part.tolist())
-                self.slots.leave(pending[pending > part[-1]])
-                self.slots.free_unseen(pending[pending > part[-1]])
+                self.slots.evaluated(pending[pending > part[-1]])
         self.below = below
 
     def prune(self):
         draw = self.data.draw
         self.growing = sorted(draw(st.sets(st.sampled_from(self.below), min_size=1)))
         self.tree.keep(self.growing, sorted(draw(st.sets(st.sampled_from(self.below)))))
-        self.slots.release(self.tree.take_dropped())
+        self.slots.free(self.tree.take_dropped())
         self.placed &= {ancestor for node in self.growing for ancestor in self.parents.path(node)}
         assert self.slots.used == len(self.slots.held) <= self.slots.peak
         if self.backend.window is None:
@@ -121,16 +120,16 @@ class Grower:
             assert len(self.placed - trunk) <= self.slots.used <= len(self.placed)
 
     def end(self):
-        self.slots.leave_text(self.tree.path(self.growing[0]))
+        self.slots.add_prefix(self.tree.path(self.growing[0]))
         self.slots.close()
 
 
-def check(store, cache, trees):
+def check(pool, cache, trees):
     """Who holds which slots, counted anew."""
     holders = Counter(slot for tree in trees for slot in tree.slots.held.tolist())
-    assert {slot: int(number) for slot, number in enumerate(store.references) if number} == holders
+    assert {slot: int(number) for slot, number in enumerate(pool.references) if number} == holders
     assert cache.used == len(holders)
-    kept = set(np.flatnonzero(store.kept).tolist())
+    kept = set(np.flatnonzero(pool.cached).tolist())
     assert kept == set(cache.prefixes.slots().tolist())
     assert cache.kept == len(kept - set(holders))
 
@@ -138,9 +137,9 @@ def check(store, cache, trees):
 @settings(max_examples=examples(10))
 @given(st.data(), st.sampled_from([None, None, None, 1, 5, 50]))
 def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data, window):
-    """Some trees of one store. Two of three share what they read."""
+    """Some trees of one pool. Two of three share what they read."""
     backend = FakeBackend(window)
-    store, cache = store_of(backend), EngineCache(store_of(backend))
+    pool, cache = pool_of(backend), EngineCache(backend)
     trees = []
     for _ in range(data.draw(st.integers(1, 6))):
         if len(trees) < 3 and data.draw(st.booleans()):
@@ -148,62 +147,62 @@ def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data, window):
         for tree in trees:
             tree.grow()
             tree.prune()
-        check(store, cache, trees)
+        check(pool, cache, trees)
         if trees and data.draw(st.booleans()):
             trees.pop(data.draw(st.integers(0, len(trees) - 1))).end()
         if data.draw(st.integers(0, 3)) == 0:
             least = data.draw(st.integers(0, 20))
             before = cache.kept
-            assert cache.drop_kept(least) >= min(least, before)
+            assert cache.evict(least) >= min(least, before)
             assert cache.kept <= max(0, before - least)
         if data.draw(st.integers(0, 5)) == 0:
-            store.find_free()
+            pool.free_all(NOBODY)
     for tree in trees:
         tree.slots.close()
     assert cache.used == 0
-    assert cache.drop_kept(cache.kept) >= 0
-    assert (store.in_use, store.runs.end, store.runs.count) == (0, 0, 0)
+    assert cache.evict(cache.kept) >= 0
+    assert (pool.in_use, pool.free.end, pool.free.count) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("method", ["take", "give_back"])
 def test_an_error_in_the_middle_of_a_change_harms_no_other_engine(method):
     """Such as a KeyboardInterrupt that was raised into the thread. The engine gives up all its slots."""
     backend = FakeBackend()
-    store = store_of(backend)
-    broken, other = EngineCache(store), EngineCache(store)
+    pool = pool_of(backend)
+    broken, other = EngineCache(backend), EngineCache(backend)
     read([1] * 100, other, backend)
     read([2] * 100, broken, backend)
     tree = Tree([3] * 100)
     slots = Slots(tree, backend, broken, shares=True)
-    slots.segment(slots.missing([tree.tip]), np.array([0]))
-    runs = store.runs
+    slots.segment(slots.prepare(np.array([tree.tip])), np.array([0]))
+    free = pool.free
 
     def interrupted(*_):
-        runs._lengths.clear()
+        free._lengths.clear()
         raise KeyboardInterrupt
 
-    change = {"take": lambda: read([4] * 200, broken, backend), "give_back": lambda: broken.drop_kept(100)}[method]
-    with mock.patch.object(runs, method, interrupted), pytest.raises(KeyboardInterrupt):
+    change = {"take": lambda: read([4] * 200, broken, backend), "give_back": lambda: broken.evict(100)}[method]
+    with mock.patch.object(free, method, interrupted), pytest.raises(KeyboardInterrupt):
         change()
     broken.clear()
     slots.close()
-    check(store, other, [])
-    assert store.in_use == other.kept == 100
+    check(pool, other, [])
+    assert pool.in_use == other.kept == 100
     assert read([1] * 150, other, backend) == 100
-    other.drop_kept(other.kept)
-    assert (store.in_use, store.runs.end, store.runs.count) == (0, 0, 0)
+    other.evict(other.kept)
+    assert (pool.in_use, pool.free.end, pool.free.count) == (0, 0, 0)
 
 
 def test_to_look_again_at_what_windows_have_passed_reads_it_again():
     backend, parents = FakeBackend(window=5), Parents({n: n - 1 for n in range(300)})
     tree = Tree([7] * 300)
     slots = Slots(tree, backend)
-    for part in np.array_split(slots.missing([299]), 30):
+    for part in np.array_split(slots.prepare(np.array([299])), 30):
         backend.forward(slots, part, parents)
-        slots.free_unseen(np.arange(part[-1] + 1, 300))
+        slots.evaluated(np.arange(part[-1] + 1, 300))
         assert slots.used <= 5 + 64 + 10
-    assert slots.missing([296]).tolist() == [296]
-    again = slots.missing([100])
+    assert slots.prepare(np.array([296])).tolist() == [296]
+    again = slots.prepare(np.array([100]))
     assert again.tolist() == list(range(101))
     backend.forward(slots, again, parents)
 
@@ -212,8 +211,8 @@ def read(text, cache, backend):
     """Read a text, leave it to others, and return how many of its tokens were read before."""
     tree = Tree(text)
     slots = Slots(tree, backend, cache, shares=True)
-    slots.segment(slots.missing([tree.tip]), np.array([0]))
-    slots.leave(NO_NODES)
+    slots.segment(slots.prepare(np.array([tree.tip])), np.array([0]))
+    slots.evaluated(NO_NODES)
     slots.close()
     return slots.reused
 
@@ -221,7 +220,7 @@ def read(text, cache, backend):
 def test_a_tree_that_is_closed_is_not_looked_for():
     """To count anew takes time for all texts that the engine remembers."""
     backend = FakeBackend()
-    cache = EngineCache(store_of(backend))
+    cache = EngineCache(backend)
 
     first, *_, last = [lines_run(lambda n=n: read([n] * 9, cache, backend)) for n in range(40)]
     assert last <= first + 5
@@ -229,58 +228,58 @@ def test_a_tree_that_is_closed_is_not_looked_for():
 
 def test_what_is_forgotten_elsewhere_is_free():
     backend = FakeBackend()
-    store, cache = store_of(backend), EngineCache(store_of(backend))
+    pool, cache = pool_of(backend), EngineCache(backend)
     for closes in (True, False):
         tree = Tree([1] * 100)
         slots = Slots(tree, backend, cache, shares=True)
-        slots.segment(slots.missing([tree.tip]), np.array([0]))
-        slots.leave(NO_NODES)
-        assert store.in_use == 100
+        slots.segment(slots.prepare(np.array([tree.tip])), np.array([0]))
+        slots.evaluated(NO_NODES)
+        assert pool.in_use == 100
         if closes:
             slots.close()
         else:
             del slots
             gc.collect()
-    assert store.in_use == 100
+    assert pool.in_use == 100
     del cache
     gc.collect()
-    assert store.in_use == 0
+    assert pool.in_use == 0
 
 
 def test_the_least_recently_used_texts_go_first_from_their_ends():
     backend = FakeBackend()
-    cache = EngineCache(store_of(backend))
+    cache = EngineCache(backend)
 
     first, second, third = ([0] * 100 + [n] * 200 for n in (1, 2, 3))
     assert [read(text, cache, backend) for text in (first, second, third, first)] == [0, 100, 100, 299]
     assert cache.kept == 100 + 3 * 200
-    cache.drop_kept(150)
+    cache.evict(150)
     assert cache.kept == 550
     assert [read(text[:250], cache, backend) for text in (first, third)] == [249, 249]
-    cache.drop_kept(cache.kept - 350)
-    assert [len(cache.prefixes.find(np.array(text), is_used=False)) for text in (second, first, third)] == [
+    cache.evict(cache.kept - 350)
+    assert [len(cache.prefixes.find(np.array(text))) for text in (second, first, third)] == [
         100, 100 + 50, 300,
     ]  # fmt: skip
-    assert cache.drop_kept(10**6) == 350
+    assert cache.evict(10**6) == 350
 
 
 @given(st.data())
-def test_free_runs(data):
+def test_the_free_list(data):
     """Against a set of numbers."""
-    runs, taken = FreeRuns(), []
+    free, taken = FreeList(), []
     for _ in range(data.draw(st.integers(1, 30))):
         if taken and data.draw(st.booleans()):
             back = data.draw(st.lists(st.sampled_from(taken), min_size=1, unique=True))
-            runs.give_back(np.array(back))
+            free.give_back(np.array(back))
             taken = [slot for slot in taken if slot not in back]
         else:
             count = data.draw(st.integers(1, 200))
-            got = runs.take(count, data.draw(st.sampled_from([-1, *taken])))
+            got = free.take(count, data.draw(st.sampled_from([-1, *taken])))
             assert len(got) >= count
             taken += got
         assert len(set(taken)) == len(taken)
-        assert runs.end == max(taken, default=-1) + 1
-        assert runs.count == runs.end - len(taken)
+        assert free.end == max(taken, default=-1) + 1
+        assert free.count == free.end - len(taken)
 
 
 def test_texts_that_grow_side_by_side_lie_in_runs():
@@ -288,12 +287,12 @@ def test_texts_that_grow_side_by_side_lie_in_runs():
     trees = [Tree([n] * 40) for n in range(8)]
     places = [Slots(tree, backend) for tree in trees]
     for slots, tree in zip(places, trees, strict=True):
-        slots.segment(slots.missing([tree.tip]), np.array([0]))
+        slots.segment(slots.prepare(np.array([tree.tip])), np.array([0]))
     for _ in range(200):
         for slots, tree in zip(places, trees, strict=True):
             tip = tree.add(tree.tip, 5)
             tree.keep(tip)
-            slots.segment(slots.missing(tip), np.array([0]))
+            slots.segment(slots.prepare(tip), np.array([0]))
     for slots in places:
         assert np.count_nonzero(np.diff(slots.held) != 1) <= 240 // 64
 
@@ -309,7 +308,7 @@ def test_to_see_a_long_branch_costs_no_more_than_to_see_a_short_one():
         tips = tree.add(above, [3, 4])
         parents.update(zip(tips.tolist(), above.tolist(), strict=True))
         tree.keep(tips)
-        pending = slots.missing(tips)
+        pending = slots.prepare(tips)
         work.append(lines_run(lambda pending=pending: slots.segment(pending, np.arange(2))))
     assert slots.used == 401
     assert np.median(work[-20:]) <= np.median(work[10:30])
@@ -330,7 +329,7 @@ def test_a_store_that_cannot_grow_leaves_the_tree_as_it_was(failures):
     backend.reserve = scarce
     tree, parents = Tree([7] * 100), Parents({n: n - 1 for n in range(100)})
     slots = Slots(tree, backend)
-    pending = slots.missing([99])
+    pending = slots.prepare(np.array([99]))
     backend.forward(slots, pending[:50], parents)
     for _ in range(failures):
         with pytest.raises(MemoryError):

@@ -1,10 +1,10 @@
-"""Texts that an engine remembers, against a dictionary of all their beginnings."""
+"""Cached prefixes, against a dictionary of all their beginnings."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.engine.prefixes import Prefixes
+from specbeam.cache.prefixes import PrefixCache
 from tests.conftest import lines_run
 
 # Long beginnings, because texts lose at least 64 tokens at a time.
@@ -22,7 +22,7 @@ def slots_of(known, text):
 @given(st.data())
 def test_texts_are_found_as_far_as_they_were_kept(data):
     """Trees hold whole paths, as requests do. With windows they let go of the beginnings."""
-    draw, prefixes, known, held = data.draw, Prefixes(), {}, []
+    draw, prefixes, known, held = data.draw, PrefixCache(), {}, []
     references, free = np.zeros(10_000, dtype=np.int32), iter(range(10_000))
     for _ in range(draw(st.integers(1, 40))):
         match draw(st.sampled_from(["add", "add", "find", "let go", "pass", "drop"])):
@@ -40,7 +40,8 @@ def test_texts_are_found_as_far_as_they_were_kept(data):
                 references[held[-1]] += 1
             case "find":
                 text = draw(TEXT)
-                assert prefixes.find(np.array(text), draw(st.booleans())).tolist() == slots_of(known, text)
+                find = draw(st.sampled_from([prefixes.find, prefixes.use]))
+                assert find(np.array(text)).tolist() == slots_of(known, text)
             case "let go" if held:
                 references[held.pop(draw(st.integers(0, len(held) - 1)))] -= 1
             case "pass" if held:  # a window passes the beginning of a text
@@ -50,7 +51,7 @@ def test_texts_are_found_as_far_as_they_were_kept(data):
             case "drop":
                 least = draw(st.integers(1, 200))
                 unheld = sum(not references[slot] for slot in known.values())
-                gone = {slot for part in prefixes.drop(min(least, unheld), references) for slot in part.tolist()}
+                gone = {slot for part in prefixes.evict(min(least, unheld), references) for slot in part.tolist()}
                 assert sum(not references[slot] for slot in gone) >= min(least, unheld)
                 known = {start: slot for start, slot in known.items() if slot not in gone}
                 # Texts lose their ends, and nothing goes while it is of no use.
@@ -61,7 +62,7 @@ def test_texts_are_found_as_far_as_they_were_kept(data):
 
 def test_what_is_held_costs_nothing_to_keep():
     """Texts in use are looked at once, and no text is looked at again because it was found often."""
-    prefixes, references = Prefixes(), np.zeros(300_000, dtype=np.int32)
+    prefixes, references = PrefixCache(), np.zeros(300_000, dtype=np.int32)
 
     def add(number, is_held=False):
         slots = np.arange(100) + 100 * number
@@ -72,16 +73,16 @@ def test_what_is_held_costs_nothing_to_keep():
         add(number, is_held=number < 500)
     for _ in range(3):
         for number in range(1000):
-            prefixes.find(np.array([number, 0, 1]))
-    work = lines_run(lambda: [[*prefixes.drop(1, references)] for _ in range(500)])
+            prefixes.use(np.array([number, 0, 1]))
+    work = lines_run(lambda: [[*prefixes.evict(1, references)] for _ in range(500)])
     assert work < 500 * 200  # an average drop looks at few texts
 
 
 def test_a_text_that_grows_by_pieces_is_one_piece():
-    prefixes, text = Prefixes(), np.arange(3000)
+    prefixes, text = PrefixCache(), np.arange(3000)
 
     def leave(end):
-        prefixes.find(text[:end])
+        prefixes.use(text[:end])
         prefixes.add(text[:end], text[:end])
 
     leave(10)

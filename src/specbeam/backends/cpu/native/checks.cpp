@@ -1,0 +1,200 @@
+// The checks of checks.h. They read all numbers and indices, and follow no address that is not given.
+
+#include "checks.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace specbeam {
+
+const char *wrong(const ModelConfig &c) {
+  for (int64_t size : {c.vocab, c.hidden, c.inner, c.layers, c.heads, c.kv_heads, c.head_dim, c.context})
+    if (size < 1 || size > INT32_MAX) return "a size is not between 1 and 2^31 - 1";
+  if (c.layers > MAX_LAYERS) return "there are too many layers";
+  if (c.heads % c.kv_heads) return "the number of heads is not a multiple of the number of key heads";
+  if (c.heads > INT32_MAX / 3 / c.head_dim || c.inner > INT32_MAX / 2) return "a layer is too wide";
+  if (c.activation < SILU || c.activation > GELU_TANH) return "the activation is not known";
+  for (int64_t flag : {c.layer_norm, c.gated, c.parallel, c.whole_cache})
+    if (flag != 0 && flag != 1) return "a flag is neither 0 nor 1";
+  for (double number : {c.norm_eps, c.attention_scale, c.embedding_scale, c.attention_softcap, c.logits_softcap})
+    if (!std::isfinite(number)) return "a number is not finite";
+  if (c.norm_eps < 0 || c.attention_softcap < 0 || c.logits_softcap < 0) return "a number is negative";
+  return nullptr;
+}
+
+const char *incomplete(const Model &m) {
+  const ModelConfig &c = m.config;
+  const auto shaped = [](const Product &p, int64_t rows, int64_t columns) {
+    for (const Matrix &part : p.parts)
+      if (part.columns != columns) return false;
+    return bool(p) && p.rows() == rows && (!p.bias || p.bias_size == rows);
+  };
+  const auto sized = [](const Norm &norm, int64_t size) { return norm && norm.size == size; };
+  if (!shaped(m.embedding, c.vocab, c.hidden) || m.embedding.parts.size() != 1) return "the embedding";
+  if (m.positions && (!shaped(m.positions, c.context, c.hidden) || m.positions.parts.size() != 1))
+    return "the positions";
+  if (!shaped(m.head, c.vocab, c.hidden)) return "the head";
+  if (!sized(m.norm, c.hidden)) return "the last norm";
+  for (const Layer &l : m.layers) {
+    if (!sized(l.attention_norm, c.hidden)) return "a norm";
+    if ((l.mlp_norm || !c.parallel) && !sized(l.mlp_norm, c.hidden)) return "a norm";
+    for (const Norm &norm : {l.post_attention_norm, l.post_mlp_norm})
+      if (norm && norm.size != c.hidden) return "a norm";
+    for (const Norm &norm : {l.q_norm, l.k_norm})
+      if (norm && norm.size != c.head_dim) return "a norm of heads";
+    if (!shaped(l.qkv, (c.heads + 2 * c.kv_heads) * c.head_dim, c.hidden)) return "query, key and value";
+    if (!shaped(l.output, c.hidden, c.heads * c.head_dim)) return "the attention's output";
+    if (!shaped(l.up, c.inner * (c.gated ? 2 : 1), c.hidden) || !shaped(l.down, c.hidden, c.inner)) return "the MLP";
+    if (l.rope >= int64_t(m.ropes.size())) return "a rotation";
+    if (l.rope >= 0 && int64_t(m.ropes[l.rope].frequencies.size()) * 2 > c.head_dim) return "a rotation's size";
+  }
+  return nullptr;
+}
+
+// The first array that a segment lacks, or null. A trunk may be longer than the cache: nodes before all windows need no
+// slots.
+static const char *missing(const Segment &s) {
+  if (!s.tokens || !s.positions || !s.slots || s.nodes < 1) return "a segment is empty";
+  if (s.nodes > INT32_MAX) return "there are too many nodes";
+  if (s.trunk_length < 0 || s.trunk_length > INT32_MAX || (s.trunk_length && !s.trunk)) return "a trunk is missing";
+  if (s.branch_columns < 0 || s.branch_columns > INT32_MAX || (s.branch_columns && !s.branches))
+    return "the branches are missing";
+  return nullptr;
+}
+
+const char *wrong(const Model &m, const Cache &cache, const Segment *segments, int64_t count, const int64_t *wanted,
+                  int64_t wanted_count) {
+  const ModelConfig &c = m.config;
+  int64_t nodes = 0;
+  if (!segments || count < 1) return "there is no segment";
+  for (const Segment *s = segments; s < segments + count; s++) {
+    if (const char *reason = missing(*s)) return reason;
+    if (s->nodes > INT32_MAX / 2 - nodes) return "there are too many nodes";
+    if (s->branch_columns > cache.capacity) return "the branches are longer than the cache";
+    for (int64_t n = 0; n < s->nodes; n++) {
+      if (s->tokens[n] < 0 || s->tokens[n] >= c.vocab) return "a token is not in the vocabulary";
+      if (s->slots[n] < 0 || s->slots[n] >= cache.capacity) return "a slot is not in the cache";
+      if (s->positions[n] < 0 || s->positions[n] >= s->trunk_length + s->branch_columns)
+        return "a position is beyond the trunk and the branches";
+      if (m.positions && s->positions[n] >= c.context) return "a position is beyond the context";
+    }
+    nodes += s->nodes;
+  }
+  if (wanted_count < 0 || (wanted_count && !wanted)) return "the wanted nodes are missing";
+  for (int64_t i = 0; i < wanted_count; i++)
+    if (wanted[i] < 0 || wanted[i] >= nodes) return "a wanted node is not in the pass";
+  return nullptr;
+}
+
+const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *segments, int64_t count) {
+  for (const Segment *s = segments; s < segments + count; s++) {
+    const auto [least, deepest] = std::minmax_element(s->positions, s->positions + s->nodes);
+    const auto holds = [&](int64_t slot, int64_t position) {
+      return slot >= 0 && slot < cache.capacity && cache.positions[slot] == position;
+    };
+    const char *const reason = "a node sees a slot that is empty or holds a node of another position";
+    int64_t seen = *least;  // the first position that a node sees in any layer
+    for (const Layer &layer : m.layers) seen = std::min(seen, first_seen(*least, layer.window));
+    for (int64_t p = 0; p < std::min(*deepest + 1, s->trunk_length); p++)
+      if (!holds(s->trunk[p], p) && (p >= seen || s->trunk[p] != Segment::NO_SLOT)) return reason;
+    for (int64_t n = 0; n < s->nodes; n++) {
+      for (int64_t p = s->trunk_length; p <= s->positions[n]; p++)
+        if (!holds(*s->path(n, p), p)) return reason;
+      if (*s->path(n, s->positions[n]) != s->slots[n]) return "a node does not see its own slot";
+    }
+  }
+  return nullptr;
+}
+
+// Whether [first, first + rows * columns) lies in [0, size). No product overflows.
+static bool inside(int64_t first, int64_t rows, int64_t columns, int64_t size) {
+  int64_t items;
+  return first >= 0 && rows >= 0 && columns >= 0 && !__builtin_mul_overflow(rows, columns, &items) && first <= size &&
+         items <= size - first;
+}
+
+const char *wrong(const Choice &c) {
+  for (int64_t size : {c.logit_rows, c.wish_count, c.edit_count, c.entry_count, c.value_count, c.one_of_count,
+                       c.given_count, c.allowed_bytes, c.noise_count, c.most_count, c.row_count})
+    if (size < 0 || size > INT64_MAX / 64) return "a size is negative or too large";
+  if (c.logit_columns < 1 || c.logit_columns > INT32_MAX) return "a row of logits is not between 1 and 2^31 - 1 long";
+  if (!inside(0, c.logit_rows, c.logit_columns, INT64_MAX / 64)) return "there are too many logits";
+  const auto given = [](int64_t size, auto... addresses) { return !size || (... && addresses); };
+  if (!given(c.logit_rows, c.logits) || !given(c.wish_count, c.wishes) || !given(c.edit_count, c.edits) ||
+      !given(c.entry_count, c.edit_rows, c.edit_tokens) || !given(c.value_count, c.edit_values) ||
+      !given(c.one_of_count, c.one_of) || !given(c.given_count, c.given, c.given_log_probs) ||
+      !given(c.allowed_bytes, c.allowed) || !given(c.noise_count, c.streams, c.positions) ||
+      !given(c.most_count, c.tokens, c.log_probs, c.scores) || !given(c.row_count, c.normalizers, c.totals) ||
+      (c.noise_count && !given(c.most_count, c.noise)))
+    return "an array is missing";
+  const auto negative = [](int64_t token) { return token < 0; };
+  if (std::any_of(c.one_of, c.one_of + c.one_of_count, negative) ||
+      std::any_of(c.edit_tokens, c.edit_tokens + c.entry_count, negative))
+    return "a token is negative";
+  for (const Edit *e = c.edits; e != c.edits + c.edit_count; e++) {
+    if (e->kind < ADD || e->kind > BAN) return "the kind of an edit is not known";
+    if (e->begin > e->end || e->begin < 0 || e->end > c.entry_count) return "an edit has more entries than there are";
+    if (e->kind != BAN && !inside(e->values, e->end - e->begin, 1, c.value_count)) return "an edit lacks values";
+  }
+  int64_t rows = 0, entries = 0;
+  for (const Wish *w = c.wishes; w != c.wishes + c.wish_count; w++) {
+    if (!inside(w->first_row, w->rows, 1, c.logit_rows)) return "a wish has rows that the logits lack";
+    if ((rows += w->rows) > INT32_MAX) return "there are too many rows";
+    if (w->vocab < 1 || w->vocab > c.logit_columns) return "a wish has a vocabulary that the logits lack";
+    if (w->most < 0 || w->most > w->vocab) return "a wish has more tokens than the vocabulary";
+    if (!inside(w->row_place, w->rows, 1, c.row_count)) return "there is no room for the sums of a wish";
+    if (!inside(w->most_place, w->rows, w->most, c.most_count)) return "there is no room for the tokens of a wish";
+    if (!inside(w->given_place, w->rows, w->given, c.given_count)) return "a wish lacks given tokens";
+    for (int64_t i = 0; i < w->rows * w->given; i++)
+      if (const int64_t token = c.given[w->given_place + i]; token < 0 || token >= w->vocab)
+        return "a given token is not in the vocabulary";
+    if (w->edits_begin < 0 || w->edits_begin > w->edits_end || w->edits_end > c.edit_count) return "a wish lacks edits";
+    if (w->one_of_begin < 0 || w->one_of_begin > w->one_of_end || w->one_of_end > c.one_of_count)
+      return "a wish lacks the tokens of one_of";
+    for (const Edit *e = c.edits + w->edits_begin; e != c.edits + w->edits_end; e++) {
+      if ((entries += e->end - e->begin) > INT32_MAX) return "there are too many entries of edits";
+      for (int64_t i = e->begin; i < e->end; i++)
+        if (c.edit_rows[i] < 0 || c.edit_rows[i] >= w->rows) return "an edit has a row that its wish lacks";
+    }
+    if (w->allowed_place != -1 && !inside(w->allowed_place, w->rows, (w->vocab + 7) / 8, c.allowed_bytes))
+      return "a wish lacks a part of its mask";
+    if (w->noise_place != -1 && !inside(w->noise_place, w->rows, 1, c.noise_count))
+      return "a wish lacks streams or positions";
+    if ((w->normalize != 0 && w->normalize != 1) || (w->total != 0 && w->total != 1))
+      return "a flag is neither 0 nor 1";
+    if (!(w->temperature > 0) || !std::isfinite(w->temperature)) return "the temperature is not a positive number";
+    if (float(w->temperature) == 0) return "the temperature is too small for float32";
+    if (w->top_k < 0) return "top_k is negative";
+    if (!(w->top_p >= 0 && w->top_p <= 1) || !(w->min_p >= 0 && w->min_p <= 1))
+      return "top_p or min_p is not in [0, 1]";
+  }
+  return nullptr;
+}
+
+static const char *wrong(const Segment &s, const Wish &w, const Ahead &a, int64_t passes) {
+  if (const char *reason = missing(s)) return reason;
+  if (int64_t room; __builtin_mul_overflow(s.nodes, s.branch_columns + passes, &room))
+    return "the branches are too long";
+  if (w.rows != s.nodes) return "there is not one wish for the nodes of each segment";
+  if (a.scores ? w.most <= s.nodes : s.nodes != 1 || w.most != 1)
+    return "a wish is neither about one token of one node, nor about more tokens than there are beams";
+  if (passes > 1 && !a.slots) return "the slots of the nodes to come are missing";
+  for (int64_t n = 0; n < s.nodes; n++)
+    if (s.positions[n] != s.trunk_length + s.branch_columns - 1)
+      return "a node is not at the end of its trunk or of its branch";
+  return nullptr;
+}
+
+const char *wrong(const Segment *segments, int64_t count, const Choice &choice, const Ahead *ahead, int64_t passes) {
+  if (choice.wish_count != count) return "there is not one wish for the nodes of each segment";
+  int64_t nodes = 0;
+  for (int64_t i = 0; i < count; i++) {
+    if (const char *reason = wrong(segments[i], choice.wishes[i], ahead[i], passes)) return reason;
+    if (choice.wishes[i].first_row != nodes) return "the wishes are not in the order of the segments";
+    nodes += segments[i].nodes;
+  }
+  if (choice.logit_rows != nodes) return "there are not as many rows of logits as nodes";
+  return nullptr;
+}
+
+}  // namespace specbeam

@@ -1,0 +1,365 @@
+"""In which slot each node of a token tree lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from specbeam.backends.contract import Backend, Segment
+from specbeam.cache.pool import BLOCK_SLOTS, EngineCache, locked
+from specbeam.cache.prefixes import NO_SLOTS, Ints, common_length
+from specbeam.tree import NO_NODES, Nodes, Tree
+
+NOWHERE = -1
+MIN_TOKENS_AWAITED = 64
+"""Wait for a tree that reads the same tokens, if they are at least this many. To wait takes a pass or more."""
+MAX_RESERVED_SLOTS = 2 * BLOCK_SLOTS
+"""A tree gives back slots of dropped nodes when it has more than this many to use again."""
+
+
+class Slots:
+    """The slots of one tree's nodes. A node gets a slot when it is evaluated, and loses it when it is dropped.
+
+    Segments hold until :meth:`close`, and while this object lives. After that its slots are free.
+
+    Args:
+        cache: the part of the pool that the engine owns. None for a tree without an engine.
+        shares: whether the tree begins with a cached prefix of the engine, and its own tokens are cached for others.
+
+    Attributes:
+        used: nodes that have a slot.
+        peak: the most slots that were in use at once.
+        reused: how many nodes had a slot from the start. After it was closed, it may find its own: these do not count.
+        reserved: slots that only this tree may use, the next one last.
+        begin: the trunk's tokens down to the first node that was prepared, int64 [n]. None before that.
+        cached: how many of its first tokens the tree has added to the prefix cache.
+        is_fresh: no node was in a pass yet, and the tree may begin with tokens that others read.
+    """
+
+    def __init__(self, tree: Tree, backend: Backend, cache: EngineCache | None = None, shares: bool = False) -> None:
+        self.tree = tree
+        self.backend = backend
+        self.cache = cache or EngineCache(backend)
+        self.pool = self.cache.pool
+        self.shares = shares
+        self.peak = self.reused = 0
+        self._was_closed = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.used = self.cached = 0
+        self.reserved: list[int] = []
+        self.begin: Ints | None = None
+        self.is_fresh = False
+        self._first = NOWHERE  # the first node that was prepared
+        self._awaited: tuple[Slots, Ints, int] | None = None  # a tree, its begin, and the tokens in common
+        self._slot = NO_SLOTS  # by node
+        self._trunk = NO_SLOTS  # slots by position
+        self._placed = 0  # nodes of the trunk that have got slots, which are in _trunk
+        self._unseen = 0  # the first ones of these, which lost their slots because no later node sees them
+        self._owner = self.cache.number  # of its slots, unless the engine has freed all of them
+
+    # Questions.
+
+    @property
+    def held(self) -> Ints:
+        """The slots of all nodes, int64 [n]."""
+        return self._slot[self._slot != NOWHERE]
+
+    def at(self, nodes: Nodes) -> Ints:
+        """The slots of nodes, int64 [n]; -1 for a node without a slot."""
+        self._follow_tree()
+        return self._slot[nodes]
+
+    def missing(self, nodes: Any) -> Nodes:
+        """These nodes, and their ancestors that were never evaluated, ancestors first."""
+        climbing = np.array(sorted({*np.asarray(nodes).tolist()}), dtype=np.int64)  # np.unique is slower for few
+        self._follow_tree()
+        tree = self.tree
+        if climbing[0] and NOWHERE not in self._slot[tree.parents(climbing)].tolist():
+            return climbing  # a parent was evaluated after its ancestors
+        found = [climbing]
+        trunk = tree.trunk
+        while True:
+            climbing = np.unique(tree.parents(climbing[tree.depths(climbing) >= len(trunk)]))
+            climbing = climbing[self._slot[climbing] == NOWHERE]
+            if not len(climbing):
+                break
+            found.append(climbing)
+        deepest = tree.depths(np.concatenate(found)).max()
+        rest = trunk[self._placed : deepest + 1]
+        found.append(rest[self._slot[rest] == NOWHERE])
+        return np.unique(np.concatenate(found))
+
+    def growth(self, nodes: Nodes) -> int:
+        """How many new slots these nodes need."""
+        return int(np.count_nonzero(self.at(nodes) == NOWHERE))
+
+    def found(self) -> int:
+        """How many slots of other trees it would share if it began now."""
+        return self.cache.held(self.tree.tokens(self.tree.trunk[:-1])) if self.shares else 0
+
+    def _is_next(self, nodes: Nodes) -> bool | np.bool_:
+        """Whether this is one node, the next one of a sequence without branches. Its ancestors have slots."""
+        if len(nodes) != 1 or not 0 < self._placed == self.tree.trunk_length - 1:
+            return False
+        return nodes[0] == self.tree.tip and self._slot[nodes[0]] == NOWHERE
+
+    def _first_seen(self, position: int) -> int:
+        """The first position that a node at this position sees in some layer."""
+        return 0 if self.backend.window is None else max(0, position + 1 - self.backend.window)
+
+    # Changes.
+
+    def prepare(self, nodes: Nodes) -> Nodes:
+        """Get ready to evaluate nodes, and return what is :meth:`missing`.
+
+        At first, the tree takes the slots of its longest cached prefix. It frees all slots if nodes see ancestors that
+        have lost theirs: then all are to be evaluated again.
+        """
+        if self.begin is None:
+            self._first, self._owner = int(nodes.min()), self.cache.number
+            self.begin = self.tree.tokens(self.tree.path(self._first)[: self.tree.trunk_length])
+            self.is_fresh = self.shares
+            _by_tree[id(self.tree), id(self.backend)] = self
+            self._take_prefix()
+        elif self._unseen and self._first_seen(int(self.tree.depths(nodes).min())) < self._unseen:
+            self.free(np.flatnonzero(self._slot != NOWHERE))
+            self._placed = self._unseen = 0
+        return self.missing(nodes)
+
+    def await_prefix(self, others: Iterable[Slots]) -> bool:
+        """Wait for another tree that is about to read the same tokens, then take the slots of these tokens.
+
+        Args:
+            others: trees that began before this one.
+
+        Returns:
+            Whether to wait. If not, nodes are to be prepared anew.
+        """
+        while self.is_fresh:
+            awaited = self._awaited = self._awaited or self._farthest(others)
+            if awaited is None:
+                return False
+            other, begin, common = awaited
+            if other.begin is begin and other.cached < common:
+                return True
+            self._awaited = None
+            self._take_prefix()
+        return False
+
+    def _farthest(self, others: Iterable[Slots]) -> tuple[Slots, Ints, int] | None:
+        """The tree that reads most of the tokens that this one lacks, its begin, and how many they have in common."""
+        assert self.begin is not None
+        own, farthest, most = self.begin[:-1], None, self._placed + MIN_TOKENS_AWAITED - 1
+        for other in others:
+            begin = other.begin if other.shares else None
+            if begin is not None and most < min(len(begin), len(own)) and begin[most] == own[most]:
+                common = common_length(begin, own)
+                if common > max(most, other.cached):
+                    farthest, most = (other, begin, common), common
+        return farthest
+
+    def segment(
+        self, nodes: Nodes, wanted: Ints, vocab: int | None = None, source: Any = None, ahead: int = 0
+    ) -> Segment:
+        """Give nodes slots, and return the part of a pass that evaluates them. Their ancestors have slots or are here.
+
+        Args:
+            ahead: let the segment have slots for this many further passes, each over as many nodes.
+        """
+        self._follow_tree()
+        self.is_fresh = False
+        tree = self.tree
+        is_next, before = self._is_next(nodes), self._placed
+        placed = self._place_next(nodes) if is_next else self._place(nodes)
+        try:
+            later = self._reserve(ahead * len(nodes)) if ahead else NO_SLOTS
+            self.pool.reserve(self.backend)
+        except Exception:  # at the next try, lower slots may be free
+            self._placed = before
+            self.free(placed)
+            raise
+        tokens, positions = tree.tokens(nodes), tree.depths(nodes)
+        # A draft model may lack some of the target's tokens. Any other token will do, because its guesses are checked.
+        if (tokens[0] if is_next else tokens.max()) >= self.backend.vocab_size:
+            tokens = np.where(tokens < self.backend.vocab_size, tokens, 0)
+        if is_next or positions.max() < self._placed:
+            branches = np.empty((len(nodes), 0), dtype=np.int64)
+        else:
+            branches = self._slot[tree.paths_beyond_trunk(nodes)]
+        slots = self._slot[nodes]
+        return Segment(tokens, positions, slots, self._trunk[: self._placed], branches, wanted, vocab, source, later)
+
+    def evaluated(self, pending: Nodes, ahead: int = 0) -> None:
+        """A pass went well. Cache what it has read of the prompt, and free the slots behind windows.
+
+        Args:
+            pending: nodes that may have a slot, but were not evaluated, ancestors first.
+            ahead: how many nodes the backend went on by itself. They are next in the tree, and in the reserved slots.
+        """
+        if ahead:
+            first = len(self.tree)
+            self._follow_tree(first + ahead)
+            self._assign(np.arange(first, first + ahead))
+        if self.shares and self.begin is not None and self.cached < len(self.begin):
+            read = min(self._placed, len(self.begin), *self.tree.depths(pending[:1]).tolist())
+            if self.cached < read:
+                self.add_prefix(self.tree.trunk[:read])
+        self._free_unseen(pending)
+
+    @locked
+    def add_prefix(self, path: Nodes) -> None:
+        """Cache the beginning of a sequence that has slots. ``path`` are its nodes from the root on."""
+        if self.shares and self.used:
+            self._follow_tree()
+            tokens = self.tree.tokens(path)
+            self._share(path, self.cache.prefixes.use(tokens))
+            self.cache.keep(tokens, self._slot[path])
+            self.cached = max(self.cached, len(path))
+
+    @locked
+    def free(self, nodes: Nodes) -> None:
+        """Free the slots of nodes that the tree has dropped. Nodes without a slot are left out."""
+        self._follow_tree()
+        slots = self._slot[nodes]
+        slots = slots[slots != NOWHERE]
+        self._slot[nodes] = NOWHERE
+        self.reserved += self.cache.let_go(slots)[::-1].tolist()
+        self._count(-len(slots))
+        if len(self.reserved) > MAX_RESERVED_SLOTS:
+            spare, self.reserved = self.reserved[:-BLOCK_SLOTS], self.reserved[-BLOCK_SLOTS:]
+            self.pool.give_back(np.array(spare))
+
+    def keep(self, nodes: Nodes) -> None:
+        """Free the slots of all nodes but these, their ancestors and the trunk."""
+        needed = np.union1d(self.tree.trunk, self.tree.paths_beyond_trunk(nodes))
+        self.free(np.setdiff1d(np.flatnonzero(self._slot != NOWHERE), needed))
+
+    @locked
+    def close(self) -> None:
+        """Free all slots. The tree may begin again."""
+        if self._owner == self.cache.number:
+            gone = self.cache.let_go(self.held)
+            self.pool.give_back(np.concatenate([gone, np.array(self.reserved, dtype=np.int64)]))
+        self._was_closed = True
+        self._reset()
+
+    def _free_unseen(self, pending: Nodes) -> None:
+        """Free the slots of the trunk's first nodes, if all layers have windows and no later node sees these nodes."""
+        if self.backend.window is None:
+            return
+        tree = self.tree
+        later = min(self._placed, len(tree.trunk) - 1, *tree.depths(pending[:1]).tolist())  # the tip may be repeated
+        if (end := self._first_seen(later)) >= self._unseen + BLOCK_SLOTS:
+            self.add_prefix(tree.trunk[:later])
+            self.free(tree.trunk[self._unseen : end])
+            self._trunk[self._unseen : end] = NOWHERE
+            self._unseen = end
+
+    @locked
+    def _take_prefix(self) -> None:
+        """Take the slots of the longest cached prefix of the first node that was prepared, if the tree shares any."""
+        if self.shares:
+            self._follow_tree()
+            path = self.tree.path(self._first)[:-1]
+            slots = self.cache.prefixes.use(self.tree.tokens(path))
+            self._share(path, slots)
+            self._follow_trunk()
+            if not self._was_closed:
+                self.reused = max(self.reused, len(slots))
+            self._free_unseen(NO_NODES)
+
+    def _share(self, path: Nodes, slots: Ints) -> None:
+        """Take these slots for the first nodes of a path from the root on, and free others with the same tokens.
+
+        So whoever holds the end of a cached prefix holds all of it, and what nobody holds can be evicted from its end.
+        """
+        path, slots = path[self._unseen : len(slots)], slots[self._unseen :]
+        own = self._slot[path]
+        is_other = own != slots
+        if is_other.any():
+            self.cache.hold(slots[is_other])
+            self._slot[path] = slots
+            self._trunk = self._trunk.copy()  # a segment may be run again
+            self._trunk[: self._placed] = self._slot[self.tree.trunk[: self._placed]]
+            own = own[is_other & (own != NOWHERE)]
+            self._count(int(np.count_nonzero(is_other)) - len(own))
+            self.pool.give_back(self.cache.let_go(own))
+
+    @locked
+    def _place_next(self, nodes: Nodes) -> Nodes:
+        """The same as :meth:`_place` for the next node of a sequence without branches, in a few operations."""
+        at = self._placed
+        if not self.reserved:
+            self.reserved = self.pool.lend(1, int(self._trunk[at - 1]), self._owner)[::-1]
+        if at == len(self._trunk):
+            self._trunk = np.resize(self._trunk, 2 * at)
+        slot = self.reserved.pop()
+        self._slot[nodes[0]] = self._trunk[at] = slot
+        self.pool.references[slot] = 1
+        self._placed = at + 1
+        self.cache.used += 1
+        self._count(1)
+        return nodes
+
+    def _place(self, nodes: Nodes) -> Nodes:
+        """Give slots to nodes without one, and return these."""
+        homeless = nodes[self._slot[nodes] == NOWHERE]
+        if len(homeless):
+            self._assign(homeless)
+        self._follow_trunk()
+        return homeless
+
+    @locked
+    def _assign(self, nodes: Nodes) -> None:
+        """Give the slots that are reserved next to nodes."""
+        slots = self._reserve(len(nodes))
+        self._slot[nodes] = slots
+        del self.reserved[-len(nodes) :]
+        self.pool.references[slots] = 1
+        self.cache.used += len(nodes)
+        self._count(len(nodes))
+
+    @locked
+    def _reserve(self, count: int) -> Ints:
+        """Have at least this many slots reserved, and return the next ones."""
+        if (more := count - len(self.reserved)) > 0:
+            last = self.reserved[:1] or self._trunk[max(0, self._placed - 1) : self._placed].tolist() or [NOWHERE]
+            self.reserved = [*reversed(self.pool.lend(more, last[0], self._owner)), *self.reserved]
+        return np.array(self.reserved[: -count - 1 : -1], dtype=np.int64)
+
+    def _count(self, more: int) -> None:
+        self.used += more
+        self.peak = max(self.peak, self.used)
+
+    def _follow_trunk(self) -> None:
+        """Take in the slots of the nodes that the trunk has grown by."""
+        rest = self.tree.trunk[self._placed :]
+        if not len(rest):
+            return
+        slots = self._slot[rest]
+        if slots.min() == NOWHERE:
+            slots = slots[: int((slots == NOWHERE).argmax())]
+        end = self._placed + len(slots)
+        if end > len(self._trunk):
+            self._trunk = np.resize(self._trunk, 2 * end)
+        self._trunk[self._placed : end] = slots
+        self._placed = end
+
+    def _follow_tree(self, size: int = 0) -> None:
+        """Make room for the nodes added to the tree since the last call, and for this many nodes in all."""
+        if len(self._slot) < (size := max(size, len(self.tree))):
+            room = max(2 * len(self._slot), size)
+            self._slot = np.concatenate([self._slot, np.full(room - len(self._slot), NOWHERE, dtype=np.int64)])
+
+
+_by_tree: WeakValueDictionary[tuple[int, int], Slots] = WeakValueDictionary()
+
+
+def slots_of(tree: Tree, backend: Backend) -> Slots:
+    """Where the keys and values of a tree lie, while its request is live."""
+    return _by_tree[id(tree), id(backend)]
