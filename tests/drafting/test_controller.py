@@ -85,7 +85,7 @@ def test_a_draft_that_is_never_right_costs_little(kind, most, target):
 def test_a_draft_that_is_always_right_is_used_in_full(kind):
     cost, lengths = play(controller_of(kind), kind, lambda at: True, 500)
     assert cost < {"lookup": 0.15, "chains": 0.5, "tree": 0.5, "levels": 0.65}[kind]
-    assert np.mean(lengths[10:]) > 4
+    assert np.mean(lengths[10:]) >= 4
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -183,7 +183,10 @@ def test_a_tree_takes_the_draft_tokens_that_pay():
     controller = controller_of("tree", lambda n: 1 + 0.2 * n, lambda n: 0.1)
     # One token for 1.3; 1.9 for 1.5; 2.7 for 1.7; 3.2 for 1.9; 3.3 for 2.1: the fourth brings less than it costs.
     assert controller.worthwhile(chances, 0.1) == 3
-    play(controller, "tree", lambda at: False, 10)
+    tree = Tree([1])
+    rejected, chosen = tree.guess(0, 1), tree.add(0, 2)
+    for _ in range(20):
+        controller.learn(Guesses(rejected, chances[:1]), tree, [chosen])
     assert controller.worthwhile(chances, 0.1) == 0
 
 

@@ -12,7 +12,7 @@ SKIP_DECAY = 0.98
 PRIOR_WEIGHT = 4.0
 """The weight of the prior, in observed tokens."""
 PRIOR_PACE = 0.2
-"""The prior follows the rates, and goes back to where it began, at this share of their pace.
+"""The prior follows rates below it, and goes back to where it began, at this share of their pace.
 
 So a draft that fails each time it is tried again is tried ever more rarely.
 """
@@ -42,7 +42,8 @@ class Acceptance:
         self._rates[bucket] = (before * self._rates[bucket] + accepted) / weight
         self._weights[bucket] = weight
         if proposed:
-            self._prior[bucket] += PRIOR_PACE * (self._rates[bucket] - self._prior[bucket])
+            follows = self._prior[bucket] + PRIOR_PACE * (self._rates[bucket] - self._prior[bucket])
+            self._prior[bucket] = min(self._first[bucket], follows)
 
     def skip(self) -> None:
         """Take in a decode step without draft tokens: decay towards the prior."""

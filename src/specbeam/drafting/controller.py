@@ -165,7 +165,7 @@ class Controller:
         return of_latest + self.draft_cost(self._unread) / steps
 
     def skip(self, num_tips: int = 1) -> None:
-        """Take in a step without draft tokens: what was observed below so many tips loses weight."""
+        """Take in a step without draft tokens: observations below this number of tips lose weight."""
         drafts = self._drafts[num_tips]
         drafts.acceptance.skip()
         drafts.seconds *= SKIP_DECAY
