@@ -75,7 +75,7 @@ class Controller:
         matches: bool = False,
     ) -> None:
         self._drafts = {one.num_tips: Drafts(one, Acceptance(_prior(one, matches))) for one in sizes}
-        self._now = self._drafts[sizes[-1].num_tips]  # the drafts of this round
+        self._now = self._all = self._drafts[sizes[-1].num_tips]  # the drafts of this round, and those below all beams
         self._target, self._plain, self._draft = target, plain, draft
         self._unread = unread
         self._matched = TYPICAL_MATCH if matches else None
@@ -99,11 +99,11 @@ class Controller:
         """Begin a round: the width and the draft length that promise the most. A length of 0 is no draft.
 
         Args:
-            num_tips: below which to draft.
+            num_tips: below which to draft. Any other number than of ``sizes`` counts as all beams.
             steps: how many are to come. They share the seconds in which the draft model reads what it has not read.
             matched: the number of tokens at the end of the best sequence that a lookup found.
         """
-        self._now, self._matched = self._drafts[num_tips], matched
+        self._now, self._matched = self._drafts.get(num_tips, self._all), matched
         return self._now.sizes.within_budget(*self._best(self._now, steps, matched)[1])
 
     def no_draft(self) -> Guesses:
@@ -221,9 +221,8 @@ class Controller:
 
     def _surviving(self, drafts: Drafts, width: int, depth: int, matched: int | None) -> NDArray[np.float64]:
         """The chances that draft tokens down to each level are accepted, float64 [depth]."""
-        return np.cumprod(
-            drafts.acceptance.chances[self._buckets(drafts, drafts.sizes.widths.index(width), depth, matched)]
-        )
+        buckets = self._buckets(drafts, drafts.sizes.widths.index(width), depth, matched)
+        return np.cumprod(drafts.acceptance.chances[buckets], dtype=np.float64)
 
     @staticmethod
     def _buckets(drafts: Drafts, place: int, depth: int, matched: int | None) -> NDArray[np.int64]:
