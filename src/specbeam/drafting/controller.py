@@ -28,7 +28,7 @@ TYPICAL_MATCH = 2
 """The match to expect, in tokens, where none has been looked up yet."""
 LEVEL_PRIOR = 2 / 3
 """The chance to assume that a step chooses among a level of draft tokens."""
-MIN_GAIN = 1.1
+MIN_GAIN = 1.05
 """Draft only if that promises this many times as many steps per second. The drafting itself takes time, too."""
 
 Cost = Callable[[int], float]
@@ -187,9 +187,8 @@ class Controller:
         accepted = min(levels, max(0, len(steps) - 1))
         proposed = min(levels, accepted + 1)  # no level below a rejected one was verified
         if self._matched is not None:
-            buckets = self._buckets(now, 0, proposed, self._matched)
-            for bucket in np.unique(buckets).tolist():
-                now.acceptance.learn(bucket, (buckets[:accepted] == bucket).sum(), (buckets == bucket).sum())
+            for level, bucket in enumerate(self._buckets(now, 0, proposed, self._matched).tolist()):
+                now.acceptance.learn(bucket, level < accepted, 1)
         elif sizes.is_tree:
             now.acceptance.learn(0, accepted, float(guesses.chances.sum()))
         else:
