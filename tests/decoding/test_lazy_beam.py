@@ -134,7 +134,7 @@ class SomeGuesses:
     def __init__(self, tree, stop, logits_of, seed):
         self.tree, self.stop, self.logits_of = tree, stop, logits_of
         self.random = np.random.default_rng(seed)
-        self.pace = self.of_best = self
+        self.controller = self
         self.seconds = 0.3
 
     def propose(self, tips, scores):
@@ -156,7 +156,7 @@ class SomeGuesses:
     def seconds_per_step(self, steps):
         return self.seconds
 
-    def forget(self):
+    def skip(self):
         pass
 
 
@@ -389,7 +389,7 @@ def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts
     drafter = RightGuesses(tree, search.stop, logits_of, seed=0) if drafts else None
     if drafter is not None:
         drafter.seconds = seconds
-    policy = LikelyNeeded(max_new_tokens, num_beams, cost, cost, None if drafter is None else drafter.pace)
+    policy = LikelyNeeded(max_new_tokens, num_beams, cost, cost, None if drafter is None else drafter.controller)
     lazy, _, sizes = run(lazy_beam_search(search, record, policy, drafter), tree, logits_of)
     assert lazy == plain
     if not drafts:  # no beam is evaluated twice, or in vain; at first all beams are the prompt

@@ -18,8 +18,8 @@ from specbeam.decoding.record import Record
 from specbeam.decoding.speculative import speculative
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes, warpers_of
+from specbeam.drafting.controller import Controller
 from specbeam.drafting.model import ModelDrafter
-from specbeam.drafting.pace import Pace
 from specbeam.drafting.sizes import Sizes
 from specbeam.selection import select
 from specbeam.tree import Tree
@@ -251,9 +251,9 @@ LOW_TOKENS = [*range(10, 40), 12, 15, *range(10, 20)]
 def test_a_draft_model_reads_the_part_of_its_head_that_the_text_uses(prompt, options, vocab):
     options = Options(**options)
     tree, stop = Tree(prompt), Stopping(frozenset(), 99, (), None)
-    pace = Pace(Sizes(3, 2, None, num_beams=1, target=float, draft=float, chains=False))
+    controller = Controller([Sizes(3, 2, None, num_tips=1, chains=False)], float, float, float)
     wish = Wishes(Processors(options, frozenset(), 9000))
-    drafter = ModelDrafter(tree, wish, stop, 9000, 99, [8000], pace)
+    drafter = ModelDrafter(tree, wish, stop, 9000, 99, [8000], controller)
     step = next(drafter.propose(np.array([tree.tip]), np.zeros(1)))
     assert (step.drafting, step.wish.vocab) == (True, vocab)
 
@@ -343,8 +343,8 @@ def draw_two(prompt, length, vocab, target, draft, shape, options, seed):
     tree = Tree(prompt)
     wish = Wishes(Processors(options, frozenset(), vocab), warpers_of(options), seed)
     stop = Stopping(frozenset(), len(prompt) + length, (), None)
-    pace = Pace(Sizes(*shape, None, num_beams=1, target=float, draft=float, chains=False))
-    drafter = ModelDrafter(tree, wish, stop, vocab, 99, (), pace)
+    controller = Controller([Sizes(*shape, None, num_tips=1, chains=False)], float, float, float)
+    drafter = ModelDrafter(tree, wish, stop, vocab, 99, (), controller)
     strategy = speculative(tree, wish, stop, Record(tree), drafter)
     step = next(strategy)
     while len(tree.trunk) < len(prompt) + 2:

@@ -122,8 +122,8 @@ class Rounds:
     def __init__(self, target, draft, prompt):
         self.target, self.draft = target, draft
         self.tree = Tree(prompt)
-        pace = SimpleNamespace(begin_round=lambda: None, shape=lambda: (1, DEPTH), chances=None)
-        self.drafter = RetokenizingDrafter(self.tree, SimpleNamespace(guess=self.take), pace, target, draft)
+        controller = SimpleNamespace(shape=lambda num_tips: (1, DEPTH), chances=None)
+        self.drafter = RetokenizingDrafter(self.tree, SimpleNamespace(guess=self.take), controller, target, draft)
 
     def take(self, tips, found, width, chances):
         self.found = dict(zip(tips.tolist(), found, strict=True))

@@ -6,7 +6,7 @@ import pytest
 
 import specbeam
 from specbeam import Options, SpecbeamError
-from specbeam.drafting.pace import Pace
+from specbeam.drafting.controller import Controller
 from specbeam.drafting.sizes import Sizes
 from specbeam.engine import costs
 from specbeam.engine.costs import CostTable, PassTimes, SharedCost
@@ -93,7 +93,7 @@ def test_passes_of_about_the_same_size_are_one_point_between_them():
 
 
 def test_a_request_bears_its_part_of_a_shared_pass_and_all_that_its_guesses_add():
-    cost = SharedCost(linear_times(8.0, 1.0), own_nodes=1)
+    cost = SharedCost(linear_times(8.0, 1.0))
     assert [cost(1), cost(5)] == pytest.approx([9.0, 13.0])  # alone
     cost.join(other_nodes=15, requests=16)
     assert [cost(1), cost(5)] == pytest.approx([1.5, 5.5])
@@ -103,11 +103,10 @@ def test_a_request_bears_its_part_of_a_shared_pass_and_all_that_its_guesses_add(
 @pytest.mark.parametrize(("live", "drafts"), [(1, True), (2, True), (16, False)])
 def test_a_guess_that_pays_alone_does_not_pay_in_a_crowd(live, drafts):
     """Two of three guesses are expected to be accepted. With 16 live, a guess costs two thirds of a request's part."""
-    cost = SharedCost(linear_times(8.0, 1.0), own_nodes=1)
+    cost = SharedCost(linear_times(8.0, 1.0))
     cost.join(other_nodes=live - 1, requests=live)
-    pace = Pace(Sizes(None, None, None, num_beams=1, target=cost, draft=None, chains=True))
-    pace.begin_round()
-    assert (pace.shape()[1] > 0) == drafts
+    controller = Controller([Sizes(None, None, None, num_tips=1, chains=True)], cost, cost)
+    assert (controller.shape(1)[1] > 0) == drafts
 
 
 def test_requests_learn_who_shares_their_passes(lm, monkeypatch):
@@ -120,7 +119,7 @@ def test_requests_learn_who_shares_their_passes(lm, monkeypatch):
         engine.step()
     learned = {*joined[: len(joined) // 4]}, {*joined[-len(joined) // 4 :]}
     assert learned[0] == {(2, 3)}  # each has read a prompt, and will bring one node at least
-    assert learned[1] == {(5, 3)}
+    assert learned[1] == {(5, 3), (8, 3)}
 
 
 @pytest.mark.parametrize("num_beams", [1, 2])

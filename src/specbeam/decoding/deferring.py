@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.decoding.candidates import FORBIDDEN_SCORE, Mask, Scores
-from specbeam.decoding.drafter import DraftPace
+from specbeam.decoding.drafter import DraftController
 from specbeam.tree import Nodes
 
 Cost = Callable[[int], float]
@@ -94,12 +94,12 @@ class LikelyNeeded:
         num_beams: of the search.
         cost: of a pass.
         plain_cost: of a pass over all beams, without lazy steps.
-        drafts: the sizes of the drafts that go below the best beam. Then each pass of a text that goes on alone can
-            take several steps.
+        drafts: controls the drafts that go below the best beam. Then each pass of a text that goes on alone can take
+            several steps.
     """
 
     def __init__(
-        self, longest: int, num_beams: int, cost: Cost, plain_cost: Cost, drafts: DraftPace | None = None
+        self, longest: int, num_beams: int, cost: Cost, plain_cost: Cost, drafts: DraftController | None = None
     ) -> None:
         self._longest = longest
         self._num_beams = num_beams
@@ -140,7 +140,7 @@ class LikelyNeeded:
         steps = max(1, min(self._longest - length, FURTHER_TOKENS))
         pay = self._drafts.seconds_per_step(steps) <= (1 - MIN_DRAFTS_SAVING - chances.max(initial=0.0) ** 2) * cost
         if not pay:
-            self._drafts.forget()
+            self._drafts.skip()
         return pay
 
     def choose(self, deferred: Deferred) -> Mask:

@@ -37,8 +37,8 @@ DECLINED = Guesses(declined=True)
 Proposal = Generator[Evaluate, Any, Guesses]
 
 
-class DraftPace(Protocol):
-    """The sizes of one request's drafts, and the evidence they adapt to."""
+class DraftController(Protocol):
+    """How far one request drafts, by acceptance rates and the costs of passes."""
 
     @property
     def most_guesses(self) -> int:
@@ -53,10 +53,10 @@ class DraftPace(Protocol):
         """The largest number of nodes at which a pass of the draft model needs logits."""
 
     def seconds_per_step(self, steps: int) -> float:
-        """Expected seconds per step of a round with drafts, if this many steps are to come."""
+        """Expected seconds per step of rounds that draft below one tip, of which this many steps are to come."""
 
-    def forget(self) -> None:
-        """Take in a step without drafts: the evidence about drafts loses weight."""
+    def skip(self) -> None:
+        """Take in a step without draft tokens below one tip: what was observed there loses weight."""
 
     def learn(self, guesses: Guesses, tree: Tree, steps: list[Nodes]) -> None:
         """Learn which guesses came true.
@@ -73,15 +73,14 @@ class Drafter(Protocol):
     def tree(self) -> Tree:
         """The tree whose nodes it asks its model about: the request's tree, unless it keeps another."""
 
-    of_best: Drafter | None
-    """Guesses below the best beam alone while lazy beam search defers the others. None if it does not."""
-
     @property
-    def pace(self) -> DraftPace:
-        """The sizes of its drafts. The strategy reports the outcome of each round here."""
+    def controller(self) -> DraftController:
+        """Decides how far it drafts. The strategy reports the outcome of each round here."""
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         """Guess below the tips, int64 [b], whose texts have these scores, float64 [b] (sums of log-probabilities).
+
+        The tips are all beams, or the best one alone while lazy beam search defers the others.
 
         May yield ``Evaluate(nodes, drafting=True)``. Adds guesses with ``tree.guess`` to the request's tree. No guess
         ends its text, because the target's logits there are not needed.

@@ -81,7 +81,7 @@ def lazy_beam_search(
                 search.defer()
                 known = Known()
                 while search.levels and not search.done:
-                    yield from lazy_round(search, record, policy, None if drafter is None else drafter.of_best, known)
+                    yield from lazy_round(search, record, policy, drafter, known)
                 known = Known()
             elif drafter is None:
                 yield from beam_round(search.tree, search, record)
@@ -120,7 +120,7 @@ def lazy_round(
     if drafter is not None:
         bests = {level.length: level.beams[:1] for level in [*closed, *search.levels]}
         steps = [best for at, best in bests.items() if at > leading.length and len(best)]
-        drafter.pace.learn(guesses, tree, steps)
+        drafter.controller.learn(guesses, tree, steps)
     known.forget(search.settled)
     growing, evaluated = search.growing, known.nodes
     promising = evaluated[tree.below(evaluated, growing)]

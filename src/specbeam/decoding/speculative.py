@@ -42,7 +42,7 @@ def speculative_round(tree: Tree, wish: Wishes, stop: Stopping, record: Record, 
     if guesses.declined:  # then the backend can go ahead
         ended = yield from greedy_round(tree, wish, stop, record, rests=True)
         for _ in range(int(tree.depths(tree.tip) - tree.depths(tip))):
-            drafter.pace.learn(guesses, tree, steps=[])
+            drafter.controller.learn(guesses, tree, steps=[])
         return ended
     nodes = np.sort(np.array([tip, *guesses.nodes]))
     answer = yield Evaluate(nodes, wish(tree, nodes, guesses.nodes), or_fewer=True)
@@ -55,6 +55,6 @@ def speculative_round(tree: Tree, wish: Wishes, stop: Stopping, record: Record, 
         steps.append(np.array([tip]))
         if reason := stop(tree, tip):
             return [Hypothesis(tip, float(tree.scores(tip)), reason)]
-    drafter.pace.learn(guesses, tree, steps)
+    drafter.controller.learn(guesses, tree, steps)
     tree.keep(tip)
     return []

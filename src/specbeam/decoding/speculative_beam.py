@@ -39,7 +39,7 @@ def speculative_round(tree: Tree, search: Search, record: Record, drafter: Draft
         rounds = record.rounds
         yield from beam_round(tree, search, record, rests=True)
         for _ in range(record.rounds - rounds):
-            drafter.pace.learn(guesses, tree, steps=[])
+            drafter.controller.learn(guesses, tree, steps=[])
         return []
     wanted = known.missing(np.concatenate([search.beams, guesses.nodes]))
     guessed = np.setdiff1d(wanted, search.beams)
@@ -55,7 +55,7 @@ def speculative_round(tree: Tree, search: Search, record: Record, drafter: Draft
         record.step(search.beams, search.scores)
         steps.append(search.beams)
     promising = known.nodes[tree.below(known.nodes, search.beams)]
-    drafter.pace.learn(guesses, tree, steps)
+    drafter.controller.learn(guesses, tree, steps)
     known.keep(promising, search.needs_rows)
     tree.keep(np.concatenate([search.beams, promising]), search.finished_nodes)
     yield from search.certain()

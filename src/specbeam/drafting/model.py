@@ -12,8 +12,8 @@ from specbeam.decoding import Answer, Evaluate
 from specbeam.decoding.deferring import FURTHER_TOKENS
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
-from specbeam.drafting import DECLINED, Drafter, Guesses, Proposal
-from specbeam.drafting.pace import Pace
+from specbeam.drafting import DECLINED, Guesses, Proposal
+from specbeam.drafting.controller import Controller
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 MAX_RECENT_TOKENS, RECENT_TOKENS_SHARE = 512, 0.97
@@ -48,7 +48,7 @@ class ModelDrafter:
         vocab_size: int,
         context: int,
         special: Collection[int],
-        pace: Pace,
+        controller: Controller,
     ) -> None:
         self.tree = tree
         self.wish = wish
@@ -56,41 +56,37 @@ class ModelDrafter:
         self.vocab_size = vocab_size
         self.context = context
         self.special = sorted(special)
-        self.pace = pace
-        self.of_best: Drafter | None = None
+        self.controller = controller
         self._eos = np.array(sorted(stop.eos_token_ids), dtype=np.int64)
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
-        self.pace.begin_round()
-        if self.pace.sizes.num_beams > 1:
-            return (yield from self._beams(tips, scores))
-        return (yield from self._likeliest(tips, scores))
+        steps = self.stop.max_length - 1 - int(self.tree.depths(tips).max())
+        width, depth = self.controller.shape(len(tips), max(1, min(steps, FURTHER_TOKENS)))
+        if not depth:
+            return DECLINED
+        if len(tips) == 1:
+            return (yield from self._likeliest(tips, scores))
+        return (yield from self._beams(tips, scores, width, depth))
 
     def _likeliest(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         nodes, totals, level, at = NO_NODES, np.empty(0), tips, scores
         chances, depth, spent = np.empty(0), 0, 0.0
-        sizes, vocab = self.pace.sizes, self._vocab()
+        controller, vocab = self.controller, self._vocab()
         while self._has_room(level):
-            expanded = self.pace.expanded(np.exp(at - scores[0]), depth, chances, spent)
+            expanded = controller.expanded(np.exp(at - scores[0]), depth, chances, spent)
             if not expanded:
-                if not depth:
-                    return DECLINED
                 break
-            spent += sizes.draft_cost(expanded)
+            spent += controller.draft_cost(expanded)
             level, at = level[:expanded], at[:expanded]
-            level, at = yield from self._next_level(level, at, sizes.widths[-1], vocab, normalized=True)
+            level, at = yield from self._next_level(level, at, controller.tree_width, vocab, normalized=True)
             nodes, totals = np.concatenate([nodes, level]), np.concatenate([totals, at])
             chances = np.exp(totals - scores[0])
             depth += 1
-        likeliest = np.argsort(-totals, kind="stable")[: self.pace.worthwhile(chances, spent)]
+        likeliest = np.argsort(-totals, kind="stable")[: controller.worthwhile(chances, spent)]
         likeliest.sort()  # parents first again: no parent is missing, because a child is never likelier than it
         return Guesses(nodes[likeliest], chances[likeliest], seconds=spent)
 
-    def _beams(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
-        steps = self.stop.max_length - 1 - int(self.tree.depths(tips).max())
-        width, depth = self.pace.shape(max(1, min(steps, FURTHER_TOKENS)))
-        if not depth:
-            return DECLINED
+    def _beams(self, tips: Nodes, scores: NDArray[np.float64], width: int, depth: int) -> Proposal:
         level, first = np.unique(tips, return_index=True)
         at = scores[first]
         nodes, vocab = NO_NODES, self._vocab()
@@ -99,7 +95,7 @@ class ModelDrafter:
                 break
             level, at = yield from self._next_level(level, at, width, vocab)
             nodes = np.concatenate([nodes, level])
-        return Guesses(nodes[: self.pace.most_guesses], width=width)
+        return Guesses(nodes[: self.controller.most_guesses], width=width)
 
     def _next_level(
         self, level: Nodes, at: NDArray[np.float64], width: int, vocab: int, normalized: bool = False

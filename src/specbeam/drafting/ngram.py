@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import Drafter, Proposal
+from specbeam.drafting import Proposal
 from specbeam.drafting.chains import Chains
-from specbeam.drafting.lookup_pace import LookupPace
+from specbeam.drafting.controller import Controller
 from specbeam.tree import Nodes, Tree
 
 MAX_MATCH_TOKENS = 8
@@ -19,23 +19,22 @@ MAX_MATCHES = 100
 class NgramDrafter:
     """For each tip, guesses the tokens after earlier occurrences of its last n tokens, for the greatest n with any."""
 
-    def __init__(self, tree: Tree, chains: Chains, pace: LookupPace) -> None:
+    def __init__(self, tree: Tree, chains: Chains, controller: Controller) -> None:
         self.tree = tree
         self.chains = chains
-        self.pace = pace
-        self.of_best: Drafter | None = None
+        self.controller = controller
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         best = self._text(tips[0])
         places, matched = occurrences(best)
-        width, depth = self.pace.shape(matched)
+        width, depth = self.controller.shape(len(tips), matched=matched)
         if not depth:
-            return self.pace.no_guesses()
+            return self.controller.no_draft()
         found = [continuations(best, places, width, depth)]
         tips = np.array([tips[0], *np.setdiff1d(tips, tips[:1])])
         for text in map(self._text, tips[1:].tolist()):
             found.append(continuations(text, occurrences(text)[0], width, depth))
-        return self.chains.guess(tips, found, width, self.pace.chances)
+        return self.chains.guess(tips, found, width, self.controller.chances)
         yield  # never reached: it makes this a generator, as every drafter's propose is
 
     def _text(self, tip: int) -> NDArray[np.int64]:

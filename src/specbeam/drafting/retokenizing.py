@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from specbeam.decoding import Evaluate, Wish
 from specbeam.detokenizing import INCOMPLETE, Detokenizer, TextEnd
-from specbeam.drafting import DECLINED, Drafter, Guesses, Proposal
+from specbeam.drafting import DECLINED, Guesses, Proposal
 from specbeam.drafting.chains import Chains
+from specbeam.drafting.controller import Controller
 from specbeam.drafting.encoding import EncodedEnd, extend, shorten
-from specbeam.drafting.pace import Pace
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.tree import Nodes, Tree
@@ -44,7 +44,7 @@ class RetokenizingDrafter:
     of the text only, where the target's new tokens are.
 
     Args:
-        tree, chains, pace: of the request.
+        tree, chains, controller: of the request.
 
     Attributes:
         prompt_length: how many of the draft's tokens it reads of the prompt.
@@ -54,7 +54,9 @@ class RetokenizingDrafter:
             text.
     """
 
-    def __init__(self, tree: Tree, chains: Chains, pace: Pace, target: LanguageModel, draft: LanguageModel) -> None:
+    def __init__(
+        self, tree: Tree, chains: Chains, controller: Controller, target: LanguageModel, draft: LanguageModel
+    ) -> None:
         if target.tokenizer is None or draft.tokenizer is None:
             raise SpecbeamError(
                 f"draft and target have different vocabularies ({draft.backend.vocab_size} and "
@@ -62,8 +64,7 @@ class RetokenizingDrafter:
             )
         self.text_tree = tree
         self.chains = chains
-        self.pace = pace
-        self.of_best: Drafter | None = None
+        self.controller = controller
         self.encode, self.decode = both_ways(target)
         self.draft_encode, self.draft_decode = both_ways(draft)
         self.context = draft.backend.context_length
@@ -86,8 +87,7 @@ class RetokenizingDrafter:
         self._places: dict[int, Place] = {}  # by node of the target's tree: of the last tips, which all later are below
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
-        self.pace.begin_round()
-        width, depth = self.pace.shape()
+        width, depth = self.controller.shape(len(tips))
         if not depth:
             return DECLINED
         tips = np.unique(tips)
@@ -111,7 +111,7 @@ class RetokenizingDrafter:
         found = [
             [self._continuation(able[tip].encoded, continued[tip])] if tip in able else [] for tip in tips.tolist()
         ]
-        return self.chains.guess(tips, found, width, self.pace.chances)
+        return self.chains.guess(tips, found, width, self.controller.chances)
 
     def _can_continue(self, place: Place, depth: int) -> bool:
         """The text ends with a character, and the draft's context has room for this many more tokens."""

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import Drafter, Proposal
+from specbeam.drafting import Proposal
 from specbeam.drafting.chains import Chains
-from specbeam.drafting.lookup_pace import LookupPace
+from specbeam.drafting.controller import Controller
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.prompts import encode
@@ -114,11 +114,12 @@ class SuffixDrafter:
         earlier: an automaton over earlier texts, shared by requests. It is not changed.
     """
 
-    def __init__(self, tree: Tree, chains: Chains, pace: LookupPace, earlier: SuffixAutomaton | None = None) -> None:
+    def __init__(
+        self, tree: Tree, chains: Chains, controller: Controller, earlier: SuffixAutomaton | None = None
+    ) -> None:
         self.tree = tree
         self.chains = chains
-        self.pace = pace
-        self.of_best: Drafter | None = None
+        self.controller = controller
         self._own = SuffixAutomaton()
         self._read = 0  # tokens of the trunk that the automaton has
         self._earlier = earlier
@@ -126,12 +127,13 @@ class SuffixDrafter:
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         self._read_trunk()
-        width, depth = self.pace.shape(self._longest_match(int(tips[0]))[1][1])
+        matched = self._longest_match(int(tips[0]))[1][1]
+        width, depth = self.controller.shape(len(tips), matched=matched)
         if not depth:
-            return self.pace.no_guesses()
+            return self.controller.no_draft()
         tips = np.unique(tips)
         found = [[*self._likeliest(int(tip), width * depth, depth)] for tip in tips]
-        return self.chains.guess(tips, found, width, self.pace.chances)
+        return self.chains.guess(tips, found, width, self.controller.chances)
         yield  # never reached: it makes this a generator, as every drafter's propose is
 
     def _read_trunk(self) -> None:

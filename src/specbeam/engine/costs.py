@@ -191,14 +191,10 @@ class SharedCost:
 
     Its nodes cost what they add to the pass. The pass itself has to be run for all: each request bears an equal part.
     So a guess pays if it brings the request more than its time would bring all requests.
-
-    Args:
-        own_nodes: the request's nodes in a pass without guesses.
     """
 
-    def __init__(self, times: PassCosts, own_nodes: int) -> None:
+    def __init__(self, times: PassCosts) -> None:
         self._times = times
-        self._own_nodes = own_nodes
         self._other_nodes, self._requests = 0, 1
 
     def join(self, other_nodes: int, requests: int) -> None:
@@ -206,9 +202,9 @@ class SharedCost:
         self._other_nodes, self._requests = other_nodes, requests
 
     def __call__(self, nodes: int) -> float:
-        """The cost of a number of its nodes. It is at least a part of the cost of the pass without guesses."""
+        """The cost of a number of its nodes. It is at least a part of the cost of the pass with one of them."""
         others, expected = self._other_nodes, self._times.expected
-        together = expected(others + self._own_nodes)
+        together = expected(others + 1)
         return together / self._requests + max(0.0, expected(others + nodes) - together)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.wishes import Wishes, warpers_of
 from specbeam.drafting.chains import Chains
-from specbeam.drafting.lookup_pace import LookupPace
+from specbeam.drafting.controller import Controller, Cost
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.ngram import NgramDrafter
-from specbeam.drafting.pace import Pace
 from specbeam.drafting.retokenizing import RetokenizingDrafter
-from specbeam.drafting.sizes import Cost, Sizes
+from specbeam.drafting.sizes import Sizes
 from specbeam.drafting.suffix import SuffixAutomaton, SuffixDrafter
 from specbeam.engine.setup import Setup
+from specbeam.engine.strategies import may_be_lazy
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.option_names import LOOKUPS
@@ -31,48 +31,47 @@ def make_drafter(
     lm: LanguageModel,
     draft: Draft,
     prompt_length: int,
-    target_cost: Cost,
-    plain_cost: Cost,
     draft_cost: Cost | None,
-    num_texts: int,
     room: int,
 ) -> Drafter:
     """The drafter of one request.
 
     Args:
         draft: has passed :func:`check_draft`.
-        num_texts: below which it guesses at once: the number of beams, or 1.
-        target_cost, draft_cost: of the request's passes; None for a draft that is no model.
-        plain_cost: of the target's passes without guesses.
         prompt_length: in tokens.
+        draft_cost: of the draft model's passes for this request; None for lookups.
         room: the most guesses whose logits fit into memory.
 
     Raises:
         SpecbeamError: the draft has another vocabulary, which text cannot bridge.
     """
     shares_tokenizer = isinstance(draft, LanguageModel) and draft.shares_tokenizer(lm)
-    sizes = Sizes(
-        num_draft_tokens=setup.options.draft_size("num_draft_tokens"),
-        draft_width=setup.options.draft_size("draft_width"),
-        draft_budget=setup.options.draft_size("draft_budget"),
-        num_beams=num_texts,
-        target=target_cost,
-        draft=draft_cost,
-        chains=not shares_tokenizer,
-        room=room,
-    )
+    is_model = isinstance(draft, LanguageModel)
+    sizes = [
+        Sizes(
+            num_draft_tokens=setup.options.draft_size("num_draft_tokens"),
+            draft_width=setup.options.draft_size("draft_width"),
+            draft_budget=setup.options.draft_size("draft_budget"),
+            num_tips=num_tips,
+            chains=not shares_tokenizer,
+            one_width=not is_model,
+            room=room,
+        )
+        for num_tips in sorted({setup.options.num_beams} | ({1} if may_be_lazy(setup) else set()))
+    ]
+    unread = prompt_length if is_model else 0
+    controller = Controller(sizes, setup.cost, setup.plain_cost, draft_cost, unread, matches=not is_model)
     if isinstance(draft, LanguageModel) and shares_tokenizer:
-        return _make_model_drafter(setup, lm, draft, Pace(sizes, unread=prompt_length))
-    chains = Chains(setup.tree, setup.wish.process, setup.stop, lm.backend.vocab_size, sizes.most_guesses)
+        return _make_model_drafter(setup, lm, draft, controller)
+    chains = Chains(setup.tree, setup.wish.process, setup.stop, lm.backend.vocab_size, controller.most_guesses)
     if isinstance(draft, LanguageModel):
-        return RetokenizingDrafter(setup.tree, chains, Pace(sizes, unread=prompt_length), lm, draft)
-    pace = LookupPace(sizes, plain_cost)
+        return RetokenizingDrafter(setup.tree, chains, controller, lm, draft)
     if draft == "ngram":
-        return NgramDrafter(setup.tree, chains, pace)
-    return SuffixDrafter(setup.tree, chains, pace, draft if isinstance(draft, SuffixAutomaton) else None)
+        return NgramDrafter(setup.tree, chains, controller)
+    return SuffixDrafter(setup.tree, chains, controller, draft if isinstance(draft, SuffixAutomaton) else None)
 
 
-def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, pace: Pace) -> ModelDrafter:
+def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, controller: Controller) -> ModelDrafter:
     options = setup.options
     added = {} if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
     return ModelDrafter(
@@ -82,7 +81,7 @@ def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, p
         lm.backend.vocab_size,
         draft.backend.context_length,
         [token_id for token_id, token in added.items() if token.special],
-        pace,
+        controller,
     )
 
 

@@ -26,7 +26,7 @@ from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
 from specbeam.engine.request import Request
 from specbeam.engine.setup import make_setup
-from specbeam.engine.strategies import MakeStrategy, make_strategy, may_be_lazy
+from specbeam.engine.strategies import MakeStrategy, make_strategy
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel
@@ -74,31 +74,20 @@ class RequestState:
         self._setup = setup = make_setup(lm, prompt_ids, options, costs)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
-        num_beams, num_texts = setup.options.num_beams, setup.options.num_texts
+        num_texts = setup.options.num_texts
         room = max(0, budget.most_rows - num_texts)  # for guesses
-        self._target_costs, self._draft_costs = [setup.cost, setup.plain_cost] if num_beams > 1 else [], []
+        self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
         self._drafter = None
         if draft is not None:
-            cost, draft_cost = SharedCost(costs(lm.backend), num_beams), None
-            plain_cost = SharedCost(costs(lm.backend, setup.goes_ahead), num_beams)
-            self._target_costs = [setup.cost, setup.plain_cost, cost, plain_cost]
-            if isinstance(draft, LanguageModel):
-                self._draft_costs.append(draft_cost := SharedCost(costs(draft.backend), 1))
-            make = partial(make_drafter, setup, lm, draft, len(prompt_ids), draft_cost=draft_cost, room=room)
-            self._drafter = make(cost, plain_cost, num_texts=num_beams)
-            if may_be_lazy(setup) and self._drafter.tree is setup.tree:
-                alone = make(setup.cost, setup.cost, num_texts=1)
-                self._drafter.of_best = alone
-        drafters = [] if self._drafter is None else [self._drafter, self._drafter.of_best]
-        paces = [drafter.pace for drafter in drafters if drafter is not None]
-        guesses = max((pace.most_guesses for pace in paces), default=0)
+            self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), self._draft_cost, room)
+        guesses = 0 if self._drafter is None else self._drafter.controller.most_guesses
         make_state = partial(ModelState, budget, setup, prompt_ids)
         self._target = make_state(lm.backend, setup.tree, guesses, num_texts + guesses, source=source)
         self._draft: ModelState | None = None
         if isinstance(draft, LanguageModel) and self._drafter is not None:
             length = self._drafter.prompt_length if isinstance(self._drafter, RetokenizingDrafter) else len(prompt_ids)
-            guesses = max(pace.most_drafted for pace in paces)
-            rows = max(pace.most_drafted_at_once for pace in paces)
+            controller = self._drafter.controller
+            guesses, rows = controller.most_drafted, controller.most_drafted_at_once
             self._draft = make_state(draft.backend, self._drafter.tree, guesses, rows, prompt_length=length)
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
         self._trees = [*{state.tree for state in self._states}]
@@ -266,8 +255,9 @@ class RequestState:
             requests: the number of requests in the pass.
         """
         self._state.seconds += seconds
-        for cost in self._draft_costs if self.drafting else self._target_costs:
-            cost.join(other_nodes, requests)
+        for cost in [self._draft_cost] if self.drafting else [self._setup.cost, self._setup.plain_cost]:
+            if cost is not None:
+                cost.join(other_nodes, requests)
 
     def wishes(self, nodes: Nodes) -> list[Wish]:
         """The wishes about the logits at the wanted ones among some pending nodes.

@@ -77,7 +77,7 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
         wish=Wishes(process, *((warpers_of(options), some_seed(options.seed)) if options.samples else ())),
         stop=stop,
         record=Record(tree, lm.decode_token if options.trace else None),
-        cost=SharedCost(costs(backend), 1),
+        cost=SharedCost(costs(backend)),
         goes_ahead=goes_ahead,
-        plain_cost=SharedCost(costs(backend, goes_ahead), 1),
+        plain_cost=SharedCost(costs(backend, goes_ahead)),
     )

@@ -27,12 +27,11 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
     """The strategy that the options ask for: greedy search, sampling or beam search, speculative with a drafter."""
     options, tree, wish, stop, record = setup.options, setup.tree, setup.wish, setup.stop, setup.record
     if options.num_beams > 1:
-        pays = options.num_beams >= MIN_LAZY_BEAMS if drafter is None else drafter.of_best is not None
+        pays = options.num_beams >= MIN_LAZY_BEAMS if drafter is None else drafter.tree is setup.tree
         if pays and may_be_lazy(setup):
             search = make_search(setup, LazyBeamSearch)
             assert isinstance(search, LazyBeamSearch)
-            of_best = None if drafter is None else drafter.of_best
-            drafts = None if of_best is None else of_best.pace
+            drafts = None if drafter is None else drafter.controller
             policy = LikelyNeeded(search.max_new_tokens, options.num_beams, setup.cost, setup.plain_cost, drafts)
             return lazy_beam_search(search, record, policy, drafter)
         if drafter is not None:
