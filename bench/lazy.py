@@ -1,7 +1,8 @@
-"""Lazy beams against plain beams: seconds, passes, evaluated beams, and the most that deferring alone could save.
+"""Lazy beams against plain beams: seconds, passes, evaluated beams, and what an oracle gains.
 
     python bench/lazy.py TARGET [--draft DRAFT ...] [--data FILE ...] [--num-beams 4 16 64] [--tokens 64]
-        [--prompts 10] [--seed 0] [--repeats 1] [--minutes 25] [--ends] [--trie] [--isa avx2] [--json FILE]
+        [--prompts 10] [--seed 0] [--returned 1] [--repeats 1] [--minutes 25] [--ends] [--trie] [--isa avx2]
+        [--precision int8] [--json FILE]
 
 TARGET is a .gguf file or a folder. DRAFT is one, too, which gets int4 weights, or ngram or suffix. FILE is a data set
 in the format of HumanEval or Spec-Bench. Each of its categories is a kind of prompt, and HumanEval is two: "asked" with
@@ -13,7 +14,12 @@ Plain beams are the search that evaluates all beams, and goes ahead of itself. A
 and another one is first on the next prompt. A ratio is plain seconds / seconds on the same prompt, the best of the
 repeats each, the prompt's reading included. Its figure is the median over the prompts of a kind, with the worst and the
 best. "needed" is the share of the beams that score above the last text that is returned: only these must be evaluated.
-"bound" is the ratio without drafts if no other beam were evaluated, at the measured costs of passes.
+
+Each draft has an "oracle": the same engine and draft, told the score of the last text that is returned. It knows which
+beams are needed, but not which draft tokens are right. The share of its gain is the sum of the ratios' logarithms over
+that of the oracle's. It counts the prompts where the oracle gains at least 1.1, and elsewhere only what is lost.
+
+A prompt where a method has less than 0.9 is run five times more. Its ratio is then the median of all six.
 
 With --minutes the bench measures a prompt of each kind after the other, and begins no prompt that would not be done in
 time. Each line says how many prompts it has. The exit status is 1 if a text differs from the text of plain beams.
@@ -22,23 +28,29 @@ time. Each line says how many prompts it has. The exit status is 1 if a text dif
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import time
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from figures import Figures, add_json_option
 from isa import add_isa_option, kernels, load
 from machine import describe
+from numpy.typing import NDArray
 from prompts import CODING, PROSE, RETRIEVAL, TITLES, Ask, add_prompt_options, kinds
 
 import specbeam
 from specbeam import Engine, TokenTrie
 from specbeam.decoding import Strategy
 from specbeam.decoding.beam import beam_search
+from specbeam.decoding.candidates import Scores
+from specbeam.decoding.deferring import LikelyNeeded
 from specbeam.decoding.drafter import Drafter
+from specbeam.decoding.lazy_beam import LazyBeamSearch, lazy_beam_search
 from specbeam.decoding.record import Record
-from specbeam.engine.costs import pass_times
 from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import make_search
 from specbeam.tree import Tree
@@ -47,6 +59,10 @@ REPEATED = "Repeat this text three times. The early bird catches the worm, but t
 
 MEASURED_TOKENS = 24
 """Enough for several passes of each size."""
+SLOW, MORE_RUNS = 0.9, 5
+"""A prompt with a ratio below this is run so many times more."""
+ORACLE_GAIN = 1.1
+"""The share of the oracle's gain counts prompts where that is at least so much."""
 
 
 class PlainBeams:
@@ -71,32 +87,63 @@ class PlainBeams:
             super().step(nodes, scores)
             self.levels.append(scores.tolist())
 
-    def needed(self, log_prob: float) -> list[int]:
-        """How many beams of each evaluated step score above the text that is returned; at least one."""
-        return [max(1, sum(score > log_prob for score in level)) for level in self.levels[:-1]]
+    def needed(self, log_prob: float) -> float:
+        """The share of the beams that score above the text that is returned. Each step needs at least one."""
+        counts = [max(1, sum(score > log_prob for score in level)) for level in self.levels[:-1]]
+        return sum(counts) / sum(map(len, self.levels[:-1]))
+
+
+class Oracle:
+    """Lazy beam search that was told the score of the last text that is returned.
+
+    Attributes:
+        log_prob: this score.
+    """
+
+    log_prob = 0.0
+
+    def __call__(self, setup: Setup, drafter: Drafter | None) -> Strategy:
+        search = make_search(setup, LazyBeamSearch)
+        assert isinstance(search, LazyBeamSearch)
+        drafts = None if drafter is None else drafter.controller
+        policy = Told(search.max_new_tokens, search.num_beams, setup.cost, setup.plain_cost, drafts)
+        policy.log_prob = self.log_prob
+        return lazy_beam_search(search, setup.record, policy, drafter)
+
+
+class Told(LikelyNeeded):
+    """Knows which beams are needed."""
+
+    log_prob: float
+
+    def _chances(self, scores: Scores, best: int, length: int) -> NDArray[np.float64]:
+        chances = (scores > self.log_prob).astype(np.float64)
+        chances[best] = 1.0
+        return chances
 
 
 class Case:
     """A kind of prompt with a number of beams: one measurement per prompt.
 
     Attributes:
-        needed, bound: of the beams, and of the ratio, as the module's documentation has them.
+        needed: of the beams, as the module's documentation has it.
         measured: by method and quantity.
         same: how many prompts had equal texts with all methods.
     """
 
     def __init__(self) -> None:
         self.needed: list[float] = []
-        self.bound: list[float] = []
         self.measured: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
         self.same = 0
 
-    def add(self, seconds: dict[str, float], results: dict[str, specbeam.Result]) -> None:
+    def add(self, needed: float, seconds: dict[str, list[float]], results: dict[str, specbeam.Result]) -> None:
         """Add a prompt, measured with each method."""
+        self.needed.append(needed)
         for name, result in results.items():
             of_method = self.measured[name]
-            of_method["ratio"].append(seconds["plain"] / seconds[name])
-            of_method["seconds"].append(seconds[name])
+            ratios = [plain / own for plain, own in zip(seconds["plain"], seconds[name], strict=False)]
+            of_method["ratio"].append(statistics.median(ratios))
+            of_method["seconds"].append(statistics.median(seconds[name]))
             of_method["passes"].append(result.stats.target_passes)
             of_method["nodes"].append(result.stats.nodes_evaluated - result.stats.prompt_tokens)
             of_method["slots"].append(result.stats.peak_slots)
@@ -106,9 +153,8 @@ class Case:
         """Print a line per method, and add its figures."""
         count = len(self.needed)
         needed = figures.add(*place, "needed", unit="needed beams / beams", samples=self.needed)
-        bound = figures.add(*place, "bound", unit="plain seconds / seconds", samples=self.bound)
         equal = "same texts" if self.same == count else f"DIFFERENT texts of {count - self.same} prompts"
-        print(f"{', '.join(place)}, {count} prompts, {equal}:  needed {needed.value:.3f}  bound {bound.value:.2f}")
+        print(f"{', '.join(place)}, {count} prompts, {equal}:  needed {needed.value:.3f}")
         for name, of_method in self.measured.items():
             ratio = figures.add(*place, name, unit="plain seconds / seconds", samples=of_method["ratio"])
             costs = [
@@ -116,7 +162,24 @@ class Case:
                 for quantity in ("seconds", "passes", "nodes", "slots")
             ]
             print(f"    {name:32} {ratio.value:5.2f} ({ratio.min:.2f} to {ratio.max:.2f})", end="")
-            print("".join(f"  {cost.value:8.2f} {cost.unit.split()[0]}" for cost in costs), flush=True)
+            print("".join(f"  {cost.value:8.2f} {cost.unit.split()[0]}" for cost in costs), end="")
+            share = share_of_gain(self.gains(name))
+            if share is not None:
+                figures.add(*place, name, "share", unit="of the oracle's gain", samples=[share])
+                print(f"  share {share:.2f}", end="")
+            print(flush=True)
+
+    def gains(self, name: str) -> list[tuple[float, float]]:
+        """The ratios of a draft's method and of its oracle."""
+        oracle = self.measured.get(name.replace("with ", "oracle with "), {}).get("ratio", [])
+        return [*zip(self.measured[name]["ratio"], oracle, strict=True)] if name.startswith("with ") else []
+
+
+def share_of_gain(gains: list[tuple[float, float]]) -> float | None:
+    """The share of the oracles' gain, as the module's documentation has it; None if they have none."""
+    possible = sum(math.log(oracle) for _, oracle in gains if oracle >= ORACLE_GAIN)
+    found = sum(math.log(own if oracle >= ORACLE_GAIN else min(own, 1.0)) for own, oracle in gains)
+    return found / possible if possible else None
 
 
 def main() -> int:
@@ -130,18 +193,21 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, help="begin no prompt that would not be done after them")
     parser.add_argument("--ends", action="store_true", help="texts may end by themselves")
     parser.add_argument("--trie", action="store_true", help="find titles of pages")
+    parser.add_argument("--returned", type=int, default=1, help="texts to return")
+    parser.add_argument("--precision", default="auto", help="of the target's weights")
     add_isa_option(parser)
     add_json_option(parser)
     given = parser.parse_args()
     start = time.perf_counter()
     print(describe(kernels(given.isa)))
     figures = Figures.of_this_run(kernels(given.isa))
-    lm = load(given.target, given.isa)
-    cost = pass_times(lm.backend, ahead=True).expected
+    lm = load(given.target, given.isa, given.precision)
     drafts = {Path(d).stem: d if d in ("ngram", "suffix") else load(Path(d), given.isa, "int4") for d in given.draft}
     plain = PlainBeams()
     methods: dict[str, dict[str, Any]] = {"plain": {"strategy": plain}, "lazy": {}}
     methods |= {f"with {name}": {"draft": draft} for name, draft in drafts.items()}
+    oracle = Oracle()
+    methods |= {f"oracle with {name}": {"draft": draft, "strategy": oracle} for name, draft in drafts.items()}
     length: dict[str, Any] = {"max_new_tokens": given.tokens}
     if given.trie:
         length |= {"constraint": TokenTrie(TITLES, lm), "length_penalty": 0.0}
@@ -163,17 +229,20 @@ def main() -> int:
                 break
         for num_beams in given.num_beams:
             options: dict[str, Any] = {"num_beams": num_beams, **length, "share_prefix": False}
-            if given.trie:
-                options["num_return_sequences"] = min(num_beams, 10)
+            options["num_return_sequences"] = min(num_beams, 10 if given.trie else given.returned)
             for kind, asks in by_kind.items():
                 if number == len(asks):
                     continue
-                seconds, results = take_turns(lm, asks[number], options, methods, given.repeats, number % len(methods))
+                seconds, results = take_turns(lm, asks[number], options, methods, given.repeats, number)
+                needed = plain.needed(oracle.log_prob)
+                slow = [name for name in methods if seconds["plain"][0] < SLOW * seconds[name][0]]
+                again = {name: methods[name] for name in ["plain", *slow]} if slow else {}
+                for turn in range(MORE_RUNS if again else 0):
+                    more, _ = take_turns(lm, asks[number], options, again, 1, turn)
+                    for name in again:
+                        seconds[name] += more[name]
                 case = cases.setdefault((kind, f"{num_beams} beams"), Case())
-                case.add(seconds, results)
-                of_steps = plain.needed(results["plain"].sequences[-1].log_prob)
-                case.needed.append(sum(of_steps) / (len(of_steps) * num_beams))
-                case.bound.append(len(of_steps) * cost(num_beams) / sum(map(cost, of_steps)))
+                case.add(needed, seconds, results)
     for place, case in cases.items():
         case.report(figures, *place)
     figures.write(given.json)
@@ -182,20 +251,27 @@ def main() -> int:
 
 def take_turns(
     lm: specbeam.LanguageModel, ask: Ask, options: dict[str, Any], methods: dict[str, Any], repeats: int, first: int
-) -> tuple[dict[str, float], dict[str, specbeam.Result]]:
-    """The best seconds and the result of each method on a prompt. The methods take turns, from this one on."""
-    names = [*methods]
+) -> tuple[dict[str, list[float]], dict[str, specbeam.Result]]:
+    """The best seconds and the result of each method on a prompt. The methods take turns, and this one is first.
+
+    An oracle comes after the others, since plain beams tell it the score.
+    """
+    names = [name for name in methods if "oracle" not in name]
+    oracles = [name for name in methods if name not in names]
+    first %= len(names)
     seconds: dict[str, float] = dict.fromkeys(methods, float("inf"))
     results: dict[str, specbeam.Result] = {}
     for _ in range(repeats):
-        for name in [*names[first:], *names[:first]]:
+        for name in [*names[first:], *names[:first], *oracles]:
+            if name in oracles:
+                methods[name]["strategy"].log_prob = results["plain"].sequences[-1].log_prob
             engine = Engine(lm)
             request = engine.submit(ask.text, options, raw=ask.raw, **methods[name])
             begin = time.perf_counter()
             engine.run()
             seconds[name] = min(seconds[name], time.perf_counter() - begin)
             results[name] = request.result()
-    return seconds, {name: results[name] for name in names}
+    return {name: [best] for name, best in seconds.items()}, {name: results[name] for name in methods}
 
 
 def measure_passes(lm: specbeam.LanguageModel, num_beams: int) -> None:
