@@ -28,11 +28,11 @@ from machine import describe
 import specbeam
 from specbeam import Engine, LanguageModel, Result
 from specbeam.decoding import Strategy
-from specbeam.decoding.beam import beam_search
+from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Mask, Scores
 from specbeam.decoding.deferring import Deferred, LikelyNeeded, Policy
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.lazy_beam import LazyBeamSearch, lazy_beam_search
+from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import MakeStrategy, make_search
 
@@ -82,7 +82,7 @@ class BestFirst:
 
 
 def plain_beams(setup: Setup, drafter: Drafter | None) -> Strategy:
-    return beam_search(setup.tree, make_search(setup), setup.record)
+    return beam_search(make_search(setup), setup.record)
 
 
 def best_first(setup: Setup, drafter: Drafter | None) -> Strategy:
@@ -97,7 +97,7 @@ def by_costs(setup: Setup, drafter: Drafter | None) -> Strategy:
 def lazily(setup: Setup, policy: Policy) -> Strategy:
     search = make_search(setup, LazyBeamSearch)
     assert isinstance(search, LazyBeamSearch)
-    return lazy_beam_search(search, setup.record, policy)
+    return beam_search(search, setup.record, policy=policy)
 
 
 METHODS = {"plain": plain_beams, "best-first": best_first, "by costs": by_costs}

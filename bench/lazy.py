@@ -45,11 +45,11 @@ from prompts import CODING, PROSE, RETRIEVAL, TITLES, Ask, add_prompt_options, k
 import specbeam
 from specbeam import Engine, TokenTrie
 from specbeam.decoding import Strategy
-from specbeam.decoding.beam import beam_search
+from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Scores
 from specbeam.decoding.deferring import LikelyNeeded
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.lazy_beam import LazyBeamSearch, lazy_beam_search
+from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.record import Record
 from specbeam.engine.setup import Setup
 from specbeam.engine.strategies import make_search
@@ -74,7 +74,7 @@ class PlainBeams:
 
     def __call__(self, setup: Setup, drafter: Drafter | None) -> Strategy:
         self.levels: list[list[float]] = []
-        return beam_search(setup.tree, make_search(setup), self.Scores(setup.tree, self.levels))
+        return beam_search(make_search(setup), self.Scores(setup.tree, self.levels))
 
     class Scores(Record):
         """Remembers the scores of the beams."""
@@ -108,7 +108,7 @@ class Oracle:
         drafts = None if drafter is None else drafter.controller
         policy = Told(search.max_new_tokens, search.num_beams, setup.cost, setup.plain_cost, drafts)
         policy.log_prob = self.log_prob
-        return lazy_beam_search(search, setup.record, policy, drafter)
+        return beam_search(search, setup.record, drafter, policy)
 
 
 class Told(LikelyNeeded):

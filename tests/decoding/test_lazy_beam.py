@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 import specbeam
 from specbeam import Engine, Options, TokenTrie
 from specbeam.decoding import Evaluate, Hypothesis
-from specbeam.decoding.beam import BeamSearch, beam_search
+from specbeam.decoding.beam import BeamSearch
+from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Continuations, places_of_highest
 from specbeam.decoding.deferring import Deferred, LikelyNeeded
 from specbeam.decoding.drafter import Guesses
-from specbeam.decoding.lazy_beam import LazyBeamSearch, lazy_beam_search
+from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.record import Record
 from specbeam.decoding.stopping import Stopping
@@ -210,10 +211,10 @@ def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, dr
     """Compare both searches. Return how many nodes each evaluated."""
     made = vocab_size, eos, lambda tokens: logits_after(tokens, vocab_size, seed, kind)
     tree, search, record = searched(BeamSearch, options, *made, **more)
-    plain, nbest, of_all = run(beam_search(tree, search, record), tree, made[2])
+    plain, nbest, of_all = run(beam_search(search, record), tree, made[2])
     tree, search, lazy_record = searched(LazyBeamSearch, options, *made, **more)
     drafter = SomeGuesses(tree, search.stop, made[2], seed) if drafts else None
-    strategy = lazy_beam_search(search, lazy_record, make_policy(policy, seed, options), drafter)
+    strategy = beam_search(search, lazy_record, drafter, make_policy(policy, seed, options))
     lazy, yielded, sizes = run(strategy, tree, made[2])
     assert lazy == plain
     assert yielded == lazy
@@ -290,7 +291,7 @@ def test_lazy_beams_are_those_of_transformers(tiny, vocab_size, sharpness, polic
 
     def lazily(setup, drafter):
         counted.append(Counted(make_policy(policy, seed, setup.options)))
-        return lazy_beam_search(make_search(setup, LazyBeamSearch), setup.record, counted[0])
+        return beam_search(make_search(setup, LazyBeamSearch), setup.record, policy=counted[0])
 
     expected, scores = beams_of_transformers(model, prompt, **options)
     engine = Engine(lm)
@@ -384,13 +385,13 @@ def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts
     """
     options = Options(num_beams=num_beams, max_new_tokens=max_new_tokens, length_penalty=1.0, early_stopping=False)
     tree, search, record = searched(BeamSearch, options, 12, set(), logits_of)
-    plain, _, of_plain = run(beam_search(tree, search, record), tree, logits_of)
+    plain, _, of_plain = run(beam_search(search, record), tree, logits_of)
     tree, search, record = searched(LazyBeamSearch, options, 12, set(), logits_of)
     drafter = RightGuesses(tree, search.stop, logits_of, seed=0) if drafts else None
     if drafter is not None:
         drafter.seconds = seconds
     policy = LikelyNeeded(max_new_tokens, num_beams, cost, cost, None if drafter is None else drafter.controller)
-    lazy, _, sizes = run(lazy_beam_search(search, record, policy, drafter), tree, logits_of)
+    lazy, _, sizes = run(beam_search(search, record, drafter, policy), tree, logits_of)
     assert lazy == plain
     if not drafts:  # no beam is evaluated twice, or in vain; at first all beams are the prompt
         evaluated = num_beams + sum(sizes[1:])
@@ -454,7 +455,7 @@ def test_wrong_expectations_cost_few_steps(falls, cost):
 
 
 def best_first(setup, drafter):
-    return lazy_beam_search(make_search(setup, LazyBeamSearch), setup.record, BestFirst(), drafter)
+    return beam_search(make_search(setup, LazyBeamSearch), setup.record, drafter, BestFirst())
 
 
 def test_deferred_beams_take_no_memory(save):
@@ -497,7 +498,7 @@ def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beam
         engine.run()
         return request.result()
 
-    plain = found(Engine(lm), strategy=lambda setup, _: beam_search(setup.tree, make_search(setup), setup.record))
+    plain = found(Engine(lm), strategy=lambda setup, _: beam_search(make_search(setup), setup.record))
     room, how = plain.stats.peak_slots + 32, {"strategy": strategy, "draft": draft, "sizes": sizes}
     assert found(Engine(lm), **how).stats.peak_slots > room
     assert found(Engine(lm, max_cache_tokens=room), **how).sequences == plain.sequences

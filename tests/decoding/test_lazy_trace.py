@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from specbeam import Options
 from specbeam.decoding import Hypothesis
-from specbeam.decoding.beam import BeamSearch, beam_search
-from specbeam.decoding.lazy_beam import LazyBeamSearch, lazy_beam_search
+from specbeam.decoding.beam import BeamSearch
+from specbeam.decoding.beam_search import beam_search
+from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.record import Record
 from specbeam.selection import select
 from tests.conftest import examples
@@ -79,10 +80,10 @@ def both(options, vocab_size, eos, kind, policy, seed, drafts=False, **more):
 
     def lazily(search, record):
         drafter = SomeGuesses(search.tree, search.stop, logits_of, seed) if drafts else None
-        return lazy_beam_search(search, record, make_policy(policy, seed, options), drafter)
+        return beam_search(search, record, drafter, make_policy(policy, seed, options))
 
     made = options, vocab_size, eos, logits_of
-    plain = Traced(BeamSearch, lambda search, record: beam_search(search.tree, search, record), *made, **more)
+    plain = Traced(BeamSearch, beam_search, *made, **more)
     return plain, Traced(LazyBeamSearch, lazily, *made, **more)
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
+from specbeam.decoding import Answer, Evaluate, Hypothesis, Wish
 from specbeam.decoding.candidates import (
     FORBIDDEN_SCORE,
     Candidates,
@@ -23,7 +23,7 @@ from specbeam.decoding.candidates import (
     possible,
 )
 from specbeam.decoding.finished import Finished, normalized
-from specbeam.decoding.record import Record
+from specbeam.decoding.search import Search
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
 from specbeam.selection import Beams, changed, highest
@@ -33,80 +33,7 @@ ROUNDING = 1e-5
 """The relative error of comparisons in float32 is far below this."""
 
 
-class Search(Protocol):
-    """The state of a search by beams between two steps."""
-
-    @property
-    def beams(self) -> Nodes:
-        """The ends of the unfinished texts, int64 [b]."""
-
-    @property
-    def scores(self) -> Scores:
-        """The log-probabilities of the beams, float32 [b]."""
-
-    @property
-    def done(self) -> bool:
-        """No step can change the outcome any more."""
-
-    @property
-    def needs_rows(self) -> bool:
-        """Every step needs whole rows of logits."""
-
-    def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
-        """The wish of a step at beams, or at guesses that may become beams, int64 [n]."""
-
-    def evaluation(self) -> Evaluate:
-        """All beams, and how the search goes on by itself, if it can."""
-
-    def step(self, answer: Answer | None, known: Mask | None = None) -> bool:
-        """Replace the beams by continuations of beams.
-
-        Args:
-            answer: to the wish at the known beams; None if no beam is known.
-            known: which beams are known, bool [b]; None means all.
-
-        Returns:
-            False if the outcome depends on a beam that is not known. The search is then as it was.
-        """
-
-    @property
-    def finished_nodes(self) -> Nodes:
-        """The ends of the finished texts, int64 [n]."""
-
-    def certain(self) -> Iterator[Hypothesis]:
-        """The next best finished texts that became certain since the last call."""
-
-    def hypotheses(self) -> list[Hypothesis]:
-        """The finished texts to return, best first."""
-
-
-def beam_search(tree: Tree, search: Search, record: Record) -> Strategy:
-    """Take steps until the outcome is certain."""
-    while not search.done:
-        yield from beam_round(tree, search, record)
-    return search.hypotheses()
-
-
-def beam_round(tree: Tree, search: Search, record: Record, rests: bool = False) -> Strategy:
-    """Evaluate all beams. Take the step that the answer is about, and the steps of passes that went ahead.
-
-    Args:
-        rests: a drafter made no guesses, because none would have paid.
-    """
-    answer = yield search.evaluation()
-    for one in answer.passes(len(search.beams)):
-        if not search.step(one):
-            raise RuntimeError("all beams are known, but the search took no step")
-        record.round(rests=rests)
-        record.step(search.beams, search.scores)
-        if search.done:
-            break
-    tree.keep(search.beams, search.finished_nodes)
-    yield from search.certain()
-    return []
-
-
-class BeamSearch:
+class BeamSearch(Search):
     """Keep the num_beams likeliest unfinished texts; return the best finished ones.
 
     A step takes the best candidates: enough that num_beams of them are unfinished, however many end. The best

@@ -10,10 +10,11 @@ import numpy as np
 from specbeam.decoding import Answer, Evaluate, Hypothesis, Wish
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.candidates import Mask, Scores
+from specbeam.decoding.search import Search
 from specbeam.tree import NO_NODES, Nodes
 
 
-class DiverseBeamSearch:
+class DiverseBeamSearch(Search):
     """Groups of beams that take their steps one after the other, each kept off the tokens of the groups before it.
 
     A token loses diversity_penalty for each beam of an earlier group that chose it in the same step. The finished texts
@@ -24,6 +25,7 @@ class DiverseBeamSearch:
     """
 
     def __init__(self, groups: list[BeamSearch], diversity_penalty: float) -> None:
+        self.tree = groups[0].tree
         self.groups = groups
         self.diversity_penalty = diversity_penalty
         self.stepped = groups  # by the last step
@@ -31,11 +33,11 @@ class DiverseBeamSearch:
         self.reported = False
 
     @property
-    def beams(self) -> Nodes:
+    def beams(self) -> Nodes:  # type: ignore[override]
         return np.concatenate([group.beams for group in self.live])
 
     @property
-    def scores(self) -> Scores:
+    def scores(self) -> Scores:  # type: ignore[override]
         return np.concatenate([group.scores for group in self.live])
 
     @property
@@ -44,7 +46,11 @@ class DiverseBeamSearch:
         return [group for group in self.groups if not group.done] or self.stepped
 
     @property
-    def done(self) -> bool:
+    def length(self) -> int:  # type: ignore[override]
+        return self.stepped[0].length
+
+    @property
+    def done(self) -> bool:  # type: ignore[override]
         return all(group.done for group in self.groups)
 
     def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:

@@ -7,22 +7,18 @@ Search", 3. docs/exactness.md has the proof.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from specbeam.decoding import Evaluate, Strategy
-from specbeam.decoding.beam import BeamSearch, beam_round, beam_search
+from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores, possible
-from specbeam.decoding.deferring import Deferred, Policy
-from specbeam.decoding.drafter import Drafter, Guesses
+from specbeam.decoding.deferring import Deferred
 from specbeam.decoding.finished import Finished, normalized
-from specbeam.decoding.record import Record
-from specbeam.decoding.speculative_beam import Known, speculative_round
-from specbeam.errors import NotFinite, TooManyNodes
+from specbeam.decoding.search import Known, Step
 from specbeam.tree import NO_NODES, Nodes
 
 NOTHING = float("-inf")
@@ -66,70 +62,6 @@ class Level:
         return same and bounds and np.array_equal(self.finished.nodes, other.finished.nodes)
 
 
-def lazy_beam_search(
-    search: LazyBeamSearch, record: Record, policy: Policy, drafter: Drafter | None = None
-) -> Strategy:
-    """Beam search, in which beams are deferred while that pays. Drafts then go below the best beam alone.
-
-    An evaluated beam keeps its memory as long as an earlier step is open. Where the memory cannot hold that, or
-    logits are not finite, the search goes on with all beams, and without guesses.
-    """
-    known = Known()
-    while not search.done:
-        try:
-            if policy.pays(search.scores, search.length):
-                search.defer()
-                known = Known()
-                while search.levels and not search.done:
-                    yield from lazy_round(search, record, policy, drafter, known)
-                known = Known()
-            elif drafter is None:
-                yield from beam_round(search.tree, search, record)
-            else:
-                yield from speculative_round(search.tree, search, record, drafter, known)
-        except (TooManyNodes, NotFinite):
-            if search.levels:
-                search.go_on_from(search.levels[0])
-            search.tree.keep(search.beams, search.finished_nodes)
-            return (yield from beam_search(search.tree, search, record))
-    return search.hypotheses()
-
-
-def lazy_round(
-    search: LazyBeamSearch, record: Record, policy: Policy, drafter: Drafter | None, known: Known
-) -> Strategy:
-    """Evaluate the beams that the policy chooses, and guesses below the best one. Take every step that they decide."""
-    tree, deferred, first, leading = search.tree, search.deferred, search.levels[0], search.levels[-1]
-    wanted, tip, guesses, guessed = search.wanted(policy, deferred), leading.beams[:1], Guesses(), NO_NODES
-    if drafter is not None and not (np.isin(tip, wanted).any() and policy.drafts_pay(deferred, len(wanted))):
-        drafter = None  # guesses go where the search may go on
-    if drafter is not None:
-        guesses = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))
-        guessed = np.setdiff1d(known.missing(guesses.nodes), wanted)
-        wanted = np.union1d(wanted, guessed)
-    known.add(wanted, (yield Evaluate(wanted, search.wish(wanted, guessed), or_fewer=True)))
-    record.round(guessed, guesses.declined, wanted)
-    lengths = tree.depths(wanted) - tree.prompt_length + 1
-    closed, shortest = search.advance(known, lengths), lengths.min()
-    for before, level in pairwise([first, *closed]):
-        record.left_out += search.num_beams - int(before.expanded.sum())
-        record.step(level.beams, level.scores)
-    for level in [] if search.done else search.levels[1:]:
-        if level.length > shortest:  # the levels before it are as they were
-            record.ahead(level.beams, level.scores)
-    if drafter is not None:
-        bests = {level.length: level.beams[:1] for level in [*closed, *search.levels]}
-        steps = [best for at, best in bests.items() if at > leading.length and len(best)]
-        drafter.controller.learn(guesses, tree, steps)
-    known.forget(search.settled)
-    growing, evaluated = search.growing, known.nodes
-    promising = evaluated[tree.below(evaluated, growing)]
-    known.keep(promising, whole_rows=False)
-    tree.keep(np.concatenate([growing, promising]), search.finished_nodes)
-    yield from search.certain()
-    return []
-
-
 class LazyBeamSearch(BeamSearch):
     """A :class:`BeamSearch` that can also take steps where only some of the beams are known.
 
@@ -152,18 +84,22 @@ class LazyBeamSearch(BeamSearch):
         self.levels = [now]
         self._decide()
 
-    def go_on_from(self, level: Level) -> None:
-        """Go on with all beams from a level that is known as a whole."""
-        self.beams, self.scores, self.length, self.finished = level.beams, level.scores, level.length, level.finished
-        self.levels = []
+    def restart(self) -> None:
+        """Go on with all beams from the last step that is known as a whole."""
+        if self.levels:
+            level = self.levels[0]
+            self.beams, self.scores, self.length, self.finished = (
+                level.beams,
+                level.scores,
+                level.length,
+                level.finished,
+            )
+            self.levels = []
 
-    def advance(self, known: Known, lengths: NDArray[np.int64]) -> list[Level]:
-        """Take every step that the known beams decide. Return the levels that became certain.
-
-        Args:
-            lengths: of the beams that became known, in new tokens, int64 [n].
-        """
-        first = self.levels[0].length
+    def advance(self, known: Known, new: Nodes) -> Sequence[Step]:
+        if not self.levels:
+            return super().advance(known, new)
+        first, lengths = self.levels[0].length, self.tree.depths(new) + 1 - self.tree.prompt_length
         evaluated, place, changed = {*(lengths - first).tolist()}, int(lengths.min()) - first, False
         while place < len(self.levels) and self._stops(level := self.levels[place]) is False:
             changed |= place in evaluated
@@ -188,13 +124,14 @@ class LazyBeamSearch(BeamSearch):
 
     def _close(self) -> list[Level]:
         """Forget the levels before the last one that is known as a whole. Return the levels that became certain."""
-        if self.done:
-            return self.levels[1:]
-        open_levels = [place for place, level in enumerate(self.levels) if not level.closed]
+        open_levels = [] if self.done else [place for place, level in enumerate(self.levels) if not level.closed]
         last = open_levels[0] - 1 if open_levels else len(self.levels) - 1
-        closed, self.levels = self.levels[1 : last + 1], self.levels[last:]
-        if not open_levels:
-            self.go_on_from(self.levels[0])
+        self.left_out += sum(self.num_beams - int(level.expanded.sum()) for level in self.levels[:last])
+        closed = self.levels[1 : last + 1]
+        if not self.done:
+            self.levels = self.levels[last:]
+            if not open_levels:
+                self.restart()
         return closed
 
     def _expand(self, level: Level, known: Known) -> None:
@@ -303,10 +240,6 @@ class LazyBeamSearch(BeamSearch):
         """The levels whose beams matter: the next level is not closed."""
         return [level for level, after in pairwise(self.levels) if not after.closed]
 
-    def wanted(self, policy: Policy, deferred: Deferred) -> Nodes:
-        """The beams to evaluate next, ascending."""
-        return np.unique(deferred.nodes[policy.choose(deferred)])
-
     @property
     def deferred(self) -> Deferred:
         """The beams that may have to be evaluated."""
@@ -322,13 +255,13 @@ class LazyBeamSearch(BeamSearch):
 
     @property
     def settled(self) -> Nodes:
-        """The beams that do not matter any more: the next level is closed."""
+        """The beams whose next level is closed."""
         levels = [level.beams for level, after in pairwise(self.levels) if after.closed]
         return np.concatenate([NO_NODES, *levels])
 
     @property
     def growing(self) -> Nodes:
-        """The nodes below which texts may be added. Where few candidates are unfinished, others fill up the beams.
+        """Beams, and candidates: where few of these are unfinished, others fill up the beams.
 
         A search that stops needs no beam of its last level. Once it was found to stop there, some may be gone: levels
         after it that were known have dropped them.

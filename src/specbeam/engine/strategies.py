@@ -6,15 +6,15 @@ from collections.abc import Callable
 from functools import partial
 
 from specbeam.decoding import Strategy
-from specbeam.decoding.beam import BeamSearch, beam_search
+from specbeam.decoding.beam import BeamSearch
+from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.deferring import LikelyNeeded
 from specbeam.decoding.diverse_beam import DiverseBeamSearch
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.greedy import greedy
-from specbeam.decoding.lazy_beam import LazyBeamSearch, lazy_beam_search
+from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.sampling import sample_several
 from specbeam.decoding.speculative import speculative
-from specbeam.decoding.speculative_beam import speculative_beam_search
 from specbeam.engine.setup import Setup
 
 MIN_LAZY_BEAMS = 16
@@ -28,15 +28,12 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
     options, tree, wish, stop, record = setup.options, setup.tree, setup.wish, setup.stop, setup.record
     if options.num_beams > 1:
         pays = options.num_beams >= MIN_LAZY_BEAMS if drafter is None else drafter.tree is setup.tree
-        if pays and may_be_lazy(setup):
-            search = make_search(setup, LazyBeamSearch)
-            assert isinstance(search, LazyBeamSearch)
-            drafts = None if drafter is None else drafter.controller
-            policy = LikelyNeeded(search.max_new_tokens, options.num_beams, setup.cost, setup.plain_cost, drafts)
-            return lazy_beam_search(search, record, policy, drafter)
-        if drafter is not None:
-            return speculative_beam_search(tree, make_search(setup), record, drafter)
-        return beam_search(tree, make_search(setup), record)
+        if not (pays and may_be_lazy(setup)):
+            return beam_search(make_search(setup), record, drafter)
+        search = make_search(setup, LazyBeamSearch)
+        longest, drafts = stop.max_length - tree.prompt_length, None if drafter is None else drafter.controller
+        policy = LikelyNeeded(longest, options.num_beams, setup.cost, setup.plain_cost, drafts)
+        return beam_search(search, record, drafter, policy)
     if drafter is not None:
         return speculative(tree, wish, stop, record, drafter)
     if options.num_return_sequences > 1:

@@ -19,10 +19,10 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
-from specbeam.decoding.beam import BeamSearch, beam_search
+from specbeam.decoding.beam import BeamSearch
+from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.speculative_beam import speculative_beam_search
 from specbeam.decoding.stopping import Stopping
 from specbeam.engine import Setup
 from specbeam.engine.strategies import make_search, make_strategy
@@ -138,10 +138,7 @@ class Steps:
         search = make_search(setup, partial(TransformersBeamSearch, self.scores if self._details.scores else None))
         assert isinstance(search, TransformersBeamSearch)
         search.num_candidates = self._details.num_candidates * search.num_beams
-        if drafter is None:
-            yield from beam_search(setup.tree, search, setup.record)
-        else:
-            yield from speculative_beam_search(setup.tree, search, setup.record, drafter)
+        yield from beam_search(search, setup.record, drafter)
         texts = search.places()
         if len(texts) < search.num_return_sequences:
             raise SpecbeamError(

@@ -1,0 +1,136 @@
+"""The loop of beam search. A policy chooses the beams of a forward pass, and a drafter the draft tokens below them.
+
+Plain beam search evaluates all beams. Speculative beam search also evaluates draft tokens, and lazy beam search only
+beams that may matter. Both return exactly what the plain search returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+import numpy as np
+
+from specbeam.decoding import Evaluate, Strategy
+from specbeam.decoding.deferring import Policy
+from specbeam.decoding.drafter import DECLINED, Drafter, Guesses
+from specbeam.decoding.lazy_beam import LazyBeamSearch
+from specbeam.decoding.record import Record
+from specbeam.decoding.search import Known, Search, Step
+from specbeam.errors import NotFinite, TooManyNodes
+from specbeam.tree import Nodes
+
+
+def beam_search(
+    search: Search, record: Record, drafter: Drafter | None = None, policy: Policy | None = None
+) -> Strategy:
+    """Take steps until the outcome is certain.
+
+    Draft tokens go below all beams, or below the best one while others are deferred. Where the memory cannot hold them
+    or the deferred levels, or logits are not finite, the search goes on with all beams and without draft tokens.
+
+    Args:
+        drafter: proposes draft tokens.
+        policy: decides when a lazy search defers beams, and which.
+    """
+    known = Known()
+    while not search.done:
+        try:
+            if isinstance(search, LazyBeamSearch) and policy is not None:
+                if not search.levels and policy.pays(search.scores, search.length):
+                    search.defer()
+                    known = Known()
+                if search.levels:
+                    yield from lazy_round(search, record, known, policy, drafter)
+                    if not search.levels:
+                        known = Known()
+                    continue
+            if drafter is not None:
+                yield from speculative_round(search, record, known, drafter)
+            else:
+                yield from plain_round(search, record)
+        except (TooManyNodes, NotFinite):
+            if drafter is None and policy is None:
+                raise
+            drafter = policy = None
+            if isinstance(search, LazyBeamSearch):
+                search.restart()
+            search.tree.keep(search.beams, search.finished_nodes)
+    return search.hypotheses()
+
+
+def plain_round(search: Search, record: Record, drafter: Drafter | None = None) -> Strategy:
+    """Evaluate all beams. Take the step that the answer is about, and the steps of passes that went ahead.
+
+    Args:
+        drafter: it proposed nothing, because that would not have paid.
+    """
+    answer = yield search.evaluation()
+    for one in answer.passes(len(search.beams)):
+        if not search.step(one):
+            raise RuntimeError("all beams are known, but the search took no step")
+        record.round(rests=drafter is not None)
+        record.step(search.beams, search.scores)
+        if drafter is not None:
+            drafter.controller.learn(DECLINED, search.tree, steps=[])
+        if search.done:
+            break
+    search.tree.keep(search.beams, search.finished_nodes)
+    yield from search.certain()
+    return []
+
+
+def speculative_round(search: Search, record: Record, known: Known, drafter: Drafter) -> Strategy:
+    """Evaluate all beams, and draft tokens below them."""
+    guesses = yield from drafter.propose(search.beams, search.scores.astype(np.float64))
+    if guesses.declined and not len(known.nodes):  # then the backend can go ahead
+        return (yield from plain_round(search, record, drafter))
+    steps = yield from verify(search, record, known, known.missing(search.beams), guesses)
+    drafter.controller.learn(guesses, search.tree, [step.beams for step in steps])
+    yield from search.certain()
+    return []
+
+
+def lazy_round(
+    search: LazyBeamSearch, record: Record, known: Known, policy: Policy, drafter: Drafter | None
+) -> Strategy:
+    """Evaluate the beams that the policy chooses, and draft tokens below the best one."""
+    deferred, leading, guesses = search.deferred, search.levels[-1], Guesses()
+    wanted, tip = np.unique(deferred.nodes[policy.choose(deferred)]), leading.beams[:1]
+    if drafter is not None and not (np.isin(tip, wanted).any() and policy.drafts_pay(deferred, len(wanted))):
+        drafter = None  # draft tokens go where the search may go on
+    if drafter is not None:
+        guesses = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))
+    steps = yield from verify(search, record, known, wanted, guesses)
+    if drafter is not None:
+        best = {step.length: step.beams[:1] for step in [*steps, *search.levels] if step.length > leading.length}
+        drafter.controller.learn(guesses, search.tree, [beam for beam in best.values() if len(beam)])
+    yield from search.certain()
+    return []
+
+
+def verify(
+    search: Search, record: Record, known: Known, beams: Nodes, guesses: Guesses
+) -> Generator[Evaluate, Any, Sequence[Step]]:
+    """Evaluate beams and draft tokens in one forward pass. Take every step that the known answers decide.
+
+    Each is a step of the plain search. Draft tokens that may still become beams keep their answers.
+    """
+    tree, guessed = search.tree, np.setdiff1d(known.missing(guesses.nodes), beams)
+    nodes = np.union1d(beams, guessed)
+    known.add(nodes, (yield Evaluate(nodes, search.wish(nodes, guessed), or_fewer=True)))
+    record.round(guessed, guesses.declined, nodes)
+    steps = search.advance(known, nodes)
+    record.left_out = search.left_out
+    for step in steps:
+        record.step(step.beams, step.scores)
+    shortest = int(tree.depths(nodes).min()) + 1 - tree.prompt_length
+    for level in [] if search.done else search.levels[1:]:
+        if level.length > shortest:  # the levels before it are as they were
+            record.ahead(level.beams, level.scores)
+    known.forget(search.settled)
+    growing, evaluated = search.growing, known.nodes
+    promising = evaluated[tree.below(evaluated, growing)]
+    known.keep(promising, search.needs_rows)
+    tree.keep(np.concatenate([growing, promising]), search.finished_nodes)
+    return steps

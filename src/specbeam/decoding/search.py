@@ -1,0 +1,163 @@
+"""What the loop of beam search needs: a search that takes steps, and the answers that are known."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specbeam.decoding import Answer, Evaluate, Hypothesis, Wish
+from specbeam.decoding.candidates import Mask, Scores
+from specbeam.selection import gather
+from specbeam.tree import NO_NODES, Nodes, Tree
+
+
+class Known:
+    """Known answers, by node."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[Answer, int]] = {}  # an answer about several nodes, and the node's row there
+
+    @property
+    def nodes(self) -> Nodes:
+        return np.array(sorted(self._rows), dtype=np.int64)
+
+    def missing(self, nodes: Nodes) -> Nodes:
+        """The nodes without known answers, each once, ascending."""
+        return np.array(sorted({*nodes.tolist()} - self._rows.keys()), dtype=np.int64)
+
+    def add(self, nodes: Nodes, answer: Answer) -> None:
+        """Add the answer at nodes."""
+        self._rows.update((node, (answer, row)) for row, node in enumerate(nodes.tolist()))
+
+    def forget(self, nodes: Nodes) -> None:
+        """Forget these nodes, whether they are known or not."""
+        for node in nodes.tolist():
+            self._rows.pop(node, None)
+
+    def keep(self, nodes: Nodes, whole_rows: bool) -> None:
+        """Forget all nodes but these. They must be known.
+
+        Args:
+            whole_rows: keep copies of their rows of logits, too.
+        """
+        self._rows = {node: self._rows[node] for node in nodes.tolist()}
+        if whole_rows:
+            self._rows = {node: (answer.copy(row), 0) for node, (answer, row) in self._rows.items()}
+
+    def among(self, nodes: Nodes) -> NDArray[np.bool_]:
+        """Which of the nodes have known answers, bool [n]."""
+        return np.array([node in self._rows for node in nodes.tolist()], dtype=bool)
+
+    def at(self, nodes: Nodes) -> Answer:
+        """The answer at known nodes."""
+        return gather([self._rows[node] for node in nodes.tolist()])
+
+
+class Step(Protocol):
+    """The beams after a step, as far as they are known."""
+
+    @property
+    def length(self) -> int:
+        """Of the beams, in new tokens."""
+
+    @property
+    def beams(self) -> Nodes:
+        """The ends of the unfinished texts, int64 [b]."""
+
+    @property
+    def scores(self) -> Scores:
+        """The log-probabilities of the beams, float32 [b]."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A :class:`Step` that was taken."""
+
+    length: int
+    beams: Nodes
+    scores: Scores
+
+
+class Search(ABC):
+    """A search by beams between two steps. It is the latest :class:`Step` itself.
+
+    Attributes:
+        tree: of the request.
+        done: no step can change the outcome any more.
+        needs_rows: every step needs whole rows of logits.
+        left_out: beams of steps that were taken without them.
+        levels: steps that are known in part, if the search defers beams. The first one is known as a whole.
+    """
+
+    tree: Tree
+    length: int
+    beams: Nodes
+    scores: Scores
+    done: bool
+    needs_rows: bool
+    left_out = 0
+    levels: Sequence[Step] = ()
+
+    @abstractmethod
+    def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
+        """The wish of a step at beams, or at guesses that may become beams, int64 [n]."""
+
+    @abstractmethod
+    def evaluation(self) -> Evaluate:
+        """All beams, and how the search goes on by itself, if it can."""
+
+    @abstractmethod
+    def step(self, answer: Answer | None, known: Mask | None = None) -> bool:
+        """Replace the beams by continuations of beams.
+
+        Args:
+            answer: to the wish at the known beams; None if no beam is known.
+            known: which beams are known, bool [b]; None means all.
+
+        Returns:
+            False if the outcome depends on a beam that is not known. The search is then as it was.
+        """
+
+    def advance(self, known: Known, new: Nodes) -> Sequence[Step]:
+        """Take every step that the known answers decide, and return these steps.
+
+        Args:
+            new: the nodes whose answers became known.
+        """
+        steps = []
+        while not self.done:
+            evaluated = known.among(self.beams)
+            answer = known.at(self.beams[evaluated]) if evaluated.any() else None
+            if not self.step(answer, evaluated):
+                break
+            self.left_out += int((~evaluated).sum())
+            steps.append(Taken(self.length, self.beams, self.scores))
+        return steps
+
+    @property
+    def growing(self) -> Nodes:
+        """The nodes below which texts may be added."""
+        return self.beams
+
+    @property
+    def settled(self) -> Nodes:
+        """Evaluated beams that do not matter any more."""
+        return NO_NODES
+
+    @property
+    @abstractmethod
+    def finished_nodes(self) -> Nodes:
+        """The ends of the finished texts, int64 [n]."""
+
+    @abstractmethod
+    def certain(self) -> Iterator[Hypothesis]:
+        """The next best finished texts that became certain since the last call."""
+
+    @abstractmethod
+    def hypotheses(self) -> list[Hypothesis]:
+        """The finished texts to return, best first."""
