@@ -15,7 +15,7 @@ and another one is first on the next prompt. A ratio is plain seconds / seconds 
 repeats each, the prompt's reading included. Its figure is the median over the prompts of a kind, with the worst and the
 best. "needed" is the share of the beams that score above the last text that is returned: only these must be evaluated.
 
-Each draft has an "oracle": the same engine and draft, told the score of the last text that is returned. It knows which
+Each draft has an "oracle": the same engine and draft, given the score of the last text that is returned. It knows which
 beams are needed, but not which draft tokens are right. The share of its gain is the sum of the ratios' logarithms over
 that of the oracle's. It counts the prompts where the oracle gains at least 1.1, and elsewhere only what is lost.
 
@@ -60,9 +60,9 @@ REPEATED = "Repeat this text three times. The early bird catches the worm, but t
 MEASURED_TOKENS = 24
 """Enough for several passes of each size."""
 SLOW, MORE_RUNS = 0.9, 5
-"""A prompt with a ratio below this is run so many times more."""
+"""A prompt with a ratio below this is run more often: this number of times."""
 ORACLE_GAIN = 1.1
-"""The share of the oracle's gain counts prompts where that is at least so much."""
+"""The share of the oracle's gain counts the prompts with at least this gain."""
 
 
 class PlainBeams:
@@ -94,7 +94,7 @@ class PlainBeams:
 
 
 class Oracle:
-    """Lazy beam search that was told the score of the last text that is returned.
+    """Lazy beam search that was given the score of the last text that is returned.
 
     Attributes:
         log_prob: this score.
@@ -106,12 +106,12 @@ class Oracle:
         search = make_search(setup, LazyBeamSearch)
         assert isinstance(search, LazyBeamSearch)
         drafts = None if drafter is None else drafter.controller
-        policy = Told(search.max_new_tokens, search.num_beams, setup.cost, setup.plain_cost, drafts)
+        policy = KnownScore(search.max_new_tokens, search.num_beams, setup.cost, setup.plain_cost, drafts)
         policy.log_prob = self.log_prob
         return beam_search(search, setup.record, drafter, policy)
 
 
-class Told(LikelyNeeded):
+class KnownScore(LikelyNeeded):
     """Knows which beams are needed."""
 
     log_prob: float

@@ -199,3 +199,18 @@ def test_lazy_beams_compare_costs_with_the_same_share_of_a_pass(lm, monkeypatch)
 def test_plain_steps_have_the_times_of_passes_ahead_only_if_they_go_ahead(save, options, goes_ahead):
     on_cpu = specbeam.load(save(random_model("llama")), backend="cpu")
     assert make_setup(on_cpu, [1], Options.of(options), costs.pass_times).goes_ahead == goes_ahead
+
+
+def test_passes_that_go_ahead_have_times_of_their_own():
+    single = PassTimes()
+    ahead = PassTimes(otherwise=single)
+    for _ in range(2):
+        single.add(1, 3.0)
+    assert ahead.expected(1) == 3.0
+    for _ in range(200):
+        single.add(1, 4.0)
+    assert ahead.expected(1) == pytest.approx(4.0, rel=0.01)  # it follows
+    for _ in range(2):
+        ahead.add(1, 2.0)
+    assert ahead.expected(1) == 2.0 < single.expected(1)
+    assert ahead.expected(16) == single.expected(16)  # wide passes take too long to go ahead
