@@ -152,17 +152,18 @@ class Walk:
     def __init__(self, vocab_size: int, period: int) -> None:
         self.vocab_size, self.period = vocab_size, period
 
-    def _may_follow(self, states: Any, tokens: Any) -> Any:
-        return (states + tokens) % self.period != 0
+    def _may_follow(self, state: int, tokens: Any) -> Any:
+        return (state + tokens) % self.period != 0
 
-    def advance(self, states: Any, tokens: Any) -> Any:
-        return np.where(self._may_follow(states, tokens), (3 * states + tokens) % 11, -1)
+    def advance(self, state: int, token: int) -> int | None:
+        return (3 * state + token) % 11 if self._may_follow(state, token) else None
 
-    def allowed(self, states: Any) -> Any:
-        return np.nonzero(self._may_follow(states[:, None], np.arange(self.vocab_size)[None]))
+    def mask(self, state: int, vocab_size: int) -> Any:
+        tokens = np.arange(vocab_size)
+        return np.packbits(self._may_follow(state, tokens) & (tokens < self.vocab_size), bitorder="little")
 
-    def complete(self, states: Any) -> Any:
-        return states % 2 == 0
+    def complete(self, state: int) -> bool:
+        return state % 2 == 0
 
 
 # Drawing.

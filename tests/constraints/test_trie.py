@@ -20,17 +20,18 @@ DRAFTS = [None, "ngram", "suffix", "model"]
 @given(OUTPUTS, st.lists(st.integers(0, 6), max_size=5))
 def test_a_trie_allows_what_its_outputs_begin_with(outputs, text):
     trie = TokenTrie(outputs)
-    states = np.array([trie.start])
+    state = trie.start
     for i, token in enumerate(text):
         begins = [o for o in outputs if o[: i + 1] == text[: i + 1]]
-        states = trie.advance(states, np.array([token]))
-        assert (states[0] >= 0) == bool(begins)
+        state = trie.advance(state, token)
+        assert (state is not None) == bool(begins)
         if not begins:
             return
-        rows, tokens = trie.allowed(states)
-        assert rows.tolist() == [0] * len(rows)
-        assert tokens.tolist() == sorted({o[i + 1] for o in begins if len(o) > i + 1})
-        assert trie.complete(states).tolist() == [text[: i + 1] in outputs]
+        for vocab_size in (3, 6, 20):
+            bits = np.unpackbits(trie.mask(state, vocab_size), count=vocab_size, bitorder="little")
+            below = {o[i + 1] for o in begins if len(o) > i + 1}
+            assert np.flatnonzero(bits).tolist() == sorted(token for token in below if token < vocab_size)
+        assert trie.complete(state) == (text[: i + 1] in outputs)
 
 
 def test_a_trie_of_a_million_outputs_is_compact():
@@ -38,10 +39,11 @@ def test_a_trie_of_a_million_outputs_is_compact():
     trie = TokenTrie(table)
     assert 1_000_000 < len(trie) < 4_000_000
     assert len(pickle.dumps(trie)) < 10 * len(trie)  # bytes per node
-    states = np.full(1000, trie.start)
-    for column in table[:1000].T:
-        states = trie.advance(states, column)
-    assert trie.complete(states).all()
+    for row in table[:1000].tolist():
+        state = trie.start
+        for token in row:
+            state = trie.advance(state, token)
+        assert trie.complete(state)
 
 
 @pytest.mark.parametrize(
@@ -203,3 +205,13 @@ def test_wrong_results_of_the_callers_functions_are_refused_in_one_line(lm, opti
     with pytest.raises(SpecbeamError, match=says) as raised:
         specbeam.generate(lm, [1, 2], max_new_tokens=3, **options)
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("mask", [[1, 2], np.ones(2, dtype=bool), np.zeros(2, dtype=np.uint8)])
+def test_a_mask_of_another_shape_or_type_is_refused(mask, lm):
+    class Wrong(TokenTrie):
+        def mask(self, state, vocab_size):
+            return mask
+
+    with pytest.raises(SpecbeamError, match=r"the mask of Wrong is .* needs uint8"):
+        specbeam.generate(lm, [1, 2], constraint=Wrong([[3, 4]]), max_new_tokens=3)

@@ -1,6 +1,5 @@
-"""Constraints: automata over tokens that say which texts may be generated."""
+"""Constraints: automata over tokens that say which sequences may be generated."""
 
-from specbeam.constraints.constraint import DEAD_STATE as DEAD_STATE
 from specbeam.constraints.constraint import Constraint as Constraint
-from specbeam.constraints.constraint import States as States
+from specbeam.constraints.constraint import State as State
 from specbeam.constraints.trie import TokenTrie as TokenTrie

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-DEAD_STATE = -1
-"""The state of a text that the constraint does not allow."""
-
-States = NDArray[np.int64]
+State = Any
+"""Of a constraint: any object but None that never changes, such as a node of a trie or a grammar's stack."""
 
 
 @runtime_checkable
 class Constraint(Protocol):
-    """A deterministic automaton over tokens, which says which texts may be generated.
+    """A deterministic automaton over tokens, which says which sequences may be generated.
 
-    States are integers from 0 on. The constraint decides what they stand for: a node of a trie, or a grammar's stack.
-    One constraint may serve many requests at once, so its methods must not depend on earlier calls.
+    The engine keeps a state for as long as the sequence may go on. One constraint may serve many requests at once, so
+    its methods must not depend on earlier calls.
 
     Attributes:
         start: the state after the prompt.
     """
 
-    start: int
+    start: State
 
-    def advance(self, states: States, tokens: NDArray[np.int64]) -> States:
-        """The next state for each state and token, int64 [n] all three; -1 where the token may not follow."""
+    def advance(self, state: State, token: int) -> State | None:
+        """The state after one more token; None if the token may not follow."""
 
-    def allowed(self, states: States) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """All tokens that may follow the states, int64 [n], as pairs.
+    def mask(self, state: State, vocab_size: int) -> NDArray[np.uint8]:
+        """All tokens that may follow, as packed bits, uint8 [ceil(vocab_size / 8)].
 
-        Returns:
-            Indices into the states and token ids, int64 [m] each.
+        The bit of token ``i`` is ``mask[i // 8] >> i % 8 & 1``, as ``numpy.packbits(..., bitorder="little")`` has it.
         """
 
-    def complete(self, states: States) -> NDArray[np.bool_]:
-        """Whether the text may end in each state, bool [n]. The end-of-sequence tokens are allowed there too."""
+    def complete(self, state: State) -> bool:
+        """Whether the sequence may end here. The end-of-sequence tokens are then allowed, too."""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.constraints.constraint import DEAD_STATE, States
 from specbeam.errors import SpecbeamError
 
 
@@ -78,25 +77,19 @@ class TokenTrie:
     def __repr__(self) -> str:
         return f"TokenTrie({int(self._complete.sum())} outputs, {len(self)} nodes)"
 
-    def advance(self, states: States, tokens: NDArray[np.int64]) -> States:
-        low, end = self._first[states].astype(np.int64), self._first[states + 1].astype(np.int64)
-        high = end.copy()
-        while (searching := low < high).any():
-            middle = (low + high) // 2
-            below = searching & (self._tokens[np.minimum(middle, len(self) - 1)] < tokens)
-            low = np.where(below, middle + 1, low)
-            high = np.where(searching & ~below, middle, high)
-        found = (low < end) & (self._tokens[np.minimum(low, len(self) - 1)] == tokens)
-        return np.where(found, low, DEAD_STATE)
+    def advance(self, state: int, token: int) -> int | None:
+        first, end = self._first[state], self._first[state + 1]
+        place = first + int(self._tokens[first:end].searchsorted(token))
+        return place if place < end and self._tokens[place] == token else None
 
-    def allowed(self, states: States) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        first, counts = self._first[states].astype(np.int64), self._first[states + 1] - self._first[states]
-        rows = np.repeat(np.arange(len(states)), counts)
-        within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
-        return rows, self._tokens[first[rows] + within].astype(np.int64)
+    def mask(self, state: int, vocab_size: int) -> NDArray[np.uint8]:
+        below = self._tokens[self._first[state] : self._first[state + 1]]
+        bits = np.zeros(vocab_size, dtype=bool)
+        bits[below[: below.searchsorted(vocab_size)]] = True
+        return np.packbits(bits, bitorder="little")
 
-    def complete(self, states: States) -> NDArray[np.bool_]:
-        return self._complete[states]
+    def complete(self, state: int) -> bool:
+        return bool(self._complete[state])
 
 
 def _padded(outputs: Iterable[Any], tokenizer: Any) -> NDArray[np.int32]:

@@ -7,56 +7,52 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.constraints import DEAD_STATE, Constraint, States
+from specbeam.constraints import Constraint, State
+from specbeam.decoding.node_states import NodeStates
+from specbeam.errors import SpecbeamError
 from specbeam.tree import Nodes, Tree
-
-UNKNOWN_STATE = -2
 
 
 class ConstraintMask:
-    """The tokens that a constraint allows. Remembers the state at each node of one request's tree."""
+    """The tokens that a constraint allows at the nodes of one request's tree."""
 
-    def __init__(self, constraint: Constraint, eos_token_ids: Iterable[int]) -> None:
+    def __init__(self, constraint: Constraint, eos_token_ids: Iterable[int], vocab_size: int) -> None:
         self.constraint = constraint
-        self._eos = sorted(eos_token_ids)
-        self._states = np.empty(0, dtype=np.int64)  # by node
+        self.vocab_size = vocab_size
+        self._ends = packed([*eos_token_ids], vocab_size)
+        self._states: NodeStates[State | None] = NodeStates(lambda _: constraint.start, self._advance)
 
-    def __call__(self, tree: Tree, nodes: Nodes, vocab_size: int) -> NDArray[np.bool_]:
-        """Which tokens may follow nodes, int64 [n]: bool [n, vocab_size]."""
-        states = self.states(tree, nodes)
-        allowed = np.zeros((len(nodes), vocab_size), dtype=bool)
-        alive = np.flatnonzero(states != DEAD_STATE)
-        rows, tokens = self.constraint.allowed(states[alive])
-        inside = tokens < vocab_size
-        allowed[alive[rows[inside]], tokens[inside]] = True
-        complete = alive[self.constraint.complete(states[alive])]
-        allowed[complete[:, None], self._eos] = True
-        return allowed
+    def __call__(self, tree: Tree, nodes: Nodes) -> NDArray[np.uint8]:
+        """Which tokens may follow nodes, int64 [n], as packed bits, uint8 [n, ceil(vocab_size / 8)].
+
+        Raises:
+            SpecbeamError: the constraint gave a mask of another shape or type.
+        """
+        return np.stack([self._mask(self._states.at(tree, node)) for node in nodes.tolist()])
 
     def allows(self, tree: Tree, node: int, tokens: Iterable[int]) -> dict[int, bool]:
         """Whether each of some tokens may follow a node, by token id."""
-        given = np.fromiter(tokens, dtype=np.int64)
-        state = self.states(tree, np.array([node]))
-        if state[0] == DEAD_STATE:
-            return dict.fromkeys(given.tolist(), False)
-        may_end = bool(self.constraint.complete(state)[0])
-        follows = self.constraint.advance(state.repeat(len(given)), given) != DEAD_STATE
-        allowed = follows | (np.isin(given, self._eos) & may_end)
-        return dict(zip(given.tolist(), allowed.tolist(), strict=True))
+        mask = self._mask(self._states.at(tree, node))
+        return {token: bool(mask[token // 8] >> token % 8 & 1) for token in tokens}
 
-    def states(self, tree: Tree, nodes: Nodes) -> States:
-        """The states at nodes, int64 [n]. Unknown states of their ancestors are computed on the way."""
-        if len(self._states) < len(tree):
-            self._states = np.concatenate([self._states, np.full(2 * len(tree) - len(self._states), UNKNOWN_STATE)])
-        self._states[tree.prompt_length - 1] = self.constraint.start
-        levels = []
-        climbing = np.unique(nodes)
-        while len(climbing := climbing[self._states[climbing] == UNKNOWN_STATE]):
-            levels.append(climbing)
-            climbing = np.unique(tree.parents(climbing))
-        for level in reversed(levels):
-            above = self._states[tree.parents(level)]
-            alive = above != DEAD_STATE
-            self._states[level] = DEAD_STATE
-            self._states[level[alive]] = self.constraint.advance(above[alive], tree.tokens(level[alive]))
-        return self._states[nodes]
+    def _advance(self, state: State | None, token: int) -> State | None:
+        return None if state is None else self.constraint.advance(state, token)
+
+    def _mask(self, state: State | None) -> NDArray[np.uint8]:
+        if state is None:
+            return np.zeros_like(self._ends)
+        mask = self.constraint.mask(state, self.vocab_size)
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.uint8 or mask.shape != self._ends.shape:
+            got = f"{mask.dtype} {[*mask.shape]}" if isinstance(mask, np.ndarray) else type(mask).__name__
+            raise SpecbeamError(
+                f"the mask of {type(self.constraint).__name__} is {got}, and a vocabulary of {self.vocab_size} needs "
+                f"uint8 {[*self._ends.shape]}: give packed bits, in little bit order"
+            )
+        return mask | self._ends if self.constraint.complete(state) else mask
+
+
+def packed(tokens: NDArray[np.integer] | list[int], vocab_size: int) -> NDArray[np.uint8]:
+    """Some tokens of a vocabulary as packed bits, uint8 [ceil(vocab_size / 8)]."""
+    bits = np.zeros(vocab_size, dtype=bool)
+    bits[tokens] = True
+    return np.packbits(bits, bitorder="little")

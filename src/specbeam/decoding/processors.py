@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.decoding import Answer
-from specbeam.decoding.constraint_mask import ConstraintMask
+from specbeam.decoding.constraint_mask import ConstraintMask, packed
 from specbeam.decoding.node_states import NodeStates
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
@@ -74,7 +74,9 @@ class Processors:
             self.bans.append(RepeatedNgrams(options.no_repeat_ngram_size))
         if options.bad_words_ids:
             self.bans.append(BadWords(options.bad_words_ids, eos_token_ids))
-        self.constraint = None if options.constraint is None else ConstraintMask(options.constraint, eos_token_ids)
+        self.constraint: ConstraintMask | None = None
+        if options.constraint is not None:
+            self.constraint = ConstraintMask(options.constraint, eos_token_ids, vocab_size)
         self.has_one_end = self.constraint is not None and options.num_beams > 1
         self.prefix_allowed_tokens_fn = options.prefix_allowed_tokens_fn
         self.functions = (*of_checkpoint, *options.logits_processor)
@@ -103,7 +105,7 @@ class Processors:
         changes: dict[str, Any] = {"edits": tuple(self._edits(tree, nodes))}
         allowed = self._allowed(tree, nodes, guesses)
         if allowed is not None:
-            changes["allowed"] = np.packbits(allowed, axis=-1, bitorder="little")
+            changes["allowed"] = allowed
         if self.functions:
             changes["functions"] = (partial(self._call, tree, nodes, np.isin(nodes, guesses)),)
         if self.has_one_end:
@@ -124,7 +126,7 @@ class Processors:
         forbidden = np.zeros(len(nodes), dtype=bool)
         allowed = self._allowed(tree, nodes, nodes)
         if allowed is not None:
-            forbidden |= ~allowed[np.arange(len(nodes)), tokens]
+            forbidden |= allowed[np.arange(len(nodes)), tokens // 8] >> tokens % 8 & 1 == 0
         for bans in self.bans:
             rows, banned = bans(tree, nodes)
             forbidden[rows[banned == tokens[rows]]] = True
@@ -176,21 +178,20 @@ class Processors:
             penalties = -(self.frequency_penalty * counts[there] + self.presence_penalty)
             yield Edit("add", rows[there], tokens[there], penalties.astype(np.float32))
 
-    def _allowed(self, tree: Tree, nodes: Nodes, guesses: Any) -> NDArray[np.bool_] | None:
-        """Which tokens the masks allow, bool [n, vocab]; None if there are no masks."""
-        allowed = None if self.constraint is None else self.constraint(tree, nodes, self.vocab_size)
+    def _allowed(self, tree: Tree, nodes: Nodes, guesses: Any) -> NDArray[np.uint8] | None:
+        """Which tokens the masks allow, as packed bits, uint8 [n, ceil(vocab / 8)]; None if there are no masks."""
+        allowed = None if self.constraint is None else self.constraint(tree, nodes)
         if self.prefix_allowed_tokens_fn is None:
             return allowed
-        by_function = np.zeros((len(nodes), self.vocab_size), dtype=bool)
-        guessed = np.isin(nodes, guesses)
+        by_function, guessed = [], np.isin(nodes, guesses)
         for row, node in enumerate(nodes.tolist()):
             input_ids = torch.from_numpy(tree.tokens(tree.path(node))).to(self.device)
             tokens = self.prefix_allowed_tokens_fn(0, input_ids)
             index = _token_ids(tokens, self.vocab_size, some=not guessed[row])
-            by_function[row, index] = True
+            by_function.append(packed(index, self.vocab_size))
             if not len(index):
                 self._dead_ends.add(node)
-        return by_function if allowed is None else by_function & allowed
+        return np.stack(by_function) if allowed is None else np.stack(by_function) & allowed
 
     def _call(self, tree: Tree, nodes: Nodes, guessed: NDArray[np.bool_], scores: Tensor) -> Tensor:
         """Call the functions on all nodes of one depth at once, since their texts are equally long.
