@@ -1,6 +1,7 @@
 """Tiny random models written by transformers, and the real ones where they are on the machine."""
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -85,6 +86,12 @@ CONFIGS = {
 }
 
 
+def pytest_collection_finish(session):
+    """Full collections of garbage need not look at modules again. With them, each takes half a second."""
+    gc.collect()
+    gc.freeze()
+
+
 def examples(share=1.0):
     """A share of the profile's number of random examples, for tests whose single example is slow."""
     return max(2, round(settings().max_examples * share))
@@ -94,26 +101,26 @@ def in_thorough_mode():
     return settings.get_current_profile_name() == "thorough"
 
 
-def lines_run(function):
-    """The lines of specbeam that a call runs: a measure of its work that no other process or test disturbs."""
-    lines = 0
+def calls_made(function):
+    """The calls that specbeam's functions make: work that can be compared with the same work at another size."""
+    calls = 0
 
-    def trace(frame, event, _):
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(SOURCE):
-            return None
-        lines += event == "line"
-        return trace
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event in ("call", "c_call") and frame.f_code.co_filename.startswith(SOURCE)
 
-    before = sys.gettrace()
+    before = sys.getprofile()
     gc.disable()  # finalizers of objects that other tests left would count
-    sys.settrace(trace)
+    sys.setprofile(count)
     try:
         function()
     finally:
-        sys.settrace(before)
+        sys.setprofile(before)
         gc.enable()
-    return lines
+    return calls
+
+
+lines_run = calls_made  # the name in tests/decoding
 
 
 def byte_tokenizer(chat_template=None, vocab_size=259):
@@ -176,6 +183,30 @@ def save(tmp_path_factory):
         return folder
 
     return save
+
+
+@pytest.fixture
+def no_plots(monkeypatch):
+    """Studies draw no plots, which takes most of their time here. tests/study/test_report.py draws them."""
+    monkeypatch.setattr("specbeam.study.plots.draw_all", lambda *_: [])
+
+
+@pytest.fixture(scope="session")
+def _llama(save):
+    return save(random_model("llama"))
+
+
+@pytest.fixture
+def folder(_llama, tmp_path):
+    """The folder of a tiny model, for a test that changes it."""
+    return shutil.copytree(_llama, tmp_path / "llama")
+
+
+def rewrite(folder, name, **changes):
+    """Change keys of a file of JSON. The value ``...`` removes a key."""
+    path = folder / name
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({k: v for k, v in (content | changes).items() if v is not ...}))
 
 
 @pytest.fixture(scope="session")

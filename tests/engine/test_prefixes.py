@@ -12,7 +12,7 @@ import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.cache.pool import pool_of
 from tests.backends.test_encoder_decoder import make
-from tests.conftest import examples, lines_run, random_model
+from tests.conftest import calls_made, examples, random_model
 from tests.decoding.test_speculative import other_tokenizer
 
 PROMPT = [97 + n % 7 for n in range(60)]
@@ -45,15 +45,6 @@ TURN = st.fixed_dictionaries(
 
 class Broken(Exception):
     """A pass fails."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def collect_young():
-    """Let ``gc.collect`` look only at objects of these tests. That takes a tenth of the time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -462,11 +453,11 @@ def test_engines_in_threads_share_one_store(conversing):
 
 
 def test_a_request_costs_the_same_however_many_ended_before(lm):
-    def lines(earlier):
+    def calls(earlier):
         engine = Engine(lm)
         for n in range(earlier):
             engine.submit([n, 1, 2], {"max_new_tokens": 2})
         engine.run()
-        return lines_run(lambda: (engine.submit([250, 1, 2], {"max_new_tokens": 2}), engine.run()))
+        return calls_made(lambda: (engine.submit([250, 1, 2], {"max_new_tokens": 2}), engine.run()))
 
-    assert lines(100) < 1.1 * lines(5)
+    assert calls(100) < 1.1 * calls(5)

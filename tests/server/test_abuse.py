@@ -127,20 +127,15 @@ def test_a_crowd(start, chat_lm, waiting):
 
 
 PROBE = """
-import http.client, sys, time
-slowest = 0.0
+import http.client, sys
 print("begun", flush=True)
 while True:
-    begin = time.monotonic()
-    connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=1)
     connection.request("GET", "/health")
     assert connection.getresponse().status == 200
     connection.close()
-    if (seconds := time.monotonic() - begin) > slowest:
-        slowest = seconds
-        print(slowest, flush=True)
 """
-"""Another client in a process of its own, which measures how long /health takes at most."""
+"""Another client in a process of its own, which ends with an error if /health takes more than a second."""
 
 
 @pytest.mark.thorough
@@ -167,10 +162,9 @@ def test_a_thousand_clients_leave_nothing_behind(chat_lm):
                 while in_use(server):
                     pass
                 sizes.append(held()[0])
+            assert probe.poll() is None
             probe.terminate()
-            *_, slowest = probe.stdout.read().split()
         assert texts_alone(server) == texts
-        assert float(slowest) < 1
         assert sizes[-1] < sizes[0] + 20  # MB: the first crowd makes buffers that stay
         while held()[1] > files_before:  # the last connections are about to close
             assert in_use(server) == 0
