@@ -35,6 +35,7 @@ from transformers import (
 )
 
 import specbeam
+from specbeam import Engine
 from specbeam.checkpoints import registry
 from specbeam.engine import CostTable
 
@@ -84,6 +85,12 @@ CONFIGS = {
     "gpt2": lambda **kw: GPT2Config(**kw),
     "gpt_neox": lambda **kw: GPTNeoXConfig(**kw),
 }
+
+
+def pytest_collection_modifyitems(items):
+    """Modules that start clusters and servers come first: a worker that takes a part of one would start them again."""
+    first = {"tests.server.test_replicas", "tests.jobs.test_ray", "tests.server.test_real_clients"}
+    items.sort(key=lambda item: item.module.__name__ not in first)
 
 
 def pytest_collection_finish(session):
@@ -229,6 +236,14 @@ def tiny(save):
 def lm(tiny):
     """A tiny model without a chat template."""
     return tiny("llama")[1]
+
+
+def run_alone(lm, prompt, options, draft=None, **limits):
+    """The result of a request on an engine of its own."""
+    engine = Engine(lm, **limits)
+    request = engine.submit(prompt, options, draft=draft)
+    engine.run()
+    return request.result()
 
 
 def beams_of_transformers(model, prompt, **options):
