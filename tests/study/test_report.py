@@ -577,8 +577,13 @@ def served(folder):
     server.server_close()
 
 
-@pytest.mark.parametrize("which", ["everything", "many strange texts", "all failed"])
-@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+WIDE, NARROW = (1280, 800), (390, 844)
+
+
+@pytest.mark.parametrize(
+    ("which", "size"),
+    [("everything", WIDE), ("everything", NARROW), ("many strange texts", NARROW), ("all failed", WIDE)],
+)
 def test_the_page_in_a_browser(report_of, browser, which, size):
     width, height = size
     with served(report_of(which)[0]) as address:
