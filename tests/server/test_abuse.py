@@ -104,13 +104,8 @@ def texts_alone(server):
 
 def in_use(server):
     """Live and waiting requests, and slots of the cache, as the server reports them."""
-    numbers = re.findall(r"^specbeam_(?:live_requests|waiting_requests|cache_tokens){.*} (.*)$", metrics(server), re.M)
-    assert len(numbers) == 3
-    return sum(map(float, numbers))
-
-
-def metrics(server):
-    return server.http.get("/metrics").text
+    names = ("live_requests", "waiting_requests", "cache_tokens")
+    return sum(server.metrics()[f'specbeam_{name}{{model="tiny"}}'] for name in names)
 
 
 @pytest.mark.parametrize("waiting", [16, 2000])

@@ -228,7 +228,6 @@ def test_a_link_holds_the_prompt_and_all_options(tab, served):
     assert other.get_by_label("Only these answers").is_visible()  # it has an effect here, too
 
 
-@on_a_real_model_too
 def test_a_replay_and_a_reload_give_the_same_picture(tab, served):
     show(tab, served, **BEAMS)
     grow(tab)
@@ -249,28 +248,17 @@ def recording(beams, steps):
     rounds = []
     for step in range(steps):
         nodes = [beams * step + row + 1 for row in range(beams)]
+        token = {"text": " a", "log_prob": -0.5}
         line = [
-            {
-                "node": node,
-                "after": max(0, node - beams),
-                "token_id": row,
-                "text": " a",
-                "log_prob": -0.5,
-                "score": -row,
-            }
+            {"node": node, "after": max(0, node - beams), "token_id": row, "score": -row, **token}
             for row, node in enumerate(nodes)
         ]
         cost = {"target_passes": 1, "draft_passes": 0, "nodes": beams, "seconds": step + 1.0}
         empty = {"drafted": [], "ahead": [], "ended": [], "dropped": [], "certain": [], "text": ""}
         evaluated = [one["after"] for one in line]
         rounds.append({"event": "round", **empty, "evaluated": evaluated, "steps": [line], "pass": cost})
-    sequence = {
-        "text": " a" * steps,
-        "token_ids": [0] * steps,
-        "log_prob": 0.0,
-        "score": 0.0,
-        "finish_reason": "length",
-    }
+    sequence = {"text": " a" * steps, "token_ids": [0] * steps, "log_prob": 0.0, "score": 0.0}
+    sequence["finish_reason"] = "length"
     begin = {"event": "begin", "format": 1, "options": {"num_beams": beams}, "prompt": []}
     events = [begin, *rounds, {"event": "end", "sequences": [sequence], "stats": {}}]
     return "\n".join(map(json.dumps, events)).encode()
@@ -353,26 +341,12 @@ def test_a_search_that_went_back_draws_the_beams_of_the_step(tab, served):
     """Lazy search goes back where memory is short. The beams that were ahead are dropped, and the step has others."""
 
     def beam(node, after, text, **more):
-        return {
-            "node": node,
-            "after": after,
-            "token_id": ord(text),
-            "text": text,
-            "log_prob": -0.5,
-            "score": -0.5,
-            **more,
-        }
+        token = {"token_id": ord(text), "text": text, "log_prob": -0.5, "score": -0.5}
+        return {"node": node, "after": after, **token, **more}
 
-    empty = {
-        "event": "round",
-        "drafted": [],
-        "ended": [],
-        "dropped": [],
-        "certain": [],
-        "text": "",
-        "steps": [],
-        "ahead": [],
-    }
+    lists = ("drafted", "ended", "dropped", "certain", "steps", "ahead")
+    step = [beam(4, 1, "d"), beam(5, 1, "c")]
+    empty = {"event": "round", "text": "", **{name: [] for name in lists}}
     empty["pass"] = {"target_passes": 1, "draft_passes": 0, "nodes": 1, "seconds": 1.0}
     sequence = {"text": "ac", "token_ids": [97, 99], "log_prob": 0.0, "score": 0.0, "finish_reason": "length"}
     run = [
@@ -382,7 +356,7 @@ def test_a_search_that_went_back_draws_the_beams_of_the_step(tab, served):
         {
             **empty,
             "evaluated": [1, 2],
-            "steps": [[beam(4, 1, "d"), beam(5, 1, "c")]],
+            "steps": [step],
             "dropped": [3],
             "text": "a " * 99,
         },
@@ -502,7 +476,6 @@ def test_a_branch_goes_on_and_the_prefix_is_not_read_again(tab, served, lm):
     assert tab.locator(".branches li").count() == 2
 
 
-@on_a_real_model_too
 def test_a_race_ends_with_the_same_text(tab, served):
     show(tab, served, view="race", num_beams=1, max_tokens=24)
     tab.get_by_role("button", name="Race", exact=True).last.click()
@@ -624,7 +597,6 @@ def test_tokens_that_a_constraint_masks_are_greyed(tab, served, lm):
     assert "at most 1000 items" in tab.locator("#field-structured_outputs-help.wrong").inner_text()
 
 
-@on_a_real_model_too
 def test_a_refusal_stands_beside_its_field(tab, served):
     show(tab, served, num_beams=50)
     tab.get_by_role("button", name="Grow the tree").click()
@@ -635,9 +607,10 @@ def test_a_refusal_stands_beside_its_field(tab, served):
     assert about == "num_beams=50 is more than this server's limit of 32"
 
 
-def test_twenty_tabs_get_their_texts(browser, served, lm):
+def test_many_tabs_get_their_texts(browser, served, lm):
+    """A browser has 6 connections to a host."""
     context = browser.new_context(reduced_motion="reduce", viewport={"width": 400, "height": 300})
-    tabs = [context.new_page() for _ in range(20)]
+    tabs = [context.new_page() for _ in range(8)]
     for i, tab in enumerate(tabs):
         show(tab, served, prompt=f"tab {i} tab {i}", num_beams=1 + i % 2)
         tab.get_by_label("Speed").select_option("Infinity")
