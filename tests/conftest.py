@@ -87,10 +87,12 @@ CONFIGS = {
 }
 
 
+FIRST = {f"tests.{name}" for name in ("server.test_replicas", "server.test_real_clients", "test_reference_models")}
+
+
 def pytest_collection_modifyitems(items):
-    """Modules that start clusters and servers come first: a worker that takes a part of one would start them again."""
-    first = {"tests.server.test_replicas", "tests.jobs.test_ray", "tests.server.test_real_clients"}
-    items.sort(key=lambda item: item.module.__name__ not in first)
+    """Modules that start or load much come first: a worker that takes over a part of one would do it again."""
+    items.sort(key=lambda item: item.module.__name__ not in FIRST)
 
 
 def pytest_collection_finish(session):
@@ -249,15 +251,10 @@ def run_alone(lm, prompt, options, draft=None, **limits):
 def beams_of_transformers(model, prompt, **options):
     """The new tokens of the beams transformers returns, padded, and their scores."""
     ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **options,
-    )
-    return out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist()
+    how = {"do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **how, **options)
+    first = 1 if model.config.is_encoder_decoder else len(prompt)
+    return out.sequences[:, first:].tolist(), out["sequences_scores"].tolist() if "sequences_scores" in out else None
 
 
 def assert_are_beams_of_transformers(sequences, expected, scores):
