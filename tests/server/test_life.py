@@ -21,23 +21,25 @@ LONG = {"prompt": "abc", "max_tokens": 200, "temperature": 0, "ignore_eos": True
 
 
 class Gate:
-    """Holds an engine in the middle of a pass, until it is opened."""
+    """Holds an engine in the middle of a pass. ``passes.release`` lets it take some more, the end of the block all."""
 
     def __init__(self, engine):
-        self.reached, self.opened = threading.Event(), threading.Event()
-        self.request = engine.submit([65], {"max_new_tokens": 2, "logits_processor": self.wait})
+        self.reached, self.passes = threading.Event(), threading.Semaphore(0)
+        self.request = engine.submit([65], {"max_new_tokens": 100, "logits_processor": self.wait})
         assert self.reached.wait(60)
 
     def wait(self, ids, scores):
         self.reached.set()
-        assert self.opened.wait(60)
+        assert self.passes.acquire(timeout=60)
         return scores
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.opened.set()
+        self.request.cancel()
+        self.passes.release(200)
+        self.request.result(60)
 
 
 def connect(server, path="/v1/completions", headers=(), **fields):

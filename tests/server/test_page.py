@@ -4,7 +4,6 @@ import json
 import math
 import re
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from specbeam.server.limits import Access
 from specbeam.server.page import HEADERS
 from tests.conftest import reference_model
 from tests.server.conftest import serving
-from tests.server.test_life import wait_for
+from tests.server.test_life import Gate, wait_for
 
 PAGE = Path(specbeam.__file__).parent / "server/page"
 AXE = Path(sys.prefix) / "npm/node_modules/axe-core/axe.min.js"
@@ -516,37 +515,15 @@ def test_the_text_goes_on_from_a_token_of_a_beam_that_lost(tab, served, lm):
     assert tab.locator(".branches .snippet").last.text_content() == text
 
 
-class Turnstile:
-    """Lets an engine take one pass after the other, until it is opened."""
-
-    def __init__(self, engine):
-        self.reached, self.passes = threading.Event(), threading.Semaphore(0)
-        self.request = engine.submit([65], {"max_new_tokens": 100, "logits_processor": self.wait})
-        assert self.reached.wait(60)
-
-    def wait(self, ids, scores):
-        self.reached.set()
-        assert self.passes.acquire(timeout=60)
-        return scores
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.request.cancel()
-        self.passes.release(200)
-        self.request.result(60)
-
-
 @on_a_real_model_too
 def test_a_chat_streams_stops_and_shows_how_an_answer_was_made(tab, served, lm):
     show(tab, served, view="chat", num_beams=1, draft="none", max_tokens=50)
     engine = served.models.get(None).engine
     tab.get_by_label("Message", exact=True).fill("Hi")
-    with Turnstile(engine) as turnstile:
+    with Gate(engine) as gate:
         tab.keyboard.press("Enter")
         wait_for(served, lambda: engine.live + engine.waiting == 2)
-        turnstile.passes.release(6)
+        gate.passes.release(6)
         said = tab.locator(".assistant .said")
         said.filter(has_text=re.compile(r"\S")).wait_for()
         streamed = said.text_content()
@@ -651,15 +628,15 @@ def test_a_closed_tab_frees_its_request(browser, served):
     context = browser.new_context()
     tab = context.new_page()
     show(tab, served, num_beams=4, max_tokens=200, draft="none")
-    with Turnstile(engine) as turnstile:
+    with Gate(engine) as gate:
         tab.get_by_role("button", name="Grow the tree").click()
         wait_for(served, lambda: engine.live + engine.waiting == 2)
-        turnstile.passes.release(4)
+        gate.passes.release(4)
         tab.locator(".pill").first.wait_for()
         context.close()
         wait_for(served, lambda: cancelled() != before)
-        turnstile.passes.release()
-        wait_for(served, lambda: engine.live + engine.waiting == 1)  # the turnstile alone
+        gate.passes.release()
+        wait_for(served, lambda: engine.live + engine.waiting == 1)  # the gate alone
 
 
 def test_the_page_asks_for_the_key(browser, start, plain_lm):
