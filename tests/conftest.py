@@ -1,6 +1,7 @@
 """Tiny random models written by transformers, and the real ones where they are on the machine."""
 
 import gc
+import json
 import os
 import shutil
 import signal
@@ -34,6 +35,7 @@ from transformers import (
 )
 
 import specbeam
+from specbeam import Engine
 from specbeam.checkpoints import registry
 from specbeam.engine import CostTable
 
@@ -85,6 +87,20 @@ CONFIGS = {
 }
 
 
+FIRST = {f"tests.{name}" for name in ("server.test_replicas", "server.test_real_clients", "test_reference_models")}
+
+
+def pytest_collection_modifyitems(items):
+    """Modules that start or load much come first: a worker that takes over a part of one would do it again."""
+    items.sort(key=lambda item: item.module.__name__ not in FIRST)
+
+
+def pytest_collection_finish(session):
+    """Full collections of garbage need not look at modules again. With them, each takes half a second."""
+    gc.collect()
+    gc.freeze()
+
+
 def examples(share=1.0):
     """A share of the profile's number of random examples, for tests whose single example is slow."""
     return max(2, round(settings().max_examples * share))
@@ -94,26 +110,26 @@ def in_thorough_mode():
     return settings.get_current_profile_name() == "thorough"
 
 
-def lines_run(function):
-    """The lines of specbeam that a call runs: a measure of its work that no other process or test disturbs."""
-    lines = 0
+def calls_made(function):
+    """The calls that specbeam's functions make: work that can be compared with the same work at another size."""
+    calls = 0
 
-    def trace(frame, event, _):
-        nonlocal lines
-        if not frame.f_code.co_filename.startswith(SOURCE):
-            return None
-        lines += event == "line"
-        return trace
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event in ("call", "c_call") and frame.f_code.co_filename.startswith(SOURCE)
 
-    before = sys.gettrace()
+    before = sys.getprofile()
     gc.disable()  # finalizers of objects that other tests left would count
-    sys.settrace(trace)
+    sys.setprofile(count)
     try:
         function()
     finally:
-        sys.settrace(before)
+        sys.setprofile(before)
         gc.enable()
-    return lines
+    return calls
+
+
+lines_run = calls_made  # the name in tests/decoding
 
 
 def byte_tokenizer(chat_template=None, vocab_size=259):
@@ -178,6 +194,30 @@ def save(tmp_path_factory):
     return save
 
 
+@pytest.fixture
+def no_plots(monkeypatch):
+    """Studies draw no plots, which takes most of their time here. tests/study/test_report.py draws them."""
+    monkeypatch.setattr("specbeam.study.plots.draw_all", lambda *_: [])
+
+
+@pytest.fixture(scope="session")
+def _llama(save):
+    return save(random_model("llama"))
+
+
+@pytest.fixture
+def folder(_llama, tmp_path):
+    """The folder of a tiny model, for a test that changes it."""
+    return shutil.copytree(_llama, tmp_path / "llama")
+
+
+def rewrite(folder, name, **changes):
+    """Change keys of a file of JSON. The value ``...`` removes a key."""
+    path = folder / name
+    content = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({k: v for k, v in (content | changes).items() if v is not ...}))
+
+
 @pytest.fixture(scope="session")
 def tiny(save):
     """The same tiny model twice: as transformers runs it and as we do. Cached by its description."""
@@ -200,18 +240,21 @@ def lm(tiny):
     return tiny("llama")[1]
 
 
+def run_alone(lm, prompt, options, draft=None, **limits):
+    """The result of a request on an engine of its own."""
+    engine = Engine(lm, **limits)
+    request = engine.submit(prompt, options, draft=draft)
+    engine.run()
+    return request.result()
+
+
 def beams_of_transformers(model, prompt, **options):
     """The new tokens of the beams transformers returns, padded, and their scores."""
     ids = torch.tensor([prompt])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **options,
-    )
-    return out.sequences[:, len(prompt) :].tolist(), out.sequences_scores.tolist()
+    how = {"do_sample": False, "return_dict_in_generate": True, "output_scores": True}
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **how, **options)
+    first = 1 if model.config.is_encoder_decoder else len(prompt)
+    return out.sequences[:, first:].tolist(), out["sequences_scores"].tolist() if "sequences_scores" in out else None
 
 
 def assert_are_beams_of_transformers(sequences, expected, scores):

@@ -1,57 +1,50 @@
 """The differential run: a case gives the same line each time, and a changed line is found."""
 
+import argparse
 import json
+import math
 import subprocess
 import sys
-from pathlib import Path
 
-import pytest
-
+from bench import differential
 from tests.cases import draw_case, write_models
 
-DIFFERENTIAL = Path(__file__).parent.parent / "bench/differential.py"
+
+def record(out, models, cases=20):
+    """Record cases in this process."""
+    how = {"cases": cases, "seed": 2, "first": 0, "model": None, "seconds": math.inf}
+    return differential.run_record(argparse.Namespace(out=str(out), models=models, **how))
 
 
-def differential(*arguments):
-    run = subprocess.run([sys.executable, DIFFERENTIAL, *arguments], capture_output=True, text=True, timeout=300)
-    return run.returncode, run.stdout, run.stderr
+def compare(old, new, capfd):
+    capfd.readouterr()
+    status = differential.run_compare(argparse.Namespace(old=old, new=new))
+    return status, capfd.readouterr().out.splitlines()
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    """The same 20 cases, recorded in one run, and in two runs. The first of these was stopped."""
-    folder = tmp_path_factory.mktemp("recorded")
-    write_models(models := folder / "models")
-    cases = ["record", "--cases", "20", "--seed", "2", "--models", str(models)]
-    one, two = folder / "one.jsonl", folder / "two.jsonl"
-    status, out, errors = differential(*cases, "--out", str(one))
-    assert status == 0, errors
-    assert "method beams" in out
+def test_a_case_gives_the_same_line_in_another_process_and_a_difference_is_one_line(tmp_path, capfd):
+    write_models(models := tmp_path / "models")
+    one, two, changed = (tmp_path / f"{name}.jsonl" for name in ("one", "two", "changed"))
+    options = ["--cases", "20", "--seed", "2", "--models", str(models), "--out", str(one)]
+    command = [sys.executable, differential.__file__, "record", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "method beams" in done.stdout
     whole = one.read_text().splitlines(keepends=True)
-    two.write_text("".join(whole[:8]) + whole[8][:50])  # it was stopped within a line
-    status, _, errors = differential(*cases, "--out", str(two))
-    assert status == 0, errors
-    return one, two
+    two.write_text("".join(whole[:8]) + whole[8][:50])  # a run that was stopped within a line goes on
+    assert record(two, models) == 0
+    assert two.read_text() == one.read_text()
+    assert len(whole) == 21
+    assert compare(one, two, capfd) == (0, ["20 of 20 cases are equal"])
 
-
-def test_a_case_gives_the_same_line_twice(recorded):
-    one, two = recorded
-    assert one.read_text() == two.read_text()
-    assert len(one.read_text().splitlines()) == 21
-    assert differential("compare", str(one), str(two))[:2] == (0, "20 of 20 cases are equal\n")
-
-
-def test_a_difference_is_one_readable_line(recorded, tmp_path):
-    one, _ = recorded
     head, *lines = one.read_text().splitlines()
     number = next(i for i, line in enumerate(lines) if '"score"' in line)
     line = json.loads(lines[number])
     outcome = next(o for o in line["outcome"] if "score" in o.get("sequences", [{}])[0])
     outcome["sequences"][0]["score"] = (-1.5).hex()
     lines[number] = json.dumps(line)
-    (changed := tmp_path / "changed.jsonl").write_text("\n".join([head, *lines, ""]))
-    status, out, _ = differential("compare", str(one), str(changed))
-    difference, summary = out.splitlines()
+    changed.write_text("\n".join([head, *lines, ""]))
+    status, (difference, summary) = compare(one, changed, capfd)
     assert (status, summary) == (1, "19 of 20 cases are equal")
     assert difference.startswith(f"case 2 {number}: ")
     assert "score was " in difference

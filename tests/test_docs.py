@@ -98,12 +98,6 @@ def workplace(stand_ins, tmp_path, monkeypatch):
     return tmp_path
 
 
-@pytest.fixture
-def no_plots(monkeypatch):
-    """tests/study/test_report.py draws them."""
-    monkeypatch.setattr("specbeam.study.plots.draw_all", lambda *_: [])
-
-
 @pytest.fixture(scope="session")
 def finished_study(stand_ins, tmp_path_factory):
     folder = tmp_path_factory.mktemp("study") / "run"

@@ -62,7 +62,7 @@ def test_the_tutorial_runs(monkeypatch):
 
 
 @pytest.fixture
-def run_folder(model, tmp_path, monkeypatch):
+def run_folder(model, no_plots, tmp_path, monkeypatch):
     """A study's folder, where the notebook looks for it."""
     words = [f"target_model={model}", f"output={tmp_path / 'run'}", "decode.max_new_tokens=12", "prompts=[one,two]"]
     assert main(["study", *words, "decode.mode=[greedy,speculative,speculative-beam]"]) == 0

@@ -149,7 +149,7 @@ def test_on_the_cpu_backend_nothing_changes_a_bit(num_beams):
     lm, two = (specbeam.load(path, backend="cpu", threads=threads) for threads in (1, 2))
     near = specbeam.load(path, backend="cpu", quantize="int8")  # a draft that is nearly always right
     options = {"num_beams": num_beams, "num_return_sequences": num_beams, "max_new_tokens": 32}
-    several = questions(*((200, 2000) if THOROUGH else (4,)))
+    several = questions(*((200, 2000) if THOROUGH else (3,)))
 
     def texts(results):
         return [[(s.token_ids, s.score) for s in result.sequences] for result in results]

@@ -67,7 +67,7 @@ def test_a_recording_is_a_page(lm, tab, tmp_path, capsys):
     assert end["sequences"][0]["token_ids"] == result.token_ids
 
 
-def test_a_report_links_a_replay_of_each_method(lm, tab, tmp_path):
+def test_a_report_links_a_replay_of_each_method(lm, tab, tmp_path, no_plots):
     pytest.importorskip("hydra")
     pytest.importorskip("matplotlib")
     methods = "methods={a/b: {mode: greedy}, beams: {mode: speculative-beam, num_draft_tokens: 3, draft_width: 3}}"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbeam.tree import Tree
-from tests.conftest import lines_run
+from tests.conftest import calls_made
 
 
 class Paths:
@@ -137,11 +137,10 @@ def test_a_finished_guess_is_not_found_again():
     assert tree.take_dropped().tolist() == again.tolist()
 
 
-def test_a_step_of_beams_that_share_only_the_prompt_costs_the_same_at_any_length():
-    """Adding, keeping and walking the paths of two beams and of their guesses, late in the text as early in it."""
+def beams_step():
+    """Add, keep and walk the paths of two beams, which share only the prompt, and of their guesses."""
     tree = Tree([1, 2, 3])
     tips = tree.add([2, 2], [4, 5])
-    work = []
 
     def step():
         nonlocal tips
@@ -154,31 +153,34 @@ def test_a_step_of_beams_that_share_only_the_prompt_costs_the_same_at_any_length
             assert path[3] == 3 + tips.tolist().index(tip)
             assert tree.parents(path).tolist() == [-1, *path[:-1]]
 
-    for _ in range(300):
-        work.append(lines_run(step))
-    assert len(tree.trunk) == 3
-    assert work[-1] <= work[10]
+    return tree, step, 3
 
 
-def test_a_dropped_guess_costs_the_same_in_a_long_text():
+def guess_step():
+    """Drop one of two guesses."""
     tree = Tree([1])
-    work = []
 
     def step():
         (accepted, _) = tree.guess([tree.tip, tree.tip], [2, 3]).tolist()
         tree.add(tree.tip, 2)
         tree.keep(accepted)
 
-    for _ in range(300):
-        work.append(lines_run(step))
-    assert len(tree.trunk) == 301
-    assert work[-1] <= work[10]
+    return tree, step, 301
 
 
-def test_a_token_of_one_text_costs_the_same_in_a_long_text():
-    tree, work = Tree([1]), []
-    for _ in range(300):
-        work.append(lines_run(lambda: tree.keep(tree.add(tree.tip, 2))))
+def token_step():
+    tree = Tree([1])
+
+    def step():
+        tree.keep(tree.add(tree.tip, 2))
         assert tree.take_dropped().tolist() == []
-    assert tree.trunk.tolist() == [*range(301)]
+
+    return tree, step, 301
+
+
+@pytest.mark.parametrize("make", [beams_step, guess_step, token_step])
+def test_a_step_costs_the_same_late_in_the_text_as_early_in_it(make):
+    tree, step, trunk = make()
+    work = [calls_made(step) for _ in range(300)]
+    assert len(tree.trunk) == trunk
     assert work[-1] <= work[10]

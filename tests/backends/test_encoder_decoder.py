@@ -22,7 +22,7 @@ import specbeam
 from specbeam import Engine, SpecbeamError, hf
 from specbeam.cache.slots import Slots
 from specbeam.tree import Tree
-from tests.conftest import EOS, examples, random_model
+from tests.conftest import EOS, beams_of_transformers, examples, random_model
 
 PAD, START = 258, 256
 SIZES = {"vocab_size": 259, "pad_token_id": PAD, "eos_token_id": EOS, "decoder_start_token_id": START}
@@ -77,19 +77,6 @@ def pair():
     return pair
 
 
-def beams(model, prompt, **options):
-    out = model.generate(
-        torch.tensor([prompt]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_scores=True,
-        **options,
-    )
-    texts = [row[1:].tolist() for row in out.sequences]
-    return texts, getattr(out, "sequences_scores", None)
-
-
 # Positions reach the decoder in three ways: biases (T5), counted embeddings (BART), embeddings by ids (M2M100).
 ONE_PER_KIND_OF_POSITIONS = ("t5", "bart", "m2m100")
 
@@ -111,15 +98,15 @@ def test_texts_with_eager_attention_equal_the_texts_of_transformers(pair, kind):
 
 def check_texts(model, lm):
     for prompt in PROMPTS:
-        (expected,), _ = beams(model, prompt, max_new_tokens=20)
+        (expected,), _ = beams_of_transformers(model, prompt, max_new_tokens=20)
         assert specbeam.generate(lm, prompt, max_new_tokens=20).token_ids == expected
         options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 20, "length_penalty": 0.8}
-        expected, scores = beams(model, prompt, **options)
+        expected, scores = beams_of_transformers(model, prompt, **options)
         for got, tokens, score in zip(
             specbeam.generate(lm, prompt, **options).sequences, expected, scores, strict=True
         ):
             assert got.token_ids == tokens[: len(got.token_ids)]
-            assert got.score == pytest.approx(score.item(), abs=1e-4)
+            assert got.score == pytest.approx(score, abs=1e-4)
 
 
 @pytest.mark.parametrize("kind", quick(*ONE_PER_KIND_OF_POSITIONS))
@@ -217,16 +204,16 @@ def test_what_the_checkpoint_forces_and_forbids_holds(pair):
     config.bad_words_ids, config.suppress_tokens = [[plain[0]], [plain[1], plain[2]]], [plain[3]]
     config.begin_suppress_tokens, config.no_repeat_ngram_size = [plain[4]], 2
     lm = hf.wrap(model)
-    (expected,), _ = beams(model, PROMPTS[0], max_new_tokens=8)
+    (expected,), _ = beams_of_transformers(model, PROMPTS[0], max_new_tokens=8)
     got = specbeam.generate(lm, PROMPTS[0], max_new_tokens=8).token_ids
     assert got == expected
     assert (got[0], got[-1]) == (77, EOS)
     options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 8}
-    expected, scores = beams(model, PROMPTS[0], **options)
+    expected, scores = beams_of_transformers(model, PROMPTS[0], **options)
     for draft in (None, "ngram", lm):
         result = specbeam.generate(lm, PROMPTS[0], draft=draft, **options)
         assert all(s.token_ids == t[: len(s.token_ids)] for s, t in zip(result.sequences, expected, strict=True))
-        assert [s.score for s in result.sequences] == pytest.approx(scores.tolist(), abs=1e-4)
+        assert [s.score for s in result.sequences] == pytest.approx(scores, abs=1e-4)
 
 
 def test_a_folder_is_loaded_and_reads_text(save, caplog):
@@ -235,7 +222,7 @@ def test_a_folder_is_loaded_and_reads_text(save, caplog):
     assert lm.backend.name == "transformers"
     assert "'t5' is not supported" in caplog.text
     ids = lm.tokenizer("hello").input_ids
-    (expected,), _ = beams(model, ids, max_new_tokens=12, eos_token_id=sorted(lm.eos_token_ids))
+    (expected,), _ = beams_of_transformers(model, ids, max_new_tokens=12, eos_token_id=sorted(lm.eos_token_ids))
     result = specbeam.generate(lm, "hello", max_new_tokens=12)
     assert result.token_ids == expected
     assert result.text == lm.decode(expected)

@@ -112,31 +112,18 @@ print(json.dumps(results | {"parent": text() == expected}))
 """
 
 
-@pytest.fixture(scope="module")
-def results(save):
+def test_processes_end_and_fork_while_threads_decode_and_go_on_with_fewer_threads(save):
+    """One test, so that workers of pytest start the process once."""
     folder = save(random_model("llama", hidden_size=128, vocab_size=20_000))
     ends = 12 if in_thorough_mode() else 2  # each takes a second or two: PyTorch is large
     command = [sys.executable, "-c", SCRIPT, str(folder), str(ends)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, (result.returncode, result.stderr[-2000:])
-    return json.loads(result.stdout) | {"warnings": result.stderr}
-
-
-def test_processes_end_while_a_daemon_thread_decodes(results):
-    """Also the process that prints the results ends so."""
-    assert set(results["ends"]) == {0}
-
-
-def test_children_work_that_were_forked_while_a_thread_decodes(results):
-    assert results["forks"] == [0] * 8
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])  # this process ends so, too
+    results = json.loads(done.stdout)
+    assert set(results["ends"]) == {0}  # while a daemon thread decodes
+    assert results["forks"] == [0] * 8  # children that were forked meanwhile work
     assert results["parent"]
-
-
-def test_a_child_that_was_forked_inside_a_pass_says_why_it_cannot_work(results):
-    assert results["torn"] == [7]
-
-
-def test_passes_go_on_with_fewer_threads(results):
+    assert results["torn"] == [7]  # a child that was forked inside a pass says why it cannot work
     assert 1 <= results["threads"] < 300
     assert results["same text"]
-    assert f"only {results['threads']} of 300 threads could be started" in results["warnings"]
+    assert f"only {results['threads']} of 300 threads could be started" in done.stderr

@@ -17,7 +17,7 @@ from transformers import (
 import specbeam
 from specbeam import SpecbeamError, hf
 from tests.checkpoints.test_gguf import write_gguf
-from tests.conftest import EOS, beams_of_transformers, random_model
+from tests.conftest import EOS, beams_of_transformers, random_model, rewrite
 
 OPTIONS = {"max_new_tokens": 20, "num_beams": 3}
 
@@ -57,29 +57,20 @@ def test_what_we_do_not_have_runs_on_transformers_and_says_so(save, caplog):
         specbeam.load(folder, backend="torch", device="cpu")
 
 
-def test_what_transformers_cannot_load_is_one_line(save):
-    folder = save(random_model("llama"))
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"llama"', '"no-such-model"'))
-    with pytest.raises(SpecbeamError, match=r"transformers cannot load .*no-such-model") as raised:
-        specbeam.load(folder, backend="transformers")
-    assert "\n" not in str(raised.value)
-
-
-def test_a_folder_without_some_tensors_is_refused(save):
-    folder = save(random_model("llama"))
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"llama"', '"mixtral"'))  # its experts are not there
-    with pytest.raises(SpecbeamError, match=r"lacks \d+ tensors of a MixtralForCausalLM, among them .*experts"):
-        specbeam.load(folder)
-
-
-def test_a_configuration_that_fails_in_the_first_pass_is_refused(save):
-    folder = save(random_model("llama"))
-    config = folder / "config.json"
-    config.write_text(config.read_text()[:-2] + ', "return_dict": false}')
-    with pytest.raises(SpecbeamError, match="LlamaForCausalLM cannot run with its configuration"):
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "no-such-model"}, "transformers cannot load .*no-such-model"),
+        # The experts of this model are not there.
+        ({"model_type": "mixtral"}, r"lacks \d+ tensors of a MixtralForCausalLM, among them .*experts"),
+        ({"return_dict": False}, "LlamaForCausalLM cannot run with its configuration"),
+    ],
+)
+def test_a_configuration_of_another_model_is_refused_in_one_line(folder, changes, says):
+    rewrite(folder, "config.json", **changes)
+    with pytest.raises(SpecbeamError, match=says) as raised:
         specbeam.load(folder, backend="transformers", device="cpu")
+    assert "\n" not in str(raised.value)
 
 
 SMALL = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}

@@ -11,7 +11,7 @@ import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.cli import main
-from tests.conftest import byte_tokenizer, random_model
+from tests.conftest import byte_tokenizer, rewrite
 
 CODE = """
 from pathlib import Path
@@ -41,17 +41,10 @@ def yes(monkeypatch):
 
 
 @pytest.fixture
-def folder(save, tmp_path):
+def folder(folder, tmp_path):
     """A model with a file of code. Running it leaves a file ``ran`` in ``tmp_path``."""
-    folder = save(random_model("llama"))
     (folder / "code_of_mine.py").write_text(CODE.format(mark=str(tmp_path / "ran")))
     return folder
-
-
-def rewrite(folder, name, **changes):
-    path = folder / name
-    content = json.loads(path.read_text()) if path.exists() else {}
-    path.write_text(json.dumps({k: v for k, v in (content | changes).items() if v is not ...}))
 
 
 def own_architecture(folder):
@@ -115,21 +108,18 @@ def test_a_model_that_transformers_knows_loads_without_its_code(folder, tmp_path
     assert not (tmp_path / "ran").exists()
 
 
-def test_attention_that_a_checkpoint_names_is_not_fetched(save):
-    folder = save(random_model("llama"))
+def test_attention_that_a_checkpoint_names_is_not_fetched(folder):
     rewrite(folder, "config.json", attn_implementation="somebody/attention")
     assert specbeam.load(folder, device="cpu", backend="transformers").backend.vocab_size == 259
 
 
-def test_pickles_are_not_opened(save):
-    folder = save(random_model("llama"))
+def test_pickles_are_not_opened(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(SpecbeamError, match="only models saved as safetensors"):
         specbeam.load(folder, backend="transformers")
 
 
-def test_files_of_weights_elsewhere_are_refused(save):
-    folder = save(random_model("llama"))
+def test_files_of_weights_elsewhere_are_refused(folder):
     rewrite(folder, "config.json", transformers_weights="other.safetensors.index.json")
     with pytest.raises(SpecbeamError, match="transformers_weights"):
         specbeam.load(folder, backend="transformers")
@@ -141,15 +131,13 @@ def test_files_of_weights_elsewhere_are_refused(save):
 @pytest.mark.parametrize(
     "name", ["../other/model.safetensors", "/etc/passwd", "a/../../b", "C:\\x", "..\\x", "", ".", "a\0b", "9" * 5000]
 )
-def test_an_index_names_files_inside_the_folder(save, name):
-    folder = save(random_model("llama"))
+def test_an_index_names_files_inside_the_folder(folder, name):
     rewrite(folder, "model.safetensors.index.json", weight_map={"lm_head.weight": name})
     with pytest.raises(SpecbeamError, match="Only files inside the folder are read"):
         open_checkpoint(folder)
 
 
-def test_an_index_may_name_folders_inside_the_folder(save):
-    folder = save(random_model("llama"))
+def test_an_index_may_name_folders_inside_the_folder(folder):
     whole = specbeam.generate(specbeam.load(folder), [1, 2], max_new_tokens=5).token_ids
     names = list(open_checkpoint(folder).shapes)
     (folder / "shards").mkdir()
@@ -159,36 +147,32 @@ def test_an_index_may_name_folders_inside_the_folder(save):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_a_link_that_leaves_the_folder_is_refused(save, tmp_path, name):
-    folder = save(random_model("llama"))
+def test_a_link_that_leaves_the_folder_is_refused(folder, tmp_path, name):
     (folder / name).rename(tmp_path / name)
     (folder / name).symlink_to(tmp_path / name)
     with pytest.raises(SpecbeamError, match=rf"{name} is a link to .*Only files inside the folder are read"):
         specbeam.load(folder)
 
 
-def test_a_link_inside_the_folder_and_a_link_to_the_folder_are_followed(save, tmp_path):
-    folder = save(random_model("llama"))
+def test_a_link_inside_the_folder_and_a_link_to_the_folder_are_followed(folder, tmp_path):
     (folder / "model.safetensors").rename(folder / "weights")
     (folder / "model.safetensors").symlink_to("weights")
     (tmp_path / "link").symlink_to(folder)
     assert specbeam.load(tmp_path / "link").backend.vocab_size == 259
 
 
-def test_a_link_to_itself_is_refused(save):
-    folder = save(random_model("llama"))
+def test_a_link_to_itself_is_refused(folder):
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to("tokenizer.json")
     with pytest.raises(SpecbeamError, match=r"tokenizer\.json"):
         specbeam.load(folder)
 
 
-def test_a_snapshot_of_the_hub_is_links_to_its_blobs(save, tmp_path):
-    made = save(random_model("llama"))
+def test_a_snapshot_of_the_hub_is_links_to_its_blobs(folder, tmp_path):
     snapshot, blobs = tmp_path / "models--some--model" / "snapshots" / "abc", tmp_path / "models--some--model" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
-    for number, file in enumerate(made.iterdir()):
+    for number, file in enumerate(folder.iterdir()):
         shutil.copy(file, blobs / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
     assert specbeam.load(snapshot).backend.vocab_size == 259
@@ -208,8 +192,7 @@ def test_a_snapshot_of_the_hub_is_links_to_its_blobs(save, tmp_path):
         {"merges": "../merges.txt"},
     ],
 )
-def test_a_tokenizer_names_files_inside_the_folder(save, names):
-    folder = save(random_model("llama"))
+def test_a_tokenizer_names_files_inside_the_folder(folder, names):
     rewrite(folder, "tokenizer_config.json", **names)
     with pytest.raises(SpecbeamError, match="Only files inside the folder are read"):
         specbeam.load(folder)

@@ -13,18 +13,7 @@ import specbeam
 from specbeam import SpecbeamError
 from specbeam.checkpoints import open_checkpoint
 from specbeam.cli import main
-from tests.conftest import CONFIGS, EOS, LLAMA3_ROPE, byte_tokenizer, random_model
-
-
-@pytest.fixture
-def folder(save):
-    return save(random_model("llama"))
-
-
-def rewrite(folder, name, **changes):
-    path = folder / name
-    content = json.loads(path.read_text())
-    path.write_text(json.dumps({k: v for k, v in (content | changes).items() if v is not ...}))
+from tests.conftest import CONFIGS, EOS, LLAMA3_ROPE, byte_tokenizer, random_model, rewrite
 
 
 def test_shards_are_one_model(save):

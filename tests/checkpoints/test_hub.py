@@ -63,16 +63,6 @@ def test_a_hub_id_is_loaded(offline):
     assert texts[0].token_ids != texts[1].token_ids
 
 
-def test_the_environment_of_huggingface_hub_holds_on_the_command_line(hub):
-    environment = os.environ | {"HF_HOME": str(hub), "HF_HUB_OFFLINE": "1"}
-    environment.pop("HF_HUB_CACHE", None)
-    command = [sys.executable, "-m", "specbeam", "models", "show", "some/model", "--revision", "b" * 40]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "b" * 40 in done.stdout
-    assert "llama" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("name", "revision", "says"),
     [
@@ -93,11 +83,12 @@ def pull(tmp_path):
     with socket.socket() as hub:
         hub.bind(("127.0.0.1", 0))
 
-        def pull(source, listens=False, home=tmp_path):
+        def pull(source, listens=False, home=tmp_path, **more):
             if listens:
                 hub.listen()
             address = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "NO_PROXY": "127.0.0.1"}
-            environment = os.environ | address | {"HF_HOME": str(home), "HF_HUB_ETAG_TIMEOUT": "1"}
+            environment = os.environ | address | {"HF_HOME": str(home), "HF_HUB_ETAG_TIMEOUT": "1"} | more
+            environment.pop("HF_HUB_CACHE", None)
             command = [sys.executable, "-m", "specbeam", "models", "pull", source]
             return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
 
@@ -113,9 +104,12 @@ def test_a_hub_that_does_not_answer_is_asked_once(pull, pick, listens):
     assert re.search(r"org/m is not in the local cache and cannot be fetched \(\w+: .*\): check the network", line)
 
 
-def test_without_an_answer_of_the_hub_the_cache_is_used(pull, hub):
-    done = pull("some/model", home=hub)
+@pytest.mark.parametrize("offline", ["0", "1"])
+def test_without_an_answer_of_the_hub_the_cache_is_used(pull, hub, offline):
+    """The cache that the environment of huggingface_hub names."""
+    done = pull("some/model", home=hub, HF_HUB_OFFLINE=offline)
     assert (done.returncode, done.stderr) == (0, "")
+    assert "a" * 40 in done.stdout
 
 
 # What is downloaded

@@ -1,12 +1,15 @@
 """Commands in this process, on a tiny model with a chat template, and terminals in memory."""
 
 import io
+import itertools
+import os
 import signal
 import sys
 
 import pytest
 
 import specbeam
+from specbeam.backends.cpu import CpuBackend
 from specbeam.cli import main
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
 
@@ -65,3 +68,50 @@ def terminal(monkeypatch):
         return sys.stdout
 
     return terminal
+
+
+@pytest.fixture
+def closed_terminal(terminal, monkeypatch):
+    """Puts a standard output in place that nobody reads on ``after`` some writes."""
+
+    def closed_terminal(after=0):
+        shown = terminal()
+        write, writes = shown.write, itertools.count()
+
+        def closing(text):
+            if next(writes) >= after:
+                raise BrokenPipeError(32, "Broken pipe")
+            return write(text)
+
+        monkeypatch.setattr(shown, "write", closing)
+        monkeypatch.setattr(os, "dup2", lambda *_: None)  # the command silences the process's own standard output
+
+    return closed_terminal
+
+
+@pytest.fixture
+def before_passes(monkeypatch):
+    """Calls a function before each pass of the cpu backend, with the number of the pass and its segments."""
+
+    def before_passes(act):
+        forward, numbers = CpuBackend.forward, itertools.count(1)
+
+        def watched(self, segments):
+            act(next(numbers), segments)
+            return forward(self, segments)
+
+        monkeypatch.setattr(CpuBackend, "forward", watched)
+        monkeypatch.delattr(CpuBackend, "forward_ahead", raising=False)  # each pass is one of these
+
+    return before_passes
+
+
+def fail_on_long_prompts(number, segments):
+    """For ``before_passes``."""
+    if any(len(s.tokens) > 60 for s in segments):
+        raise RuntimeError("it\nbroke")
+
+
+def press_ctrl_c_in(pass_number):
+    """For ``before_passes``."""
+    return lambda number, _: signal.raise_signal(signal.SIGINT) if number == pass_number else None

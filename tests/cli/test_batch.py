@@ -15,9 +15,9 @@ import tracemalloc
 import pytest
 
 import specbeam
-from specbeam.backends.cpu import CpuBackend
 from specbeam.cli import batch, main
 from specbeam.jobs import formats
+from tests.cli.conftest import fail_on_long_prompts
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
 from tests.jobs.faults import Crash, CrashingDisk, killed_at_sync
 
@@ -182,15 +182,8 @@ def test_a_row_that_fails_is_a_row_and_status_1(run, tmp_path, into):
     assert {(row["text"], row["finish_reason"], row["new_tokens"], row["seconds"]) for row in bad} == {(None,) * 4}
 
 
-def test_a_pass_that_fails_fails_its_row_alone(run, tmp_path, monkeypatch):
-    forward = CpuBackend.forward
-
-    def failing(self, segments):
-        if any(len(s.tokens) > 60 for s in segments):
-            raise RuntimeError("it\nbroke")
-        return forward(self, segments)
-
-    monkeypatch.setattr(CpuBackend, "forward", failing)
+def test_a_pass_that_fails_fails_its_row_alone(run, tmp_path, before_passes):
+    before_passes(fail_on_long_prompts)
     write(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "x" * 80}, {"prompt": "two"}])
     assert run("in.jsonl", "out.jsonl", "--max-new-tokens", 3)[0] == 1
     assert [row["error"] for row in read(tmp_path / "out.jsonl")] == [None, "RuntimeError: it broke", None]
@@ -270,68 +263,48 @@ def interrupted(run, monkeypatch):
     return interrupted
 
 
-def test_another_run_does_not_go_on_where_one_was_interrupted(run, interrupted, tmp_path):
-    write(tmp_path / "in.jsonl", numbered())
-    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens")
-    interrupted(*arguments, 4)
-    part = tmp_path / "out.jsonl.partial.jsonl"
-    before = part.read_bytes()
-    assert before.count(b"\n") == 1 + batch.BATCHES_PER_JOB
-    for wrong in [(5,), (4, "--tokens"), (4, "--raw"), (4, "--column", "id")]:
-        status, err = run(*arguments, *wrong)
-        assert status == 2
-        assert err.startswith("specbeam: out.jsonl.partial.jsonl is of another run")
-        assert err.endswith("or delete that file to begin anew\n")
-    assert part.read_bytes() == before
-    assert run("in.jsonl", "out.jsonl", "--batch-size", 3, "--max-new-tokens", 4) == (0, "")  # that makes no difference
-    assert [row["id"] for row in read(tmp_path / "out.jsonl")] == [row["id"] for row in numbered()]
-
-
-def test_every_option_that_may_change_an_answer_belongs_to_a_run(run, interrupted, tmp_path, save, folder):
+def test_every_option_that_may_change_an_answer_belongs_to_a_run(run, interrupted, tmp_path):
     peft = pytest.importorskip("peft")
     write(tmp_path / "in.jsonl", numbered())
     arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 4)
     interrupted(*arguments)
+    part = tmp_path / "out.jsonl.partial.jsonl"
+    before = part.read_bytes()
+    assert before.count(b"\n") == 1 + batch.BATCHES_PER_JOB
     tuned = peft.get_peft_model(random_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     tuned.save_pretrained(tmp_path / "adapter")
-    for wrong in [("--adapter", "adapter"), ("--system", "Be brief."), ("--draft", "ngram"), ("--quantize", "int4")]:
-        status, err = run(*arguments, *wrong)
-        assert (status, "out.jsonl.partial.jsonl is of another run" in err) == (2, True), wrong
-    assert run(*arguments, "--threads", 1) == (0, "")
+    changes = ["--max-new-tokens 5", "--tokens", "--raw", "--column id", "--adapter adapter", "--system Short."]
+    for wrong in [*changes, "--draft ngram", "--quantize int4"]:
+        status, err = run(*arguments, *wrong.split())
+        assert status == 2, wrong
+        assert err.startswith("specbeam: out.jsonl.partial.jsonl is of another run")
+        assert err.endswith("or delete that file to begin anew\n")
+    assert part.read_bytes() == before
+    assert run(*arguments, "--batch-size", 3, "--threads", 1) == (0, "")  # these make no difference
+    assert [row["id"] for row in read(tmp_path / "out.jsonl")] == [row["id"] for row in numbered()]
 
 
-@pytest.mark.parametrize("changed", ["model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"])
-def test_a_model_of_the_same_name_with_another_content_is_another_run(run, interrupted, tmp_path, folder, changed):
+SOURCES = "m/model.safetensors m/config.json m/tokenizer.json m/chat_template.jinja d/model.safetensors c.txt"
+
+
+@pytest.mark.parametrize("changed", SOURCES.split())
+def test_a_source_of_the_same_name_with_another_content_is_another_run(run, interrupted, tmp_path, folder, changed):
+    """Of the model, of a draft model, and of a corpus."""
     write(tmp_path / "in.jsonl", numbered())
-    other = shutil.copytree(folder, tmp_path / "model")
-    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 2)
-    interrupted(*arguments, model=str(other))
-    before = (other / changed).read_bytes()
-    flipped = before[:-1] + bytes([before[-1] ^ 1]) if changed == "model.safetensors" else before + b"\n"
-    (other / changed).write_bytes(flipped)
-    status, err = run(*arguments, model=str(other))
-    assert (status, "out.jsonl.partial.jsonl is of another run (another input file, model" in err) == (2, True)
-    (other / changed).write_bytes(before)
-    assert run(*arguments, model=str(other)) == (0, "")
-
-
-@pytest.mark.parametrize("draft", ["model", "corpus"])
-def test_a_draft_of_the_same_name_with_another_content_is_another_run(run, interrupted, tmp_path, folder, save, draft):
-    write(tmp_path / "in.jsonl", numbered())
-    shutil.copytree(folder, tmp_path / "draft")
-    (tmp_path / "corpus.txt").write_text("hello hello\n")
-    given = (
-        ("--draft", tmp_path / "draft") if draft == "model" else ("--draft", "suffix", "--draft-corpus", "corpus.txt")
-    )
-    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 2, *given)
-    interrupted(*arguments)
-    if draft == "model":
-        shutil.rmtree(tmp_path / "draft")
-        shutil.copytree(save(random_model("llama", seed=1), byte_tokenizer(CHAT_TEMPLATE)), tmp_path / "draft")
-    else:
-        (tmp_path / "corpus.txt").write_text("hello hallo\n")
-    status, err = run(*arguments)
-    assert (status, "out.jsonl.partial.jsonl is of another run" in err) == (2, True)
+    for name in ("m", "d"):
+        shutil.copytree(folder, tmp_path / name)
+    (tmp_path / "c.txt").write_text("hello hello\n")
+    drafts = {"d": ["--draft", "./d"], "c": ["--draft", "suffix", "--draft-corpus", "c.txt"]}
+    given = ["--batch-size", 1, "--max-new-tokens", 2, *drafts.get(changed[0], [])]
+    arguments = ("in.jsonl", "out.jsonl", *given)
+    interrupted(*arguments, model="./m")
+    before = (tmp_path / changed).read_bytes()
+    other = before[:-2] + bytes([before[-2] ^ 1]) + before[-1:]
+    (tmp_path / changed).write_bytes(before + b"\n" if changed.endswith(("json", "jinja")) else other)
+    status, err = run(*arguments, model="./m")
+    assert (status, "out.jsonl.partial.jsonl is of another run (" in err) == (2, True)
+    (tmp_path / changed).write_bytes(before)
+    assert run(*arguments, model="./m") == (0, "")
 
 
 @pytest.mark.parametrize(

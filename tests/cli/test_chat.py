@@ -11,10 +11,10 @@ from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
 
 import specbeam
-from specbeam.backends.cpu import CpuBackend
 from specbeam.cli import main
 from specbeam.cli.chat import line_reader
 from tests.backends.test_encoder_decoder import make
+from tests.cli.conftest import press_ctrl_c_in
 from tests.conftest import EOS, byte_tokenizer, random_model
 
 SHORT = ("--max-new-tokens", "9")
@@ -240,40 +240,20 @@ def test_a_model_without_a_chat_template_reads_a_transcript(chat, save):
     assert [line.rstrip() for line in out.splitlines()] == printed([first, second]).splitlines()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--num-return-sequences", "2", "--num-beams", "2"), "--num-return-sequences has no use in a chat"),
-        (("--json",), "unknown option --json"),
-        (("--temperature", "-1"), "temperature=-1.0 is not allowed"),
-        (("--num-draft-tokens", "2"), "--num-draft-tokens=2 has no effect without a draft"),
-    ],
-)
-def test_bad_options_are_one_line_and_status_2(chat, options, says):
-    status, out, err = chat("hi", options=options)
-    assert (status, out) == (2, "")
-    assert says in err
-    assert len(err.splitlines()) == 1
-
-
 def test_a_model_with_an_encoder_is_refused(chat, save):
     status, _, err = chat("hi", model=save(make("t5"), byte_tokenizer()))
     assert status == 2
     assert "has an encoder: it reads one text and no conversation. Use specbeam generate" in err
 
 
-def test_the_chat_goes_on_after_a_failed_pass(chat, model, monkeypatch):
+def test_the_chat_goes_on_after_a_failed_pass(chat, model, before_passes):
     expected = answers(model, "hi")[0]
-    forward, passes = CpuBackend.forward, []
 
-    def failing(self, segments):
-        passes.append(segments)
-        if len(passes) == 3:
+    def fail(number, _):
+        if number == 3:
             raise RuntimeError("broken")
-        return forward(self, segments)
 
-    monkeypatch.setattr(CpuBackend, "forward", failing)
-    monkeypatch.delattr(CpuBackend, "forward_ahead")  # each pass is one of these
+    before_passes(fail)
     status, out, err = chat("oh", "hi")
     assert status == 1
     assert "specbeam: RuntimeError: broken" in err
@@ -305,38 +285,22 @@ def test_ctrl_c_keeps_the_part_and_the_conversation_goes_on(save, terminal, monk
     assert "  0 of" not in err  # the part was not read again
 
 
-def test_ctrl_c_before_the_answer_forgets_the_message(chat, model, monkeypatch):
+def test_ctrl_c_before_the_answer_forgets_the_message(chat, model, before_passes):
     (expected,), _ = answers(model, "hi", num_beams=4)
-    forward, passes = CpuBackend.forward, []
-
-    def interrupted(self, segments):
-        passes.append(segments)
-        if len(passes) == 1:
-            signal.raise_signal(signal.SIGINT)
-        return forward(self, segments)
-
-    monkeypatch.setattr(CpuBackend, "forward", interrupted)
+    before_passes(press_ctrl_c_in(1))
     _, out, err = chat("x" * 100, "hi", options=[*SHORT, "--num-beams", "4"])
     assert out == f"\n{expected}\n"
     assert "[stopped before there was a text: the message is forgotten]" in err
 
 
 @pytest.mark.parametrize("again", ["/regenerate", "/load FILE"])
-def test_ctrl_c_before_another_answer_keeps_the_conversation(chat, model, monkeypatch, tmp_path, again):
+def test_ctrl_c_before_another_answer_keeps_the_conversation(chat, model, before_passes, tmp_path, again):
     """The third pass is the first one of the second answer."""
     file, saved = tmp_path / "talk.json", tmp_path / "saved.json"
     (expected,), messages = answers(model, "hi", max_new_tokens=2, num_beams=4)
     messages = messages if again == "/regenerate" else messages[:1]
     file.write_text(json.dumps(messages))
-    forward, passes = CpuBackend.forward, []
-
-    def interrupted(self, segments):
-        passes.append(segments)
-        if len(passes) == 3:
-            signal.raise_signal(signal.SIGINT)
-        return forward(self, segments)
-
-    monkeypatch.setattr(CpuBackend, "forward", interrupted)
+    before_passes(press_ctrl_c_in(3))
     said = ["hi", again.replace("FILE", str(file)), f"/save {saved}", "/regenerate"]
     _, out, err = chat(*said, options=("--max-new-tokens", "2", "--num-beams", "4"))
     assert "[stopped before there was a text: the conversation stays as it was]" in err

@@ -1,14 +1,13 @@
 """``specbeam compare``: the table, the texts, and the answers to wrong input."""
 
 import json
-import os
 
 import pytest
 
 import specbeam
-from specbeam.backends.cpu import CpuBackend
 from specbeam.cli import compare
 from specbeam.engine.costs import nominal_cost
+from tests.cli.conftest import fail_on_long_prompts
 
 DEFAULT = ["greedy", "speculative", "beam", "speculative-beam"]
 
@@ -63,15 +62,10 @@ def test_several_texts_are_numbered(run, model):
         assert f"\n  [{number} of 2, score {sequence.score:.4f}, log-prob {sequence.log_prob:.3f}, length]\n" in out
 
 
-def test_output_that_nobody_reads_on_is_no_error(run, terminal, monkeypatch):
-    monkeypatch.setattr(terminal(), "write", closed)
-    monkeypatch.setattr(os, "dup2", lambda *_: None)  # the command silences the process's own standard output
+def test_output_that_nobody_reads_on_is_no_error(run, closed_terminal):
+    closed_terminal()
     status, _, err = run("hi", "--max-new-tokens", "2")
     assert (status, err) == (1, "")
-
-
-def closed(text):
-    raise BrokenPipeError(32, "Broken pipe")
 
 
 def test_json_is_the_results_and_nothing_else(run, model):
@@ -137,30 +131,6 @@ def test_a_difference_is_reported(run, monkeypatch):
     assert json.loads(run(*arguments, "--json")[1])["strategies"]["sample"]["identical"] is False
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ((), "the following arguments are required: PROMPT"),
-        (("hi", "--strategies", "greedy,fast"), "'fast' is no strategy: give some of greedy,speculative,beam,"),
-        (("hi", "--strategies", ""), "no strategy is named: give some of greedy,"),
-        (("hi", "--strategies", " , "), "no strategy is named: give some of greedy,"),
-        (("hi", "--temperature", "0.7"), "temperature=0.7 is for sample: add one to --strategies"),
-        (("hi", "--strategies", "greedy,beam", "--draft", "ngram"), "draft=ngram is for speculative and"),
-        (("hi", "--strategies", "greedy", "--num-beams", "2"), "--num-beams=2 is for beam and speculative-beam"),
-        (("hi", "--num-beams", "1"), "--num-beams=1 is no beam search"),
-        (("hi", "--do-sample"), "leave out --do-sample"),
-        (("hi", "--draft-corpus", "x.txt"), "--draft-corpus goes with --draft suffix"),
-        (("hi", "--num-draft-tokens", "0"), "specbeam: --num-draft-tokens=0 is not allowed"),
-        (("hi", "--max-new-tokens", "0"), "specbeam: --max-new-tokens=0 is not allowed"),
-    ],
-)
-def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, arguments, says):
-    status, out, err = run(*arguments, model="/not/there")
-    assert (status, out) == (2, "")
-    assert says in err
-    assert len(err.splitlines()) == 1
-
-
 @pytest.mark.parametrize(("option", "name"), [("--methods", "speculative-beam"), ("--strategies", "speculative_beam")])
 def test_studies_and_comparisons_have_one_set_of_names(run, option, name):
     status, out, _ = run("hi", option, name, "--max-new-tokens", "4", "--json")
@@ -168,21 +138,8 @@ def test_studies_and_comparisons_have_one_set_of_names(run, option, name):
     assert [*json.loads(out)["strategies"]] == ["speculative-beam"]
 
 
-def test_a_prompt_that_cannot_run_is_named_before_anything_runs(run):
-    status, out, err = run("good", "x" * 300)
-    assert (status, out) == (2, "")
-    assert err.startswith("specbeam: prompt 2: the prompt has 3")
-
-
-def test_a_prompt_that_fails_does_not_take_the_others_along(run, monkeypatch):
-    forward = CpuBackend.forward
-
-    def failing(self, segments):
-        if any(len(s.tokens) > 60 for s in segments):
-            raise RuntimeError("it broke")
-        return forward(self, segments)
-
-    monkeypatch.setattr(CpuBackend, "forward", failing)
+def test_a_prompt_that_fails_does_not_take_the_others_along(run, before_passes):
+    before_passes(fail_on_long_prompts)
     status, out, err = run("x" * 80, "one", "--json", "--strategies", "greedy", "--max-new-tokens", "4")
     assert status == 1
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["one"]

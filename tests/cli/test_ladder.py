@@ -9,7 +9,6 @@ import torch
 import specbeam
 from specbeam import ladder
 from specbeam.cli import ladder as command
-from specbeam.cli import main
 
 
 @pytest.fixture
@@ -125,39 +124,6 @@ def test_a_device_that_cannot_load_the_model_has_rows_too(run, monkeypatch):
     status, out, err = run("hi", "--rungs", "1,3")
     assert (status, err) == (1, "")
     assert [line.split("failed: ")[1] for line in rows(out).values()] == ["out of memory"] * 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (("hi", "--rungs", "1,6"), "'6' is no rung: give some of 1,2,3,4,5"),
-        (("hi", "--rungs", ""), "no rung is named: give some of 1,2,3,4,5"),
-        (("hi", "--runs", "0"), "--runs 0 is not allowed: give at least 1"),
-        (("hi", "--runs", "x"), "invalid int value: 'x'"),
-        (("hi", "--max-new-tokens", "0"), "specbeam: --max-new-tokens=0 is not allowed"),
-        (("hi", "--num-beams", "2"), "unknown option --num-beams"),
-        (("hi",), "/not/there"),
-    ],
-)
-def test_wrong_input_is_one_line_and_status_2(run, arguments, says):
-    status, out, err = run(*arguments, model="/not/there")
-    assert (status, out) == (2, "")
-    assert says in err
-    assert len(err.splitlines()) == 1
-
-
-@pytest.mark.parametrize("form", [(), ("--json",)])
-@pytest.mark.parametrize(("prompt", "says"), [("", "the prompt is empty"), ("x" * 300, "the prompt has 3")])
-def test_a_prompt_that_cannot_be_run_is_one_line(run, prompt, says, form):
-    status, out, err = run(prompt, *form)
-    assert (status, out) == (2, "")
-    assert err.startswith(f"specbeam: {says}")
-    assert len(err.splitlines()) == 1
-
-
-def test_an_unknown_device_is_one_line(folder, capsys):
-    assert main(["ladder", "--device", "tpu9", "--model", folder]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])

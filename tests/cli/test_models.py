@@ -8,7 +8,7 @@ from huggingface_hub import constants
 
 from specbeam.checkpoints import registry
 from specbeam.cli import main
-from tests.checkpoints.test_registry import WHOLE, index  # noqa: F401  (a fixture)
+from tests.checkpoints.test_registry import WHOLE, arrived, index  # noqa: F401  (fixtures)
 from tests.conftest import random_model
 
 
@@ -60,23 +60,24 @@ def test_an_alias_is_shown_without_fetching_it(capsys, index, tmp_path):  # noqa
     assert not (tmp_path / "home" / "models").exists()
 
 
-def test_sizes_on_disk_and_as_json(capsys, index, save):  # noqa: F811
+def test_sizes_on_disk_and_as_json(capsys, arrived, folder):  # noqa: F811
     def listed():
         assert main(["models", "list", "--json"]) == 0
         (toy,) = [model for model in json.loads(capsys.readouterr().out) if model["name"] == "toy"]
         return toy["path"], toy["bytes_on_disk"], toy["bytes_to_fetch"]
 
     assert listed() == (None, 0, len(WHOLE))
+    arrived()
     assert main(["models", "pull", "toy"]) == 0
     path = capsys.readouterr().out.strip()
     assert listed() == (path, len(WHOLE), 0)
-    folder = save(random_model("llama"))
     assert main(["models", "show", str(folder), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["size"], shown["packed_weights"]) == ((folder / "model.safetensors").stat().st_size, 0)
+    assert (shown["size"], shown["packed_weights"]) == ((Path(folder) / "model.safetensors").stat().st_size, 0)
 
 
-def test_rm_removes_a_fetched_alias_and_nothing_else(capsys, index, tmp_path, save):  # noqa: F811
+def test_rm_removes_a_fetched_alias_and_nothing_else(capsys, arrived, tmp_path, folder):  # noqa: F811
+    arrived()
     assert main(["models", "pull", "toy"]) == 0
     capsys.readouterr()
     packed = tmp_path / "home/packed" / f"toy-keep-{'0' * 16}.weights"
@@ -89,14 +90,14 @@ def test_rm_removes_a_fetched_alias_and_nothing_else(capsys, index, tmp_path, sa
     assert [file for file in (tmp_path / "home").rglob("*") if file.is_file() and file.suffix != ".lock"] == []
     assert main(["models", "rm", "toy"]) == 2
     assert "toy is not on this machine" in capsys.readouterr().err
-    folder = save(random_model("llama"))
     assert main(["models", "rm", str(folder)]) == 2
     assert "Files and folders of your own are yours to remove" in capsys.readouterr().err
-    assert (folder / "config.json").exists()
+    assert (Path(folder) / "config.json").exists()
 
 
 @pytest.mark.parametrize("linked", ["toy.gguf", "toy.wheels"])
-def test_rm_of_an_alias_removes_nothing_if_a_part_is_a_link(capsys, index, tmp_path, linked):  # noqa: F811
+def test_rm_of_an_alias_removes_nothing_if_a_part_is_a_link(capsys, arrived, tmp_path, linked):  # noqa: F811
+    arrived()
     assert main(["models", "pull", "toy"]) == 0
     folder, disk = tmp_path / "home/models", tmp_path / "disk"
     (folder / "toy.wheels").mkdir(exist_ok=True)

@@ -142,6 +142,12 @@ def test_a_chat_is_what_generate_gives_the_model(tokens, bytewise):
     assert (got[0]["piece"], got[0]["special"]) == ("<bos>", True)
 
 
+def test_without_a_chat_template_there_is_no_chat_to_show(capsys, wordwise):
+    assert main(["tokens", "hi", "--chat", "--model", wordwise]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has no chat template: leave out --chat" in line
+
+
 def test_weights_are_not_read_so_any_architecture_works(tokens, save, monkeypatch):
     monkeypatch.setattr(FolderCheckpoint, "read", None)
     assert len(tokens("hello", "--model", str(save(random_model("gpt_neox"))))) == 5
@@ -178,24 +184,6 @@ def test_control_characters_do_not_reach_the_terminal(capsys, bytewise):
     assert len(out.splitlines()) == 7
     assert all(shown in out for shown in (r"'\x1b'", r"'\n'", "' '", r"b'\xc3'", r"b'\xa9'"))
     assert "\x1b" not in out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([""], "the text is empty"),
-        (["hi", "--system", "x"], "--system goes with --chat"),
-        (["hi", "--chat"], "has no chat template: leave out --chat"),
-        (["a\udcff"], "half a surrogate pair"),
-        (["hi", "--model", "./nowhere"], "there is no file or folder ./nowhere"),
-    ],
-)
-def test_wrong_input_is_refused_in_one_line(capsys, wordwise, arguments, says):
-    assert main(["tokens", "--model", wordwise, *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert says in err
-    assert len(err.splitlines()) == 1
 
 
 def test_a_token_that_the_vocabulary_lacks_is_one_line(tmp_path, save, specbeam_command):

@@ -15,7 +15,7 @@ from specbeam.cache.pool import pool_of
 from specbeam.cache.slots import Slots
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.tree import Tree
-from tests.conftest import EOS, random_model
+from tests.conftest import EOS, random_model, run_alone
 
 MIXED = [
     ([1, 2, 3], Options(max_new_tokens=20)),
@@ -30,12 +30,6 @@ MIXED = [
 CANCELLED = 6
 
 
-def alone(lm, prompt, options):
-    request = (engine := Engine(lm)).submit(prompt, options)
-    engine.run()
-    return request.result()
-
-
 @pytest.mark.parametrize("limits", [{}, {"max_requests": 3}, {"max_batch_tokens": 7}, {"max_cache_tokens": 150}])
 def test_a_mixed_batch_gives_each_what_it_gets_alone(lm, limits):
     engine = Engine(lm, **limits)
@@ -45,7 +39,7 @@ def test_a_mixed_batch_gives_each_what_it_gets_alone(lm, limits):
         if len(cancelled.pieces) >= 10:
             cancelled.cancel()
     for number, (request, (prompt, options)) in enumerate(zip(requests, MIXED, strict=True)):
-        result, expected = request.result(), alone(lm, prompt, options)
+        result, expected = request.result(), run_alone(lm, prompt, options)
         if number == CANCELLED:
             assert result.finish_reason == "cancelled"
             assert 5 < len(result.token_ids) < 60
@@ -90,7 +84,7 @@ def test_a_long_prompt_is_read_in_chunks_beside_the_others(lm, monkeypatch):
         engine.step()
     engine.run()
     assert max(sizes) == 16
-    assert long.result().token_ids == alone(lm, [2] * 150, Options(max_new_tokens=3)).token_ids
+    assert long.result().token_ids == run_alone(lm, [2] * 150, Options(max_new_tokens=3)).token_ids
     assert short.result().stats.forward_passes == 20  # it was in every pass, not behind the prompt
 
 
@@ -127,7 +121,7 @@ def test_a_request_that_fails_in_its_strategy_disturbs_nobody(lm):
     with pytest.raises(RuntimeError, match="mistake"):
         bad.result()
     for i, request in enumerate(good):
-        assert request.result().token_ids == alone(lm, [i], Options(max_new_tokens=15)).token_ids
+        assert request.result().token_ids == run_alone(lm, [i], Options(max_new_tokens=15)).token_ids
 
 
 def test_a_request_that_fails_in_a_pass_disturbs_nobody(lm, monkeypatch):
@@ -146,7 +140,7 @@ def test_a_request_that_fails_in_a_pass_disturbs_nobody(lm, monkeypatch):
         requests[1].result()
     monkeypatch.undo()
     for i in (0, 2):
-        assert requests[i].result().token_ids == alone(lm, [i] * 2, Options(max_new_tokens=10)).token_ids
+        assert requests[i].result().token_ids == run_alone(lm, [i] * 2, Options(max_new_tokens=10)).token_ids
     assert engine.cache_tokens == 0
 
 
@@ -273,7 +267,7 @@ def test_a_seed_gives_the_same_text_in_any_company(lm, seed, others):
         engine.submit(other, Options(max_new_tokens=6, do_sample=True))
     request = engine.submit([3, 4], options)
     engine.run()
-    assert request.result().token_ids == alone(lm, [3, 4], options).token_ids
+    assert request.result().token_ids == run_alone(lm, [3, 4], options).token_ids
 
 
 def test_without_a_seed_texts_differ(lm):

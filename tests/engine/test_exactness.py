@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam import Engine, TokenTrie
-from tests.conftest import EOS, examples, random_model
+from tests.conftest import EOS, examples, random_model, run_alone
 from tests.decoding.test_speculative import other_tokenizer
 
 OUTPUTS = TokenTrie([[a, b, *range(97, 97 + c), EOS] for a in (99, 120) for b in (97, 101, 110) for c in range(4)])
@@ -87,9 +87,7 @@ def models(save):
     def alone(windows, prompt, kind, changes):
         lm, (options, draft) = targets[windows][0], KINDS[kind]
         options = {"max_new_tokens": 8, "share_prefix": False} | options | CHANGES[changes]
-        request = (engine := Engine(lm)).submit([*prompt], options, draft=drafts.get(draft, draft))
-        engine.run()
-        return request.result().sequences
+        return run_alone(lm, [*prompt], options, drafts.get(draft, draft)).sequences
 
     return targets, drafts, alone
 

@@ -8,15 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbeam import Engine, SpecbeamError
+from tests.conftest import run_alone
 
 BEAMS = {"max_new_tokens": 30, "min_new_tokens": 30, "num_beams": 16}
-
-
-def result(lm, prompt, options, **how):
-    engine = Engine(lm)
-    request = engine.submit(prompt, options, **how)
-    engine.run()
-    return request.result()
 
 
 def sequences(request):
@@ -24,12 +18,12 @@ def sequences(request):
 
 
 def test_beams_count_with_the_slots_that_they_use(lm):
-    peak = result(lm, [1] * 10, BEAMS).stats.peak_slots
+    peak = run_alone(lm, [1] * 10, BEAMS).stats.peak_slots
     assert peak < (10 + 30 * 16) // 2
     engine = Engine(lm, max_cache_tokens=peak + 32)
     request = engine.submit([1] * 10, BEAMS)
     engine.run()
-    assert sequences(request) == [(one.token_ids, one.score) for one in result(lm, [1] * 10, BEAMS).sequences]
+    assert sequences(request) == [(one.token_ids, one.score) for one in run_alone(lm, [1] * 10, BEAMS).sequences]
 
 
 @given(
@@ -56,7 +50,7 @@ def test_requests_pause_when_memory_is_short_and_their_texts_stay(lm, tokens, ki
     for request, (prompt, options, draft) in zip(requests, wishes, strict=True):
         if request is None:
             continue
-        expected = result(lm, prompt, options, draft=draft).sequences
+        expected = run_alone(lm, prompt, options, draft=draft).sequences
         assert sequences(request) == [(one.token_ids, one.score) for one in expected]
 
 
@@ -69,7 +63,7 @@ def test_a_paused_request_goes_on_with_the_same_text(lm):
         paused += bool(young.pieces) and not young.used_slots and not young.done
     assert paused
     for request, n in ((old, 1), (young, 2)):
-        assert request.result().token_ids == result(lm, [n] * 10, options).token_ids
+        assert request.result().token_ids == run_alone(lm, [n] * 10, options).token_ids
     assert young.result().stats.nodes_evaluated > 49  # it was read again
     assert old.result().stats.nodes_evaluated == 49
 
@@ -83,7 +77,7 @@ def test_a_paused_request_can_be_cancelled(lm):
     young.cancel()
     engine.step()
     assert young.result().finish_reason == "cancelled"
-    assert young.result().token_ids == result(lm, [2] * 10, options).token_ids[: len(young.result().token_ids)]
+    assert young.result().token_ids == run_alone(lm, [2] * 10, options).token_ids[: len(young.result().token_ids)]
     engine.run()
     assert len(old.result().token_ids) == 40
 
@@ -93,7 +87,7 @@ def test_texts_that_outgrow_the_memory_alone_are_evaluated_in_parts(lm):
     request = engine.submit([1] * 10, BEAMS)
     while engine.step():
         assert engine.cache_tokens <= 60
-    expected = result(lm, [1] * 10, BEAMS)
+    expected = run_alone(lm, [1] * 10, BEAMS)
     assert expected.stats.peak_slots > 60
     assert sequences(request) == [(one.token_ids, one.score) for one in expected.sequences]
     assert engine.cache_tokens == 0
@@ -124,7 +118,7 @@ def test_when_memory_runs_out_in_a_pass_the_youngest_waits(lm, monkeypatch):
     engine.run()
     monkeypatch.undo()
     for n, request in enumerate(requests, 1):
-        assert request.result().token_ids == result(lm, [n] * 25, options).token_ids
+        assert request.result().token_ids == run_alone(lm, [n] * 25, options).token_ids
 
 
 def test_logits_beyond_the_memory_are_refused(lm, monkeypatch):
@@ -157,7 +151,9 @@ def test_logits_beyond_the_memory_are_refused(lm, monkeypatch):
 def test_drafts_adapt_to_the_memory_for_logits(lm, monkeypatch, rows, how, draft):
     options = {"max_new_tokens": 20, "min_new_tokens": 20, "num_beams": 16} | how
     prompt, forward, wanted = [7, 8, 9] * 4, lm.backend.forward, [0]
-    plain = [(one.token_ids, one.score) for one in result(lm, prompt, options | {"num_draft_tokens": "auto"}).sequences]
+    plain = [
+        (one.token_ids, one.score) for one in run_alone(lm, prompt, options | {"num_draft_tokens": "auto"}).sequences
+    ]
 
     def forward_counting(segments):
         wanted.append(sum(len(segment.wanted) for segment in segments))

@@ -12,7 +12,7 @@ import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.cache.pool import pool_of
 from tests.backends.test_encoder_decoder import make
-from tests.conftest import examples, lines_run, random_model
+from tests.conftest import calls_made, examples, random_model, run_alone
 from tests.decoding.test_speculative import other_tokenizer
 
 PROMPT = [97 + n % 7 for n in range(60)]
@@ -45,15 +45,6 @@ TURN = st.fixed_dictionaries(
 
 class Broken(Exception):
     """A pass fails."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def collect_young():
-    """Let ``gc.collect`` look only at objects of these tests. That takes a tenth of the time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +85,6 @@ def run(engine, request, ends=None, passes=0):
             engine.step()
 
 
-def result(lm, prompt, options, draft=None):
-    engine = Engine(lm)
-    request = engine.submit(prompt, options, draft=draft)
-    engine.run()
-    return request.result()
-
-
 def converse(lm, drafts, turns, tokens):
     """Hold two conversations on one engine. Yield the results of each turn, and what it is on an engine of its own."""
     engine, conversations = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=16), [[], []]
@@ -121,7 +105,7 @@ def converse(lm, drafts, turns, tokens):
         except Broken:
             continue
         conversations[turn["who"]] = prompt + got.token_ids
-        yield got, result(lm, prompt, options, draft), draft
+        yield got, run_alone(lm, prompt, options, draft), draft
 
 
 MEMORY = st.sampled_from([None, 500])
@@ -213,7 +197,7 @@ def test_slots_that_the_kept_text_does_not_need_are_free(conversing):
     engine = Engine(lm)
     beams = ended(engine, PROMPT, LONG | {"num_beams": 8})
     prompt = PROMPT + beams.token_ids + PROMPT
-    got, anew = ended(engine, prompt, LONG), result(lm, prompt, LONG)
+    got, anew = ended(engine, prompt, LONG), run_alone(lm, prompt, LONG)
     assert got.stats.reused_tokens > len(PROMPT)
     assert beams.stats.peak_slots > len(PROMPT) + 20  # beams lay between the slots of the text
     assert got.stats.peak_slots <= anew.stats.peak_slots
@@ -244,7 +228,7 @@ def test_a_draft_model_takes_no_cache_of_another(conversing, backend):
     for draft in ("model", "other vocabulary", None, "model", "model"):
         draft = drafts.get(draft)
         got = ended(engine, PROMPT, GREEDY, draft=draft)
-        assert got.token_ids == result(lm, PROMPT, GREEDY).token_ids
+        assert got.token_ids == run_alone(lm, PROMPT, GREEDY).token_ids
 
 
 @pytest.mark.parametrize(
@@ -283,7 +267,7 @@ def test_models_with_an_encoder_keep_nothing():
     for prompt in ([*lm.backend.start_token_ids, 6, 7, 257], [*lm.backend.start_token_ids, 9, 8, 257]):
         got = ended(engine, prompt, GREEDY)
         assert got.stats.reused_tokens == 0
-        assert got.token_ids == result(lm, prompt, GREEDY).token_ids
+        assert got.token_ids == run_alone(lm, prompt, GREEDY).token_ids
 
 
 def test_the_longest_common_beginning_is_taken(lm):
@@ -330,7 +314,7 @@ def test_requests_with_one_prompt_read_it_once(conversing, backend, draft):
     assert sum(one.nodes_evaluated for one in stats) < read / 3
     assert max(used) < 200 + 6 * 40  # what they share counts once
     for request, one in zip(requests, options, strict=True):
-        assert request.result().token_ids == result(lm, prompt, one, drafts.get(draft)).token_ids
+        assert request.result().token_ids == run_alone(lm, prompt, one, drafts.get(draft)).token_ids
 
 
 @pytest.mark.parametrize("ends", ["cancel", "fail"])
@@ -356,7 +340,7 @@ def test_who_waits_for_a_request_that_ends_reads_itself(lm, ends, monkeypatch):
     assert others[0].result().stats.reused_tokens in (100, 150)
     assert others[1].result().stats.reused_tokens in (150, 199)  # few tokens are not waited for
     for other in others:
-        assert other.result().token_ids == result(lm, prompt, GREEDY).token_ids
+        assert other.result().token_ids == run_alone(lm, prompt, GREEDY).token_ids
 
 
 def test_a_request_may_share_nothing(lm):
@@ -400,7 +384,7 @@ def test_kept_texts_and_requests_stay_within_the_memory(lm, tokens, kinds):
     assert engine.cache_tokens == 0
     for request, wish in requests:
         got = request.result()
-        assert [s.token_ids for s in got.sequences] == [s.token_ids for s in result(lm, *wish).sequences]
+        assert [s.token_ids for s in got.sequences] == [s.token_ids for s in run_alone(lm, *wish).sequences]
     del engine
     gc.collect()
     assert store.in_use == before
@@ -435,7 +419,7 @@ def test_kept_texts_go_when_a_pass_finds_no_memory(lm, monkeypatch):
     request = engine.submit([2] * 10, LONG)
     engine.run()
     monkeypatch.undo()
-    assert request.result().token_ids == result(lm, [2] * 10, LONG).token_ids
+    assert request.result().token_ids == run_alone(lm, [2] * 10, LONG).token_ids
 
 
 def test_engines_in_threads_share_one_store(conversing):
@@ -443,7 +427,7 @@ def test_engines_in_threads_share_one_store(conversing):
     wishes = [
         ([97 + who] * 40 + [98] * n, GREEDY | {"num_beams": 1 + who % 2}) for who in range(3) for n in range(1, 6)
     ]
-    expected = [result(lm, *wish).sequences for wish in wishes]
+    expected = [run_alone(lm, *wish).sequences for wish in wishes]
     found = {}
 
     def work(who):
@@ -462,11 +446,11 @@ def test_engines_in_threads_share_one_store(conversing):
 
 
 def test_a_request_costs_the_same_however_many_ended_before(lm):
-    def lines(earlier):
+    def calls(earlier):
         engine = Engine(lm)
         for n in range(earlier):
             engine.submit([n, 1, 2], {"max_new_tokens": 2})
         engine.run()
-        return lines_run(lambda: (engine.submit([250, 1, 2], {"max_new_tokens": 2}), engine.run()))
+        return calls_made(lambda: (engine.submit([250, 1, 2], {"max_new_tokens": 2}), engine.run()))
 
-    assert lines(100) < 1.1 * lines(5)
+    assert calls(100) < 1.1 * calls(5)

@@ -5,7 +5,6 @@ import random
 import signal
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +13,8 @@ import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.engine import engine_thread
 from specbeam.engine.passes import run_pass
-from tests.conftest import in_thorough_mode, lines_run
+from specbeam.engine.scheduler import Scheduler
+from tests.conftest import in_thorough_mode
 
 LONG_WAIT = 60.0  # seconds; only a test that fails waits for it
 OPTIONS = {"max_new_tokens": 12, "min_new_tokens": 12}
@@ -276,19 +276,6 @@ def test_a_callback_for_a_loop_that_was_closed_hurts_nobody(lm):
         assert len(engine.submit([1], OPTIONS).result(LONG_WAIT).token_ids) == 12
 
 
-def test_clients_that_wait_cost_a_round_nothing(lm):
-    def lines(clients):
-        engine = Engine(lm, max_requests=2)
-        engine.submit([1], OPTIONS)
-        for _ in range(clients):
-            engine.submit([1], OPTIONS).add_done_callback(print)
-        engine.step()
-        engine.step()
-        return lines_run(engine.step)
-
-    assert lines(1000) < lines(10) + 200  # a round that takes new slots runs a few more lines
-
-
 # The end of the thread.
 
 
@@ -480,22 +467,20 @@ def test_threads_that_fight_for_the_interpreter_lose_no_wake_up(lm, expected):
 
 
 def test_requests_that_come_together_share_their_first_pass(lm, monkeypatch):
-    passes, engine = [], Engine(lm)
+    """While the engine waits for others, three more requests come, each as it looks how many there are."""
+    passes, engine, waiting = [], Engine(lm), Scheduler.waiting.fget
 
-    class Clock:
-        monotonic = staticmethod(time.monotonic)
-
-        @staticmethod
-        def sleep(_):
-            """While the engine waits, three more requests come, one in each of its waits."""
-            if len(requests) < 4:
-                requests.append(engine.submit([2, 3, 4], OPTIONS))
+    def look(scheduler):
+        count = waiting(scheduler)
+        if len(requests) < 4:
+            requests.append(engine.submit([2, 3, 4], OPTIONS))
+        return count
 
     def watched(batch, *how, **options):
         passes.append(len(batch))
         return run_pass(batch, *how, **options)
 
-    monkeypatch.setattr(engine_thread, "time", Clock)
+    monkeypatch.setattr(Scheduler, "waiting", property(look))
     monkeypatch.setattr(engine_thread, "MAX_SECONDS_FOR_OTHERS", LONG_WAIT)
     monkeypatch.setattr("specbeam.engine.engine.run_pass", watched)
     requests = [engine.submit([1, 2, 3], OPTIONS)]

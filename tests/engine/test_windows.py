@@ -8,7 +8,7 @@ from specbeam import Engine
 from specbeam.cache.pool import pool_of
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.scoring import score
-from tests.conftest import random_model
+from tests.conftest import random_model, run_alone
 
 WINDOW, BLOCK = 8, 64
 LONG = {"max_new_tokens": 100, "min_new_tokens": 100}
@@ -42,20 +42,13 @@ def loaded(target, save):
     return loaded
 
 
-def result(lm, prompt, options, draft=None, **limits):
-    engine = Engine(lm, **limits)
-    request = engine.submit(prompt, options, draft=draft)
-    engine.run()
-    return request.result()
-
-
 @pytest.mark.parametrize("kind", range(len(KINDS)))
 def test_slots_are_bounded_and_no_bit_changes(loaded, kind):
     options, draft = KINDS[kind]
     windowed, small, whole = loaded("cpu")
     draft = small if draft == "model" else draft
-    got = result(windowed, PROMPT, options, draft, max_batch_tokens=32)
-    expected = result(whole, PROMPT, options, draft)
+    got = run_alone(windowed, PROMPT, options, draft, max_batch_tokens=32)
+    expected = run_alone(whole, PROMPT, options, draft)
     assert got.sequences == expected.sequences
     assert expected.stats.peak_slots > 240
     branches = 0 if options.get("num_beams", 1) == 1 else 3 * 100  # beams may have nothing in common but the prompt
@@ -68,8 +61,8 @@ def test_texts_stay_on_other_backends(loaded, backend, kind):
     options, draft = KINDS[kind]
     windowed, small, whole = loaded(backend)
     draft = small if draft == "model" else draft
-    got = result(windowed, PROMPT, options, draft, max_batch_tokens=32)
-    expected = result(whole, PROMPT, options, draft)
+    got = run_alone(windowed, PROMPT, options, draft, max_batch_tokens=32)
+    expected = run_alone(whole, PROMPT, options, draft)
     assert [one.token_ids for one in got.sequences] == [one.token_ids for one in expected.sequences]
     assert got.stats.peak_slots < expected.stats.peak_slots - 50
 
@@ -88,12 +81,12 @@ def test_long_texts_fit_where_they_would_not_without_windows(loaded):
     assert most <= 130
     assert paused
     for request, prompt in zip(requests, prompts, strict=True):
-        assert request.result().sequences == result(whole, prompt, LONG).sequences
+        assert request.result().sequences == run_alone(whole, prompt, LONG).sequences
     with pytest.raises(specbeam.SpecbeamError, match="need 250 cache slots, the engine has 200"):
         Engine(whole, max_cache_tokens=200).submit(PROMPT, LONG)
     with pytest.raises(specbeam.SpecbeamError, match="need 104 cache slots, the engine has 103"):
         Engine(windowed, max_cache_tokens=103, max_batch_tokens=32).submit(PROMPT, LONG)
-    assert len(result(windowed, PROMPT, LONG, max_cache_tokens=104, max_batch_tokens=32).token_ids) == 100
+    assert len(run_alone(windowed, PROMPT, LONG, max_cache_tokens=104, max_batch_tokens=32).token_ids) == 100
 
 
 def test_the_text_stays_for_others_while_there_is_room(loaded):
@@ -107,7 +100,7 @@ def test_the_text_stays_for_others_while_there_is_room(loaded):
     engine.run()
     assert again.result().stats.reused_tokens == len(text) - 1
     assert again.result().stats.nodes_evaluated == 2 + 99
-    assert again.result().sequences == result(whole, [*text, 5], LONG).sequences
+    assert again.result().sequences == run_alone(whole, [*text, 5], LONG).sequences
 
 
 def test_a_strategy_may_look_back_behind_the_window(loaded):

@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 from transformers import (
@@ -23,7 +22,7 @@ from transformers import (
 )
 
 from specbeam import Engine, SpecbeamError, hf
-from tests.conftest import examples, in_thorough_mode, random_model
+from tests.conftest import in_thorough_mode, random_model
 
 VOCAB, PAD = 20, 0
 PREFERRED = torch.arange(VOCAB) % 3 == 0
@@ -66,59 +65,6 @@ def padded(prompts):
 
 
 PROMPTS = st.lists(st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=8), min_size=1, max_size=3)
-EOS_SETS = st.sets(st.integers(1, VOCAB - 1), min_size=1, max_size=4).map(sorted)
-
-
-@given(
-    architecture=st.sampled_from(["llama", "gpt2", "mistral"]),
-    prompts=PROMPTS,
-    eos=EOS_SETS,
-    new=st.integers(1, 12),
-    penalty=st.sampled_from([1.0, 1.3]),
-    data=st.data(),
-)
-def test_greedy_text_equals_the_text_of_transformers(models, architecture, prompts, eos, new, penalty, data):
-    options = {"do_sample": False, "max_new_tokens": new, "eos_token_id": eos, "repetition_penalty": penalty}
-    options["min_new_tokens"] = data.draw(st.integers(0, new))
-    inputs = padded(prompts)
-    expected = models(architecture).generate(**inputs, **options)
-    got = models(architecture).generate(**inputs, **options, custom_generate=hf.generate)
-    assert got.dtype == expected.dtype
-    assert got.tolist() == expected.tolist()
-
-
-@settings(max_examples=examples(2))
-@given(
-    architecture=st.sampled_from(["llama", "gpt2", "mistral"]),
-    prompts=PROMPTS,
-    eos=EOS_SETS,
-    num_beams=st.integers(2, 6),
-    new=st.integers(1, 12),
-    length_penalty=st.sampled_from([1.0, 0.0, 2.0, -1.0]),
-    early_stopping=st.sampled_from([False, True, "never"]),
-    data=st.data(),
-)
-def test_beams_equal_the_beams_of_transformers(
-    models, architecture, prompts, eos, num_beams, new, length_penalty, early_stopping, data
-):
-    options = {
-        "num_beams": num_beams,
-        "num_return_sequences": data.draw(st.integers(1, num_beams)),
-        "max_new_tokens": new,
-        "length_penalty": length_penalty,
-        "early_stopping": early_stopping,
-        "eos_token_id": eos,
-        "return_dict_in_generate": True,
-        "output_scores": True,
-    }
-    inputs = padded(prompts)
-    expected = models(architecture).generate(**inputs, **options)
-    got = models(architecture).generate(**inputs, **options, custom_generate=hf.generate)
-    assert type(got) is type(expected)
-    assert got.sequences.tolist() == expected.sequences.tolist()
-    torch.testing.assert_close(got.sequences_scores, expected.sequences_scores, atol=1e-4, rtol=1e-5)
-    plain = models(architecture).generate(**inputs, **options | {"return_dict_in_generate": False}, **EXTRA)
-    assert plain.tolist() == expected.sequences.tolist()
 
 
 def test_lengths_count_as_in_transformers(model):
@@ -131,15 +77,8 @@ def test_lengths_count_as_in_transformers(model):
         {},
     ):
         expected = model.generate(**inputs, **options)
-        assert model.generate(**inputs, **options, **EXTRA).tolist() == expected.tolist()
-
-
-def test_greedy_returns_transformers_output_if_asked(model):
-    options = {"max_new_tokens": 5, "return_dict_in_generate": True}
-    expected = model.generate(**padded([[3, 4]]), **options)
-    got = model.generate(**padded([[3, 4]]), **options, **EXTRA)
-    assert type(got) is type(expected)
-    assert got.sequences.tolist() == expected.sequences.tolist()
+        got = model.generate(**inputs, **options, **EXTRA)
+        assert (got.dtype, got.tolist()) == (expected.dtype, expected.tolist())
 
 
 def test_samples_follow_the_global_seed(model):
@@ -228,6 +167,12 @@ def test_a_callers_own_processor_of_a_known_kind_counts(model):
     assert sampled.tolist() == model.generate(torch.tensor([[3, 4]]), max_new_tokens=6).tolist()
 
 
+FORBIDDEN = {"prefix_allowed_tokens_fn": lambda row, ids: [5], "bad_words_ids": [[5]]}
+"""Newer releases of transformers force a forbidden token if prefix_allowed_tokens_fn allows no other."""
+FEW = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": VOCAB + 2, "no_repeat_ngram_size": 1}
+"""transformers returns the prompt alone, or other texts in another batch."""
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -240,13 +185,23 @@ def test_a_callers_own_processor_of_a_known_kind_counts(model):
         ({"attention_mask": torch.tensor([[1, 1, 0]])}, "pad prompts on the left"),
         ({"past_key_values": DynamicCache(), "num_beams": 2}, "past_key_values with beams"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+        ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states"),
+        ({"output_logits": True, "return_dict_in_generate": True, "num_beams": 2}, "output_logits with beams"),
         ({"position_ids": torch.tensor([[4, 5, 6]])}, "position_ids"),
+        ({"num_beams": 2, "low_memory": True}, "does not support low_memory with beams"),
+        (FEW | {"eos_token_id": 6}, "num_return_sequences=3, but"),
+        (FORBIDDEN, "prefix_allowed_tokens_fn"),
+        (FORBIDDEN | {"num_beams": 3}, "prefix_allowed_tokens_fn"),
+        ({"draft": "n-gram"}, "ngram"),
+        ({"draft": "ngram", "prompt_lookup_num_tokens": 3}, "draft and prompt_lookup_num_tokens each"),
+        ({"stop_strings": "a"}, "tokenizer="),
+        ({"stopping_criteria": [lambda ids, scores: torch.zeros(3, dtype=torch.bool)]}, "stopping_criteria returned"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_we_do_not_have_is_refused_by_name(model, options, says):
     with pytest.raises(SpecbeamError, match=says) as raised:
-        model.generate(torch.tensor([[3, 4, 5]]), **options, max_new_tokens=3, **EXTRA)
+        model.generate(torch.tensor([[6, 15, 7]]), **{"max_new_tokens": 3} | options, **EXTRA)
     assert "\n" not in str(raised.value)
 
 
@@ -357,27 +312,6 @@ def test_every_processor_counts_in_a_batch_with_and_without_drafts(model, small,
     assert model.generate(**inputs, **options, assistant_model=small, **EXTRA).tolist() == expected
 
 
-@given(
-    architecture=st.sampled_from(["llama", "gpt2", "mistral"]),
-    prompts=PROMPTS,
-    names=st.sets(st.sampled_from([*OPTIONS]), max_size=5),
-    num_beams=st.integers(1, 3),
-    eos=st.sampled_from([-1, 4, [4, 8], [8, -1]]),
-    pad=st.sampled_from([None, 0, 3]),
-)
-def test_processors_go_together_in_any_batch(models, small, architecture, prompts, names, num_beams, eos, pad):
-    options = {"num_beams": num_beams, "max_new_tokens": 7, "eos_token_id": eos, "pad_token_id": pad}
-    if -1 in torch.tensor(eos).flatten():
-        names.discard("exponential_decay_length_penalty")  # transformers refuses this
-    names.difference_update(OLD_MISTAKES)
-    for name in sorted(names):
-        options |= OPTIONS[name]
-    inputs = padded(prompts)
-    expected = models(architecture).generate(**inputs, **options).tolist()
-    assert models(architecture).generate(**inputs, **options, **EXTRA).tolist() == expected
-    assert models(architecture).generate(**inputs, **options, assistant_model=small, **EXTRA).tolist() == expected
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -396,11 +330,6 @@ def test_where_few_texts_are_possible_beams_are_still_those_of_transformers(mode
     torch.testing.assert_close(got.sequences_scores, expected.sequences_scores)
 
 
-def test_low_memory_with_beams_is_refused(model):
-    with pytest.raises(SpecbeamError, match="does not support low_memory with beams"):
-        model.generate(torch.tensor([[6, 15, 7]]), num_beams=2, low_memory=True, max_new_tokens=2, **EXTRA)
-
-
 def test_scores_change_no_text_where_logits_are_equal():
     """All beams are evaluated and ranked in one way, whether the scores of the steps are returned or not."""
     model = random_model("llama", seed=5, initializer_range=0.25)
@@ -408,27 +337,12 @@ def test_scores_change_no_text_where_logits_are_equal():
         model.lm_head.weight[:] = model.lm_head.weight[torch.arange(len(model.lm_head.weight)) % 7]
     options = {"num_beams": 4, "num_return_sequences": 2, "max_new_tokens": 12, "length_penalty": 0.0}
     options |= {"eos_token_id": [*range(3, 39, 7)], "do_sample": False, "return_dict_in_generate": True}
-    for token in range(40, 80):
+    for token in range(40, 60):
         without, with_scores = (
             model.generate(torch.tensor([[token]]), **options, output_scores=asked, **EXTRA).sequences.tolist()
             for asked in (False, True)
         )
         assert without == with_scores
-
-
-def test_fewer_texts_than_asked_for_are_refused(model):
-    """transformers returns the prompt alone, or other texts in another batch."""
-    options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": VOCAB + 2, "no_repeat_ngram_size": 1}
-    with pytest.raises(SpecbeamError, match="num_return_sequences=3, but"):
-        model.generate(torch.tensor([[6, 15, 7]]), eos_token_id=6, **options, **EXTRA)
-
-
-def test_tokens_that_other_options_forbid_are_not_forced(model):
-    """Newer releases of transformers force a forbidden token if prefix_allowed_tokens_fn allows no other."""
-    options = {"prefix_allowed_tokens_fn": lambda row, ids: [5], "bad_words_ids": [[5]], "max_new_tokens": 3}
-    for num_beams in (1, 3):
-        with pytest.raises(SpecbeamError, match="prefix_allowed_tokens_fn"):
-            model.generate(torch.tensor([[3, 4]]), num_beams=num_beams, **options, **EXTRA)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

@@ -15,6 +15,7 @@ import pytest
 from specbeam.errors import SpecbeamError
 from specbeam.jobs import WorkerDied, crew
 from specbeam.jobs.launchers import run_here, run_on_ray
+from tests.conftest import in_thorough_mode
 
 ray = pytest.importorskip("ray")
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -23,13 +24,15 @@ TIMEOUT_SECONDS = 60  # after which a process that should have ended is a failur
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A head without processors, and two nodes with one each; this process has joined it."""
+    """Two processors, which this process has joined: on two nodes beside the head, or on the head in quick mode."""
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": OBJECT_STORE_BYTES})
+    nodes = 2 if in_thorough_mode() else 0
+    head = {"num_cpus": 2 - nodes, "object_store_memory": OBJECT_STORE_BYTES}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
-        for _ in range(2):
+        for _ in range(nodes):
             cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
         ray.init(cluster.address, log_to_driver=False, logging_level="ERROR")
         yield cluster

@@ -27,19 +27,28 @@ class Running:
         server, models: of a server in a thread of this process.
     """
 
-    def __init__(self, port, server=None, models=None):
-        self.server, self.port, self.models = server, port, models
-        self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=60, trust_env=False)
+    timeout = 60
 
-    def wait(self):
+    def __init__(self, port, server=None, models=None, key=None):
+        self.server, self.port, self.models, self.key = server, port, models, key
+        self.url = f"http://127.0.0.1:{port}"
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self.http = httpx.Client(base_url=self.url, timeout=self.timeout, trust_env=False, headers=headers)
+
+    def wait(self, **says):
         """Until it listens."""
         with httpx.Client(transport=httpx.HTTPTransport(retries=10), trust_env=False) as patient:
-            assert patient.get(f"{self.url}/health", timeout=60).json() == {"status": "ok"}
+            assert patient.get(f"{self.url}/health", timeout=60).json() == {"status": "ok", **says}
 
-    def client(self, key="none", **how):
+    def client(self, key=None, **how):
         """OpenAI's client."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60, **how)
+        key = key or self.key or "none"
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=self.timeout, **how)
+
+    def metrics(self):
+        """The numbers of ``/metrics``, by name."""
+        lines = self.http.get("/metrics").text.splitlines()
+        return {name: float(number) for name, number in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
     def post(self, path, **fields):
         return self.http.post(path, json=fields)

@@ -104,13 +104,8 @@ def texts_alone(server):
 
 def in_use(server):
     """Live and waiting requests, and slots of the cache, as the server reports them."""
-    numbers = re.findall(r"^specbeam_(?:live_requests|waiting_requests|cache_tokens){.*} (.*)$", metrics(server), re.M)
-    assert len(numbers) == 3
-    return sum(map(float, numbers))
-
-
-def metrics(server):
-    return server.http.get("/metrics").text
+    names = ("live_requests", "waiting_requests", "cache_tokens")
+    return sum(server.metrics()[f'specbeam_{name}{{model="tiny"}}'] for name in names)
 
 
 @pytest.mark.parametrize("waiting", [16, 2000])
@@ -127,20 +122,15 @@ def test_a_crowd(start, chat_lm, waiting):
 
 
 PROBE = """
-import http.client, sys, time
-slowest = 0.0
+import http.client, sys
 print("begun", flush=True)
 while True:
-    begin = time.monotonic()
-    connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]), timeout=1)
     connection.request("GET", "/health")
     assert connection.getresponse().status == 200
     connection.close()
-    if (seconds := time.monotonic() - begin) > slowest:
-        slowest = seconds
-        print(slowest, flush=True)
 """
-"""Another client in a process of its own, which measures how long /health takes at most."""
+"""Another client in a process of its own, which ends with an error if /health takes more than a second."""
 
 
 @pytest.mark.thorough
@@ -167,10 +157,9 @@ def test_a_thousand_clients_leave_nothing_behind(chat_lm):
                 while in_use(server):
                     pass
                 sizes.append(held()[0])
+            assert probe.poll() is None
             probe.terminate()
-            *_, slowest = probe.stdout.read().split()
         assert texts_alone(server) == texts
-        assert float(slowest) < 1
         assert sizes[-1] < sizes[0] + 20  # MB: the first crowd makes buffers that stay
         while held()[1] > files_before:  # the last connections are about to close
             assert in_use(server) == 0

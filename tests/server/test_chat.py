@@ -65,13 +65,8 @@ def test_the_last_frame_has_the_statistics(served):
 
 
 def test_log_probs_have_the_bytes_of_the_text(served, chat_lm):
-    (choice,) = (
-        served.client()
-        .chat.completions.create(
-            model="tiny", messages=MESSAGES, max_tokens=16, temperature=0, logprobs=True, top_logprobs=3
-        )
-        .choices
-    )
+    request = {"model": "tiny", "messages": MESSAGES, "max_tokens": 16, "temperature": 0}
+    (choice,) = served.client().chat.completions.create(**request, logprobs=True, top_logprobs=3).choices
     expected = specbeam.generate(chat_lm, MESSAGES, max_new_tokens=16, top_logprobs=3).sequences[0]
     entries = choice.logprobs.content
     assert [entry.logprob for entry in entries] == expected.log_probs
@@ -80,9 +75,10 @@ def test_log_probs_have_the_bytes_of_the_text(served, chat_lm):
         assert [one.logprob for one in entry.top_logprobs] == [*likeliest.values()]
 
 
-def test_the_next_turn_reuses_what_was_read(served):
+@pytest.mark.parametrize("text", ["of some length", "with <eos><bos>system: in it"])
+def test_the_next_turn_reuses_what_was_read(served, text):
     client = served.client()
-    messages = [{"role": "user", "content": "A conversation of some length, which nobody else has"}]
+    messages = [{"role": "user", "content": f"A conversation {text}, which nobody else has"}]
     first = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0)
     messages += [first.choices[0].message.model_dump(include={"role", "content"}), {"role": "user", "content": "And?"}]
     second = client.chat.completions.create(model="tiny", messages=messages, max_tokens=8, temperature=0)
@@ -204,22 +200,6 @@ def test_control_tokens_in_messages_are_text(served, start, chat_lm):
         assert len(special(ids)) == len(template) + 5
 
 
-def test_control_tokens_in_messages_keep_prefixes_shared(served):
-    messages = [{"role": "user", "content": "A conversation with <eos><bos>system: in it, which nobody else has"}]
-    first = served.post("/v1/chat/completions", messages=messages, max_tokens=4, temperature=0).json()
-    messages += [{"role": "assistant", "content": first["choices"][0]["message"]["content"]}]
-    messages += [{"role": "user", "content": "And?"}]
-    second = served.post("/v1/chat/completions", messages=messages, max_tokens=4, temperature=0).json()
-    shared = first["usage"]["prompt_tokens"] - len("assistant: ")
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == shared
-
-
-def test_an_answer_that_was_begun_is_continued(served, chat_lm):
-    messages = [{"role": "user", "content": "Count"}, {"role": "assistant", "content": "One, two,"}]
-    given = served.post("/v1/chat/completions", messages=messages, max_tokens=8, temperature=0).json()
-    assert given["choices"][0]["message"]["content"] == specbeam.generate(chat_lm, messages, max_new_tokens=8).text
-
-
 def prompt_of(served, path, **fields):
     """The prompt that the chat template makes, as text."""
     if path == "/tokenize":
@@ -284,32 +264,14 @@ def test_variables_of_the_chat_template(served, chat_lm, monkeypatch, path):
 
 def test_neutral_values_of_fields_for_other_models(served):
     neutral = {
-        "response_format": {"type": "text"},
-        "tools": [],
-        "tool_choice": "none",
-        "modalities": ["text"],
-        "store": False,
-        "service_tier": "auto",
-        "user": "me",
-        "metadata": {"a": "b"},
-        "audio": None,
-        "n": 1,
-        "stop": None,
-        "seed": 4,
-        "frequency_penalty": 0,
-        "presence_penalty": 0,
-        "logit_bias": {},
-        "parallel_tool_calls": True,
-        "stream": False,
-        "functions": [],
-        "function_call": "none",
-        "reasoning_effort": "none",
-        "prompt_cache_key": "a",
-        "prompt_cache_retention": "24h",
-        "add_generation_prompt": True,
-        "continue_final_message": False,
+        "response_format": {"type": "text"}, "tools": [], "tool_choice": "none", "modalities": ["text"],
+        "store": False, "service_tier": "auto", "user": "me", "metadata": {"a": "b"}, "audio": None, "n": 1,
+        "stop": None, "seed": 4, "frequency_penalty": 0, "presence_penalty": 0, "logit_bias": {},
+        "parallel_tool_calls": True, "stream": False, "functions": [], "function_call": "none",
+        "reasoning_effort": "none", "prompt_cache_key": "a", "prompt_cache_retention": "24h",
+        "add_generation_prompt": True, "continue_final_message": False,
         "chat_template_kwargs": {"enable_thinking": False},
-    }
+    }  # fmt: skip
     request = {"messages": MESSAGES, "max_tokens": 6, "seed": 4}
     given, plain = (served.post("/v1/chat/completions", **fields).json() for fields in (request | neutral, request))
     assert given["choices"] == plain["choices"]

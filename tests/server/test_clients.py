@@ -18,29 +18,21 @@ from tests.conftest import examples
 CHECKS = [not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance]
 
 
-def check_interface(url, count):
-    """Schemathesis makes requests from ``/openapi.json``: no failure of the server, no answer that is not described.
-
-    Args:
-        count: requests of each endpoint.
-    """
-    schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
+def test_the_described_interface_is_the_real_one(served):
+    """Schemathesis makes requests from ``/openapi.json``: no failure of the server, no answer that is not described."""
+    schema = schemathesis.openapi.from_url(f"{served.url}/openapi.json")
     paths = []
     for found in schema.get_all_operations():
         operation = found.ok()
         paths.append(operation.path)
 
-        @settings(max_examples=count, suppress_health_check=[*HealthCheck])
+        @settings(max_examples=examples(), suppress_health_check=[*HealthCheck])
         @given(case=operation.as_strategy())
         def check(case):
             case.validate_response(case.call(), checks=CHECKS)
 
         check()
     assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/metrics", "/health"} <= {*paths}
-
-
-def test_the_described_interface_is_the_real_one(served):
-    check_interface(served.url, examples())
 
 
 @pytest.fixture

@@ -72,56 +72,30 @@ def test_greedy_text_and_log_probs_are_those_of_transformers(served, reference, 
         {"temperature": 0},
         {"seed": 5, "temperature": 0.8, "top_p": 0.9, "extra_body": {"top_k": 20, "min_p": 0.01}},
         {"seed": 5, "n": 3},
+        {"seed": 3, "temperature": 0.7, "extra_body": {"draft": "small"}},
         {"n": 3, "extra_body": {"num_beams": 4, "draft": "ngram"}},
         {"n": 2, "extra_body": {"use_beam_search": True, "length_penalty": 0.5, "draft": "small"}},
         {"temperature": 0, "extra_body": {"draft": "small", "num_draft_tokens": 3}},
-        {
-            "seed": 1,
-            "stop": ["z", "Q"],
-            "frequency_penalty": 0.7,
-            "presence_penalty": 0.2,
-            "extra_body": {"draft": "suffix"},
-        },
-        {
-            "temperature": 0,
-            "logit_bias": {"90": 8.0, "91": -100.0},
-            "extra_body": {"min_tokens": 4, "ignore_eos": True},
-        },
+        {"seed": 1, "stop": ["z", "Q"], "frequency_penalty": 0.7, "presence_penalty": 0.2},
+        {"temperature": 0, "logit_bias": {"90": 8.0, "91": -100.0}, "extra_body": {"min_tokens": 4}},
+        {"temperature": 0, "extra_body": {"ignore_eos": True, "draft": "suffix"}},
     ],
 )
-def test_streams_are_the_whole_answer_in_parts(served, fields):
-    own = fields.get("extra_body", {}) | {"return_token_ids": True}
-    request = {
-        "model": "tiny",
-        "prompt": ["abc abc", "Once"],
-        "max_tokens": 10,
-        "logprobs": 2,
-        **fields,
-        "extra_body": own,
-    }
+def test_streams_are_the_whole_answer_in_parts_with_and_without_a_draft(served, fields):
+    fields, own = dict(fields), {"return_token_ids": True}
+    own |= fields.pop("extra_body", {})
+    request = {"model": "tiny", "prompt": ["abab abab", "Once"], "max_tokens": 10, "logprobs": 2, **fields}
     client = served.client()
-    plain = client.completions.create(**request)
-    chunks = client.completions.create(**request, stream=True, stream_options={"include_usage": True})
-    parts, last = joined(chunks)
-    assert parts == [whole(choice) for choice in plain.choices]
-    assert last.usage.completion_tokens == plain.usage.completion_tokens
+    whole_answer = client.completions.create(**request, extra_body=own)
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    parts, last = joined(client.completions.create(**request, extra_body=own, **stream))
+    assert parts == [whole(choice) for choice in whole_answer.choices]
+    assert last.usage.completion_tokens == whole_answer.usage.completion_tokens
     assert last.model_extra["specbeam"]["forward_passes"] > 0
-
-
-@pytest.mark.parametrize("draft", ["small", "ngram", "suffix"])
-@pytest.mark.parametrize("how", [{"temperature": 0}, {"seed": 3, "temperature": 0.7}, {"num_beams": 3, "n": 3}])
-def test_drafts_change_nothing_but_the_number_of_passes(served, draft, how):
-    request = {
-        "model": "tiny",
-        "prompt": "abab abab abab",
-        "max_tokens": 16,
-        "logprobs": 1,
-        "return_token_ids": True,
-        **how,
-    }
-    alone, drafted = (served.post("/v1/completions", **request, draft=name).json() for name in ("none", draft))
-    assert drafted["choices"] == alone["choices"]
-    assert alone["specbeam"]["drafted"] == 0
+    plain = {name: value for name, value in own.items() if name != "num_draft_tokens"} | {"draft": "none"}
+    without = client.completions.create(**request, extra_body=plain)
+    assert without.choices == whole_answer.choices
+    assert without.model_extra["specbeam"]["drafted"] == 0
 
 
 def test_a_default_draft_and_its_guesses(start, chat_lm):
@@ -166,9 +140,6 @@ def test_several_samples_have_their_own_seeds(served, chat_lm):
     ]
     assert [choice.text for choice in given] == expected
     assert len({*expected}) == 3
-
-
-def test_a_negative_seed_is_a_seed(served):
     first, second = (served.post("/v1/completions", prompt="abc", seed=-7).json()["choices"] for _ in range(2))
     assert first == second
 
@@ -185,14 +156,8 @@ def test_best_of_returns_the_likeliest_per_token(served, chat_lm):
 
 
 def test_beams_are_those_of_transformers_best_first(served, reference, chat_lm):
-    given = served.client().completions.create(
-        model="tiny",
-        prompt="A beam",
-        max_tokens=8,
-        n=3,
-        logprobs=0,
-        extra_body={"num_beams": 4, "return_token_ids": True},
-    )
+    fields = {"max_tokens": 8, "n": 3, "logprobs": 0, "extra_body": {"num_beams": 4, "return_token_ids": True}}
+    given = served.client().completions.create(model="tiny", prompt="A beam", **fields)
     prompt = given.choices[0].model_extra["prompt_token_ids"]
     texts, scores = beams_of_transformers(reference, prompt, num_beams=4, num_return_sequences=3, max_new_tokens=8)
     assert [choice.model_extra["token_ids"] for choice in given.choices] == texts
@@ -211,38 +176,12 @@ def test_beam_search_by_the_names_of_vllm(served):
 
 
 def test_everything_together_with_beams(served, chat_lm):
-    fields = {
-        "num_beams": 3,
-        "length_penalty": 0.0,
-        "early_stopping": True,
-        "repetition_penalty": 1.3,
-        "draft_width": 4,
-    }
-    given = served.post(
-        "/v1/completions",
-        prompt="abc",
-        max_tokens=20,
-        n=3,
-        stop=["9", "b"],
-        logit_bias={"68": 2},
-        draft="small",
-        **fields,
-        presence_penalty=0.5,
-        logprobs=1,
-        return_token_ids=True,
-    ).json()["choices"]
-    del fields["draft_width"]
-    expected = specbeam.generate(
-        chat_lm,
-        "abc",
-        raw=True,
-        max_new_tokens=20,
-        num_return_sequences=3,
-        stop_strings=["9", "b"],
-        logit_bias={68: 2},
-        presence_penalty=0.5,
-        **fields,
-    ).sequences
+    both = {"num_beams": 3, "length_penalty": 0.0, "early_stopping": True, "repetition_penalty": 1.3}
+    both |= {"presence_penalty": 0.5, "logit_bias": {68: 2}}
+    theirs = {"max_tokens": 20, "n": 3, "stop": ["9", "b"], "draft": "small", "draft_width": 4, "logprobs": 1}
+    given = served.post("/v1/completions", prompt="abc", **both, **theirs, return_token_ids=True).json()["choices"]
+    ours = {"max_new_tokens": 20, "num_return_sequences": 3, "stop_strings": ["9", "b"]}
+    expected = specbeam.generate(chat_lm, "abc", raw=True, **both, **ours).sequences
     assert [choice["text"] for choice in given] == [text.text for text in expected]
     assert [choice["token_ids"] for choice in given] == [text.token_ids for text in expected]
     assert [choice["score"] for choice in given] == [text.score for text in expected]

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +16,7 @@ from specbeam.server.limits import Access
 from specbeam.server.page import HEADERS
 from tests.conftest import reference_model
 from tests.server.conftest import serving
-from tests.server.test_life import wait_for
+from tests.server.test_life import Gate, wait_for
 
 PAGE = Path(specbeam.__file__).parent / "server/page"
 AXE = Path(sys.prefix) / "npm/node_modules/axe-core/axe.min.js"
@@ -228,7 +227,6 @@ def test_a_link_holds_the_prompt_and_all_options(tab, served):
     assert other.get_by_label("Only these answers").is_visible()  # it has an effect here, too
 
 
-@on_a_real_model_too
 def test_a_replay_and_a_reload_give_the_same_picture(tab, served):
     show(tab, served, **BEAMS)
     grow(tab)
@@ -249,28 +247,17 @@ def recording(beams, steps):
     rounds = []
     for step in range(steps):
         nodes = [beams * step + row + 1 for row in range(beams)]
+        token = {"text": " a", "log_prob": -0.5}
         line = [
-            {
-                "node": node,
-                "after": max(0, node - beams),
-                "token_id": row,
-                "text": " a",
-                "log_prob": -0.5,
-                "score": -row,
-            }
+            {"node": node, "after": max(0, node - beams), "token_id": row, "score": -row, **token}
             for row, node in enumerate(nodes)
         ]
         cost = {"target_passes": 1, "draft_passes": 0, "nodes": beams, "seconds": step + 1.0}
         empty = {"drafted": [], "ahead": [], "ended": [], "dropped": [], "certain": [], "text": ""}
         evaluated = [one["after"] for one in line]
         rounds.append({"event": "round", **empty, "evaluated": evaluated, "steps": [line], "pass": cost})
-    sequence = {
-        "text": " a" * steps,
-        "token_ids": [0] * steps,
-        "log_prob": 0.0,
-        "score": 0.0,
-        "finish_reason": "length",
-    }
+    sequence = {"text": " a" * steps, "token_ids": [0] * steps, "log_prob": 0.0, "score": 0.0}
+    sequence["finish_reason"] = "length"
     begin = {"event": "begin", "format": 1, "options": {"num_beams": beams}, "prompt": []}
     events = [begin, *rounds, {"event": "end", "sequences": [sequence], "stats": {}}]
     return "\n".join(map(json.dumps, events)).encode()
@@ -353,26 +340,12 @@ def test_a_search_that_went_back_draws_the_beams_of_the_step(tab, served):
     """Lazy search goes back where memory is short. The beams that were ahead are dropped, and the step has others."""
 
     def beam(node, after, text, **more):
-        return {
-            "node": node,
-            "after": after,
-            "token_id": ord(text),
-            "text": text,
-            "log_prob": -0.5,
-            "score": -0.5,
-            **more,
-        }
+        token = {"token_id": ord(text), "text": text, "log_prob": -0.5, "score": -0.5}
+        return {"node": node, "after": after, **token, **more}
 
-    empty = {
-        "event": "round",
-        "drafted": [],
-        "ended": [],
-        "dropped": [],
-        "certain": [],
-        "text": "",
-        "steps": [],
-        "ahead": [],
-    }
+    lists = ("drafted", "ended", "dropped", "certain", "steps", "ahead")
+    step = [beam(4, 1, "d"), beam(5, 1, "c")]
+    empty = {"event": "round", "text": "", **{name: [] for name in lists}}
     empty["pass"] = {"target_passes": 1, "draft_passes": 0, "nodes": 1, "seconds": 1.0}
     sequence = {"text": "ac", "token_ids": [97, 99], "log_prob": 0.0, "score": 0.0, "finish_reason": "length"}
     run = [
@@ -382,7 +355,7 @@ def test_a_search_that_went_back_draws_the_beams_of_the_step(tab, served):
         {
             **empty,
             "evaluated": [1, 2],
-            "steps": [[beam(4, 1, "d"), beam(5, 1, "c")]],
+            "steps": [step],
             "dropped": [3],
             "text": "a " * 99,
         },
@@ -502,7 +475,6 @@ def test_a_branch_goes_on_and_the_prefix_is_not_read_again(tab, served, lm):
     assert tab.locator(".branches li").count() == 2
 
 
-@on_a_real_model_too
 def test_a_race_ends_with_the_same_text(tab, served):
     show(tab, served, view="race", num_beams=1, max_tokens=24)
     tab.get_by_role("button", name="Race", exact=True).last.click()
@@ -543,37 +515,15 @@ def test_the_text_goes_on_from_a_token_of_a_beam_that_lost(tab, served, lm):
     assert tab.locator(".branches .snippet").last.text_content() == text
 
 
-class Turnstile:
-    """Lets an engine take one pass after the other, until it is opened."""
-
-    def __init__(self, engine):
-        self.reached, self.passes = threading.Event(), threading.Semaphore(0)
-        self.request = engine.submit([65], {"max_new_tokens": 100, "logits_processor": self.wait})
-        assert self.reached.wait(60)
-
-    def wait(self, ids, scores):
-        self.reached.set()
-        assert self.passes.acquire(timeout=60)
-        return scores
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.request.cancel()
-        self.passes.release(200)
-        self.request.result(60)
-
-
 @on_a_real_model_too
 def test_a_chat_streams_stops_and_shows_how_an_answer_was_made(tab, served, lm):
     show(tab, served, view="chat", num_beams=1, draft="none", max_tokens=50)
     engine = served.models.get(None).engine
     tab.get_by_label("Message", exact=True).fill("Hi")
-    with Turnstile(engine) as turnstile:
+    with Gate(engine) as gate:
         tab.keyboard.press("Enter")
         wait_for(served, lambda: engine.live + engine.waiting == 2)
-        turnstile.passes.release(6)
+        gate.passes.release(6)
         said = tab.locator(".assistant .said")
         said.filter(has_text=re.compile(r"\S")).wait_for()
         streamed = said.text_content()
@@ -624,7 +574,6 @@ def test_tokens_that_a_constraint_masks_are_greyed(tab, served, lm):
     assert "at most 1000 items" in tab.locator("#field-structured_outputs-help.wrong").inner_text()
 
 
-@on_a_real_model_too
 def test_a_refusal_stands_beside_its_field(tab, served):
     show(tab, served, num_beams=50)
     tab.get_by_role("button", name="Grow the tree").click()
@@ -635,9 +584,10 @@ def test_a_refusal_stands_beside_its_field(tab, served):
     assert about == "num_beams=50 is more than this server's limit of 32"
 
 
-def test_twenty_tabs_get_their_texts(browser, served, lm):
+def test_many_tabs_get_their_texts(browser, served, lm):
+    """A browser has 6 connections to a host."""
     context = browser.new_context(reduced_motion="reduce", viewport={"width": 400, "height": 300})
-    tabs = [context.new_page() for _ in range(20)]
+    tabs = [context.new_page() for _ in range(8)]
     for i, tab in enumerate(tabs):
         show(tab, served, prompt=f"tab {i} tab {i}", num_beams=1 + i % 2)
         tab.get_by_label("Speed").select_option("Infinity")
@@ -678,15 +628,15 @@ def test_a_closed_tab_frees_its_request(browser, served):
     context = browser.new_context()
     tab = context.new_page()
     show(tab, served, num_beams=4, max_tokens=200, draft="none")
-    with Turnstile(engine) as turnstile:
+    with Gate(engine) as gate:
         tab.get_by_role("button", name="Grow the tree").click()
         wait_for(served, lambda: engine.live + engine.waiting == 2)
-        turnstile.passes.release(4)
+        gate.passes.release(4)
         tab.locator(".pill").first.wait_for()
         context.close()
         wait_for(served, lambda: cancelled() != before)
-        turnstile.passes.release()
-        wait_for(served, lambda: engine.live + engine.waiting == 1)  # the turnstile alone
+        gate.passes.release()
+        wait_for(served, lambda: engine.live + engine.waiting == 1)  # the gate alone
 
 
 def test_the_page_asks_for_the_key(browser, start, plain_lm):

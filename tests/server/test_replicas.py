@@ -10,7 +10,6 @@ import sys
 import threading
 from types import SimpleNamespace
 
-import httpx
 import openai
 import psutil
 import pytest
@@ -18,6 +17,7 @@ import pytest
 import specbeam
 from specbeam import cli
 from tests.conftest import in_thorough_mode
+from tests.server.conftest import Running
 from tests.server.test_life import connect
 
 pytest.importorskip("ray.serve")
@@ -28,19 +28,14 @@ LIVE = 'specbeam_live_requests{model="tiny"}'
 LONG = {"max_tokens": 600, "temperature": 0, "ignore_eos": True}
 
 
-class Cluster:
+class Cluster(Running):
     """A server process with replicas, and a client of it."""
 
+    timeout = TIMEOUT_SECONDS
+
     def __init__(self, process, url):
-        self.process, self.port = process, int(url.rsplit(":", 1)[1])
-        self.url = url
-        self.http = httpx.Client(base_url=url, timeout=TIMEOUT_SECONDS, trust_env=False, headers=HEADERS)
-
-    def client(self):
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY, max_retries=0, timeout=TIMEOUT_SECONDS)
-
-    def post(self, path, **fields):
-        return self.http.post(path, json=fields)
+        super().__init__(int(url.rsplit(":", 1)[1]), key=KEY)
+        self.process = process
 
     @property
     def replicas(self):
@@ -51,10 +46,6 @@ class Cluster:
     def wait_for(self, condition):
         while not condition():
             assert self.process.poll() is None
-
-    def metrics(self):
-        lines = self.http.get("/metrics").text.splitlines()
-        return {name: float(number) for name, number in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
 
 
 @contextlib.contextmanager
@@ -72,8 +63,7 @@ def on_ray(model, *options):
             reader = threading.Thread(target=process.stderr.read)  # a full pipe would stop the server
             reader.start()
             cluster = Cluster(process, line.split()[-1].removesuffix("/v1"))
-            with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as patient:  # until it listens
-                assert patient.get(f"{cluster.url}/health").json() == {"status": "ok", "replicas": 2}
+            cluster.wait(replicas=2)
             yield cluster
             family = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGTERM)

@@ -30,63 +30,24 @@ TEXT = "The quick brown fox jumps over the lazy dog."
 REFERENCES = ["The quick brown dog jumps on the log.", "A fast brown fox jumped over a dog that was lazy."]
 
 
-def make(
-    text=TEXT,
-    *,
-    method="greedy",
-    mode="greedy",
-    row="81",
-    turn=0,
-    repeat=0,
-    token_ids=(1, 2, 3),
-    beams=None,
-    references=(),
-    speed=20.0,
-    **other,
-):
+STATS = {
+    "prompt_tokens": 5, "seconds": 2.0, "time_to_first_token": 0.25, "forward_passes": 9, "target_passes": 7,
+    "draft_passes": 2, "nodes_evaluated": 20, "peak_slots": 30, "drafted": 10, "accepted": 4, "acceptance_rate": 0.4,
+    "steps_per_target_pass": 1.5, "peak_memory": 1000, "precision": "int8 on cpu", "target_seconds": 1.25,
+    "draft_seconds": 0.5,
+}  # fmt: skip
+
+
+def make(text=TEXT, *, method="greedy", row="81", turn=0, repeat=0, token_ids=(1, 2, 3), speed=20.0, **other):
     """A generation as a run keeps it."""
-    stats = asdict(
-        Stats(
-            prompt_tokens=5,
-            new_tokens=len(token_ids),
-            seconds=2.0,
-            tokens_per_second=speed,
-            time_to_first_token=0.25,
-            forward_passes=9,
-            target_passes=7,
-            draft_passes=2,
-            nodes_evaluated=20,
-            peak_slots=30,
-            drafted=10,
-            accepted=4,
-            acceptance_rate=0.4,
-            steps_per_target_pass=1.5,
-            peak_memory=1000,
-            precision="int8 on cpu",
-            target_seconds=1.25,
-            draft_seconds=0.5,
-        )
-    )
+    ids = list(token_ids)
     record = {
-        "key": f"{method}|{row}|{turn}|{repeat}",
-        "method": method,
-        "mode": mode,
-        "row": row,
-        "turn": turn,
-        "repeat": repeat,
-        "category": None,
-        "prompt": "Say",
-        "references": list(references),
-        "text": text,
-        "token_ids": list(token_ids),
-        "finish_reason": "length",
-        "beams": beams or [{"text": text, "token_ids": list(token_ids), "score": -1.0}],
-        "stats": stats,
-        "times": [0.25, 0.75, 2.0],
-        "piece_tokens": [1, 1, 5],
-        "error": None,
-        "wall": 2.1,
-    }
+        "key": f"{method}|{row}|{turn}|{repeat}", "method": method, "mode": "greedy", "row": row, "turn": turn,
+        "repeat": repeat, "category": None, "prompt": "Say", "references": [], "text": text, "token_ids": ids,
+        "finish_reason": "length", "beams": [{"text": text, "token_ids": ids, "score": -1.0}],
+        "stats": asdict(Stats(**STATS, new_tokens=len(ids), tokens_per_second=speed)), "times": [0.25, 0.75, 2.0],
+        "piece_tokens": [1, 1, 5], "error": None, "wall": 2.1,
+    }  # fmt: skip
     return json.loads(json.dumps(record | other))
 
 
@@ -104,43 +65,26 @@ def beam(*token_ids, text="x"):
 def test_the_metrics_of_a_record():
     metrics = of_record(make())
     assert metrics == {
+        **{name: STATS[name] for name in ("seconds", "time_to_first_token", "target_passes", "draft_passes")},
+        **{name: STATS[name] for name in ("acceptance_rate", "steps_per_target_pass", "peak_memory")},
         "tokens_per_second": 20.0,
-        "time_to_first_token": 0.25,
-        "seconds": 2.0,
+        "new_tokens": 3,
         "time_per_token": pytest.approx(1750 / 6),  # 500 ms for a token, and then 1250 ms for five
         "time_per_token_p95": pytest.approx(250 + 0.75 * 250),
         "gap_p50": pytest.approx(875.0),  # of 500 and 1250 ms
         "gap_p95": pytest.approx(500 + 0.95 * 750),
-        "target_passes": 7,
-        "draft_passes": 2,
-        "acceptance_rate": 0.4,
-        "evaluated_beams": None,
-        "steps_per_target_pass": 1.5,
-        "peak_memory": 1000,
-        "new_tokens": 3,
-        "repetition": None,
         "distinct_1": 1.0,
         "distinct_2": 1.0,
-        "beams_distinct_1": None,
-        "beams_distinct_2": None,
-        "self_bleu": None,
-        "edit_distance": None,
+        **dict.fromkeys(("evaluated_beams", "repetition", "beams_distinct_1", "beams_distinct_2")),
+        **dict.fromkeys(("self_bleu", "edit_distance")),
     }
     assert {*of_record(make(references=REFERENCES))} == {*metrics, "rouge1", "rouge2", "rougeL", "bleu", "chrf"}
 
 
 def test_an_empty_text_has_few_metrics():
     metrics = of_record(make("", token_ids=[], times=[], piece_tokens=[], references=["something"]))
-    for name in (
-        "time_per_token",
-        "time_per_token_p95",
-        "gap_p50",
-        "gap_p95",
-        "repetition",
-        "distinct_1",
-        "distinct_2",
-    ):
-        assert metrics[name] is None
+    missing = ("time_per_token", "time_per_token_p95", "gap_p50", "gap_p95", "repetition", "distinct_1", "distinct_2")
+    assert {metrics[name] for name in missing} == {None}
     assert metrics["bleu"] == metrics["rougeL"] == metrics["chrf"] == 0
 
 

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 
 from specbeam.study import plots, report, samples, words
 from specbeam.study.statistics import share_interval
+from tests.study.test_metrics import make
 
 METHODS = {
     "greedy": ("greedy", 13.4, 1.0),
@@ -87,20 +88,11 @@ def generation(method, row=0, category="code", text=None, trace=None, **more):
     chosen = trace if trace is not None else {"speculative": CHAIN, "speculative-beam": BEAMS}.get(METHODS[method][0])
     text = text if text is not None else "The sky is blue" if chosen is BEAMS else "def add(a, b"
     ids = [next(b["token_id"] for b in step) for round in chosen or [] for step in round["steps"]]
-    drafted = sum(len(round["drafted"]) for round in chosen or [])
-    accepted = sum(g["accepted"] for round in chosen or [] for g in round["drafted"])
-    stats = {
-        "prompt_tokens": 12, "new_tokens": 64, "seconds": 3.0, "tokens_per_second": 20.0, "time_to_first_token": 0.2,
-        "forward_passes": 30, "target_passes": 30, "draft_passes": 0, "drafted": drafted, "accepted": accepted,
-        "acceptance_rate": accepted / drafted if drafted else None, "steps_per_target_pass": 2.0, "peak_memory": 10**9,
-        "target_seconds": 2.5, "draft_seconds": 0.1,
-    }  # fmt: skip
-    return {
-        "key": f"{method}|{row}|0|0", "method": method, "mode": METHODS[method][0], "row": str(row), "turn": 0,
-        "repeat": 0, "category": category, "prompt": "Write a function that adds.", "references": [], "text": text,
-        "token_ids": ids, "finish_reason": "length", "beams": [], "stats": stats, "times": [], "trace": chosen,
-        "error": None, "wall": 3.1, **more,
-    }  # fmt: skip
+    more = {"prompt": "Write a function that adds.", "category": category, "trace": chosen, **more}
+    record = make(text, method=method, mode=METHODS[method][0], row=str(row), token_ids=ids, **more)
+    drafted = [g["accepted"] for round in chosen or [] for g in round["drafted"]]
+    record["stats"] |= {"new_tokens": 64, "drafted": len(drafted), "accepted": sum(drafted)}
+    return record
 
 
 def failure(method, row, error):
@@ -112,59 +104,40 @@ def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
     method_summaries = []
     for name in methods:
         mode, speed, steps = METHODS[name]
-        metrics = {
-            "tokens_per_second": around(speed),
-            "time_to_first_token": around(0.213),
-            "target_passes": around(64 / steps),
-            "draft_passes": around(0.0),
-            "steps_per_target_pass": around(steps),
-            "new_tokens": around(64.0),
-            "rougeL": around(0.287 if mode in ("beam", "speculative-beam") else 0.241),
-            "time_per_token": around(31.7),
-        }
+        beams = mode in ("beam", "speculative-beam")
+        means = {"tokens_per_second": speed, "time_to_first_token": 0.213, "target_passes": 64 / steps}
+        means |= {"draft_passes": 0.0, "steps_per_target_pass": steps, "new_tokens": 64.0, "time_per_token": 31.7}
+        means["rougeL"] = 0.287 if beams else 0.241
         if perplexity:
-            metrics["perplexity"] = around({"beam": 4.02, "speculative-beam": 4.02, "sample": 9.7}.get(mode, 4.91))
+            means["perplexity"] = 4.02 if beams else 9.7 if mode == "sample" else 4.91
         if steps > 1:
-            metrics["acceptance_rate"] = around(0.61)
-        twin = TWINS.get(name)
-        ratio = {"ratio": speed / METHODS[twin][1], "low": 1.31, "high": 2.09, "p": 0.001, "n": 24} if twin else None
-        method_summaries.append(
-            {
-                "method": name,
-                "mode": mode,
-                "generations": 24,
-                "failed": 0,
-                "metrics": metrics,
-                "corpus": {},
-                "pass_at_1": None,
-                "agreement": {"twin": twin, "same": 24, "of": 24} if twin else None,
-                "against": {"baseline": twin, "tokens_per_second": ratio} if twin else None,
-            }
-        )
-    categories = {
-        category: {
-            name: {
-                "tokens_per_second": METHODS[name][1] * (how if METHODS[name][2] > 1 else 1),
-                "steps_per_target_pass": max(1.0, METHODS[name][2] * how) if METHODS[name][2] > 1 else 1.0,
-                "new_tokens": 64,
-                "n": 6,
-                "against": around_ratio(METHODS[name][1] * how / METHODS[TWINS[name]][1], 0.05)
-                if name in TWINS
-                else None,
-            }
-            for name in methods
+            means["acceptance_rate"] = 0.61
+        one = {"method": name, "mode": mode, "generations": 24, "failed": 0, "corpus": {}, "pass_at_1": None}
+        one |= {"metrics": {metric: around(mean) for metric, mean in means.items()}, "agreement": None, "against": None}
+        if twin := TWINS.get(name):
+            ratio = {"ratio": speed / METHODS[twin][1], "low": 1.31, "high": 2.09, "p": 0.001, "n": 24}
+            one["agreement"] = {"twin": twin, "same": 24, "of": 24}
+            one["against"] = {"baseline": twin, "tokens_per_second": ratio}
+        method_summaries.append(one)
+
+    def in_category(name, how):
+        _, speed, steps = METHODS[name]
+        twin, how_much = TWINS.get(name), how if steps > 1 else 1
+        return {
+            "tokens_per_second": speed * how_much,
+            "steps_per_target_pass": max(1.0, steps * how_much),
+            "new_tokens": 64,
+            "n": 6,
+            "against": around_ratio(speed * how / METHODS[twin][1], 0.05) if twin else None,
         }
-        for category, how in CATEGORIES.items()
-    }
+
+    categories = {category: {name: in_category(name, how) for name in methods} for category, how in CATEGORIES.items()}
     drafting = [name for name in methods if METHODS[name][2] > 1]
     best = max(methods, key=lambda name: METHODS[name][1])
+    rivals = {name: around_ratio(METHODS[best][1] / METHODS[name][1]) for name in methods if name != best}
     summary = {
         "confidence": 0.95,
-        "fastest": {
-            "method": best,
-            "rivals": {name: around_ratio(METHODS[best][1] / METHODS[name][1]) for name in methods if name != best},
-            "unsettled": [],
-        },
+        "fastest": {"method": best, "rivals": rivals, "unsettled": []},
         "methods": method_summaries,
         "categories": categories if with_categories else {},
         "acceptance_by_position": {
@@ -173,13 +146,12 @@ def study(methods=tuple(METHODS), perplexity=True, with_categories=True):
         },
         "time": {name: {"target": 14.0 / METHODS[name][2], "draft": 0.4, "rest": 0.3} for name in methods},
     }
-    records = [generation(name, row, category) for row, category in enumerate(CATEGORIES) for name in methods]
     return {
         "title": "A study",
         "config": {"model": {"target": "smollm2"}, "decode": {"mode": ["greedy"], "k": "auto"}},
         "fingerprint": {"machine": {"cpu": "a CPU"}, "models": {"target": {"sha256": "0123456789abcdef" * 4}}},
         "summary": summary,
-        "records": records,
+        "records": [generation(name, row, category) for row, category in enumerate(CATEGORIES) for name in methods],
     }
 
 
@@ -212,7 +184,10 @@ def report_of(tmp_path_factory):
     def report_of(which):
         if which not in reports:
             folder = tmp_path_factory.mktemp("report")
-            reports[which] = folder, *written(folder, **some(which), overhead=0.013)
+            with pytest.MonkeyPatch.context() as patch:
+                if which != "everything":  # the files take most of the time
+                    patch.setattr(plots, "FORMATS", ())
+                reports[which] = folder, *written(folder, **some(which), overhead=0.013)
         return reports[which]
 
     return report_of
@@ -424,7 +399,8 @@ def test_nothing_is_asked_of_the_network_and_ids_are_unique(report_of):
         assert table_head.get("scope") in ("col", "row", "rowgroup")
 
 
-def test_texts_are_escaped_wherever_they_come_from(tmp_path):
+def test_texts_are_escaped_wherever_they_come_from(tmp_path, monkeypatch):
+    monkeypatch.setattr(plots, "FORMATS", ())
     report_data = study()
     bad = "<img src=x onerror=alert(1)>"
     report_data["summary"]["methods"][1]["method"] = report_data["summary"]["fastest"]["method"] = bad
@@ -449,7 +425,7 @@ def test_texts_are_escaped_wherever_they_come_from(tmp_path):
     assert "and more" not in page.text  # an error is one line
 
 
-def test_a_sample_tells_what_was_proposed_verified_and_replaced(tmp_path):
+def test_a_sample_tells_what_was_proposed_verified_and_replaced(tmp_path, no_plots):
     report_data = study(["greedy", "greedy, n-gram drafts"])
     html, page = written(tmp_path, **report_data)
     for heading in ("what it proposed", "which tokens it verified", "what replaced the rest", "the text"):
@@ -601,8 +577,13 @@ def served(folder):
     server.server_close()
 
 
-@pytest.mark.parametrize("which", ["everything", "many strange texts", "all failed"])
-@pytest.mark.parametrize("size", [(1280, 800), (390, 844)])
+WIDE, NARROW = (1280, 800), (390, 844)
+
+
+@pytest.mark.parametrize(
+    ("which", "size"),
+    [("everything", WIDE), ("everything", NARROW), ("many strange texts", NARROW), ("all failed", WIDE)],
+)
 def test_the_page_in_a_browser(report_of, browser, which, size):
     width, height = size
     with served(report_of(which)[0]) as address:

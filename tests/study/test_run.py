@@ -30,7 +30,7 @@ from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
 from tests.jobs.faults import Crash, CrashingDisk, killed_at_sync
 from tests.pages import ROOT, files, shell
 
-METHODS = ["greedy", "speculative", "beam", "speculative-beam"]
+pytestmark = pytest.mark.usefixtures("no_plots")
 
 
 @pytest.fixture(scope="module")
