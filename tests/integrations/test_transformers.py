@@ -241,6 +241,11 @@ def test_a_callers_own_processor_of_a_known_kind_counts(model):
         ({"past_key_values": DynamicCache(), "num_beams": 2}, "past_key_values with beams"),
         ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
         ({"position_ids": torch.tensor([[4, 5, 6]])}, "position_ids"),
+        ({"num_beams": 2, "sequence_bias": {(7,): float("inf")}}, "sequence_bias .* to inf: with beams, keep scores"),
+        (
+            {"num_beams": 2, "exponential_decay_length_penalty": (2, 1.6), "remove_invalid_values": True},
+            "exponential_decay_length_penalty with remove_invalid_values and beams",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -370,12 +375,73 @@ def test_processors_go_together_in_any_batch(models, small, architecture, prompt
     if -1 in torch.tensor(eos).flatten():
         names.discard("exponential_decay_length_penalty")  # transformers refuses this
     names.difference_update(OLD_MISTAKES)
+    if num_beams > 1 and "remove_invalid_values" in names:
+        names.discard("exponential_decay_length_penalty")  # refused, since transformers' texts have scores of inf
     for name in sorted(names):
         options |= OPTIONS[name]
     inputs = padded(prompts)
-    expected = models(architecture).generate(**inputs, **options).tolist()
-    assert models(architecture).generate(**inputs, **options, **EXTRA).tolist() == expected
-    assert models(architecture).generate(**inputs, **options, assistant_model=small, **EXTRA).tolist() == expected
+    expected = models(architecture).generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
+    for draft in {}, {"assistant_model": small}:
+        try:
+            got = models(architecture).generate(**inputs, **options, **draft, **EXTRA)
+        except SpecbeamError:
+            assert has_dead_end(expected, num_beams)
+        else:
+            assert got.tolist() == expected.sequences.tolist()
+
+
+def has_dead_end(output, num_beams):
+    """Whether transformers had no allowed token for a text, or returns one that is forbidden or has not ended."""
+    if num_beams == 1:
+        return not all((scores.amax(-1) > float("-inf")).all() for scores in output.scores)
+    return not (output.sequences_scores > -1e8).all()
+
+
+def test_an_end_token_that_is_forbidden_does_not_score_infinity(model):
+    """remove_invalid_values makes its score finite, exponential_decay_length_penalty infinite. Then texts go on."""
+    options = OPTIONS["exponential_decay_length_penalty"] | OPTIONS["remove_invalid_values"] | OPTIONS["min_length"]
+    options |= {"num_beams": 2, "max_new_tokens": 7, "eos_token_id": [4, 8]}
+    inputs = padded([[15, 4, 14], [13, 18], [18]])
+    theirs = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
+    assert theirs.sequences_scores.isinf().all()
+    with pytest.raises(SpecbeamError, match="exponential_decay_length_penalty with remove_invalid_values"):
+        model.generate(**inputs, **options, **EXTRA)
+    options |= {"num_beams": 1}
+    assert model.generate(**inputs, **options, **EXTRA).tolist() == model.generate(**inputs, **options).tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_texts_without_an_allowed_token_are_not_renormalized(model, num_beams, draft):
+    """transformers makes NaN of these scores, and NaN is the highest of all."""
+    options = {"prefix_allowed_tokens_fn": lambda row, ids: [5, 6], "begin_suppress_tokens": [5, 6]}
+    options |= {"renormalize_logits": True, "num_beams": num_beams, "max_new_tokens": 3}
+    out = model.generate(torch.tensor([[3, 4]]), **options, return_dict_in_generate=True, output_scores=True)
+    assert out.scores[0].isnan().all()
+    with pytest.raises(SpecbeamError, match=r"renormalize_logits gives NaN: .* other options must allow some token"):
+        model.generate(torch.tensor([[3, 4]]), **options, draft=draft, **EXTRA)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_guesses_without_an_allowed_token_are_no_error(model, num_beams):
+    """Of the guesses after 3, nothing may follow 4. No text has it."""
+    nothing_after = torch.tensor([token == 4 for token in range(VOCAB)])
+    own = LogitsProcessorList(
+        [
+            lambda ids, scores: scores.masked_fill(nothing_after[ids[:, -1]][:, None], float("-inf")),
+            lambda ids, scores: torch.where(torch.arange(VOCAB) == 4, scores - 50, scores),
+        ]
+    )
+    options = {"logits_processor": own, "renormalize_logits": True, "num_beams": num_beams, "max_new_tokens": 4}
+    prompt = torch.tensor([[3, 4, 7, 3, 4, 6, 3]])
+    expected = model.generate(prompt, **options).tolist()
+    assert model.generate(prompt, **options, draft="ngram", **EXTRA).tolist() == expected
+
+
+def test_an_infinite_score_is_refused_with_beams(model):
+    own = LogitsProcessorList([lambda ids, scores: scores.masked_fill(PREFERRED, float("inf"))])
+    with pytest.raises(SpecbeamError, match=r"logits_processor.* to inf: with beams, keep scores finite"):
+        model.generate(torch.tensor([[3, 4]]), logits_processor=own, num_beams=2, max_new_tokens=3, **EXTRA)
 
 
 @pytest.mark.parametrize(
@@ -423,9 +489,11 @@ def test_fewer_texts_than_asked_for_are_refused(model):
         model.generate(torch.tensor([[6, 15, 7]]), eos_token_id=6, **options, **EXTRA)
 
 
-def test_tokens_that_other_options_forbid_are_not_forced(model):
+@pytest.mark.parametrize("remove", [False, True])
+def test_tokens_that_other_options_forbid_are_not_forced(model, remove):
     """Newer releases of transformers force a forbidden token if prefix_allowed_tokens_fn allows no other."""
     options = {"prefix_allowed_tokens_fn": lambda row, ids: [5], "bad_words_ids": [[5]], "max_new_tokens": 3}
+    options |= {"remove_invalid_values": remove}
     for num_beams in (1, 3):
         with pytest.raises(SpecbeamError, match="prefix_allowed_tokens_fn"):
             model.generate(torch.tensor([[3, 4]]), num_beams=num_beams, **options, **EXTRA)
