@@ -1,5 +1,6 @@
 """Decoding inside transformers: ``model.generate`` returns the same with and without our ``custom_generate``."""
 
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -13,6 +14,7 @@ from transformers import (
     EosTokenCriteria,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
@@ -380,14 +382,30 @@ def test_processors_go_together_in_any_batch(models, small, architecture, prompt
     for name in sorted(names):
         options |= OPTIONS[name]
     inputs = padded(prompts)
-    expected = models(architecture).generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
+    with forced_tokens() as forced:
+        expected = models(architecture).generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
     for draft in {}, {"assistant_model": small}:
         try:
             got = models(architecture).generate(**inputs, **options, **draft, **EXTRA)
         except SpecbeamError:
-            assert has_dead_end(expected, num_beams)
+            assert any(forced) or has_dead_end(expected, num_beams)
         else:
             assert got.tolist() == expected.sequences.tolist()
+
+
+@contextmanager
+def forced_tokens():
+    """A list, with a bool for each step: prefix_allowed_tokens_fn forced tokens that were forbidden."""
+    forced, usual = [], PrefixConstrainedLogitsProcessor.__call__
+
+    def call(self, input_ids, scores):
+        after = usual(self, input_ids, scores)
+        forced.append(bool((scores.isneginf() & ~after.isneginf()).any()))
+        return after
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefixConstrainedLogitsProcessor, "__call__", call)
+        yield forced
 
 
 def has_dead_end(output, num_beams):

@@ -244,7 +244,7 @@ class TransformersBeamSearch(BeamSearch):
 
     def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
         best = super()._best(answer, rows) if answer.noise is not None else self._topk(answer)
-        if not best.scores.max() < np.inf:  # inf, and NaN: then no text can be told from a forbidden one
+        if not best.scores.max() < np.inf:  # inf, and NaN: transformers' -1e9 forbids nothing there
             raise SpecbeamError(
                 f"logits_processor, sequence_bias or exponential_decay_length_penalty raised the score of a text to "
                 f"{best.scores.max()}: with beams, keep scores finite"
