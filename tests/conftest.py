@@ -129,9 +129,6 @@ def calls_made(function):
     return calls
 
 
-lines_run = calls_made  # the name in tests/decoding
-
-
 def byte_tokenizer(chat_template=None, vocab_size=259):
     """The first ``vocab_size`` tokens of this list: bytes 0 to 255, <bos>, <eos>, <unused>."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:vocab_size]

@@ -24,7 +24,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.options import Options
 from specbeam.selection import Noise, Wish, select
 from specbeam.tree import Tree
-from tests.conftest import lines_run
+from tests.conftest import calls_made
 
 SCORES = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40).map(lambda x: torch.tensor(x)[None])
 
@@ -99,10 +99,10 @@ def test_bans_and_biases_are_those_of_transformers(texts, data):
 
 @pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 10**6}, {"bad_words_ids": [[0] * 10**6]}])
 def test_bans_that_are_longer_than_the_text_cost_nothing(options):
-    """Each of its tokens took some lines of Python in each step."""
+    """Each of its tokens took some calls in each step."""
     tree = Tree([3, 1])
     process = Processors(Options(**options), frozenset(), 5)
-    assert lines_run(lambda: process(tree, [tree.tip])) < 100
+    assert calls_made(lambda: process(tree, [tree.tip])) < 100
 
 
 @given(TEXTS, st.floats(-2, 2), st.floats(-2, 2))

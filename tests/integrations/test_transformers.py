@@ -1,9 +1,11 @@
 """Decoding inside transformers: ``model.generate`` returns the same with and without our ``custom_generate``."""
 
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, chisquare
 from transformers import (
@@ -12,6 +14,7 @@ from transformers import (
     EosTokenCriteria,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
@@ -196,6 +199,11 @@ FEW = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": VOCAB + 2, "
         ({"draft": "ngram", "prompt_lookup_num_tokens": 3}, "draft and prompt_lookup_num_tokens each"),
         ({"stop_strings": "a"}, "tokenizer="),
         ({"stopping_criteria": [lambda ids, scores: torch.zeros(3, dtype=torch.bool)]}, "stopping_criteria returned"),
+        ({"num_beams": 2, "sequence_bias": {(7,): float("inf")}}, "sequence_bias .* to inf: with beams, keep scores"),
+        (
+            {"num_beams": 2, "exponential_decay_length_penalty": (2, 1.6), "remove_invalid_values": True},
+            "exponential_decay_length_penalty with remove_invalid_values and beams",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -312,6 +320,104 @@ def test_every_processor_counts_in_a_batch_with_and_without_drafts(model, small,
     assert model.generate(**inputs, **options, assistant_model=small, **EXTRA).tolist() == expected
 
 
+@given(
+    architecture=st.sampled_from(["llama", "gpt2", "mistral"]),
+    prompts=PROMPTS,
+    names=st.sets(st.sampled_from([*OPTIONS]), max_size=5),
+    num_beams=st.integers(1, 3),
+    eos=st.sampled_from([-1, 4, [4, 8], [8, -1]]),
+    pad=st.sampled_from([None, 0, 3]),
+)
+def test_processors_go_together_in_any_batch(models, small, architecture, prompts, names, num_beams, eos, pad):
+    options = {"num_beams": num_beams, "max_new_tokens": 7, "eos_token_id": eos, "pad_token_id": pad}
+    if -1 in torch.tensor(eos).flatten():
+        names.discard("exponential_decay_length_penalty")  # transformers refuses this
+    names.difference_update(OLD_MISTAKES)
+    if num_beams > 1 and "remove_invalid_values" in names:
+        names.discard("exponential_decay_length_penalty")  # refused, since transformers' texts have scores of inf
+    for name in sorted(names):
+        options |= OPTIONS[name]
+    inputs = padded(prompts)
+    with forced_tokens() as forced:
+        expected = models(architecture).generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
+    for draft in {}, {"assistant_model": small}:
+        try:
+            got = models(architecture).generate(**inputs, **options, **draft, **EXTRA)
+        except SpecbeamError:
+            assert any(forced) or has_dead_end(expected, num_beams)
+        else:
+            assert got.tolist() == expected.sequences.tolist()
+
+
+@contextmanager
+def forced_tokens():
+    """A list, with a bool for each step: prefix_allowed_tokens_fn forced tokens that were forbidden."""
+    forced, usual = [], PrefixConstrainedLogitsProcessor.__call__
+
+    def call(self, input_ids, scores):
+        after = usual(self, input_ids, scores)
+        forced.append(bool((scores.isneginf() & ~after.isneginf()).any()))
+        return after
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefixConstrainedLogitsProcessor, "__call__", call)
+        yield forced
+
+
+def has_dead_end(output, num_beams):
+    """Whether transformers had no allowed token for a text, or returns one that is forbidden or has not ended."""
+    if num_beams == 1:
+        return not all((scores.amax(-1) > float("-inf")).all() for scores in output.scores)
+    return not (output.sequences_scores > -1e8).all()
+
+
+def test_an_end_token_that_is_forbidden_does_not_score_infinity(model):
+    """remove_invalid_values makes its score finite, exponential_decay_length_penalty infinite. Then texts go on."""
+    options = OPTIONS["exponential_decay_length_penalty"] | OPTIONS["remove_invalid_values"] | OPTIONS["min_length"]
+    options |= {"num_beams": 2, "max_new_tokens": 7, "eos_token_id": [4, 8]}
+    inputs = padded([[15, 4, 14], [13, 18], [18]])
+    theirs = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
+    assert theirs.sequences_scores.isinf().all()
+    with pytest.raises(SpecbeamError, match="exponential_decay_length_penalty with remove_invalid_values"):
+        model.generate(**inputs, **options, **EXTRA)
+    options |= {"num_beams": 1}
+    assert model.generate(**inputs, **options, **EXTRA).tolist() == model.generate(**inputs, **options).tolist()
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+@pytest.mark.parametrize("draft", [None, "ngram"])
+def test_texts_without_an_allowed_token_are_not_renormalized(model, num_beams, draft):
+    """transformers makes NaN of these scores, and NaN is the highest of all."""
+    options = {"prefix_allowed_tokens_fn": lambda row, ids: [5, 6], "begin_suppress_tokens": [5, 6]}
+    options |= {"renormalize_logits": True, "num_beams": num_beams, "max_new_tokens": 3}
+    out = model.generate(torch.tensor([[3, 4]]), **options, return_dict_in_generate=True, output_scores=True)
+    assert out.scores[0].isnan().all()
+    with pytest.raises(SpecbeamError, match=r"renormalize_logits gives NaN: .* other options must allow some token"):
+        model.generate(torch.tensor([[3, 4]]), **options, draft=draft, **EXTRA)
+
+
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_guesses_without_an_allowed_token_are_no_error(model, num_beams):
+    """Of the guesses after 3, nothing may follow 4. No text has it."""
+    nothing_after = torch.tensor([token == 4 for token in range(VOCAB)])
+    own = LogitsProcessorList(
+        [
+            lambda ids, scores: scores.masked_fill(nothing_after[ids[:, -1]][:, None], float("-inf")),
+            lambda ids, scores: torch.where(torch.arange(VOCAB) == 4, scores - 50, scores),
+        ]
+    )
+    options = {"logits_processor": own, "renormalize_logits": True, "num_beams": num_beams, "max_new_tokens": 4}
+    prompt = torch.tensor([[3, 4, 7, 3, 4, 6, 3]])
+    expected = model.generate(prompt, **options).tolist()
+    assert model.generate(prompt, **options, draft="ngram", **EXTRA).tolist() == expected
+
+
+def test_an_infinite_score_is_refused_with_beams(model):
+    own = LogitsProcessorList([lambda ids, scores: scores.masked_fill(PREFERRED, float("inf"))])
+    with pytest.raises(SpecbeamError, match=r"logits_processor.* to inf: with beams, keep scores finite"):
+        model.generate(torch.tensor([[3, 4]]), logits_processor=own, num_beams=2, max_new_tokens=3, **EXTRA)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -343,6 +449,15 @@ def test_scores_change_no_text_where_logits_are_equal():
             for asked in (False, True)
         )
         assert without == with_scores
+
+
+def test_tokens_that_other_options_forbid_are_not_forced(model):
+    """Newer releases of transformers force a forbidden token if prefix_allowed_tokens_fn allows no other."""
+    options = {"prefix_allowed_tokens_fn": lambda row, ids: [5], "bad_words_ids": [[5]], "max_new_tokens": 3}
+    options |= {"remove_invalid_values": True}
+    for num_beams in (1, 3):
+        with pytest.raises(SpecbeamError, match="prefix_allowed_tokens_fn"):
+            model.generate(torch.tensor([[3, 4]]), num_beams=num_beams, **options, **EXTRA)
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])

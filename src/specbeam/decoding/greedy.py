@@ -44,8 +44,8 @@ def chosen(answer: Answer, row: int = 0) -> tuple[int, float]:
     """The highest token of a row, and its log-probability.
 
     Raises:
-        DeadEnd: no token was allowed.
+        DeadEnd: no token was allowed. Functions may have made NaN of that.
     """
-    if answer.scores[row, 0] == MASKED:
+    if not answer.scores[row, 0] > MASKED:
         raise DeadEnd
     return int(answer.tokens[row, 0]), float(answer.log_probs[row, 0])

@@ -133,12 +133,14 @@ class Processors:
         return forbidden
 
     def check(self, nodes: Nodes, answer: Answer) -> None:
-        """Refuse beams that ``prefix_allowed_tokens_fn`` leaves without any token.
+        """Refuse beams that ``prefix_allowed_tokens_fn`` leaves without any token, and beams of NaN that were guesses.
 
         Raises:
             SpecbeamError: one of the beams, int64 [n], is left without any by the function alone, or all of them are by
-                the processors together.
+                the processors together; or a function returned NaN for one.
         """
+        if self.functions and np.isnan(answer.scores[:, :1]).any():
+            raise _not_a_number("logits_processor")
         if self.prefix_allowed_tokens_fn is None:
             return
         if not self._dead_ends.isdisjoint(nodes.tolist()):
@@ -196,8 +198,9 @@ class Processors:
     def _call(self, tree: Tree, nodes: Nodes, guessed: NDArray[np.bool_], scores: Tensor) -> Tensor:
         """Call the functions on all nodes of one depth at once, since their texts are equally long.
 
-        A guess that no token may follow keeps its scores: functions may count on some token that is allowed. A draft
-        may have fewer tokens than the target. Functions see its other tokens as forbidden.
+        A guess that no token may follow keeps its scores: functions may count on some token that is allowed. If one
+        function forbids all tokens, later ones may return NaN. A guess keeps that: it is an error once the guess is
+        chosen. A draft may have fewer tokens than the target. Functions see its other tokens as forbidden.
 
         Raises:
             SpecbeamError: a function of the caller returned scores of another shape, NaN, or no tokens.
@@ -209,16 +212,26 @@ class Processors:
         for rows, ids in _by_length(tree, nodes[alive]):
             input_ids = torch.from_numpy(ids).to(scores.device)
             at = torch.from_numpy(alive[rows]).to(scores.device)
+            chosen = torch.from_numpy(~guessed[alive[rows]]).to(scores.device)
             here = scores[at]
             for function in self.functions:
                 here = function(input_ids, shaped := here)
-                if not isinstance(here, Tensor) or here.shape != shaped.shape or here.isnan().any():
+                if not isinstance(here, Tensor) or here.shape != shaped.shape:
                     got = f"of shape {[*here.shape]}" if isinstance(here, Tensor) else type(here).__name__
                     raise SpecbeamError(
-                        f"logits_processor returned a value {got}: give scores of shape {[*shaped.shape]} without NaN"
+                        f"logits_processor returned a value {got}: give scores of shape {[*shaped.shape]}"
                     )
+                if here[chosen].isnan().any():
+                    raise _not_a_number(getattr(function, "option", "logits_processor"))
             scores[at] = here
         return scores[:, :columns]
+
+
+def _not_a_number(option: str) -> SpecbeamError:
+    return SpecbeamError(
+        f"{option} gives NaN: scores must be numbers, and before it the other options must allow some token, with a "
+        "finite score"
+    )
 
 
 def _edit(kind: Literal["add", "repeat", "ban"], rows: NDArray[np.int64], tokens: Any, values: Any = ()) -> Edit:

@@ -198,7 +198,7 @@ def generate(
     how = _draft(lm, assistant_tokenizer, draft=draft, assistant_model=assistant_model, prompt_lookup_num_tokens=lookup)
     has_model = isinstance(how.get("draft"), LanguageModel)
     refuse(has_model and lm.backend.start_token_ids is not None and not prompts.have_ids, "a draft without input_ids")
-    check_processors(logits_processor, lm.backend.vocab_size)
+    check_processors(logits_processor, lm.backend.vocab_size, beams)
     eos, criteria = _ends(stopping_criteria, stop_strings, tokenizer)
     if criteria and eos is None and beams == 1 and len(input_ids) > 1:
         raise SpecbeamError(

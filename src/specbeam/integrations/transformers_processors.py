@@ -107,12 +107,28 @@ class Row:
         return of_row
 
 
-def check_processors(processors: Iterable[Any], vocab_size: int) -> None:
+@dataclass(frozen=True)
+class Named:
+    """A processor, and the option that errors name."""
+
+    option: str
+    call: Callable[..., Tensor]
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return self.call(input_ids, scores)
+
+
+def check_processors(processors: Sequence[Any], vocab_size: int, num_beams: int) -> None:
     """Refuse processors of transformers that cannot be called for single texts, and tokens that the model lacks.
 
     Raises:
         SpecbeamError: names the option.
     """
+    kinds = {type(processor) for processor in processors}
+    if num_beams > 1 and {theirs.InfNanRemoveLogitsProcessor, theirs.ExponentialDecayLengthPenalty} <= kinds:
+        # The first makes a forbidden end token's -inf finite, and the second raises that to inf. Then transformers goes
+        # on with texts that have ended, and replaces finished texts while others of the batch go on.
+        raise unsupported("exponential_decay_length_penalty with remove_invalid_values and beams")
     for processor in processors:
         for kind in type(processor).__mro__:
             if kind.__module__ == theirs.__name__ and kind is not theirs.LogitsProcessor and kind not in SUPPORTED:
@@ -147,7 +163,10 @@ def options_of(processors: Iterable[Any], row: Row, eos: Sequence[int], do_sampl
                 raise unsupported("a PrefixConstrainedLogitsProcessor after processors that force tokens")
             options["prefix_allowed_tokens_fn"] = _allowed_tokens(step, row)
         else:
-            options["logits_processor"].append(row.whole(step))
+            if kind is theirs.InfNanRemoveLogitsProcessor and "prefix_allowed_tokens_fn" in options:
+                step = _but_for_no_tokens(step)
+            name = "renormalize_logits" if kind is theirs.LogitNormalization else "logits_processor"
+            options["logits_processor"].append(Named(name, row.whole(step)))
     return options | {WARPERS[type(w)][0]: getattr(w, WARPERS[type(w)][1]) for w in warpers}
 
 
@@ -194,6 +213,14 @@ def _allowed_tokens(step: Any, row: Row) -> Callable[[int, Tensor], Any]:
     """The caller's function, with the number of the text in the batch."""
     allowed = row.whole(partial(step._prefix_allowed_tokens_fn, row.first // row.num_beams))
     return lambda _, input_ids: allowed(input_ids)
+
+
+def _but_for_no_tokens(remove_invalid: Any) -> Callable[[Tensor, Tensor], Tensor]:
+    """The processor, but where no beam has an allowed token, that stays so, and the texts are refused.
+
+    Newer releases of transformers have forced the tokens of ``prefix_allowed_tokens_fn`` there.
+    """
+    return lambda ids, scores: scores if bool(scores.isneginf().all()) else remove_invalid(ids, scores)
 
 
 def _last_warpers(steps: list[Any]) -> list[Any]:

@@ -141,9 +141,10 @@ class Steps:
         yield from beam_search(search, setup.record, drafter)
         texts = search.places()
         if len(texts) < search.num_return_sequences:
+            found = f"only {len(texts)} texts" if texts else "no texts"
             raise SpecbeamError(
-                f"num_return_sequences={search.num_return_sequences}, but only {len(texts)} texts of a prompt are "
-                "possible with these options: ask for fewer texts, or allow more tokens"
+                f"num_return_sequences={search.num_return_sequences}, but {found} of a prompt are possible with these "
+                f"options: {'ask for fewer texts, or ' if texts else ''}allow more tokens"
             )
         self.beam_indices = search.beam_indices()
         return texts
@@ -240,6 +241,11 @@ class TransformersBeamSearch(BeamSearch):
 
     def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
         best = super()._best(answer, rows) if answer.noise is not None else self._topk(answer)
+        if not best.scores.max() < np.inf:  # inf, and NaN: transformers' -1e9 forbids nothing there
+            raise SpecbeamError(
+                f"logits_processor, sequence_bias or exponential_decay_length_penalty raised the score of a text to "
+                f"{best.scores.max()}: with beams, keep scores finite"
+            )
         self._continued = best.beams.tolist()
         return best
 
