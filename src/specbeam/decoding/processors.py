@@ -22,7 +22,7 @@ from specbeam.decoding.constraint_mask import ConstraintMask
 from specbeam.decoding.node_states import NodeStates
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
-from specbeam.selection import MASKED, Edit
+from specbeam.selection import MASKED, Edit, to_device
 from specbeam.tree import Nodes, Tree
 
 FORCES_AND_FORBIDS = (
@@ -184,7 +184,7 @@ class Processors:
         by_function = np.zeros((len(nodes), self.vocab_size), dtype=bool)
         guessed = np.isin(nodes, guesses)
         for row, node in enumerate(nodes.tolist()):
-            input_ids = torch.from_numpy(tree.tokens(tree.path(node))).to(self.device)
+            input_ids = to_device(tree.tokens(tree.path(node)), self.device)
             tokens = self.prefix_allowed_tokens_fn(0, input_ids)
             index = _token_ids(tokens, self.vocab_size, some=not guessed[row])
             by_function[row, index] = True
@@ -206,8 +206,8 @@ class Processors:
         scores = scores.clone() if columns >= self.vocab_size else scores
         alive = np.flatnonzero((scores > MASKED).any(-1).cpu().numpy() | ~guessed)
         for rows, ids in _by_length(tree, nodes[alive]):
-            input_ids = torch.from_numpy(ids).to(scores.device)
-            at = torch.from_numpy(alive[rows]).to(scores.device)
+            input_ids = to_device(ids, scores.device)
+            at = to_device(alive[rows], scores.device)
             here = scores[at]
             for function in self.functions:
                 here = function(input_ids, shaped := here)
