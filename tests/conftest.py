@@ -259,9 +259,11 @@ def assert_are_beams_of_transformers(sequences, expected, scores):
     real = [score > -1e6 for score in scores]  # transformers fills empty places with texts of this score
     assert len(sequences) == sum(real)
     for got, tokens, score in zip(sequences, expected, scores, strict=False):
-        assert got.token_ids == tokens[: len(got.token_ids)]
-        assert set(tokens[len(got.token_ids) :]) <= {EOS}  # padding
-        assert got.score == pytest.approx(score, abs=1e-4, rel=1e-5)  # float32 has 7 digits
+        if got.token_ids == tokens[: len(got.token_ids)]:
+            assert set(tokens[len(got.token_ids) :]) <= {EOS}  # padding
+            assert got.score == pytest.approx(score, abs=1e-4, rel=1e-5)  # float32 has 7 digits
+        else:
+            assert got.score == pytest.approx(score, rel=2e-7)  # a tie, which topk may resolve in another order
 
 
 def prompt_and_beam_options(data, vocab_size, early_stopping=(False, True, "never"), least_new_tokens=1):

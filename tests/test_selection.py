@@ -1,5 +1,8 @@
 """Wishes and answers: against transformers' processors, published known answers, and each row alone."""
 
+import os
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -15,9 +18,12 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
+from specbeam import selection
 from specbeam.selection import Edit, Noise, Wish, choose, gumbel, highest, philox, select
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+
+COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
 
 
 def words(text):
@@ -188,3 +194,45 @@ def test_scores_of_whole_rows_are_changed_by_a_callers_function():
     assert answer.tokens.tolist() == [[0, 1, 2]]
     assert answer.scores.tolist() == [[-1.0, -2.0, -3.0]]
     assert logits.tolist() == [[1.0, 2.0, 3.0]]
+
+
+@pytest.mark.parametrize(
+    "compiler",
+    [
+        "eager",  # the graph that Dynamo traces runs uncompiled
+        pytest.param(
+            "inductor",
+            marks=[
+                pytest.mark.thorough,
+                pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="no C++ compiler for torch.compile"),
+            ],
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["plain", "all"])
+def test_selection_is_one_program_that_chooses_the_same_tokens(compiler, kind):
+    """PyTorch compiles it without breaks. The test of the ladder's rungs says the same of a pass."""
+    rng, n, vocab = np.random.default_rng(1), 3, 3000
+    ids = np.arange(n, dtype=np.uint32)
+    rows, tokens, tenths = ids.astype(np.int32), np.array([5, 6, vocab], np.int32), np.full(n, 1.1, np.float32)
+    everything = Wish(
+        most=4,
+        given=rng.integers(0, vocab, (n, 2)),
+        normalize=True,
+        edits=(Edit("repeat", rows, tokens, tenths), Edit("add", rows, tokens, tenths), Edit("ban", rows, tokens)),
+        allowed=np.packbits(rng.random((n, vocab)) < 0.9, axis=-1, bitorder="little"),
+        one_of=(0, 1),
+        **{"temperature": 1.5, "top_k": 2000, "top_p": 0.95, "min_p": 1e-4, "typical_p": 0.95},
+        noise=Noise(2**64 - 1, ids, ids),
+        total=True,
+    )
+    wish = {"plain": Wish(), "all": everything}[kind]
+    logits = torch.from_numpy(rng.normal(size=(n, vocab)).astype(np.float32)) * 3
+    compiled = torch.compile(selection._select, fullgraph=True, dynamic=False, backend=compiler)
+    with torch.no_grad():
+        got = compiled(logits, wish, selection._seeds(wish))
+        expected = selection._select(logits, wish, selection._seeds(wish))
+    torch.compiler.reset()
+    assert torch.equal(got[0], expected[0])
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other)

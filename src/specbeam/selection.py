@@ -213,7 +213,7 @@ def select(logits: Tensor, wish: Wish, normalizers: NDArray[np.float32] | None =
     Args:
         normalizers: of the logits (:class:`Answer`), if a backend has computed them already, float32 [n].
     """
-    (values,) = _to_cpu([_select(logits, wish, _seeds(wish), normalizers)])
+    (values,) = to_cpu([_select(logits, wish, _seeds(wish), normalizers)])
     return _split(values, [(logits, wish)])[0]
 
 
@@ -234,7 +234,7 @@ def choose(logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]
         rows = logits[whole] if adjacent else torch.cat([parts[number][0] for number in same])
         values.append(_select(rows, *_merged([parts[number] for number in same])))
     found: dict[int, Answer] = {}
-    for same, arrays in zip(kinds.values(), _to_cpu(values), strict=True):
+    for same, arrays in zip(kinds.values(), to_cpu(values), strict=True):
         found.update(zip(same, _split(arrays, [parts[number] for number in same]), strict=True))
     return [found[i] for i in range(len(parts))]
 
@@ -251,13 +251,13 @@ def _select(logits: Tensor, wish: Wish, seeds: NDArray[np.uint64], given: NDArra
         given: the normalizers, if they are known.
     """
     logits = logits[:, : wish.vocab]
-    normalizers = normalizers_of(logits) if given is None else torch.from_numpy(given).to(logits.device)
+    normalizers = normalizers_of(logits) if given is None else to_device(given, logits.device)
     scores = changed(logits, wish, normalizers)
     noise = None
     if wish.noise is not None:
         noise = gumbel(seeds, wish.noise.streams, wish.noise.positions, logits.shape[-1], logits.device)
     tokens = highest(scores if noise is None else scores + noise, min(wish.most, logits.shape[-1]))
-    given_tokens = None if wish.given is None else torch.from_numpy(wish.given).to(logits.device)
+    given_tokens = None if wish.given is None else to_device(wish.given, logits.device)
     return [
         tokens,
         logits.gather(-1, tokens) - normalizers[:, None],
@@ -289,7 +289,7 @@ def changed(logits: Tensor, wish: Wish, normalizers: Tensor) -> Tensor:
     for edit in wish.edits:
         apply(edit, scores)
     if wish.allowed is not None:
-        bits = torch.from_numpy(wish.allowed).to(logits.device)[..., None] >> torch.arange(8, device=logits.device)
+        bits = to_device(wish.allowed, logits.device)[..., None] >> torch.arange(8, device=logits.device)
         allowed = (bits & 1).flatten(-2)[:, : logits.shape[-1]].bool()
         scores = scores.masked_fill(~allowed, MASKED)
     for function in wish.functions:
@@ -305,11 +305,11 @@ def changed(logits: Tensor, wish: Wish, normalizers: Tensor) -> Tensor:
 def apply(edit: Edit, scores: Tensor) -> None:
     """Change scores, float32 [n, vocab], in place."""
     inside = edit.tokens < scores.shape[-1]
-    rows, tokens = (torch.from_numpy(a[inside].astype(np.int64)).to(scores.device) for a in (edit.rows, edit.tokens))
+    rows, tokens = (to_device(a[inside].astype(np.int64), scores.device) for a in (edit.rows, edit.tokens))
     if edit.kind == "ban":
         scores[rows, tokens] = MASKED
         return
-    values = torch.from_numpy(edit.values[inside]).to(scores.device)
+    values = to_device(edit.values[inside], scores.device)
     before = scores[rows, tokens]
     if edit.kind == "add":
         scores[rows, tokens] = before + values
@@ -337,10 +337,11 @@ def highest(scores: Tensor, k: int) -> Tensor:
 
 def only_the_likeliest(scores: Tensor, tokens: Sequence[int]) -> Tensor:
     """Scores [n, vocab] with -inf for all of some tokens but the likeliest of them, in each row."""
-    among = scores[:, tokens]
+    columns = to_device(np.array(tokens), scores.device)
+    among = scores[:, columns]
     best = among.argmax(-1, keepdim=True)
     scores = scores.clone()
-    scores[:, tokens] = torch.full_like(among, MASKED).scatter(-1, best, among.gather(-1, best))
+    scores[:, columns] = torch.full_like(among, MASKED).scatter(-1, best, among.gather(-1, best))
     return scores
 
 
@@ -415,10 +416,9 @@ def gumbel(
     Args:
         seeds, streams, positions: of each row, [n].
     """
-    columns = (seeds & WORD, seeds >> np.uint64(32), positions, streams)
-    low, high, position, stream = torch.from_numpy(np.stack([c.astype(np.int64) for c in columns])[..., None]).to(
-        device
-    )
+    bits = seeds.astype(np.int64)  # torch.compile has no bit operations of uint64
+    columns = (bits & WORD, bits >> 32 & WORD, positions, streams)
+    low, high, position, stream = to_device(np.stack([c.astype(np.int64) for c in columns])[..., None], device)
     quarter = torch.arange(-(-vocab // 4), device=device)[None]
     words = torch.stack(philox([quarter, position, stream, torch.zeros_like(quarter)], [low, high]), dim=-1)
     uniform = (words.flatten(1)[:, :vocab].double() + 0.5) * 2.0**-32
@@ -478,7 +478,15 @@ def _merged(parts: Sequence[tuple[Tensor, Wish]]) -> tuple[Wish, NDArray[np.uint
     return merged, seeds
 
 
-def _to_cpu(answers: list[Values]) -> list[Values]:
+def to_device(array: NDArray[Any], device: torch.device | str) -> Tensor:
+    """An array as a tensor on a device. The host does not wait until a GPU is idle.
+
+    CUDA has read pageable memory once its call returns. Other devices may read it later, so there the host waits.
+    """
+    return torch.from_numpy(array).to(device, non_blocking=torch.device(device).type == "cuda")
+
+
+def to_cpu(answers: list[Values]) -> list[Values]:
     """The values as arrays, all in one copy: float64 holds each of them exactly."""
     tensors = [value for values in answers for value in values if value is not None]
     if all(tensor.device.type == "cpu" for tensor in tensors):

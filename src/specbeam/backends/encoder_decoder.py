@@ -16,6 +16,7 @@ from specbeam.backends.contract import Segment
 from specbeam.backends.torch.cache import Seen
 from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
 from specbeam.compat import DecoderPositions
+from specbeam.selection import to_device
 
 MAX_ENCODED_TOKENS = 8192
 """Tokens that the encoder reads together, padding included. A longer prompt is read alone."""
@@ -123,8 +124,8 @@ class EncoderDecoderBackend(TransformersBackend):
         for layer in range(len(sources[0].keys)):
             keys, values = [source.keys[layer] for source in sources], [source.values[layer] for source in sources]
             crossed.update(torch.cat(keys, dim=2), torch.cat(values, dim=2), layer)
-        of_nodes = torch.from_numpy(np.concatenate([s.positions for s in segments])).to(self.device)
-        of_slots = torch.from_numpy(np.concatenate([seen.positions for seen in views])).to(self.device)
+        of_nodes = to_device(np.concatenate([s.positions for s in segments]), self.device)
+        of_slots = to_device(np.concatenate([seen.positions for seen in views]), self.device)
         with self._positions.given(of_nodes, of_slots):
             out = self.model(
                 decoder_input_ids=self._row([s.tokens for s in segments]),

@@ -31,7 +31,7 @@ from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.files import read_json
 from specbeam.checkpoints.finite import are_finite, not_finite
 from specbeam.errors import SpecbeamError
-from specbeam.selection import Answer, Wish, choose
+from specbeam.selection import Answer, Wish, choose, to_device
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OWN_ATTENTION = ("codegen", "falcon", "gptj", "stablelm")
@@ -66,7 +66,7 @@ class LearnedKeyValues(KeyValues):
         """A copy of keys and values of each layer, [kv_heads, n, head_dim] each; zeros at negative slots."""
 
         def copied(stored: Tensor) -> Tensor:
-            index = torch.from_numpy(slots).to(stored.device)
+            index = to_device(slots, stored.device)
             return stored[:, index.clamp(min=0)].masked_fill((index < 0)[:, None], 0)
 
         return [(copied(keys), copied(values)) for keys, values in zip(self._keys, self._values, strict=True)]
@@ -156,7 +156,7 @@ class TransformersBackend(ABC):
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
         views = [seen_by(s) for s in segments]
         with self._one_pass:
-            return self._run(segments, views, torch.from_numpy(wanted).to(self.device)).float()
+            return self._run(segments, views, to_device(wanted, self.device)).float()
 
     def reserve(self, slots: int) -> None:
         with self._one_pass:
@@ -168,7 +168,7 @@ class TransformersBackend(ABC):
             return self._store.at(slots)
 
     def _row(self, parts: list[NDArray[np.int64]]) -> Tensor:
-        return torch.from_numpy(np.concatenate(parts))[None].to(self.device)
+        return to_device(np.concatenate(parts)[None], self.device)
 
     def _masks(self, segments: list[Segment], views: list[Seen]) -> Tensor | dict[str, Tensor]:
         """The slots that the nodes see: one mask, or one per kind of layer if there are several kinds."""
@@ -186,7 +186,7 @@ class TransformersBackend(ABC):
         return self._mask(full if self._window is None else near)
 
     def _mask(self, visible: NDArray[np.bool_]) -> Tensor:
-        mask = torch.from_numpy(visible)[None, None].to(self.device)
+        mask = to_device(visible[None, None], self.device)
         if not self._eager:
             return mask
         return torch.zeros_like(mask, dtype=self.dtype).masked_fill(~mask, torch.finfo(self.dtype).min)
@@ -292,19 +292,20 @@ class PassCache(Cache):  # type: ignore[misc]  # transformers is untyped
     def __init__(self, store: KeyValues, segments: Sequence[Segment], views: Sequence[Seen]) -> None:
         super().__init__(layers=[])
         self._store = store
-        self._slots = torch.from_numpy(np.concatenate([s.slots for s in segments]))
-        slots = np.concatenate([seen.slots for seen in views])
-        self._seen = index(slots, torch.device("cpu"))
-        self._length = len(slots) - len(self._slots)
+        self._new = np.concatenate([s.slots for s in segments])
+        self._all = np.concatenate([seen.slots for seen in views])
+        self._device: torch.device | None = None  # of the latest layer: several devices may share a model
+        self._length = len(self._all) - len(self._new)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store keys and values [1, kv_heads, nodes, head_dim], and return the keys and values of all slots."""
-        device = key_states.device
-        seen = self._seen if isinstance(self._seen, slice) else self._seen.to(device)
+        if key_states.device != self._device:
+            self._device = key_states.device
+            self._slots, self._seen = to_device(self._new, self._device), index(self._all, self._device)
         k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
-        keys, values = self._store.store(layer_idx, self._slots.to(device), k, v, seen)
+        keys, values = self._store.store(layer_idx, self._slots, k, v, self._seen)
         return keys[None], values[None]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

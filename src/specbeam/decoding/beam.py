@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from specbeam.decoding import Answer, Evaluate, Hypothesis, Wish
@@ -26,7 +25,7 @@ from specbeam.decoding.finished import Finished, normalized
 from specbeam.decoding.search import Search
 from specbeam.decoding.stopping import Stopping
 from specbeam.decoding.wishes import Wishes
-from specbeam.selection import Beams, changed, highest
+from specbeam.selection import Beams, changed, highest, to_cpu, to_device
 from specbeam.tree import Nodes, Tree
 
 ROUNDING = 1e-5
@@ -180,12 +179,12 @@ class BeamSearch(Search):
 
     def _penalized(self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32]) -> Answer:
         """The answer that some of the beams would have if the scores of all tokens were lower, float32 [vocab]."""
-        logits, normalizers = answer.logits, torch.from_numpy(answer.normalizers).to(answer.logits.device)
+        logits, normalizers = answer.logits, to_device(answer.normalizers, answer.logits.device)
         scores = changed(logits, self.wish(self.beams[rows]), normalizers)
-        scores = scores - torch.from_numpy(token_penalties).to(logits.device)
+        scores = scores - to_device(token_penalties, logits.device)
         tokens = highest(scores, min(self.num_candidates, scores.shape[-1]))
         log_probs = logits.gather(-1, tokens) - normalizers[:, None]
-        best, found, chosen = (t.cpu().numpy() for t in (scores.gather(-1, tokens), log_probs, tokens))
+        ((best, found, chosen),) = to_cpu([[scores.gather(-1, tokens), log_probs, tokens]])
         return replace(answer, tokens=chosen, scores=best, log_probs=found)
 
     def text(self, node: int) -> Hashable:

@@ -22,7 +22,7 @@ from specbeam.decoding.constraint_mask import ConstraintMask, packed
 from specbeam.decoding.node_states import NodeStates
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
-from specbeam.selection import MASKED, Edit
+from specbeam.selection import MASKED, Edit, to_device
 from specbeam.tree import Nodes, Tree
 
 FORCES_AND_FORBIDS = (
@@ -187,7 +187,7 @@ class Processors:
             return allowed
         by_function, guessed = [], np.isin(nodes, guesses)
         for row, node in enumerate(nodes.tolist()):
-            input_ids = torch.from_numpy(tree.tokens(tree.path(node))).to(self.device)
+            input_ids = to_device(tree.tokens(tree.path(node)), self.device)
             tokens = self.prefix_allowed_tokens_fn(0, input_ids)
             index = _token_ids(tokens, self.vocab_size, some=not guessed[row])
             by_function.append(packed(index, self.vocab_size))
@@ -210,9 +210,9 @@ class Processors:
         scores = scores.clone() if columns >= self.vocab_size else scores
         alive = np.flatnonzero((scores > MASKED).any(-1).cpu().numpy() | ~guessed)
         for rows, ids in _by_length(tree, nodes[alive]):
-            input_ids = torch.from_numpy(ids).to(scores.device)
-            at = torch.from_numpy(alive[rows]).to(scores.device)
-            chosen = torch.from_numpy(~guessed[alive[rows]]).to(scores.device)
+            input_ids = to_device(ids, scores.device)
+            at = to_device(alive[rows], scores.device)
+            chosen = to_device(~guessed[alive[rows]], scores.device)
             here = scores[at]
             for function in self.functions:
                 here = function(input_ids, shaped := here)
@@ -221,7 +221,7 @@ class Processors:
                     raise SpecbeamError(
                         f"logits_processor returned a value {got}: give scores of shape {[*shaped.shape]}"
                     )
-                if here[chosen].isnan().any():
+                if (here.isnan().any(-1) & chosen).any():
                     raise _not_a_number(getattr(function, "option", "logits_processor"))
             scores[at] = here
         return scores[:, :columns]

@@ -31,7 +31,7 @@ from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.selection import Answer, Beams, Wish, select
+from specbeam.selection import Answer, Beams, Wish, select, to_device
 from specbeam.tree import NO_NODES, Nodes
 
 
@@ -310,7 +310,7 @@ class RequestState:
             logits = torch.cat([*self._received, logits[rows]]) if self._received else logits[rows]
             self._received = []
             if self._asked is not self._wanted:
-                logits = logits[self._asked.searchsorted(self._wanted)]
+                logits = logits[to_device(self._asked.searchsorted(self._wanted), logits.device)]
             answers = self.backend.choose(logits, [(slice(0, len(logits)), wish) for wish in self._wishes()])
         if (alternatives := self._alternatives) is not None:
             alternatives.add(self._wanted, answers.pop())

@@ -15,7 +15,7 @@ from specbeam.backends.torch.cache import KeyValues, index, seen_by
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
 from specbeam.backends.torch.weights import load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
-from specbeam.selection import Answer, Wish, choose
+from specbeam.selection import Answer, Wish, choose, to_device
 
 
 class TorchBackend:
@@ -65,11 +65,11 @@ class TorchBackend:
         positions = np.concatenate([s.positions for s in segments])
         starts = np.cumsum([0, *(len(s.tokens) for s in segments)])
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)])
-        to_device = [torch.from_numpy(array).to(self.device) for array in (tokens, positions, wanted)]
+        inputs = [to_device(array, self.device) for array in (tokens, positions, wanted)]
         vocab = logits_wanted(segments, self.vocab_size)
         with self._one_pass:
             parts = [self._part(s, start) for s, start in zip(segments, starts.tolist(), strict=False)]
-            return self.model(to_device[0], to_device[1], parts, to_device[2], vocab).float()
+            return self.model(inputs[0], inputs[1], parts, inputs[2], vocab).float()
 
     def _part(self, segment: Segment, start: int) -> TreeSegment:
         """A segment whose nodes begin at a row of the batch."""
@@ -80,7 +80,7 @@ class TorchBackend:
             rows=slice(start, start + len(segment.tokens)),
             slots=index(segment.slots, self.device),
             seen=index(seen.slots, self.device),
-            visible={w: None if mask is None else torch.from_numpy(mask).to(self.device) for w, mask in masks.items()},
+            visible={w: None if mask is None else to_device(mask, self.device) for w, mask in masks.items()},
         )
 
     @torch.inference_mode()

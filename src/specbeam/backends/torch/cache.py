@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Segment
+from specbeam.selection import to_device
 
 MIN_CAPACITY = 64
 """Slots."""
@@ -104,4 +105,4 @@ def index(slots: NDArray[np.int64], device: torch.device) -> slice | Tensor:
     first, n = int(slots[0]), len(slots)
     if slots[-1] - first == n - 1 and (np.diff(slots) == 1).all():
         return slice(first, first + n)
-    return torch.from_numpy(slots).to(device)
+    return to_device(slots, device)

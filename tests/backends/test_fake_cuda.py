@@ -1,0 +1,260 @@
+"""The code for GPUs, on a CUDA device that is not there: where tensors lie, their dtypes, and when the host waits."""
+
+import numpy as np
+import pytest
+import torch
+
+import specbeam
+from specbeam import hf, ladder
+from specbeam.backends import devices
+from specbeam.backends.torch import TorchBackend, weights
+from specbeam.backends.torch.cache import KeyValues
+from specbeam.cache.slots import Slots
+from specbeam.engine import CostTable
+from specbeam.selection import Edit, Noise, Wish, choose
+from specbeam.tree import Tree
+from tests.backends.test_conformance import FAMILIES, evaluate
+from tests.conftest import random_model
+from tests.fake_cuda import fake_cuda, twin
+
+CUDA = "cuda:0"
+PROMPT = [5, 6, 7, 5, 6, 7, 5]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    def read_here(pieces, _):  # modes of PyTorch hold in one thread
+        for _, read in pieces:
+            read()
+
+    with fake_cuda() as gpu:
+        monkeypatch.setattr(weights, "read_all", read_here)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 3 * 10**8)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10**8)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 4 * 10**8)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device: gpu.waits.append("synchronize"))
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
+        yield gpu
+
+
+@pytest.fixture(scope="session")
+def folder(save):
+    return save(random_model("llama", num_hidden_layers=1))
+
+
+def load(folder, device, dtype="float32"):
+    return specbeam.load(folder, backend="torch", device=device, dtype=dtype)
+
+
+def waits_of_passes(gpu, monkeypatch, backend=TorchBackend):
+    """How often the host waits from the beginning of a pass to the beginning of the next one. Call it at the end."""
+    starts, forward = [], backend.forward
+
+    def noted(self, segments):
+        if self.device.type == "cuda":
+            starts.append(len(gpu.waits))
+        return forward(self, segments)
+
+    monkeypatch.setattr(backend, "forward", noted)
+    return lambda: np.diff([*starts, len(gpu.waits)]).tolist()
+
+
+def forbid_even(input_ids, scores):
+    assert input_ids.device == scores.device
+    return scores.masked_fill(torch.arange(scores.shape[-1], device=scores.device) % 2 == 0, -torch.inf)
+
+
+OUT_OF_ORDER = 3
+"""The rows of a step come in another order than the strategy wants: to time the pass, to see whether they are finite,
+and to choose."""
+CASES = {
+    "greedy": ({}, [1] * 3),
+    "beams": ({"num_beams": 4}, [OUT_OF_ORDER, 1, 1]),
+    "groups of beams": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5}, [OUT_OF_ORDER + 2, 3, 3]),
+    "penalties": ({"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "logit_bias": {9: 2.0}}, [1] * 3),
+    "a constraint": ({"constraint": specbeam.TokenTrie([[8, 9, 10, 11], [8, 9, 12, 13]])}, [1] * 3),
+    "a function of the caller": ({"logits_processor": [forbid_even]}, [4] * 3),
+    "alternatives": ({"top_logprobs": 3}, [1] * 3),
+    "lookups": ({"draft": "ngram"}, [1] * 3),
+}
+DRAFTED = {"greedy": {}, "draws": {"do_sample": True, "top_p": 0.9, "seed": 3}, "beams": {"num_beams": 3}}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pass_is_waited_for_once(gpu, monkeypatch, folder, case):
+    """Tokens equal the tokens of the CPU."""
+    options, expected = CASES[case]
+    both = []
+    waits = waits_of_passes(gpu, monkeypatch)
+    for device in ("cpu", CUDA):
+        lm = load(folder, device)
+        gpu.waits.clear()
+        both.append(specbeam.generate(lm, PROMPT, max_new_tokens=3, **options))
+    assert both[0].token_ids == both[1].token_ids
+    assert waits() == expected
+
+
+@pytest.mark.parametrize("case", DRAFTED)
+def test_a_pass_of_a_draft_is_waited_for_once(gpu, monkeypatch, folder, case):
+    """Each level of a draft is answered before the next. So a round has as many waits as passes."""
+    both = []
+    waits = waits_of_passes(gpu, monkeypatch)
+    for device in ("cpu", CUDA):
+        lm, draft = load(folder, device), load(folder, device)
+        seconds = {lm.backend: 1.0, draft.backend: 0.01}
+        engine = specbeam.Engine(lm, costs=lambda backend, ahead=False, s=seconds: CostTable(lambda _: s[backend]))
+        gpu.waits.clear()
+        request = engine.submit(PROMPT, {"max_new_tokens": 5} | DRAFTED[case], draft=draft)
+        engine.run()
+        both.append(request.result())
+    assert both[0].token_ids == both[1].token_ids
+    stats = both[1].stats
+    assert stats.draft_passes > stats.target_passes
+    assert stats.accepted
+    assert waits() == [1] * (stats.draft_passes + stats.target_passes)
+
+
+def test_a_piece_of_a_prompt_is_waited_for_once(gpu, monkeypatch, folder):
+    """Its time is measured."""
+    lm, waits = load(folder, CUDA), waits_of_passes(gpu, monkeypatch)
+    gpu.waits.clear()
+    engine = specbeam.Engine(lm, max_batch_tokens=3)
+    engine.submit(PROMPT, {"max_new_tokens": 2})
+    engine.run()
+    assert gpu.waits[:2] == ["synchronize"] * 2
+    assert waits() == [1] * 4
+
+
+def test_requests_of_many_kinds_are_waited_for_once(gpu, monkeypatch, folder):
+    both = []
+    waits = waits_of_passes(gpu, monkeypatch)
+    for device in ("cpu", CUDA):
+        engine = specbeam.Engine(load(folder, device))
+        gpu.waits.clear()
+        kinds = {}, {"do_sample": True, "seed": 1}, {"repetition_penalty": 1.2}, {}, {"top_logprobs": 2}
+        requests = [engine.submit(PROMPT[:n], {"max_new_tokens": 2} | kind) for n, kind in enumerate(kinds, 3)]
+        engine.run()
+        both.append([request.result().token_ids for request in requests])
+    assert both[0] == both[1]
+    assert waits() == [1] * 2
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma2"])
+def test_a_pass_lies_on_the_device_in_its_dtype(gpu, save, family):
+    """Also where a tree has branches, where the store grows, and where slots are gathered."""
+    architecture, changes = FAMILIES[family]
+    lm = load(save(random_model(architecture, **{"num_hidden_layers": 2} | changes)), CUDA, dtype="auto")
+    backend, tree = lm.backend, Tree([1, 2, 3])
+    backend.reserve(10)
+    slots = Slots(tree, backend)
+    gpu.waits.clear()
+    first = evaluate(lm, tree, slots, [tree.tip])
+    left, right = tree.add([2, 2], [4, 5]).tolist()
+    second = evaluate(lm, tree, slots, [left, right, *tree.add([right, left], [6, 7]).tolist()])
+    store = twin(backend._store._keys[0])[:, :7].clone()
+    backend.reserve(1000)
+    assert torch.equal(twin(backend._store._keys[0])[:, :7], store)
+    nothing = backend.forward([slots.segment(np.array([1, 2]), np.array([], dtype=np.int64))])
+    few = backend.forward([slots.segment(np.array([1, 2]), np.array([1]), vocab=17)])
+    assert gpu.waits == []
+    assert backend.precision == "bfloat16"
+    for logits, shape in ((first, (1, 259)), (second, (4, 259)), (nothing, (0, 259)), (few, (1, 17))):
+        assert (logits.shape, logits.dtype, str(logits.device)) == (shape, torch.float32, CUDA)
+    weights = [*backend.model.parameters(), *backend._store._keys, *backend._store._values]
+    assert {(tensor.dtype, str(tensor.device)) for tensor in weights} == {(torch.bfloat16, CUDA)}
+    assert {str(frequencies.device) for frequencies in backend.model.frequencies.values()} <= {CUDA}
+
+
+def ids(n):
+    return np.arange(n, dtype=np.uint32)
+
+
+KINDS = {
+    "the highest": lambda n, vocab: Wish(),
+    "beams": lambda n, vocab: Wish(most=6, normalize=True),
+    "none": lambda n, vocab: Wish(most=0),
+    "draws": lambda n, vocab: Wish(most=2, noise=Noise(2**64 - 1, ids(n), ids(n))),
+    "edits": lambda n, vocab: Wish(
+        edits=tuple(
+            Edit(kind, np.zeros(2, np.int32), np.array([1, vocab], np.int32), np.full(2 * (kind != "ban"), 1.3, "f4"))
+            for kind in ("repeat", "add", "ban")
+        )
+    ),
+    "a mask": lambda n, vocab: Wish(allowed=np.full((n, -(-vocab // 8)), 0b1010101, np.uint8), one_of=(0, 2)),
+    "warpers": lambda n, vocab: Wish(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.9),
+    "given": lambda n, vocab: Wish(given=np.full((n, 2), 3), total=True),
+    "few": lambda n, vocab: Wish(most=3, vocab=33),
+}
+
+
+@pytest.mark.parametrize("vocab", [100, 3100])
+def test_all_wishes_are_answered_in_one_copy(gpu, vocab):
+    """Each kind, and two of a kind together: side by side or not. Answers are arrays, as on the CPU."""
+    wishes = [(slice(2 * i, 2 * i + 2), kind(2, vocab)) for i, kind in enumerate([*KINDS.values()] * 2)]
+    wishes += [(slice(stop, stop + 1), KINDS["draws"](1, vocab)) for stop in (36, 37)]
+    on_cpu = torch.randn(38, vocab, generator=torch.Generator().manual_seed(1)) * 3
+    logits = on_cpu.to(CUDA)
+    gpu.waits.clear()
+    with torch.inference_mode():
+        answers = choose(logits, wishes)
+    assert len(gpu.waits) == 1
+    for answer, expected in zip(answers, choose(on_cpu, wishes), strict=True):
+        assert str(answer.logits.device) == CUDA
+        assert torch.equal(twin(answer.logits), expected.logits)
+        for name in ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals"):
+            one, other = getattr(answer, name), getattr(expected, name)
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert one.dtype == other.dtype
+                np.testing.assert_array_equal(one, other, err_msg=name)
+
+
+def test_models_of_transformers_are_waited_for_once(gpu, monkeypatch):
+    model = random_model("mistral", sliding_window=5, num_hidden_layers=2)
+    both = []
+    for device in ("cpu", CUDA):
+        lm = hf.wrap(model.to(device))
+        waits = waits_of_passes(gpu, monkeypatch, type(lm.backend))
+        gpu.waits.clear()
+        both.append(specbeam.generate(lm, PROMPT, num_beams=2, max_new_tokens=3).token_ids)
+    assert both[0] == both[1]
+    assert waits() == [OUT_OF_ORDER, 1, 1]
+
+
+def test_compiled_rungs_reduce_the_overhead_of_launches(gpu, monkeypatch, folder):
+    how = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **given: (how.append(given), forward)[1])
+    monkeypatch.setattr(torch.compiler, "reset", lambda: None)  # it imports a second's worth of modules
+    found = [*ladder.climb(load(folder, CUDA), PROMPT, max_new_tokens=2, rungs=[3, 4], runs=1)]
+    assert [rung.failure for rung in found] == [None] * 2
+    assert {rung.token_ids for rung in found} == {found[0].token_ids}
+    assert [given["mode"] for given in how] == ["reduce-overhead"]
+
+
+def test_memory_of_a_gpu(gpu):
+    device = devices.choose_device("auto")
+    assert device.type == "cuda"
+    assert devices.choose_dtype("auto", device, "float16") == torch.float16
+    assert devices.memory_for_caches(device) == int(0.8 * (10**9 + 3 * 10**8 - 10**8))
+    assert devices.peak_memory(device) == 4 * 10**8
+    assert devices._names() == ["cpu", CUDA]
+
+
+def test_what_fake_tensors_refuse_fails_here(gpu):
+    """The tests above would notice."""
+    there, here = torch.zeros(3, device=CUDA), torch.zeros(3)
+    with pytest.raises(AssertionError, match="on the device and on the host"):
+        there + here
+    gpu.waits.clear()
+    assert not bool(there[0])
+    there.to("cpu", non_blocking=False)
+    here.to(CUDA)
+    here.to(CUDA, non_blocking=True)
+    assert len(gpu.waits) == 3
+    store = KeyValues(1, 1, 2, torch.float16, torch.device(CUDA))
+    store.reserve(1)
+    with pytest.raises(RuntimeError, match="dtype"):
+        store._keys[0][0] @ torch.zeros(2, 2, device=CUDA)
