@@ -87,7 +87,7 @@ def add_prompt_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--data", nargs="+", default=[], metavar="FILE", help="in the format of HumanEval or Spec-Bench"
     )
-    parser.add_argument("--categories", nargs="+", help="of the data sets; A+B is one kind; default: all")
+    parser.add_argument("--categories", nargs="+", help="A+B is one kind; HumanEval has asked and completed")
     parser.add_argument("--prompts", type=int, default=10, help="of each kind")
     parser.add_argument("--seed", type=int, default=0, help="draws the prompts")
 
@@ -111,8 +111,11 @@ def kinds(given: argparse.Namespace, own: Mapping[str, Sequence[str]] | None = N
         rows = read_rows(Data(source=file), [], given.seed)
         if problems := [row for row in rows if row.problem is not None]:
             drawn = draw(problems, given)
-            found[f"{name}, asked"] = [Ask(row.turns[0]) for row in drawn]
-            found[f"{name}, completed"] = [Ask(row.problem["prompt"], raw=True) for row in drawn if row.problem]
+            both = {
+                "asked": [Ask(row.turns[0]) for row in drawn],
+                "completed": [Ask(row.problem["prompt"], raw=True) for row in drawn if row.problem],
+            }
+            found |= {f"{name}, {kind}": both[kind] for kind in both if kind in (given.categories or both)}
             continue
         for kind in given.categories or dict.fromkeys(row.category or name for row in rows):
             some = [row for row in rows if (row.category or name) in kind.split("+")]
