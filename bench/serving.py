@@ -38,7 +38,7 @@ from table import Table
 
 import specbeam
 from specbeam.backends.contract import Segment
-from specbeam.selection import Answer
+from specbeam.selection import Selection
 from specbeam.server.limits import Limits
 
 PARTS = ("shares", "beside", "long", "prefix", "samples", "context", "large")
@@ -127,7 +127,7 @@ class RecordedPasses:
 
     def __init__(self, backend: Any) -> None:
         self._forward: Callable[[Pass], Any] = backend.forward
-        self._forward_ahead: Callable[..., list[Answer]] = backend.forward_ahead
+        self._forward_ahead: Callable[..., list[Selection]] = backend.forward_ahead
         self._passes: list[Pass] = []
         backend.forward, backend.forward_ahead = self._record, self._record_ahead
 
@@ -135,11 +135,13 @@ class RecordedPasses:
         self._passes.append(segments)
         return self._forward(segments)
 
-    def _record_ahead(self, segments: Pass, *others: Any) -> list[Answer]:
-        answers = self._forward_ahead(segments, *others)
-        for number in range(len(answers[0].tokens) // len(segments[0].tokens)):
-            self._passes.append([_later(one, answer, number) for one, answer in zip(segments, answers, strict=True)])
-        return answers
+    def _record_ahead(self, segments: Pass, *others: Any) -> list[Selection]:
+        selections = self._forward_ahead(segments, *others)
+        for number in range(len(selections[0].tokens) // len(segments[0].tokens)):
+            self._passes.append(
+                [_later(one, selection, number) for one, selection in zip(segments, selections, strict=True)]
+            )
+        return selections
 
     def take(self) -> list[Pass]:
         """The passes since the last call."""
@@ -154,20 +156,20 @@ class RecordedPasses:
         return time.perf_counter() - start
 
 
-def _later(segment: Segment, answer: Answer, number: int) -> Segment:
+def _later(segment: Segment, selection: Selection, number: int) -> Segment:
     """The part of one of the passes that the backend has run by itself.
 
     Here each beam goes on from itself. The true parents would need no other time.
     """
     if not number:
         return segment
-    n, columns = segment.branches.shape
+    n, columns = segment.suffixes.shape
     later = segment.ahead[: number * n].reshape(number, n)
-    tokens = answer.tokens[(number - 1) * n : number * n, 0]
+    tokens = selection.tokens[(number - 1) * n : number * n, 0]
     own = replace(segment, tokens=tokens, positions=segment.positions + number, slots=later[-1])
     if columns:
-        return replace(own, branches=np.concatenate([segment.branches, later.T], axis=1))
-    return replace(own, trunk=np.concatenate([segment.trunk, later[:, 0]]))
+        return replace(own, suffixes=np.concatenate([segment.suffixes, later.T], axis=1))
+    return replace(own, prefix=np.concatenate([segment.prefix, later[:, 0]]))
 
 
 @dataclass
@@ -275,9 +277,9 @@ class Vllm:
         assert asked is not None
         with self._peer.running():
             print(json.dumps({"prompts": prompts, "tokens": tokens, "options": options}), file=asked, flush=True)
-            answer = self._read()
-        self.runs = answer is not None
-        return answer["tokens"] / answer["seconds"] if answer else None
+            selection = self._read()
+        self.runs = selection is not None
+        return selection["tokens"] / selection["seconds"] if selection else None
 
     def end(self) -> None:
         """End its processes."""

@@ -84,7 +84,7 @@ def test_many_continuations_of_one_context_do_not_share_one_tree(model, monkeypa
     forward = lm.backend.forward
 
     def watched(segments):
-        lengths.extend(len(np.unique(np.concatenate([s.trunk, s.branches.ravel()]))) for s in segments)
+        lengths.extend(len(np.unique(np.concatenate([s.prefix, s.branches.ravel()]))) for s in segments)
         return forward(segments)
 
     monkeypatch.setattr(lm.backend, "forward", watched)

@@ -139,7 +139,7 @@ def through(backend: Backend) -> Forward:
             cache = static_cache(backend, len(nodes))  # the backend needs one. It is thrown away after the pass
         whole = cache.segment(np.arange(len(cache.tree)), last)
         branches = np.empty((len(nodes), 0), dtype=np.int64)
-        return backend.forward([Segment(nodes, places, whole.trunk[places], whole.trunk, branches, last)])
+        return backend.forward([Segment(nodes, places, whole.prefix[places], whole.prefix, branches, last)])
 
     return forward
 

@@ -54,7 +54,7 @@ class Noise:
 
 
 @dataclass(slots=True)
-class Wish:
+class SelectionRequest:
     """The numbers that a strategy needs of the logits at its n nodes.
 
     The logits are changed in the order of the attributes from ``normalize`` to ``typical_p``. Then noise is added, and
@@ -112,7 +112,7 @@ class Beams:
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
+class Selection:
     """The answer to a wish at n nodes. Arrays are on the CPU.
 
     If the backend has gone on by itself, there are n rows for each pass, and only the last pass has rows of logits.
@@ -157,11 +157,11 @@ class Answer:
         """Whether each row of logits has probabilities: no logit is NaN or +inf, and not all are -inf."""
         return bool(np.isfinite(self.normalizers).all())
 
-    def passes(self, n: int) -> Iterator[Answer]:
+    def passes(self, n: int) -> Iterator[Selection]:
         """The answers of the passes, about n nodes each."""
         for first in range(0, len(self.tokens), n):
             rows = slice(first, first + n)
-            yield Answer(
+            yield Selection(
                 self.tokens[rows],
                 self.log_probs[rows],
                 self.scores[rows],
@@ -172,11 +172,11 @@ class Answer:
                 self.sources if rows.stop == len(self.tokens) else (),
             )
 
-    def take(self, rows: NDArray[np.int64]) -> Answer:
+    def take(self, rows: NDArray[np.int64]) -> Selection:
         """The answer at some of the nodes, given by their places in it, int64 [k]."""
         return gather([(self, row) for row in rows.tolist()])
 
-    def copy(self, row: int) -> Answer:
+    def copy(self, row: int) -> Selection:
         """The answer at one of the nodes, given by its place, with a copy of its row of logits."""
         own = gather([(self, row)])
         own.sources = ((own.logits.clone(), slice(0, 1)),)
@@ -191,49 +191,53 @@ class Answer:
         raise IndexError("no such row")
 
 
-def gather(rows: Sequence[tuple[Answer, int]]) -> Answer:
+def gather(rows: Sequence[tuple[Selection, int]]) -> Selection:
     """One answer of rows of several answers, which must be to wishes of one kind."""
 
     def gathered(name: str) -> Any:
         if getattr(first, name) is None:
             return None
-        return getattr(first, name)[places] if same else np.stack([getattr(answer, name)[row] for answer, row in rows])
+        return (
+            getattr(first, name)[places]
+            if same
+            else np.stack([getattr(selection, name)[row] for selection, row in rows])
+        )
 
     first, places = rows[0][0], [row for _, row in rows]
-    same = all(answer is first for answer, _ in rows)
-    all_there = all(answer.sources for answer, _ in rows)
-    sources = tuple(answer.source(row) for answer, row in rows) if all_there else ()
+    same = all(selection is first for selection, _ in rows)
+    all_there = all(selection.sources for selection, _ in rows)
+    sources = tuple(selection.source(row) for selection, row in rows) if all_there else ()
     names = ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals")
-    return Answer(**{name: gathered(name) for name in names}, sources=sources)
+    return Selection(**{name: gathered(name) for name in names}, sources=sources)
 
 
-def select(logits: Tensor, wish: Wish, normalizers: NDArray[np.float32] | None = None) -> Answer:
+def select(logits: Tensor, request: SelectionRequest, normalizers: NDArray[np.float32] | None = None) -> Selection:
     """Answer one wish about all rows of logits, float32 [n, vocab] on any device.
 
     Args:
-        normalizers: of the logits (:class:`Answer`), if a backend has computed them already, float32 [n].
+        normalizers: of the logits (:class:`Selection`), if a backend has computed them already, float32 [n].
     """
-    (values,) = to_cpu([_select(logits, wish, _seeds(wish), normalizers)])
-    return _split(values, [(logits, wish)])[0]
+    (values,) = to_cpu([_select(logits, request, _seeds(request), normalizers)])
+    return _split(values, [(logits, request)])[0]
 
 
-def choose(logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
+def choose(logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
     """Answer the wishes of a pass, each about a slice of the rows of its logits, float32 [rows, vocab].
 
     Wishes of one kind are answered together. All answers come to the CPU in one copy, so a GPU waits once.
     """
-    parts = [(logits[rows], wish) for rows, wish in wishes]
+    parts = [(logits[rows], request) for rows, request in requests]
     kinds: dict[Any, list[int]] = {}
-    for number, (_, wish) in enumerate(wishes):
-        kinds.setdefault(_kind(wish), []).append(number)
+    for number, (_, request) in enumerate(requests):
+        kinds.setdefault(_kind(request), []).append(number)
     values = []
     for same in kinds.values():
-        slices = [wishes[number][0] for number in same]
+        slices = [requests[number][0] for number in same]
         adjacent = all(one.stop == other.start for one, other in pairwise(slices))
         whole = slice(slices[0].start, slices[-1].stop)
         rows = logits[whole] if adjacent else torch.cat([parts[number][0] for number in same])
         values.append(_select(rows, *_merged([parts[number] for number in same])))
-    found: dict[int, Answer] = {}
+    found: dict[int, Selection] = {}
     for same, arrays in zip(kinds.values(), to_cpu(values), strict=True):
         found.update(zip(same, _split(arrays, [parts[number] for number in same]), strict=True))
     return [found[i] for i in range(len(parts))]
@@ -243,21 +247,23 @@ Values = list[Any]
 """The arrays or tensors of an answer, in the order of its attributes."""
 
 
-def _select(logits: Tensor, wish: Wish, seeds: NDArray[np.uint64], given: NDArray[np.float32] | None = None) -> Values:
+def _select(
+    logits: Tensor, request: SelectionRequest, seeds: NDArray[np.uint64], given: NDArray[np.float32] | None = None
+) -> Values:
     """The values of the answer to a wish, as tensors on the device of the logits.
 
     Args:
         seeds: of each row's noise, uint64 [n].
         given: the normalizers, if they are known.
     """
-    logits = logits[:, : wish.vocab]
+    logits = logits[:, : request.vocab]
     normalizers = normalizers_of(logits) if given is None else to_device(given, logits.device)
-    scores = changed(logits, wish, normalizers)
+    scores = changed(logits, request, normalizers)
     noise = None
-    if wish.noise is not None:
-        noise = gumbel(seeds, wish.noise.streams, wish.noise.positions, logits.shape[-1], logits.device)
-    tokens = highest(scores if noise is None else scores + noise, min(wish.most, logits.shape[-1]))
-    given_tokens = None if wish.given is None else to_device(wish.given, logits.device)
+    if request.noise is not None:
+        noise = gumbel(seeds, request.noise.streams, request.noise.positions, logits.shape[-1], logits.device)
+    tokens = highest(scores if noise is None else scores + noise, min(request.top, logits.shape[-1]))
+    given_tokens = None if request.given is None else to_device(request.given, logits.device)
     return [
         tokens,
         logits.gather(-1, tokens) - normalizers[:, None],
@@ -265,7 +271,7 @@ def _select(logits: Tensor, wish: Wish, seeds: NDArray[np.uint64], given: NDArra
         normalizers,
         None if noise is None else noise.gather(-1, tokens),
         None if given_tokens is None else logits.gather(-1, given_tokens) - normalizers[:, None],
-        scores.logsumexp(-1) if wish.total else None,
+        scores.logsumexp(-1) if request.total else None,
     ]
 
 
@@ -277,27 +283,27 @@ def normalizers_of(logits: Tensor) -> Tensor:
     return logits.amax(-1) - logits.log_softmax(-1).amax(-1)
 
 
-def changed(logits: Tensor, wish: Wish, normalizers: Tensor) -> Tensor:
+def changed(logits: Tensor, request: SelectionRequest, normalizers: Tensor) -> Tensor:
     """The scores that a wish makes of logits, float32 [n, vocab] both, without noise. The logits are not changed.
 
     Args:
         normalizers: of the logits, float32 [n].
     """
-    scores = logits - normalizers[:, None] if wish.normalize else logits
-    if wish.edits and not wish.normalize:
+    scores = logits - normalizers[:, None] if request.normalize else logits
+    if request.edits and not request.normalize:
         scores = scores.clone()
-    for edit in wish.edits:
+    for edit in request.edits:
         apply(edit, scores)
-    if wish.allowed is not None:
-        bits = to_device(wish.allowed, logits.device)[..., None] >> torch.arange(8, device=logits.device)
+    if request.allowed is not None:
+        bits = to_device(request.allowed, logits.device)[..., None] >> torch.arange(8, device=logits.device)
         allowed = (bits & 1).flatten(-2)[:, : logits.shape[-1]].bool()
         scores = scores.masked_fill(~allowed, MASKED)
-    for function in wish.functions:
+    for function in request.functions:
         scores = function(scores)
-    if one_of := [token for token in wish.one_of if token < logits.shape[-1]]:
+    if one_of := [token for token in request.one_of if token < logits.shape[-1]]:
         scores = only_the_likeliest(scores, one_of)
     for warp in (temperature, top_k, top_p, min_p, typical_p):
-        if (value := getattr(wish, warp.__name__)) is not None:
+        if (value := getattr(request, warp.__name__)) is not None:
             scores = warp(scores, value)
     return scores
 
@@ -425,45 +431,47 @@ def gumbel(
     return -(-uniform.log()).log()
 
 
-def _seeds(wish: Wish) -> NDArray[np.uint64]:
-    if wish.noise is None:
+def _seeds(request: SelectionRequest) -> NDArray[np.uint64]:
+    if request.noise is None:
         return np.empty(0, np.uint64)
-    return np.full(len(wish.noise.streams), wish.noise.seed, np.uint64)
+    return np.full(len(request.noise.streams), request.noise.seed, np.uint64)
 
 
-def _kind(wish: Wish) -> tuple[Any, ...]:
+def _kind(request: SelectionRequest) -> tuple[Any, ...]:
     """Equal for wishes that can be answered together. One with functions of a caller is answered alone."""
-    warpers = wish.temperature, wish.top_k, wish.top_p, wish.min_p, wish.typical_p
-    flags = wish.most, wish.vocab, wish.normalize, wish.noise is None, wish.total, wish.allowed is None
-    given = None if wish.given is None else wish.given.shape[1]
-    edits = tuple(edit.kind for edit in wish.edits)
-    return (*flags, given, edits, wish.one_of, *warpers, id(wish) if wish.functions else None)
+    warpers = request.temperature, request.top_k, request.top_p, request.min_p, request.typical_p
+    flags = request.top, request.vocab, request.normalize, request.noise is None, request.total, request.allowed is None
+    given = None if request.given is None else request.given.shape[1]
+    edits = tuple(edit.kind for edit in request.edits)
+    return (*flags, given, edits, request.one_of, *warpers, id(request) if request.functions else None)
 
 
-def _merged(parts: Sequence[tuple[Tensor, Wish]]) -> tuple[Wish, NDArray[np.uint64]]:
+def _merged(parts: Sequence[tuple[Tensor, SelectionRequest]]) -> tuple[SelectionRequest, NDArray[np.uint64]]:
     """Wishes of one kind as one wish about all their rows, and the seeds of these rows."""
-    first, seeds = parts[0][1], np.concatenate([_seeds(wish) for _, wish in parts])
+    first, seeds = parts[0][1], np.concatenate([_seeds(request) for _, request in parts])
     if len(parts) == 1:
         return first, seeds
     starts = np.cumsum([0, *(len(logits) for logits, _ in parts)])
 
     def joined(name: str) -> Any:
-        return None if getattr(first, name) is None else np.concatenate([getattr(wish, name) for _, wish in parts])
+        return (
+            None if getattr(first, name) is None else np.concatenate([getattr(request, name) for _, request in parts])
+        )
 
     edits = []
     for number, edit in enumerate(first.edits):
-        same = [wish.edits[number] for _, wish in parts]
+        same = [request.edits[number] for _, request in parts]
         rows = [(one.rows + start).astype(np.int32) for one, start in zip(same, starts, strict=False)]
         values = [np.concatenate([getattr(one, name) for one in same]) for name in ("tokens", "values")]
         edits.append(Edit(edit.kind, np.concatenate(rows), *values))
     noise = None
     if first.noise is not None:
-        noises = [wish.noise for _, wish in parts if wish.noise is not None]
+        noises = [request.noise for _, request in parts if request.noise is not None]
         noise = Noise(0, *(np.concatenate([getattr(one, name) for one in noises]) for name in ("streams", "positions")))
     allowed, given = joined("allowed"), joined("given")
     warpers = {name: getattr(first, name) for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
-    merged = Wish(
-        first.most,
+    merged = SelectionRequest(
+        first.top,
         given,
         first.vocab,
         first.normalize,
@@ -486,27 +494,27 @@ def to_device(array: NDArray[Any], device: torch.device | str) -> Tensor:
     return torch.from_numpy(array).to(device, non_blocking=torch.device(device).type == "cuda")
 
 
-def to_cpu(answers: list[Values]) -> list[Values]:
+def to_cpu(selections: list[Values]) -> list[Values]:
     """The values as arrays, all in one copy: float64 holds each of them exactly."""
-    tensors = [value for values in answers for value in values if value is not None]
+    tensors = [value for values in selections for value in values if value is not None]
     if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [[None if value is None else value.numpy() for value in values] for values in answers]
+        return [[None if value is None else value.numpy() for value in values] for values in selections]
     together = torch.cat([tensor.flatten().double() for tensor in tensors]).cpu().numpy()
     arrays = []
     for tensor, flat in zip(tensors, np.split(together, np.cumsum([t.numel() for t in tensors])[:-1]), strict=True):
         kind: Any = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}[tensor.dtype]
         arrays.append(flat.reshape(tensor.shape).astype(kind))
     rest = iter(arrays)
-    return [[None if value is None else next(rest) for value in values] for values in answers]
+    return [[None if value is None else next(rest) for value in values] for values in selections]
 
 
-def _split(values: Values, parts: Sequence[tuple[Tensor, Wish]]) -> list[Answer]:
+def _split(values: Values, parts: Sequence[tuple[Tensor, SelectionRequest]]) -> list[Selection]:
     """The answers to wishes of one kind."""
-    answers, start = [], 0
-    for logits, wish in parts:
+    selections, start = [], 0
+    for logits, request in parts:
         end = start + len(logits)
         own: list[Any] = [None if array is None else array[start:end] for array in values]
-        own.append(((logits[:, : wish.vocab], slice(0, len(logits))),))
-        answers.append(Answer(*own))
+        own.append(((logits[:, : request.vocab], slice(0, len(logits))),))
+        selections.append(Selection(*own))
         start = end
-    return answers
+    return selections

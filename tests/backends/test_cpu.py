@@ -345,13 +345,13 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
     def ids(*values):
         return np.array(values, np.int64)
 
-    def one_node(position, *trunk):
-        fields = {"tokens": ids(1), "positions": ids(position), "slots": ids(trunk[-1]), "wanted": ids(0)}
-        return fields | {"trunk": ids(*trunk), "branches": np.empty((1, 0), np.int64)}
+    def one_node(position, *prefix):
+        fields = {"tokens": ids(1), "positions": ids(position), "slots": ids(prefix[-1]), "wanted": ids(0)}
+        return fields | {"prefix": ids(*prefix), "suffixes": np.empty((1, 0), np.int64)}
 
     def segment(**changes):
-        fields = {"tokens": ids(1, 2), "positions": ids(0, 1), "slots": ids(0, 1), "trunk": ids(0)}
-        return Segment(**(fields | {"branches": np.array([[0], [1]]), "wanted": ids(1)} | changes))
+        fields = {"tokens": ids(1, 2), "positions": ids(0, 1), "slots": ids(0, 1), "prefix": ids(0)}
+        return Segment(**(fields | {"suffixes": np.array([[0], [1]]), "wanted": ids(1)} | changes))
 
     backend.reserve(8)
     assert backend.forward([segment()]).shape == (1, 259)
@@ -363,11 +363,11 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
         {"positions": np.array([0, 2])},
         {"positions": np.array([0, -1])},
         {"slots": np.array([0, 2**40])},
-        {"trunk": np.array([7])},
-        {"trunk": np.array([-1])},
-        {"branches": np.array([[0], [0]])},
-        {"branches": np.array([[0], [2**40]])},
-        {"branches": np.array([[0, 1]])},
+        {"prefix": np.array([7])},
+        {"prefix": np.array([-1])},
+        {"suffixes": np.array([[0], [0]])},
+        {"suffixes": np.array([[0], [2**40]])},
+        {"suffixes": np.array([[0, 1]])},
         {"wanted": np.array([2])},
         {"vocab": 0},
     ):
@@ -398,11 +398,11 @@ def test_slots_change_no_bit(folder, quantize):
         backend.reserve(3 * length)
         logits = {}
         for name, slots in places.items():
-            trunk, last = slots[:-3], at[-3:]
+            prefix, last = slots[:-3], at[-3:]
             no_branches = np.empty((length - 3, 0), np.int64)
-            backend.forward([Segment(at[:-3], at[:-3], trunk, trunk, no_branches, at[:1])])
-            branches = np.tile(slots[-3:], (3, 1))
-            logits[name] = backend.forward([Segment(at[-3:], last, slots[-3:], trunk, branches, np.arange(3))])
+            backend.forward([Segment(at[:-3], at[:-3], prefix, prefix, no_branches, at[:1])])
+            suffixes = np.tile(slots[-3:], (3, 1))
+            logits[name] = backend.forward([Segment(at[-3:], last, slots[-3:], prefix, suffixes, np.arange(3))])
         for name in places:
             np.testing.assert_array_equal(logits[name], logits["one run"], err_msg=name)
 
@@ -417,11 +417,11 @@ def test_a_trunk_may_lack_slots_that_no_layer_sees(save, quantize):
         backend.reserve(2 * length)
         at = np.arange(length)
 
-        def last(trunk, first=length - 2, backend=backend, at=at):
+        def last(prefix, first=length - 2, backend=backend, at=at):
             """Logits of the nodes from ``first`` on: of two that share a trunk, and one on a branch."""
             nodes = at[first:]
-            branches = np.array([[length - 1]] * len(nodes))
-            return backend.forward([Segment(nodes % 250, nodes, nodes, trunk[:-1], branches, nodes - first)])
+            suffixes = np.array([[length - 1]] * len(nodes))
+            return backend.forward([Segment(nodes % 250, nodes, nodes, prefix[:-1], suffixes, nodes - first)])
 
         backend.forward([Segment(at % 250, at, at, at, np.empty((length, 0), np.int64), at[-1:])])
         expected = last(at)
@@ -430,9 +430,9 @@ def test_a_trunk_may_lack_slots_that_no_layer_sees(save, quantize):
         backend.forward([Segment(other % 7, other, other, other, np.empty((unseen, 0), np.int64), other[-1:])])
         without = np.where(at < unseen, -1, at)
         np.testing.assert_array_equal(last(without), expected)
-        for trunk, first in ((np.where(at <= unseen, -1, at), length - 2), (without, length - 3)):
+        for prefix, first in ((np.where(at <= unseen, -1, at), length - 2), (without, length - 3)):
             with pytest.raises(RuntimeError, match="a node sees a slot that is empty"):
-                last(trunk, first)
+                last(prefix, first)
     full = loaded(save(random_model("gemma2", sliding_window=window)), quantize).backend
     full.reserve(9)
     at = np.arange(9)

@@ -49,7 +49,7 @@ class FakeBackend:
             self.texts[slot] = text[-1]
         for row, text in enumerate(texts):
             position = int(segment.positions[row])
-            seen = [*segment.trunk.tolist(), *segment.branches[row].tolist()][: position + 1]
+            seen = [*segment.prefix.tolist(), *segment.suffixes[row].tolist()][: position + 1]
             assert seen[position] == segment.slots[row]
             # A slot that holds nothing, or another node than the ancestor of its position, would show here.
             first = 0 if self.window is None else max(0, position + 1 - self.window)
@@ -86,7 +86,7 @@ class Grower:
         for _ in range(draw(st.integers(0, 3))):  # generations added before the next pass
             above = draw(st.lists(st.sampled_from(below), min_size=1, max_size=5))
             tokens = draw(st.lists(st.integers(0, 255), min_size=len(above), max_size=len(above)))
-            added = draw(st.sampled_from([self.tree.add, self.tree.guess]))(above, tokens).tolist()
+            added = draw(st.sampled_from([self.tree.add, self.tree.draft]))(above, tokens).tolist()
             self.parents.update(zip(added, above, strict=True))
             below = [*below, *added]
         wanted = draw(st.sets(st.sampled_from(below), min_size=1))
@@ -116,8 +116,8 @@ class Grower:
         if self.backend.window is None:
             assert self.slots.used == len(self.placed)
         else:
-            trunk = set(self.tree.trunk.tolist())
-            assert len(self.placed - trunk) <= self.slots.used <= len(self.placed)
+            prefix = set(self.tree.prefix.tolist())
+            assert len(self.placed - prefix) <= self.slots.used <= len(self.placed)
 
     def end(self):
         self.slots.add_prefix(self.tree.path(self.growing[0]))

@@ -13,8 +13,8 @@ import specbeam
 from specbeam import Engine, Options
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.processors import Processors
+from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes
 from specbeam.selection import select
 from specbeam.tree import Tree
 from tests.conftest import (
@@ -247,14 +247,14 @@ def test_a_step_without_some_beams_is_the_step_with_all_of_them_where_scores_are
 
     def search():
         tree, stop = Tree([1]), Stopping(frozenset({9}), 10, (), str)
-        search = BeamSearch(tree, Wishes(Processors(Options(num_beams=4), frozenset(), 8)), stop, 4)
+        search = BeamSearch(tree, Selector(Processors(Options(num_beams=4), frozenset(), 8)), stop, 4)
         search.beams, search.scores = tree.add(np.zeros(4, np.int64), np.arange(4), scores), scores
         return search
 
     whole, partial = search(), search()
     known = scores > -20
-    whole.step(select(logits, whole.wish(whole.beams)))
-    if partial.step(select(logits[known], partial.wish(partial.beams[known])), known):
+    whole.step(select(logits, whole.selection_request(whole.beams)))
+    if partial.step(select(logits[known], partial.selection_request(partial.beams[known])), known):
         texts = [[s.tree.tokens(s.tree.path(node)).tolist() for node in s.beams] for s in (whole, partial)]
         assert texts[0] == texts[1]
 
@@ -301,13 +301,18 @@ def test_ties_have_one_order(seed, num_beams, length_penalty, num_return_sequenc
     rows, ends, longest = tied_rows(seed, 8), {1, 2}, 5
     options = Options(num_beams=num_beams, num_return_sequences=num_return_sequences, max_new_tokens=longest)
     tree = Tree([0])
-    wishes, stop = Wishes(Processors(options, frozenset(ends), 8)), Stopping(frozenset(ends), 1 + longest, (), None)
-    search = BeamSearch(tree, wishes, stop, num_beams, num_return_sequences, length_penalty, bounded=bounded)
+    selection_requests, stop = (
+        Selector(Processors(options, frozenset(ends), 8)),
+        Stopping(frozenset(ends), 1 + longest, (), None),
+    )
+    search = BeamSearch(
+        tree, selection_requests, stop, num_beams, num_return_sequences, length_penalty, bounded=bounded
+    )
     yielded = []
     while not search.done:
-        wish = search.wish(search.beams)
-        wish.most = min(8, wish.most + more)
-        search.step(select(rows[tree.tokens(search.beams)], wish))
+        selection_request = search.selection_request(search.beams)
+        selection_request.top = min(8, selection_request.top + more)
+        search.step(select(rows[tree.tokens(search.beams)], selection_request))
         yielded += search.certain()
     assert yielded == search.hypotheses()
     expected = written_out(rows, ends, num_beams, longest, length_penalty)[:num_return_sequences]
@@ -340,10 +345,13 @@ def test_texts_with_equal_scores_are_yielded_in_the_order_of_the_result():
         rows = torch.tensor(random.integers(-2, 3, (8, 8)), dtype=torch.float32)  # of the next token, by the last one
         options = Options(num_beams=4, num_return_sequences=4, max_new_tokens=6)
         tree = Tree([0])
-        wishes, stop = Wishes(Processors(options, frozenset({1, 2}), 8)), Stopping(frozenset({1, 2}), 7, (), None)
-        search = BeamSearch(tree, wishes, stop, 4, 4, length_penalty=float(random.choice([-1.0, 0.0, 1.0])))
+        selection_requests, stop = (
+            Selector(Processors(options, frozenset({1, 2}), 8)),
+            Stopping(frozenset({1, 2}), 7, (), None),
+        )
+        search = BeamSearch(tree, selection_requests, stop, 4, 4, length_penalty=float(random.choice([-1.0, 0.0, 1.0])))
         yielded = []
         while not search.done:
-            search.step(select(rows[tree.tokens(search.beams)], search.wish(search.beams)))
+            search.step(select(rows[tree.tokens(search.beams)], search.selection_request(search.beams)))
             yielded += search.certain()
         assert yielded == search.hypotheses()

@@ -15,14 +15,14 @@ from specbeam import Engine, Options, TokenTrie
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
-from specbeam.decoding.candidates import Continuations, places_of_highest
+from specbeam.decoding.candidates import Continuations, highest_indices
 from specbeam.decoding.deferring import Deferred, LikelyNeeded
-from specbeam.decoding.drafter import Guesses
+from specbeam.decoding.drafter import DraftTokens
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.record import Record
+from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes
 from specbeam.engine import CostTable
 from specbeam.engine.strategies import make_search
 from specbeam.selection import select
@@ -49,13 +49,13 @@ def logits_after(tokens, vocab_size, seed, kind):
 
 def run(strategy, tree, logits_of):
     """The hypotheses of a strategy with their tokens, those it yielded, and the number of nodes in each pass."""
-    yielded, sizes, times, answer = [], [], Counter(), None
+    yielded, sizes, times, selection = [], [], Counter(), None
     try:
         while True:
-            step = strategy.send(answer)
-            if answer is not None:
-                answer.sources = ()  # as the engine does it: no strategy can use the rows of earlier passes
-            answer = None
+            step = strategy.send(selection)
+            if selection is not None:
+                selection.sources = ()  # as the engine does it: no strategy can use the rows of earlier passes
+            selection = None
             if isinstance(step, Hypothesis):
                 yielded.append((tree.new_tokens(step.node), step.score, step.finish_reason))
             else:
@@ -64,7 +64,7 @@ def run(strategy, tree, logits_of):
                 times.update({*step.nodes.tolist()})
                 assert max(times.values()) <= 20  # again where scores are equal, but there is no loop
                 rows = [logits_of(tree.tokens(tree.path(node)).tolist()) for node in step.nodes]
-                answer = select(torch.tensor(np.stack(rows), dtype=torch.float32), step.wish)
+                selection = select(torch.tensor(np.stack(rows), dtype=torch.float32), step.selection_request)
     except StopIteration as end:
         found = [(tree.new_tokens(h.node), h.score, h.finish_reason) for h in end.value]
         return found, yielded, sizes
@@ -79,10 +79,10 @@ def searched(kind, options, vocab_size, eos, logits_of, **more):
     """A tree, a search over it, and its record."""
     tree = Tree(PROMPT)
     stop = Stopping(frozenset(eos), len(PROMPT) + options.max_new_tokens, options.stop_strings, decode)
-    wishes = Wishes(Processors(options, frozenset(eos), vocab_size))
+    selection_requests = Selector(Processors(options, frozenset(eos), vocab_size))
     search = kind(
         tree,
-        wishes,
+        selection_requests,
         stop,
         options.num_beams,
         options.num_return_sequences,
@@ -129,7 +129,7 @@ class BestFirst:
         return True
 
 
-class SomeGuesses:
+class SomeDraftTokens:
     """A drafter that guesses chains below the best beam, and below all beams. Half of its tokens are the likeliest."""
 
     def __init__(self, tree, stop, logits_of, seed):
@@ -146,12 +146,12 @@ class SomeGuesses:
                 token = int(logits.argmax() if self.random.random() < 0.5 else self.random.integers(len(logits)))
                 if token in self.stop.eos_token_ids or self.tree.depths([end])[0] + 2 >= self.stop.max_length:
                     break
-                end = int(self.tree.guess(np.array([end]), np.array([token]))[0])
+                end = int(self.tree.draft(np.array([end]), np.array([token]))[0])
                 nodes.append(end)
-        return Guesses(np.unique(np.array(nodes, dtype=np.int64)))
+        return DraftTokens(np.unique(np.array(nodes, dtype=np.int64)))
         yield
 
-    def learn(self, guesses, tree, steps):
+    def learn(self, draft_tokens, tree, steps):
         assert all(len(ends) for ends in steps)
 
     def seconds_per_step(self, steps):
@@ -161,7 +161,7 @@ class SomeGuesses:
         pass
 
 
-class RightGuesses(SomeGuesses):
+class RightDraftTokens(SomeDraftTokens):
     """Four guesses below each tip, which are the likeliest tokens."""
 
     def propose(self, tips, scores):
@@ -170,9 +170,9 @@ class RightGuesses(SomeGuesses):
             room = self.stop.max_length - 2 - int(self.tree.depths([end])[0])
             for _ in range(min(4, room)):
                 token = int(self.logits_of(self.tree.tokens(self.tree.path(end)).tolist()).argmax())
-                end = int(self.tree.guess(np.array([end]), np.array([token]))[0])
+                end = int(self.tree.draft(np.array([end]), np.array([token]))[0])
                 nodes.append(end)
-        return Guesses(np.array(nodes, dtype=np.int64))
+        return DraftTokens(np.array(nodes, dtype=np.int64))
         yield
 
 
@@ -185,7 +185,7 @@ def test_the_best_continuations_are_merged_in_the_order_of_a_stable_sort(seed, c
     merged = None
     for beams in np.array_split(random.permutation(8), parts):
         beams = np.sort(beams)
-        best = places_of_highest(scores[beams].ravel(), count)
+        best = highest_indices(scores[beams].ravel(), count)
         place = beams[best // 40] * 40 + best % 40
         more = Continuations(beams[best // 40], place, scores.ravel()[place], scores.ravel()[place])
         merged = more if merged is None else merged.merged_with(more, count)
@@ -213,7 +213,7 @@ def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, dr
     tree, search, record = searched(BeamSearch, options, *made, **more)
     plain, nbest, of_all = run(beam_search(search, record), tree, made[2])
     tree, search, lazy_record = searched(LazyBeamSearch, options, *made, **more)
-    drafter = SomeGuesses(tree, search.stop, made[2], seed) if drafts else None
+    drafter = SomeDraftTokens(tree, search.stop, made[2], seed) if drafts else None
     strategy = beam_search(search, lazy_record, drafter, make_policy(policy, seed, options))
     lazy, yielded, sizes = run(strategy, tree, made[2])
     assert lazy == plain
@@ -387,7 +387,7 @@ def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts
     tree, search, record = searched(BeamSearch, options, 12, set(), logits_of)
     plain, _, of_plain = run(beam_search(search, record), tree, logits_of)
     tree, search, record = searched(LazyBeamSearch, options, 12, set(), logits_of)
-    drafter = RightGuesses(tree, search.stop, logits_of, seed=0) if drafts else None
+    drafter = RightDraftTokens(tree, search.stop, logits_of, seed=0) if drafts else None
     if drafter is not None:
         drafter.seconds = seconds
     policy = LikelyNeeded(max_new_tokens, num_beams, cost, cost, None if drafter is None else drafter.controller)

@@ -12,7 +12,7 @@ import specbeam
 from specbeam import Engine
 from specbeam.decoding import Evaluate, Hypothesis, alternatives
 from specbeam.decoding.alternatives import Alternatives
-from specbeam.selection import Wish, select
+from specbeam.selection import SelectionRequest, select
 from specbeam.tree import Tree
 from tests.conftest import EOS, random_model
 
@@ -159,12 +159,12 @@ def test_a_number_of_alternatives_that_is_none_is_refused(value):
 
 def test_alternatives_of_dropped_nodes_take_no_memory():
     tree, logits = Tree([1]), torch.rand(16, 300)
-    answer = select(logits, Wish(most=50))
+    selection = select(logits, SelectionRequest(top=50))
     remembered = Alternatives(tree, 50)
     tracemalloc.start()
     for _ in range(40):
         nodes = tree.add(np.full(16, tree.tip), np.arange(16))
-        remembered.add(nodes, answer)
+        remembered.add(nodes, selection)
         tree.keep(nodes[:1])
     held = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, alternatives.__file__)])
     tracemalloc.stop()

@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from specbeam.decoding.processors import Processors, processors_of_checkpoint
-from specbeam.decoding.wishes import Wishes, warpers_of
+from specbeam.decoding.selector import Selector, warpers_of
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
-from specbeam.selection import Noise, Wish, select
+from specbeam.selection import Noise, SelectionRequest, select
 from specbeam.tree import Tree
 from tests.conftest import calls_made
 
@@ -34,8 +34,8 @@ SHARE = st.floats(0.01, 0.99)
 
 def scores_by(logits, **changes):
     """The scores of all tokens that a wish makes of logits, [n, vocab]."""
-    answer = select(logits, Wish(most=logits.shape[-1], **changes))
-    return torch.zeros_like(logits).scatter(-1, torch.from_numpy(answer.tokens), torch.from_numpy(answer.scores))
+    selection = select(logits, SelectionRequest(top=logits.shape[-1], **changes))
+    return torch.zeros_like(logits).scatter(-1, torch.from_numpy(selection.tokens), torch.from_numpy(selection.scores))
 
 
 @given(SCORES, st.floats(0.05, 5), st.integers(1, 50), SHARE, SHARE, SHARE)
@@ -147,8 +147,8 @@ def test_draws_follow_the_softmax(name):
     options, expected = EXPECTED[name]
     n = 20_000
     noise = Noise(7, np.zeros(n, np.uint32), np.arange(n, dtype=np.uint32))
-    answer = select(LOGITS.expand(n, -1), Wish(**warpers_of(options), noise=noise))
-    counts = np.bincount(answer.tokens[:, 0], minlength=len(LOGITS))
+    selection = select(LOGITS.expand(n, -1), SelectionRequest(**warpers_of(options), noise=noise))
+    counts = np.bincount(selection.tokens[:, 0], minlength=len(LOGITS))
     possible = expected > 0
     assert not counts[~possible].any()
     assert chisquare(counts[possible], n * expected[possible]).pvalue > 0.001
@@ -159,7 +159,7 @@ def test_rounding_differences_hardly_ever_change_a_draw():
     logits = torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 3
     other = logits + 2e-5 * torch.randn(50_000, generator=torch.Generator().manual_seed(1))
     noise = Noise(2, np.zeros(100, np.uint32), np.arange(100, dtype=np.uint32))
-    one, two = (select(row.expand(100, -1), Wish(noise=noise)).tokens for row in (logits, other))
+    one, two = (select(row.expand(100, -1), SelectionRequest(noise=noise)).tokens for row in (logits, other))
     assert (one != two).sum() <= 1
     assert len(np.unique(one)) > 50
 
@@ -193,12 +193,12 @@ def test_few_tokens_of_a_text_are_looked_at_again(options):
             return super().last_tokens(nodes, count)
 
     options = Options(**options)
-    wishes = Wishes(Processors(options, frozenset(), 300), warpers_of(options), seed=1)
+    selection_requests = Selector(Processors(options, frozenset(), 300), warpers_of(options), seed=1)
     tree, work = Watched([5, 6, 7]), []
     for step in range(500):
         before = tree.asked
         nodes = np.array([tree.tip])
-        wishes(tree, nodes, streams=wishes.streams(tree, nodes))
+        selection_requests(tree, nodes, streams=selection_requests.streams(tree, nodes))
         work.append(tree.asked - before)
         tree.keep(tree.append(tree.tip, step % 300, 0.0))
     assert max(work[450:]) == max(work[40:60]) < 10

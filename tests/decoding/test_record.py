@@ -28,7 +28,7 @@ class Replayed:
     def __init__(self, prompt_length):
         self.root = prompt_length - 1
         self.after, self.token, self.log_prob = {}, {}, {}
-        self.guessed, self.dropped = set(), set()
+        self.drafted, self.dropped = set(), set()
 
     def add(self, entry):
         node = entry["node"]
@@ -37,7 +37,7 @@ class Replayed:
         if "log_prob" in entry:
             self.log_prob[node] = entry["log_prob"]
         else:
-            self.guessed.add(node)
+            self.drafted.add(node)
 
     def _nodes(self, node):
         while node != self.root:
@@ -80,8 +80,8 @@ def test_positions_of_guesses_are_counted_as_the_trace_shows_them(result):
     """A guess below a guess that may still be accepted is one position further."""
     place, counts = {}, []
     for entry in result.trace:
-        for guess in entry["drafted"]:
-            place[guess["node"]] = at = place.get(guess["after"], -1) + 1
+        for draft_token in entry["drafted"]:
+            place[draft_token["node"]] = at = place.get(draft_token["after"], -1) + 1
             counts += [[0, 0]] * (at == len(counts))
             counts[at] = [counts[at][0] + 1, counts[at][1]]
         for beam in [*(beam for step in entry["steps"] for beam in step), *entry["ahead"]]:
@@ -94,28 +94,28 @@ def test_positions_of_guesses_are_counted_as_the_trace_shows_them(result):
 
 def test_rounds_add_up_to_the_statistics(result):
     stats = result.stats
-    guesses = [g for entry in result.trace for g in entry["drafted"]]
+    draft_tokens = [g for entry in result.trace for g in entry["drafted"]]
     assert len(result.trace) == stats.target_passes
-    assert len(guesses) == stats.drafted
-    assert sum(g["accepted"] for g in guesses) == stats.accepted
+    assert len(draft_tokens) == stats.drafted
+    assert sum(g["accepted"] for g in draft_tokens) == stats.accepted
     assert stats.steps_per_target_pass == pytest.approx(30 / stats.target_passes)
     if stats.drafted:
         assert stats.acceptance_rate == stats.accepted / stats.drafted
         assert stats.accepted
     for entry in result.trace:
-        for i, guess in enumerate(entry["drafted"]):
-            assert guess["parent"] is None or guess["parent"] < i
+        for i, draft_token in enumerate(entry["drafted"]):
+            assert draft_token["parent"] is None or draft_token["parent"] < i
 
 
 def test_nodes_make_a_tree_whose_paths_are_the_texts(result):
     tree = Replayed(5)
     for entry in result.trace:
-        for guess in entry["drafted"]:
-            tree.add(guess)
+        for draft_token in entry["drafted"]:
+            tree.add(draft_token)
         for step in [*entry["steps"], entry["ahead"]]:
             for beam in step:
                 tree.add(beam)
-                assert beam["drafted"] == (beam["node"] in tree.guessed)
+                assert beam["drafted"] == (beam["node"] in tree.drafted)
                 assert beam["score"] == pytest.approx(tree.score(beam["node"]), abs=1e-4)
         for node in entry["ended"]:
             tree.add(node)
@@ -171,9 +171,9 @@ def test_pieces_have_the_rounds_as_they_come(tiny):
     assert len(rounds) == len(result.trace) > len([piece for piece in pieces if piece.token_ids])
     for entry, final in zip(rounds, result.trace, strict=True):
         assert entry | {"drafted": None} == final | {"drafted": None}
-        for guess, judged in zip(entry["drafted"], final["drafted"], strict=True):
-            assert guess | {"accepted": None} == judged | {"accepted": None}
-            assert guess["accepted"] <= judged["accepted"]
+        for draft_token, judged in zip(entry["drafted"], final["drafted"], strict=True):
+            assert draft_token | {"accepted": None} == judged | {"accepted": None}
+            assert draft_token["accepted"] <= judged["accepted"]
     assert all(piece.trace is None for piece in specbeam.stream(lm, [1], max_new_tokens=2))
 
 

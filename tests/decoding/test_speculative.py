@@ -15,9 +15,9 @@ import specbeam
 from specbeam import Engine, Options, SpecbeamError
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.record import Record
+from specbeam.decoding.selector import Selector, warpers_of
 from specbeam.decoding.speculative import speculative
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes, warpers_of
 from specbeam.drafting.controller import Controller
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.sizes import Sizes
@@ -230,9 +230,11 @@ def test_a_perfect_draft_saves_passes_where_scores_are_raised_above_0(tiny, rais
     result = specbeam.generate(lm, [*range(50)], draft=lm, trace=True, **sizes, **options)
     assert result.token_ids == specbeam.generate(lm, [*range(50)], **options).token_ids
     assert result.stats.target_passes <= 20
-    guesses = [guess for entry in result.trace for guess in entry["drafted"]]
-    assert len(guesses) >= 8
-    assert not [guess for guess in guesses if guess["parent"] is None and guess["beam"] is None]
+    draft_tokens = [draft_token for entry in result.trace for draft_token in entry["drafted"]]
+    assert len(draft_tokens) >= 8
+    assert not [
+        draft_token for draft_token in draft_tokens if draft_token["parent"] is None and draft_token["beam"] is None
+    ]
 
 
 LOW_TOKENS = [*range(10, 40), 12, 15, *range(10, 20)]
@@ -252,10 +254,10 @@ def test_a_draft_model_reads_the_part_of_its_head_that_the_text_uses(prompt, opt
     options = Options(**options)
     tree, stop = Tree(prompt), Stopping(frozenset(), 99, (), None)
     controller = Controller([Sizes(3, 2, None, num_tips=1, chains=False)], float, float, float)
-    wish = Wishes(Processors(options, frozenset(), 9000))
-    drafter = ModelDrafter(tree, wish, stop, 9000, 99, [8000], controller)
+    selection_request = Selector(Processors(options, frozenset(), 9000))
+    drafter = ModelDrafter(tree, selection_request, stop, 9000, 99, [8000], controller)
     step = next(drafter.propose(np.array([tree.tip]), np.zeros(1)))
-    assert (step.drafting, step.wish.vocab) == (True, vocab)
+    assert (step.drafting, step.selection_request.vocab) == (True, vocab)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_guesses_among_the_first_tokens_change_nothing(tiny, options):
         lm, LOW_TOKENS, draft=lm, trace=True, num_draft_tokens=4, draft_width=4, draft_budget=20, **options
     )
     assert drafted.token_ids == specbeam.generate(lm, LOW_TOKENS, **options).token_ids
-    first_round = [guess["token_id"] for guess in drafted.trace[0]["drafted"]]
+    first_round = [draft_token["token_id"] for draft_token in drafted.trace[0]["drafted"]]
     assert first_round
     assert max(first_round) < 4096
 
@@ -341,22 +343,22 @@ def logits_by_text(model, prompt, length, vocab):
 def draw_two(prompt, length, vocab, target, draft, shape, options, seed):
     """The first two tokens of a text, from the strategy itself with tables of logits for models."""
     tree = Tree(prompt)
-    wish = Wishes(Processors(options, frozenset(), vocab), warpers_of(options), seed)
+    selection_request = Selector(Processors(options, frozenset(), vocab), warpers_of(options), seed)
     stop = Stopping(frozenset(), len(prompt) + length, (), None)
     controller = Controller([Sizes(*shape, None, num_tips=1, chains=False)], float, float, float)
-    drafter = ModelDrafter(tree, wish, stop, vocab, 99, (), controller)
-    strategy = speculative(tree, wish, stop, Record(tree), drafter)
+    drafter = ModelDrafter(tree, selection_request, stop, vocab, 99, (), controller)
+    strategy = speculative(tree, selection_request, stop, Record(tree), drafter)
     step = next(strategy)
-    while len(tree.trunk) < len(prompt) + 2:
+    while len(tree.prefix) < len(prompt) + 2:
         paths = tree.tokens(tree.paths(step.nodes))[:, len(prompt) :]
         lengths = tree.depths(step.nodes) + 1 - len(prompt)
         table = draft if step.drafting else target
         rows = [table[tuple(path[:n])] for path, n in zip(paths.tolist(), lengths.tolist(), strict=True)]
         try:
-            step = strategy.send(select(torch.stack(rows), step.wish))
+            step = strategy.send(select(torch.stack(rows), step.selection_request))
         except StopIteration as finished:
             return tuple(tree.new_tokens(finished.value[0].node)[:2])
-    return tuple(tree.tokens(tree.trunk[len(prompt) : len(prompt) + 2]).tolist())
+    return tuple(tree.tokens(tree.prefix[len(prompt) : len(prompt) + 2]).tolist())
 
 
 @pytest.mark.parametrize(

@@ -94,22 +94,26 @@ def models(save):
 
 @settings(max_examples=examples(0.8))
 @given(
-    wishes=st.lists(REQUEST, min_size=1, max_size=6),
+    selection_requests=st.lists(REQUEST, min_size=1, max_size=6),
     limits=LIMITS,
     windows=st.booleans(),
     threads=st.sampled_from([1, 2]),
 )
-def test_prefixes_pauses_batch_threads_and_order_change_no_bit(models, wishes, limits, windows, threads):
+def test_prefixes_pauses_batch_threads_and_order_change_no_bit(models, selection_requests, limits, windows, threads):
     targets, drafts, alone = models
     engine = Engine(targets[windows][threads - 1], **limits)
     submitted = []
-    for wish in wishes:
-        beginning, (options, draft) = BEGINNINGS[wish["beginning"]], KINDS[wish["kind"]]
-        prompt = beginning[: len(beginning) - wish["cut"]] + wish["end"] or [100]
-        options = {"max_new_tokens": 8, "share_prefix": wish["share_prefix"]} | options | CHANGES[wish["changes"]]
-        request = engine.submit(prompt, options, draft=drafts.get(draft, draft), priority=wish["priority"])
-        submitted.append((request, (windows, tuple(prompt), wish["kind"], wish["changes"])))
-        for _ in range(wish["rounds"]):
+    for selection_request in selection_requests:
+        beginning, (options, draft) = BEGINNINGS[selection_request["beginning"]], KINDS[selection_request["kind"]]
+        prompt = beginning[: len(beginning) - selection_request["cut"]] + selection_request["end"] or [100]
+        options = (
+            {"max_new_tokens": 8, "share_prefix": selection_request["share_prefix"]}
+            | options
+            | CHANGES[selection_request["changes"]]
+        )
+        request = engine.submit(prompt, options, draft=drafts.get(draft, draft), priority=selection_request["priority"])
+        submitted.append((request, (windows, tuple(prompt), selection_request["kind"], selection_request["changes"])))
+        for _ in range(selection_request["rounds"]):
             engine.step()
     engine.run()
     assert engine.cache_tokens == 0

@@ -34,9 +34,11 @@ def test_beams_count_with_the_slots_that_they_use(lm):
 )
 def test_requests_pause_when_memory_is_short_and_their_texts_stay(lm, tokens, kinds):
     engine = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32)
-    wishes = [([7, 8] * length, {"max_new_tokens": 12, "num_beams": beams}, draft) for length, beams, draft in kinds]
+    selection_requests = [
+        ([7, 8] * length, {"max_new_tokens": 12, "num_beams": beams}, draft) for length, beams, draft in kinds
+    ]
     requests = []
-    for prompt, options, draft in wishes:
+    for prompt, options, draft in selection_requests:
         try:
             requests.append(engine.submit(prompt, options, draft=draft))
         except SpecbeamError:
@@ -47,7 +49,7 @@ def test_requests_pause_when_memory_is_short_and_their_texts_stay(lm, tokens, ki
         if not more:
             break
     assert not more
-    for request, (prompt, options, draft) in zip(requests, wishes, strict=True):
+    for request, (prompt, options, draft) in zip(requests, selection_requests, strict=True):
         if request is None:
             continue
         expected = run_alone(lm, prompt, options, draft=draft).sequences
@@ -107,7 +109,7 @@ def test_when_memory_runs_out_in_a_pass_the_youngest_waits(lm, monkeypatch):
     forward = lm.backend.forward
 
     def scarce(segments):
-        if sum(len(segment.trunk) for segment in segments) > 60:
+        if sum(len(segment.prefix) for segment in segments) > 60:
             raise MemoryError("full")
         return forward(segments)
 

@@ -133,11 +133,11 @@ def test_a_backend_that_goes_ahead_stops_there(folder, poison, monkeypatch, opti
     spoil(lm, poison)
     forward_ahead = lm.backend.forward_ahead
 
-    def watched(segments, wishes, beams, passes, *more):
-        answers = forward_ahead(segments, wishes, beams, passes, *more)
-        found = np.isfinite(answers[0].normalizers.reshape(-1, len(segments[0].tokens))).all(1)
+    def watched(segments, selection_requests, beams, passes, *more):
+        selections = forward_ahead(segments, selection_requests, beams, passes, *more)
+        found = np.isfinite(selections[0].normalizers.reshape(-1, len(segments[0].tokens))).all(1)
         rows.append((passes, found.tolist()))
-        return answers
+        return selections
 
     monkeypatch.setattr(lm.backend, "forward_ahead", watched)
     with pytest.raises(NotFinite):
@@ -178,18 +178,18 @@ def test_guesses_that_are_never_chosen_change_nothing(clean, folder, save, backe
     """A draft that always guesses one token, after which the target's logits are NaN."""
     expected = specbeam.generate(clean, OTHER, max_new_tokens=NEW, num_beams=num_beams).token_ids
     model = random_model("llama", initializer_range=0.1)
-    guessed = 200
-    model.lm_head.weight.data[guessed] = 0
-    model.lm_head.weight.data[:guessed] = model.lm_head.weight.data[guessed + 1 :][:1] = 0
+    drafted = 200
+    model.lm_head.weight.data[drafted] = 0
+    model.lm_head.weight.data[:drafted] = model.lm_head.weight.data[drafted + 1 :][:1] = 0
     lm, draft = load(folder, backend), load(save(model), "torch")
     draft.backend.model.head.weight.data[:] = 0
     forward = draft.backend.forward
-    draft.backend.forward = lambda segments: forward(segments).index_fill(1, torch.tensor([guessed]), 9.0)
-    spoil(lm, guessed)
+    draft.backend.forward = lambda segments: forward(segments).index_fill(1, torch.tensor([drafted]), 9.0)
+    spoil(lm, drafted)
     how = {"max_new_tokens": NEW, "num_beams": num_beams, "num_draft_tokens": 2}
     result = specbeam.generate(lm, OTHER, draft=draft, **how)
     assert result.token_ids == expected
-    assert guessed not in expected
+    assert drafted not in expected
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 2}])

@@ -367,14 +367,14 @@ def test_kept_texts_and_requests_stay_within_the_memory(lm, tokens, kinds):
     store = pool_of(lm.backend)
     before = store.in_use
     engine = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32)
-    wishes = [
+    selection_requests = [
         ([first, *[8] * length], {"max_new_tokens": new_tokens, "num_beams": beams})
         for first, length, new_tokens, beams in kinds
     ]
     requests = []
-    for number, wish in enumerate(wishes):
+    for number, selection_request in enumerate(selection_requests):
         try:
-            requests.append((engine.submit(*wish), wish))
+            requests.append((engine.submit(*selection_request), selection_request))
         except SpecbeamError:
             continue
         while number % 2 and engine.step():
@@ -382,9 +382,11 @@ def test_kept_texts_and_requests_stay_within_the_memory(lm, tokens, kinds):
     while engine.step():
         assert engine.cache_tokens <= store.in_use - before <= tokens
     assert engine.cache_tokens == 0
-    for request, wish in requests:
+    for request, selection_request in requests:
         got = request.result()
-        assert [s.token_ids for s in got.sequences] == [s.token_ids for s in run_alone(lm, *wish).sequences]
+        assert [s.token_ids for s in got.sequences] == [
+            s.token_ids for s in run_alone(lm, *selection_request).sequences
+        ]
     del engine
     gc.collect()
     assert store.in_use == before
@@ -424,17 +426,17 @@ def test_kept_texts_go_when_a_pass_finds_no_memory(lm, monkeypatch):
 
 def test_engines_in_threads_share_one_store(conversing):
     lm, _ = conversing("cpu")
-    wishes = [
+    selection_requests = [
         ([97 + who] * 40 + [98] * n, GREEDY | {"num_beams": 1 + who % 2}) for who in range(3) for n in range(1, 6)
     ]
-    expected = [run_alone(lm, *wish).sequences for wish in wishes]
+    expected = [run_alone(lm, *selection_request).sequences for selection_request in selection_requests]
     found = {}
 
     def work(who):
         engine = Engine(lm, max_cache_tokens=200, max_batch_tokens=16)
-        for number in range(len(wishes)):
-            at = (number + 5 * who) % len(wishes)
-            found[who, at] = ended(engine, *wishes[at]).sequences
+        for number in range(len(selection_requests)):
+            at = (number + 5 * who) % len(selection_requests)
+            found[who, at] = ended(engine, *selection_requests[at]).sequences
         assert engine.cache_tokens == 0
 
     threads = [threading.Thread(target=work, args=(who,)) for who in range(3)]
@@ -442,7 +444,7 @@ def test_engines_in_threads_share_one_store(conversing):
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {(who, at): expected[at] for who in range(3) for at in range(len(wishes))}
+    assert found == {(who, at): expected[at] for who in range(3) for at in range(len(selection_requests))}
 
 
 def test_a_request_costs_the_same_however_many_ended_before(lm):

@@ -79,7 +79,7 @@ def result(lm, options, draft=None, cost=FLAT, **limits):
 @settings(max_examples=examples(2))
 @given(
     slots=st.integers(20, 160),
-    wishes=st.lists(
+    selection_requests=st.lists(
         st.tuples(
             st.integers(0, len(KINDS) - 1), st.sampled_from(DRAFTS), st.booleans(), st.booleans(), st.integers(0, 3)
         ),
@@ -92,13 +92,13 @@ def result(lm, options, draft=None, cost=FLAT, **limits):
     cost=COSTS,
 )
 def test_every_request_that_is_admitted_finishes(
-    models, slots, wishes, max_batch_tokens, max_pass_seconds, windows, cost
+    models, slots, selection_requests, max_batch_tokens, max_pass_seconds, windows, cost
 ):
     targets, drafts, plain = models
     lm = targets[windows]
     limits = {"max_cache_tokens": slots, "max_batch_tokens": max_batch_tokens, "max_pass_seconds": max_pass_seconds}
     engine, requests = Engine(lm, costs=table_of_costs(cost), **limits), []
-    for kind, draft, fixed, share_prefix, rounds in wishes:
+    for kind, draft, fixed, share_prefix, rounds in selection_requests:
         several = KINDS[kind].get("num_return_sequences", 1) > KINDS[kind].get("num_beams", 1)
         draft = None if several else lm if draft == "itself" else drafts.get(draft, draft)
         sizes = {} if draft is None or not fixed else {"num_draft_tokens": 3}  # else times decide whether drafts pay

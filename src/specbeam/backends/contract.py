@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.selection import Answer, Beams, Wish
+from specbeam.selection import Beams, Selection, SelectionRequest
 
 
 @dataclass(slots=True)
@@ -39,8 +39,8 @@ class Segment:
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
     slots: NDArray[np.int64]
-    trunk: NDArray[np.int64]
-    branches: NDArray[np.int64]
+    prefix: NDArray[np.int64]
+    suffixes: NDArray[np.int64]
     wanted: NDArray[np.int64]
     vocab: int | None = None
     source: Any = None
@@ -86,7 +86,7 @@ class Backend(Protocol):
             is at least the largest ``vocab`` of the segments, and at most vocab_size.
         """
 
-    def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
+    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
         """Answer the wishes of a pass about its logits, float32 [w, v]. All answers come to the CPU together.
 
         Args:
@@ -106,14 +106,14 @@ class AheadBackend(Backend, Protocol):
     def forward_ahead(
         self,
         segments: list[Segment],
-        wishes: Sequence[Wish],
+        requests: Sequence[SelectionRequest],
         beams: Sequence[Beams | None],
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],
         every: int = 1,
-        show: Callable[[list[Answer]], object] | None = None,
-    ) -> list[Answer]:
+        show: Callable[[list[Selection]], object] | None = None,
+    ) -> list[Selection]:
         """Passes over one node, or beams, of each of several trees. Each is over the tokens that the one before chose.
 
         All is as if :meth:`forward` and :meth:`choose` were called for each pass. Fewer passes than asked for are
@@ -123,7 +123,7 @@ class AheadBackend(Backend, Protocol):
             segments: of one node each, or of beams at one position. They have the slots of the nodes to come, too.
             wishes: for each segment, about its nodes. The positions of their noise grow by one per pass.
             beams: for each segment, how its nodes go on as beams. None for one node, whose wish is about one token
-                (``most=1``): it goes on by this token. Wishes about beams are about more tokens than there are beams.
+                (``top=1``): it goes on by this token. Wishes about beams are about more tokens than there are beams.
             passes: the most passes, at least 1. A pass is the last one where the strategy has to look at its answer.
             ends: token ids. The pass that chooses one of them is the last.
             halt: int32 [1]. Any thread may change it from 0. Then the pass that runs is the last.

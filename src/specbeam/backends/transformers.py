@@ -31,7 +31,7 @@ from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.files import read_json
 from specbeam.checkpoints.finite import are_finite, not_finite
 from specbeam.errors import SpecbeamError
-from specbeam.selection import Answer, Wish, choose, to_device
+from specbeam.selection import Selection, SelectionRequest, choose, to_device
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OWN_ATTENTION = ("codegen", "falcon", "gptj", "stablelm")
@@ -211,8 +211,8 @@ class TransformersBackend(ABC):
         return None
 
     @torch.inference_mode()
-    def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
-        return choose(logits, wishes)
+    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
+        return choose(logits, requests)
 
     def memory_for_caches(self) -> int:
         return memory_for_caches(self.device)
@@ -246,7 +246,7 @@ class CausalBackend(TransformersBackend):
                 self._copy_read(s)
             is_new = s.positions >= s.source.length
             wanted = (np.cumsum(is_new) - 1)[s.wanted[is_new[s.wanted]]]
-            nodes = {name: getattr(s, name)[is_new] for name in ("tokens", "positions", "slots", "branches")}
+            nodes = {name: getattr(s, name)[is_new] for name in ("tokens", "positions", "slots", "suffixes")}
             rest.append(replace(s, wanted=wanted, **nodes))
         none = torch.empty(0, self.vocab_size, device=self.device)
         new = super().forward(some) if (some := [s for s in rest if len(s.tokens)]) else none
@@ -409,7 +409,7 @@ def _resize(model: Any, adapter: Adapter) -> None:
         model.resize_token_embeddings(vocab_sizes[0], mean_resizing=False)
 
 
-def most_tokens(config: Any) -> int:
+def context_length_of(config: Any) -> int:
     """Tokens of the longest text that transformers' ``generate`` can make. The last one is not read."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope["rope_type"]} if "rope_type" in rope else {of_layer["rope_type"] for of_layer in rope.values()}

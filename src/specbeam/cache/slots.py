@@ -57,7 +57,7 @@ class Slots:
         self._first = NOWHERE  # the first node that was prepared
         self._awaited: tuple[Slots, Ints, int] | None = None  # a tree, its begin, and the tokens in common
         self._slot = NO_SLOTS  # by node
-        self._trunk = NO_SLOTS  # slots by position
+        self._prefix = NO_SLOTS  # slots by position
         self._placed = 0  # nodes of the trunk that have got slots, which are in _trunk
         self._unseen = 0  # the first ones of these, which lost their slots because no later node sees them
         self._owner = self.cache.number  # of its slots, unless the engine has freed all of them
@@ -82,15 +82,15 @@ class Slots:
         if climbing[0] and NOWHERE not in self._slot[tree.parents(climbing)].tolist():
             return climbing  # a parent was evaluated after its ancestors
         found = [climbing]
-        trunk = tree.trunk
+        prefix = tree.prefix
         while True:
-            climbing = np.unique(tree.parents(climbing[tree.depths(climbing) >= len(trunk)]))
+            climbing = np.unique(tree.parents(climbing[tree.depths(climbing) >= len(prefix)]))
             climbing = climbing[self._slot[climbing] == NOWHERE]
             if not len(climbing):
                 break
             found.append(climbing)
         deepest = tree.depths(np.concatenate(found)).max()
-        rest = trunk[self._placed : deepest + 1]
+        rest = prefix[self._placed : deepest + 1]
         found.append(rest[self._slot[rest] == NOWHERE])
         return np.unique(np.concatenate(found))
 
@@ -100,11 +100,11 @@ class Slots:
 
     def found(self) -> int:
         """How many slots of other trees it would share if it began now."""
-        return self.cache.held(self.tree.tokens(self.tree.trunk[:-1])) if self.shares else 0
+        return self.cache.held(self.tree.tokens(self.tree.prefix[:-1])) if self.shares else 0
 
     def _is_next(self, nodes: Nodes) -> bool | np.bool_:
         """Whether this is one node, the next one of a sequence without branches. Its ancestors have slots."""
-        if len(nodes) != 1 or not 0 < self._placed == self.tree.trunk_length - 1:
+        if len(nodes) != 1 or not 0 < self._placed == self.tree.prefix_length - 1:
             return False
         return nodes[0] == self.tree.tip and self._slot[nodes[0]] == NOWHERE
 
@@ -122,7 +122,7 @@ class Slots:
         """
         if self.begin is None:
             self._first, self._owner = int(nodes.min()), self.cache.number
-            self.begin = self.tree.tokens(self.tree.path(self._first)[: self.tree.trunk_length])
+            self.begin = self.tree.tokens(self.tree.path(self._first)[: self.tree.prefix_length])
             self.is_fresh = self.shares
             _by_tree[id(self.tree), id(self.backend)] = self
             self._take_prefix()
@@ -188,11 +188,11 @@ class Slots:
         if (tokens[0] if is_next else tokens.max()) >= self.backend.vocab_size:
             tokens = np.where(tokens < self.backend.vocab_size, tokens, 0)
         if is_next or positions.max() < self._placed:
-            branches = np.empty((len(nodes), 0), dtype=np.int64)
+            suffixes = np.empty((len(nodes), 0), dtype=np.int64)
         else:
-            branches = self._slot[tree.paths_beyond_trunk(nodes)]
+            suffixes = self._slot[tree.paths_beyond_prefix(nodes)]
         slots = self._slot[nodes]
-        return Segment(tokens, positions, slots, self._trunk[: self._placed], branches, wanted, vocab, source, later)
+        return Segment(tokens, positions, slots, self._prefix[: self._placed], suffixes, wanted, vocab, source, later)
 
     def evaluated(self, pending: Nodes, ahead: int = 0) -> None:
         """A pass went well. Cache what it has read of the prompt, and free the slots behind windows.
@@ -208,7 +208,7 @@ class Slots:
         if self.shares and self.begin is not None and self.cached < len(self.begin):
             read = min(self._placed, len(self.begin), *self.tree.depths(pending[:1]).tolist())
             if self.cached < read:
-                self.add_prefix(self.tree.trunk[:read])
+                self.add_prefix(self.tree.prefix[:read])
         self._free_unseen(pending)
 
     @locked
@@ -236,7 +236,7 @@ class Slots:
 
     def keep(self, nodes: Nodes) -> None:
         """Free the slots of all nodes but these, their ancestors and the trunk."""
-        needed = np.union1d(self.tree.trunk, self.tree.paths_beyond_trunk(nodes))
+        needed = np.union1d(self.tree.prefix, self.tree.paths_beyond_prefix(nodes))
         self.free(np.setdiff1d(np.flatnonzero(self._slot != NOWHERE), needed))
 
     @locked
@@ -253,11 +253,11 @@ class Slots:
         if self.backend.window is None:
             return
         tree = self.tree
-        later = min(self._placed, len(tree.trunk) - 1, *tree.depths(pending[:1]).tolist())  # the tip may be repeated
+        later = min(self._placed, len(tree.prefix) - 1, *tree.depths(pending[:1]).tolist())  # the tip may be repeated
         if (end := self._first_seen(later)) >= self._unseen + BLOCK_SLOTS:
-            self.add_prefix(tree.trunk[:later])
-            self.free(tree.trunk[self._unseen : end])
-            self._trunk[self._unseen : end] = NOWHERE
+            self.add_prefix(tree.prefix[:later])
+            self.free(tree.prefix[self._unseen : end])
+            self._prefix[self._unseen : end] = NOWHERE
             self._unseen = end
 
     @locked
@@ -268,7 +268,7 @@ class Slots:
             path = self.tree.path(self._first)[:-1]
             slots = self.cache.prefixes.use(self.tree.tokens(path))
             self._share(path, slots)
-            self._follow_trunk()
+            self._follow_prefix()
             if not self._was_closed:
                 self.reused = max(self.reused, len(slots))
             self._free_unseen(NO_NODES)
@@ -284,8 +284,8 @@ class Slots:
         if is_other.any():
             self.cache.hold(slots[is_other])
             self._slot[path] = slots
-            self._trunk = self._trunk.copy()  # a segment may be run again
-            self._trunk[: self._placed] = self._slot[self.tree.trunk[: self._placed]]
+            self._prefix = self._prefix.copy()  # a segment may be run again
+            self._prefix[: self._placed] = self._slot[self.tree.prefix[: self._placed]]
             own = own[is_other & (own != NOWHERE)]
             self._count(int(np.count_nonzero(is_other)) - len(own))
             self.pool.give_back(self.cache.let_go(own))
@@ -295,11 +295,11 @@ class Slots:
         """The same as :meth:`_place` for the next node of a sequence without branches, in a few operations."""
         at = self._placed
         if not self.reserved:
-            self.reserved = self.pool.lend(1, int(self._trunk[at - 1]), self._owner)[::-1]
-        if at == len(self._trunk):
-            self._trunk = np.resize(self._trunk, 2 * at)
+            self.reserved = self.pool.lend(1, int(self._prefix[at - 1]), self._owner)[::-1]
+        if at == len(self._prefix):
+            self._prefix = np.resize(self._prefix, 2 * at)
         slot = self.reserved.pop()
-        self._slot[nodes[0]] = self._trunk[at] = slot
+        self._slot[nodes[0]] = self._prefix[at] = slot
         self.pool.references[slot] = 1
         self._placed = at + 1
         self.cache.used += 1
@@ -311,7 +311,7 @@ class Slots:
         homeless = nodes[self._slot[nodes] == NOWHERE]
         if len(homeless):
             self._assign(homeless)
-        self._follow_trunk()
+        self._follow_prefix()
         return homeless
 
     @locked
@@ -328,7 +328,7 @@ class Slots:
     def _reserve(self, count: int) -> Ints:
         """Have at least this many slots reserved, and return the next ones."""
         if (more := count - len(self.reserved)) > 0:
-            last = self.reserved[:1] or self._trunk[max(0, self._placed - 1) : self._placed].tolist() or [NOWHERE]
+            last = self.reserved[:1] or self._prefix[max(0, self._placed - 1) : self._placed].tolist() or [NOWHERE]
             self.reserved = [*reversed(self.pool.lend(more, last[0], self._owner)), *self.reserved]
         return np.array(self.reserved[: -count - 1 : -1], dtype=np.int64)
 
@@ -336,18 +336,18 @@ class Slots:
         self.used += more
         self.peak = max(self.peak, self.used)
 
-    def _follow_trunk(self) -> None:
+    def _follow_prefix(self) -> None:
         """Take in the slots of the nodes that the trunk has grown by."""
-        rest = self.tree.trunk[self._placed :]
+        rest = self.tree.prefix[self._placed :]
         if not len(rest):
             return
         slots = self._slot[rest]
         if slots.min() == NOWHERE:
             slots = slots[: int((slots == NOWHERE).argmax())]
         end = self._placed + len(slots)
-        if end > len(self._trunk):
-            self._trunk = np.resize(self._trunk, 2 * end)
-        self._trunk[self._placed : end] = slots
+        if end > len(self._prefix):
+            self._prefix = np.resize(self._prefix, 2 * end)
+        self._prefix[self._placed : end] = slots
         self._placed = end
 
     def _follow_tree(self, size: int = 0) -> None:

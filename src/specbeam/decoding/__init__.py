@@ -1,8 +1,8 @@
 """Strategies: decoding methods as generators over a token tree.
 
-A strategy yields :class:`Evaluate` with a :class:`Wish`, and is sent the :class:`Answer`: the likeliest tokens at the
-nodes, say. Without a wish it is sent the logits, float32 [nodes, vocab]. It decides which nodes live on
-(``tree.keep``), and returns its hypotheses, best first. It returns none, or raises :class:`DeadEnd`, if no text is
+A strategy yields :class:`Evaluate` with a :class:`SelectionRequest`, and is sent the :class:`Selection`: the likeliest
+tokens at the nodes, say. Without a request it is sent the logits, float32 [nodes, vocab]. It decides which nodes live on
+(``tree.keep``), and returns its hypotheses, best first. It returns none, or raises :class:`DeadEnd`, if no sequence is
 possible. It may yield a :class:`Hypothesis` as soon as that is certain to be the next best; it is then sent None. It
 knows nothing of caches, devices or other requests.
 """
@@ -13,9 +13,9 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
-from specbeam.selection import Answer as Answer
 from specbeam.selection import Beams
-from specbeam.selection import Wish as Wish
+from specbeam.selection import Selection as Selection
+from specbeam.selection import SelectionRequest as SelectionRequest
 
 
 class DeadEnd(Exception):
@@ -43,7 +43,7 @@ class Evaluate:
     """
 
     nodes: Any
-    wish: Wish | None = None
+    selection_request: SelectionRequest | None = None
     drafting: bool = False
     ahead: int = 0
     ends: frozenset[int] = frozenset()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specbeam.decoding import Answer, Wish
+from specbeam.decoding import Selection, SelectionRequest
 from specbeam.tree import Nodes, Tree
 
 MIN_FORGOTTEN_ROWS = 64
@@ -20,21 +20,21 @@ class Alternatives:
         self._tree = tree
         self._k = k
         self._rows: dict[int, dict[int, float]] = {}
-        self._most_rows = MIN_FORGOTTEN_ROWS
+        self._max_rows = MIN_FORGOTTEN_ROWS
 
     @property
-    def wish(self) -> Wish:
+    def selection_request(self) -> SelectionRequest:
         """What to ask for at each node."""
-        return Wish(most=self._k)
+        return SelectionRequest(top=self._k)
 
-    def add(self, nodes: Nodes, answer: Answer) -> None:
+    def add(self, nodes: Nodes, selection: Selection) -> None:
         """Take in the answer at nodes, int64 [n]."""
-        for node, *row in zip(nodes.tolist(), answer.tokens.tolist(), answer.log_probs.tolist(), strict=True):
+        for node, *row in zip(nodes.tolist(), selection.tokens.tolist(), selection.log_probs.tolist(), strict=True):
             self._rows[node] = dict(zip(*row, strict=True))
-        if len(self._rows) > self._most_rows:
+        if len(self._rows) > self._max_rows:
             lives = self._tree.live_among([*self._rows])
             self._rows = {node: row for (node, row), alive in zip(self._rows.items(), lives, strict=True) if alive}
-            self._most_rows = max(2 * len(self._rows), MIN_FORGOTTEN_ROWS)
+            self._max_rows = max(2 * len(self._rows), MIN_FORGOTTEN_ROWS)
 
     def after(self, node: int) -> dict[int, float]:
         """The log-probabilities of the k likeliest tokens after a live node, the likeliest first.

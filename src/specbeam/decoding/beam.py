@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding import Answer, Evaluate, Hypothesis, Wish
+from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest
 from specbeam.decoding.candidates import (
     FORBIDDEN_SCORE,
     Candidates,
@@ -18,13 +18,13 @@ from specbeam.decoding.candidates import (
     Scores,
     Top,
     forbid,
-    places_of_highest,
+    highest_indices,
     possible,
 )
 from specbeam.decoding.finished import Finished, normalized
 from specbeam.decoding.search import Search
+from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes
 from specbeam.selection import Beams, changed, highest, to_cpu, to_device
 from specbeam.tree import Nodes, Tree
 
@@ -65,13 +65,13 @@ class BeamSearch(Search):
             few, and end the search under ``early_stopping``.
     """
 
-    top: Top = staticmethod(places_of_highest)
+    top: Top = staticmethod(highest_indices)
     only_possible = True
 
     def __init__(
         self,
         tree: Tree,
-        wishes: Wishes,
+        selector: Selector,
         stop: Stopping,
         num_beams: int,
         num_return_sequences: int = 1,
@@ -81,7 +81,7 @@ class BeamSearch(Search):
         distinct: bool = False,
     ) -> None:
         self.tree = tree
-        self.wishes = wishes
+        self.selector = selector
         self.stop = stop
         self.num_beams = num_beams
         self.num_return_sequences = num_return_sequences
@@ -100,21 +100,21 @@ class BeamSearch(Search):
         self.needs_rows = False
         self.done = False
 
-    def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
-        streams = self.wishes.streams(self.tree, nodes)
-        return self.wishes(self.tree, nodes, guesses, streams, most=self.num_candidates, normalize=True)
+    def selection_request(self, nodes: Nodes, draft_tokens: Any = ()) -> SelectionRequest:
+        streams = self.selector.streams(self.tree, nodes)
+        return self.selector(self.tree, nodes, draft_tokens, streams, top=self.num_candidates, normalize=True)
 
     def evaluation(self) -> Evaluate:
-        beams, wish, ahead, first = self.beams, self.wish(self.beams), 0, int(self.beams[0])
-        if self.length and self.wishes.seed is None and not self.needs_rows:
-            ahead = min(self.wishes.process.unchanged(self.tree, first), self.stop.unchanged(self.tree, first))
+        beams, selection_request, ahead, first = self.beams, self.selection_request(self.beams), 0, int(self.beams[0])
+        if self.length and self.selector.seed is None and not self.needs_rows:
+            ahead = min(self.selector.process.unchanged(self.tree, first), self.stop.unchanged(self.tree, first))
         if not ahead:
-            return Evaluate(beams, wish)
+            return Evaluate(beams, selection_request)
         how = Beams(self.scores, self._unsettled_above(), FORBIDDEN_SCORE / 2)
-        return Evaluate(beams, wish, ahead=ahead, ends=self.stop.eos_token_ids, beams=how)
+        return Evaluate(beams, selection_request, ahead=ahead, ends=self.stop.eos_token_ids, beams=how)
 
     def step(
-        self, answer: Answer | None, known: Mask | None = None, token_penalties: NDArray[np.float32] | None = None
+        self, selection: Selection | None, known: Mask | None = None, token_penalties: NDArray[np.float32] | None = None
     ) -> bool:
         """Replace the beams, as :meth:`Search.step` says.
 
@@ -123,11 +123,11 @@ class BeamSearch(Search):
         """
         rows = self._beam_numbers if known is None else np.flatnonzero(known)
         missing = len(rows) < self.num_beams
-        if answer is None or (missing and not self.bounded):
+        if selection is None or (missing and not self.bounded):
             return False
         if not missing:
-            self.wishes.process.check(self.beams, answer)
-        candidates = self._candidates(answer, rows, token_penalties)
+            self.selector.process.check(self.beams, selection)
+        candidates = self._candidates(selection, rows, token_penalties)
         if candidates is None:
             return False
         survivors, scores = self._survivors(candidates)
@@ -140,25 +140,25 @@ class BeamSearch(Search):
         return True
 
     def _candidates(
-        self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None
+        self, selection: Selection, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None
     ) -> Candidates | None:
         """The best continuations of some of the beams; None if it needs all beams to tell."""
-        if answer.scores.size < self.num_beams:
+        if selection.scores.size < self.num_beams:
             return None
         if token_penalties is not None:
-            answer = self._penalized(answer, rows, token_penalties)
-        best = self._best(answer, rows)
-        if answer.noise is None and self._go_on(first := best.take(slice(self.num_beams))):
+            selection = self._penalized(selection, rows, token_penalties)
+        best = self._best(selection, rows)
+        if selection.noise is None and self._go_on(first := best.take(slice(self.num_beams))):
             nodes, none = first.add(self.tree, self.beams), self._none_ended  # the other candidates do not matter
             return Candidates(nodes, first.scores, none, none, texts=None, any_ended=False)
         return self.candidates_at(best.add(self.tree, self.beams), best.scores)
 
-    def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
+    def _best(self, selection: Selection, rows: NDArray[np.int64]) -> Continuations:
         """The best continuations of some of the beams."""
-        scores = answer.scores + self.scores[rows, None]
-        ranks = scores if answer.noise is None else scores + answer.noise
-        best = places_of_highest(ranks.ravel(), self.num_candidates)
-        tokens, log_probs = answer.tokens.ravel()[best], answer.log_probs.ravel()[best]
+        scores = selection.scores + self.scores[rows, None]
+        ranks = scores if selection.noise is None else scores + selection.noise
+        best = highest_indices(ranks.ravel(), self.num_candidates)
+        tokens, log_probs = selection.tokens.ravel()[best], selection.log_probs.ravel()[best]
         return Continuations(rows[best // scores.shape[1]], tokens, scores.ravel()[best], log_probs)
 
     def candidates_at(self, nodes: Nodes, scores: Scores) -> Candidates:
@@ -177,15 +177,17 @@ class BeamSearch(Search):
         no_end = self.stop.unchanged(self.tree, int(self.beams[0])) > 0
         return no_end and self.stop.eos_token_ids.isdisjoint(first.tokens.tolist())
 
-    def _penalized(self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32]) -> Answer:
+    def _penalized(
+        self, selection: Selection, rows: NDArray[np.int64], token_penalties: NDArray[np.float32]
+    ) -> Selection:
         """The answer that some of the beams would have if the scores of all tokens were lower, float32 [vocab]."""
-        logits, normalizers = answer.logits, to_device(answer.normalizers, answer.logits.device)
-        scores = changed(logits, self.wish(self.beams[rows]), normalizers)
+        logits, normalizers = selection.logits, to_device(selection.normalizers, selection.logits.device)
+        scores = changed(logits, self.selection_request(self.beams[rows]), normalizers)
         scores = scores - to_device(token_penalties, logits.device)
         tokens = highest(scores, min(self.num_candidates, scores.shape[-1]))
         log_probs = logits.gather(-1, tokens) - normalizers[:, None]
         ((best, found, chosen),) = to_cpu([[scores.gather(-1, tokens), log_probs, tokens]])
-        return replace(answer, tokens=chosen, scores=best, log_probs=found)
+        return replace(selection, tokens=chosen, scores=best, log_probs=found)
 
     def text(self, node: int) -> Hashable:
         """Equal for finished texts that may not both be returned."""

@@ -103,7 +103,7 @@ class Candidates:
         return possible(self.scores)
 
 
-def places_of_highest(scores: NDArray[Any], count: int) -> NDArray[np.int64]:
+def highest_indices(scores: NDArray[Any], count: int) -> NDArray[np.int64]:
     """The places of the highest scores, [n], in order, int64 [count or n]. Ties are resolved by the order given.
 
     Unlike ``torch.topk``, whose order among equal scores depends on ``count`` and on n.

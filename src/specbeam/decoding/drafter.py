@@ -14,7 +14,7 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 @dataclass(frozen=True)
-class Guesses:
+class DraftTokens:
     """Nodes guessed below the tips of one round.
 
     Attributes:
@@ -28,28 +28,28 @@ class Guesses:
     nodes: Nodes = field(default_factory=lambda: NO_NODES)
     chances: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     width: int = 1
-    declined: bool = False
+    skipped: bool = False
     seconds: float = 0.0
 
 
-DECLINED = Guesses(declined=True)
+SKIPPED = DraftTokens(skipped=True)
 
-Proposal = Generator[Evaluate, Any, Guesses]
+Proposal = Generator[Evaluate, Any, DraftTokens]
 
 
 class DraftController(Protocol):
     """How far one request drafts, by acceptance rates and the costs of passes."""
 
     @property
-    def most_guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """The largest number of guesses per pass of the target."""
 
     @property
-    def most_drafted(self) -> int:
+    def max_drafted(self) -> int:
         """The largest number of nodes that the draft model evaluates per round."""
 
     @property
-    def most_drafted_at_once(self) -> int:
+    def max_drafted_at_once(self) -> int:
         """The largest number of nodes at which a pass of the draft model needs logits."""
 
     def seconds_per_step(self, steps: int) -> float:
@@ -58,7 +58,7 @@ class DraftController(Protocol):
     def skip(self) -> None:
         """Take in a step without draft tokens below one tip: what was observed there loses weight."""
 
-    def learn(self, guesses: Guesses, tree: Tree, steps: list[Nodes]) -> None:
+    def learn(self, draft_tokens: DraftTokens, tree: Tree, steps: list[Nodes]) -> None:
         """Learn which guesses came true.
 
         Args:
@@ -82,6 +82,6 @@ class Drafter(Protocol):
 
         The tips are all beams, or the best one alone while lazy beam search defers the others.
 
-        May yield ``Evaluate(nodes, drafting=True)``. Adds guesses with ``tree.guess`` to the request's tree. No guess
+        May yield ``Evaluate(nodes, drafting=True)``. Adds guesses with ``tree.draft`` to the request's tree. No guess
         ends its text, because the target's logits there are not needed.
         """

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.decoding.candidates import FORBIDDEN_SCORE, Candidates, Top, forbid, places_of_highest
+from specbeam.decoding.candidates import FORBIDDEN_SCORE, Candidates, Top, forbid, highest_indices
 from specbeam.tree import Nodes
 
 
@@ -32,7 +32,7 @@ class Finished:
     """
 
     def __init__(
-        self, places: int, length_penalty: float, early_stopping: bool | str, top: Top = places_of_highest
+        self, places: int, length_penalty: float, early_stopping: bool | str, top: Top = highest_indices
     ) -> None:
         self.nodes: Nodes = np.full(places, -1)
         self.ended = np.zeros(places, dtype=bool)

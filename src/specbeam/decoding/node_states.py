@@ -25,7 +25,7 @@ class NodeStates(Generic[S]):
         self._start = start
         self._push = push
         self._states: dict[int, S] = {}
-        self._most_states = MIN_STATES_TO_FORGET
+        self._max_states = MIN_STATES_TO_FORGET
 
     def at(self, tree: Tree, node: int) -> S:
         """The state of the text down to a live node. Calls must be about one tree."""
@@ -34,11 +34,11 @@ class NodeStates(Generic[S]):
             unread.append(node)
             node = int(tree.parents(node))
         if node not in states:
-            states[node] = self._start(tree.tokens(tree.trunk[: node + 1]))
+            states[node] = self._start(tree.tokens(tree.prefix[: node + 1]))
         state = states[node]
         for node in reversed(unread):
             state = states[node] = self._push(state, int(tree.tokens(node)))
-        if len(states) > self._most_states:
+        if len(states) > self._max_states:
             self._forget(tree)
         return state
 
@@ -51,4 +51,4 @@ class NodeStates(Generic[S]):
             if node in self._states:
                 needed[node] = self._states[node]
         self._states = needed
-        self._most_states = max(MIN_STATES_TO_FORGET, 2 * len(needed))
+        self._max_states = max(MIN_STATES_TO_FORGET, 2 * len(needed))

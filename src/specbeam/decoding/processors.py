@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.decoding import Answer
+from specbeam.decoding import Selection
 from specbeam.decoding.constraint_mask import ConstraintMask, packed
 from specbeam.decoding.node_states import NodeStates
 from specbeam.errors import SpecbeamError
@@ -89,7 +89,7 @@ class Processors:
         self.is_plain = not (self._looks_at_texts or ends or self.logit_bias)
         self._dead_ends: set[int] = set()  # guesses at which prefix_allowed_tokens_fn allows no token
 
-    def __call__(self, tree: Tree, nodes: Any, guesses: Any = ()) -> dict[str, Any]:
+    def __call__(self, tree: Tree, nodes: Any, draft_tokens: Any = ()) -> dict[str, Any]:
         """The processors at nodes, int [n], as attributes of a wish.
 
         Args:
@@ -103,11 +103,11 @@ class Processors:
             return {}
         nodes = np.asarray(nodes, dtype=np.int64)
         changes: dict[str, Any] = {"edits": tuple(self._edits(tree, nodes))}
-        allowed = self._allowed(tree, nodes, guesses)
+        allowed = self._allowed(tree, nodes, draft_tokens)
         if allowed is not None:
             changes["allowed"] = allowed
         if self.functions:
-            changes["functions"] = (partial(self._call, tree, nodes, np.isin(nodes, guesses)),)
+            changes["functions"] = (partial(self._call, tree, nodes, np.isin(nodes, draft_tokens)),)
         if self.has_one_end:
             changes["one_of"] = tuple(self.eos_token_ids)
         return changes
@@ -132,20 +132,20 @@ class Processors:
             forbidden[rows[banned == tokens[rows]]] = True
         return forbidden
 
-    def check(self, nodes: Nodes, answer: Answer) -> None:
+    def check(self, nodes: Nodes, selection: Selection) -> None:
         """Refuse beams that ``prefix_allowed_tokens_fn`` leaves without any token, and beams of NaN that were guesses.
 
         Raises:
             SpecbeamError: one of the beams, int64 [n], is left without any by the function alone, or all of them are by
                 the processors together; or a function returned NaN for one.
         """
-        if self.functions and np.isnan(answer.scores[:, :1]).any():
+        if self.functions and np.isnan(selection.scores[:, :1]).any():
             raise _not_a_number("logits_processor")
         if self.prefix_allowed_tokens_fn is None:
             return
         if not self._dead_ends.isdisjoint(nodes.tolist()):
             raise _no_token_ids([], self.vocab_size)
-        if not (answer.scores[:, :1] > MASKED).any():
+        if not (selection.scores[:, :1] > MASKED).any():
             raise SpecbeamError(
                 "prefix_allowed_tokens_fn allows only tokens that other options forbid: allow another token there"
             )
@@ -180,22 +180,22 @@ class Processors:
             penalties = -(self.frequency_penalty * counts[there] + self.presence_penalty)
             yield Edit("add", rows[there], tokens[there], penalties.astype(np.float32))
 
-    def _allowed(self, tree: Tree, nodes: Nodes, guesses: Any) -> NDArray[np.uint8] | None:
+    def _allowed(self, tree: Tree, nodes: Nodes, draft_tokens: Any) -> NDArray[np.uint8] | None:
         """Which tokens the masks allow, as packed bits, uint8 [n, ceil(vocab / 8)]; None if there are no masks."""
         allowed = None if self.constraint is None else self.constraint(tree, nodes)
         if self.prefix_allowed_tokens_fn is None:
             return allowed
-        by_function, guessed = [], np.isin(nodes, guesses)
+        by_function, drafted = [], np.isin(nodes, draft_tokens)
         for row, node in enumerate(nodes.tolist()):
             input_ids = to_device(tree.tokens(tree.path(node)), self.device)
             tokens = self.prefix_allowed_tokens_fn(0, input_ids)
-            index = _token_ids(tokens, self.vocab_size, some=not guessed[row])
+            index = _token_ids(tokens, self.vocab_size, some=not drafted[row])
             by_function.append(packed(index, self.vocab_size))
             if not len(index):
                 self._dead_ends.add(node)
         return np.stack(by_function) if allowed is None else np.stack(by_function) & allowed
 
-    def _call(self, tree: Tree, nodes: Nodes, guessed: NDArray[np.bool_], scores: Tensor) -> Tensor:
+    def _call(self, tree: Tree, nodes: Nodes, drafted: NDArray[np.bool_], scores: Tensor) -> Tensor:
         """Call the functions on all nodes of one depth at once, since their texts are equally long.
 
         A guess that no token may follow keeps its scores: functions may count on some token that is allowed. If one
@@ -208,11 +208,11 @@ class Processors:
         columns = scores.shape[-1]
         scores = torch.nn.functional.pad(scores, (0, max(0, self.vocab_size - columns)), value=MASKED)
         scores = scores.clone() if columns >= self.vocab_size else scores
-        alive = np.flatnonzero((scores > MASKED).any(-1).cpu().numpy() | ~guessed)
+        alive = np.flatnonzero((scores > MASKED).any(-1).cpu().numpy() | ~drafted)
         for rows, ids in _by_length(tree, nodes[alive]):
             input_ids = to_device(ids, scores.device)
             at = to_device(alive[rows], scores.device)
-            chosen = to_device(~guessed[alive[rows]], scores.device)
+            chosen = to_device(~drafted[alive[rows]], scores.device)
             here = scores[at]
             for function in self.functions:
                 here = function(input_ids, shaped := here)
@@ -368,7 +368,7 @@ class RepeatedNgrams:
         depths = tree.depths(nodes)
         if self.size > depths.max(initial=-1) + 1:  # a text with its next token holds no two of them
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        self._read_trunk(tree)
+        self._read_prefix(tree)
         begun = tree.last_tokens(nodes, self.size - 1)
         pairs = [
             (row, token)
@@ -377,24 +377,24 @@ class RepeatedNgrams:
             if end <= depth
         ]
         found = [np.array(pairs, dtype=np.int64).reshape(-1, 2).T]
-        last = tree.tokens(tree.trunk[max(0, tree.trunk_length - self.size + 1) :])
+        last = tree.tokens(tree.prefix[max(0, tree.prefix_length - self.size + 1) :])
         for depth in {*depths.tolist()}:
-            if depth >= tree.trunk_length:
+            if depth >= tree.prefix_length:
                 at = np.flatnonzero(depths == depth)
-                beyond = tree.tokens(tree.paths_beyond_trunk(nodes[at]))
+                beyond = tree.tokens(tree.paths_beyond_prefix(nodes[at]))
                 ids = np.concatenate([np.broadcast_to(last, (len(at), len(last))), beyond], axis=1)
                 rows, tokens = repeated_ngrams(ids, self.size)
                 found.append(np.stack([at[rows], tokens]))
         rows, tokens = np.concatenate(found, axis=1)
         return rows, tokens
 
-    def _read_trunk(self, tree: Tree) -> None:
+    def _read_prefix(self, tree: Tree) -> None:
         begin = max(0, self._read - self.size + 1)
-        tokens = tree.tokens(tree.trunk[begin:]).tolist()
+        tokens = tree.tokens(tree.prefix[begin:]).tolist()
         for end in range(max(self._read - begin, self.size - 1), len(tokens)):
             ngram = tuple(tokens[end - self.size + 1 : end])
             self._ends.setdefault(ngram, {}).setdefault(tokens[end], begin + end)
-        self._read = tree.trunk_length
+        self._read = tree.prefix_length
 
 
 def repeated_ngrams(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

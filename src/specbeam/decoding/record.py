@@ -31,12 +31,12 @@ class Record:
     """
 
     def __init__(self, tree: Tree, decode: Callable[[list[int]], str] | None = None) -> None:
-        self.steps = self.drafted = self.accepted = self.left_out = self.rounds = self.rested = 0
+        self.steps = self.drafted = self.accepted = self.left_out = self.rounds = self.skipped = 0
         self.checks: list[int] = []
         self.positions: list[list[int]] = []
         self.trace: list[dict[str, Any]] | None = None if decode is None else []
         self._tree = tree
-        self._guesses: dict[int, int] = {}  # the positions of guesses that may still be accepted, by node
+        self._draft_tokens: dict[int, int] = {}  # the positions of guesses that may still be accepted, by node
         self._text = cache(lambda token: "" if decode is None else decode([token]))
         self._drafted: dict[int, dict[str, Any]] = {}  # all guesses in the trace, by node
         self._shown: set[int] = set()  # nodes in the trace that may still be dropped
@@ -45,7 +45,7 @@ class Record:
         self._ahead: dict[int, int] = {}  # the same for beams in the trace whose steps were not certain
         self._taken = 0  # rounds of the trace
 
-    def round(self, guesses: Nodes = NO_NODES, rests: bool = False, evaluated: Any = None) -> None:
+    def round(self, draft_tokens: Nodes = NO_NODES, skipped: bool = False, evaluated: Any = None) -> None:
         """Begin a round, in which the target checks these guesses.
 
         Args:
@@ -53,21 +53,21 @@ class Record:
             evaluated: the nodes of the pass, guesses included. None for the ends of the texts.
         """
         self.rounds += 1
-        self.rested += rests
-        if self._guesses:
-            self._guesses = {node: at for node, at in self._guesses.items() if self._tree.is_live(node)}
-        if len(guesses):
-            self.drafted += len(guesses)
+        self.skipped += skipped
+        if self._draft_tokens:
+            self._draft_tokens = {node: at for node, at in self._draft_tokens.items() if self._tree.is_live(node)}
+        if len(draft_tokens):
+            self.drafted += len(draft_tokens)
             self.checks.append(0)
-            for node, parent in zip(guesses.tolist(), self._tree.parents(guesses).tolist(), strict=True):
-                at = self._guesses[node] = self._guesses.get(parent, -1) + 1
+            for node, parent in zip(draft_tokens.tolist(), self._tree.parents(draft_tokens).tolist(), strict=True):
+                at = self._draft_tokens[node] = self._draft_tokens.get(parent, -1) + 1
                 if at == len(self.positions):
                     self.positions.append([0, 0])
                 self.positions[at][0] += 1
         if self.trace is not None:
             nodes = sorted(self._ends) if evaluated is None else np.unique(evaluated).tolist()
-            guessed = self._traced_guesses(guesses)
-            self.trace.append({"evaluated": nodes, "drafted": guessed, "steps": [], "ahead": []})
+            drafted = self._traced_draft_tokens(draft_tokens)
+            self.trace.append({"evaluated": nodes, "drafted": drafted, "steps": [], "ahead": []})
 
     def step(self, nodes: Any, scores: Any = None) -> None:
         """Record one step: the texts now end at these nodes. A single text is one beam.
@@ -129,20 +129,20 @@ class Record:
         if not self.rounds:
             return None
         if not self.drafted:
-            if self.rested:
+            if self.skipped:
                 return "draft made no guesses: none would have paid"
             return "draft made no guess: it found no likely continuation"
-        if 2 * self.rested > self.rounds:
-            return f"draft made no guesses in {self.rested} of {self.rounds} passes: none would have paid"
+        if 2 * self.skipped > self.rounds:
+            return f"draft made no guesses in {self.skipped} of {self.rounds} passes: none would have paid"
         return None
 
     def _accept(self, beams: Any) -> None:
-        if self._guesses:
-            accepted = self._guesses.keys() & {*map(int, beams)}
+        if self._draft_tokens:
+            accepted = self._draft_tokens.keys() & {*map(int, beams)}
             self.accepted += len(accepted)
             self.checks[-1] += len(accepted)
             for node in accepted:
-                self.positions[self._guesses.pop(node)][1] += 1
+                self.positions[self._draft_tokens.pop(node)][1] += 1
 
     def _token(self, node: int) -> dict[str, Any]:
         token = int(self._tree.tokens(node))
@@ -151,15 +151,15 @@ class Record:
     def _log_prob(self, node: int) -> dict[str, Any]:
         return {"log_prob": float(self._tree.log_probs(node))}
 
-    def _traced_guesses(self, guesses: Nodes) -> list[dict[str, Any]]:
-        number = {node: i for i, node in enumerate(guesses.tolist())}
+    def _traced_draft_tokens(self, draft_tokens: Nodes) -> list[dict[str, Any]]:
+        number = {node: i for i, node in enumerate(draft_tokens.tolist())}
         traced = []
         for node in number:
-            guess = self._token(node)
-            parent = guess["after"]
-            guess |= {"parent": number.get(parent), "beam": self._number(parent), "accepted": False}
-            traced.append(guess)
-            self._drafted[node] = guess
+            draft_token = self._token(node)
+            parent = draft_token["after"]
+            draft_token |= {"parent": number.get(parent), "beam": self._number(parent), "accepted": False}
+            traced.append(draft_token)
+            self._drafted[node] = draft_token
         self._shown.update(number)
         return traced
 
@@ -169,13 +169,13 @@ class Record:
         return beams
 
     def _traced_beam(self, node: int, score: float) -> dict[str, Any]:
-        guess = self._drafted.get(node)
-        if guess is not None:
-            guess["accepted"] = True
+        draft_token = self._drafted.get(node)
+        if draft_token is not None:
+            draft_token["accepted"] = True
         if self._tree.is_live(node):  # a beam may be dropped before its step is certain
             self._shown.add(node)
         beam = self._token(node) | self._log_prob(node)
-        return beam | {"beam": self._number(beam["after"]), "drafted": guess is not None, "score": score}
+        return beam | {"beam": self._number(beam["after"]), "drafted": draft_token is not None, "score": score}
 
     def _number(self, node: int) -> int | None:
         return self._ends.get(node, self._ahead.get(node))

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding import Answer, Evaluate, Hypothesis, Wish
+from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest
 from specbeam.decoding.candidates import Mask, Scores
 from specbeam.selection import gather
 from specbeam.tree import NO_NODES, Nodes, Tree
@@ -20,7 +20,7 @@ class Known:
     """Known answers, by node."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[Answer, int]] = {}  # an answer about several nodes, and the node's row there
+        self._rows: dict[int, tuple[Selection, int]] = {}  # an answer about several nodes, and the node's row there
 
     @property
     def nodes(self) -> Nodes:
@@ -30,30 +30,30 @@ class Known:
         """The nodes without known answers, each once, ascending."""
         return np.array(sorted({*nodes.tolist()} - self._rows.keys()), dtype=np.int64)
 
-    def add(self, nodes: Nodes, answer: Answer) -> None:
+    def add(self, nodes: Nodes, selection: Selection) -> None:
         """Add the answer at nodes."""
-        self._rows.update((node, (answer, row)) for row, node in enumerate(nodes.tolist()))
+        self._rows.update((node, (selection, row)) for row, node in enumerate(nodes.tolist()))
 
     def forget(self, nodes: Nodes) -> None:
         """Forget these nodes, whether they are known or not."""
         for node in nodes.tolist():
             self._rows.pop(node, None)
 
-    def keep(self, nodes: Nodes, whole_rows: bool) -> None:
+    def keep(self, nodes: Nodes, with_logits: bool) -> None:
         """Forget all nodes but these. They must be known.
 
         Args:
             whole_rows: keep copies of their rows of logits, too.
         """
         self._rows = {node: self._rows[node] for node in nodes.tolist()}
-        if whole_rows:
-            self._rows = {node: (answer.copy(row), 0) for node, (answer, row) in self._rows.items()}
+        if with_logits:
+            self._rows = {node: (selection.copy(row), 0) for node, (selection, row) in self._rows.items()}
 
     def among(self, nodes: Nodes) -> NDArray[np.bool_]:
         """Which of the nodes have known answers, bool [n]."""
         return np.array([node in self._rows for node in nodes.tolist()], dtype=bool)
 
-    def at(self, nodes: Nodes) -> Answer:
+    def at(self, nodes: Nodes) -> Selection:
         """The answer at known nodes."""
         return gather([self._rows[node] for node in nodes.tolist()])
 
@@ -104,7 +104,7 @@ class Search(ABC):
     levels: Sequence[Step] = ()
 
     @abstractmethod
-    def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
+    def selection_request(self, nodes: Nodes, draft_tokens: Any = ()) -> SelectionRequest:
         """The wish of a step at beams, or at guesses that may become beams, int64 [n]."""
 
     @abstractmethod
@@ -112,7 +112,7 @@ class Search(ABC):
         """All beams, and how the search goes on by itself, if it can."""
 
     @abstractmethod
-    def step(self, answer: Answer | None, known: Mask | None = None) -> bool:
+    def step(self, selection: Selection | None, known: Mask | None = None) -> bool:
         """Replace the beams by continuations of beams.
 
         Args:
@@ -132,8 +132,8 @@ class Search(ABC):
         steps = []
         while not self.done:
             evaluated = known.among(self.beams)
-            answer = known.at(self.beams[evaluated]) if evaluated.any() else None
-            if not self.step(answer, evaluated):
+            selection = known.at(self.beams[evaluated]) if evaluated.any() else None
+            if not self.step(selection, evaluated):
                 break
             self.left_out += int((~evaluated).sum())
             steps.append(Taken(self.length, self.beams, self.scores))

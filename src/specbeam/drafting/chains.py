@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.stopping import Stopping
-from specbeam.drafting import Guesses
+from specbeam.drafting import DraftTokens
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 
@@ -29,13 +29,13 @@ class Chains:
         self.vocab_size = vocab_size
         self.most = most
 
-    def guess(
+    def draft(
         self,
         tips: Nodes,
         chains: list[list[list[int]]],
         width: int,
         chances: Callable[[int], NDArray[np.float64]],
-    ) -> Guesses:
+    ) -> DraftTokens:
         """Guess chains below each tip, the likeliest first. Chains with the same beginning share its nodes.
 
         Args:
@@ -52,13 +52,13 @@ class Chains:
             tokens = np.array([chain[column] if len(chain) > column else 0 for chain in below], dtype=np.int64)
             goes_on &= self._allowed(parents, tokens)
             below = [chain for chain, on in zip(below, goes_on, strict=True) if on]
-            parents = tree.guess(parents[goes_on], tokens[goes_on])
+            parents = tree.draft(parents[goes_on], tokens[goes_on])
             nodes = np.concatenate([nodes, parents])
             column += 1
         _, first = np.unique(nodes, return_index=True)
         nodes = nodes[np.sort(first)][: self.most]
         levels = tree.depths(nodes) - tree.depths(tips[0]) - 1
-        return Guesses(nodes, chances(column)[levels], width=width)
+        return DraftTokens(nodes, chances(column)[levels], width=width)
 
     def _allowed(self, parents: Nodes, tokens: Nodes) -> np.ndarray:
         allowed = (tokens < self.vocab_size) & ~np.isin(tokens, sorted(self.stop.eos_token_ids))

@@ -34,7 +34,7 @@ class NgramDrafter:
         tips = np.array([tips[0], *np.setdiff1d(tips, tips[:1])])
         for text in map(self._text, tips[1:].tolist()):
             found.append(continuations(text, occurrences(text)[0], width, depth))
-        return self.chains.guess(tips, found, width, self.controller.chances)
+        return self.chains.draft(tips, found, width, self.controller.chances)
         yield  # never reached: it makes this a generator, as every drafter's propose is
 
     def _text(self, tip: int) -> NDArray[np.int64]:

@@ -126,18 +126,18 @@ class SuffixDrafter:
         self._earlier_match: Match = (0, 0)
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
-        self._read_trunk()
+        self._read_prefix()
         matched = self._longest_match(int(tips[0]))[1][1]
         width, depth = self.controller.shape(len(tips), matched=matched)
         if not depth:
             return self.controller.no_draft()
         tips = np.unique(tips)
         found = [[*self._likeliest(int(tip), width * depth, depth)] for tip in tips]
-        return self.chains.guess(tips, found, width, self.controller.chances)
+        return self.chains.draft(tips, found, width, self.controller.chances)
         yield  # never reached: it makes this a generator, as every drafter's propose is
 
-    def _read_trunk(self) -> None:
-        tokens = self.tree.tokens(self.tree.trunk[self._read :]).tolist()
+    def _read_prefix(self) -> None:
+        tokens = self.tree.tokens(self.tree.prefix[self._read :]).tolist()
         self._read += len(tokens)
         self._own.extend(tokens)
         if self._earlier is not None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.wishes import Wishes, warpers_of
+from specbeam.decoding.selector import Selector, warpers_of
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.controller import Controller, Cost
 from specbeam.drafting.model import ModelDrafter
@@ -63,7 +63,7 @@ def make_drafter(
     controller = Controller(sizes, setup.cost, setup.plain_cost, draft_cost, unread, matches=not is_model)
     if isinstance(draft, LanguageModel) and shares_tokenizer:
         return _make_model_drafter(setup, lm, draft, controller)
-    chains = Chains(setup.tree, setup.wish.process, setup.stop, lm.backend.vocab_size, controller.most_guesses)
+    chains = Chains(setup.tree, setup.selector.process, setup.stop, lm.backend.vocab_size, controller.max_draft_tokens)
     if isinstance(draft, LanguageModel):
         return RetokenizingDrafter(setup.tree, chains, controller, lm, draft)
     if draft == "ngram":
@@ -76,7 +76,9 @@ def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, c
     added = {} if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
     return ModelDrafter(
         setup.tree,
-        setup.wish if setup.wish.seed is None else Wishes(setup.wish.process, _draft_warpers(options), setup.wish.seed),
+        setup.selector
+        if setup.selector.seed is None
+        else Selector(setup.selector.process, _draft_warpers(options), setup.selector.seed),
         setup.stop,
         lm.backend.vocab_size,
         draft.backend.context_length,

@@ -23,11 +23,11 @@ from specbeam.engine.scheduler import Scheduler
 from specbeam.engine.strategies import MakeStrategy
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
+from specbeam.fork_guard import fork_guard
 from specbeam.interrupts import HeldInterrupts
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.prompts import Prompt, encode, room
-from specbeam.whole_steps import whole_step
 
 Key = TypeVar("Key")
 
@@ -223,7 +223,7 @@ class Engine:
             wakeups=self._wakeups,
             costs=self._scheduler.costs,
         )
-        self._budget.check(state.least_bytes, state.most_rows)
+        self._budget.check(state.least_bytes, state.max_rows)
         return state
 
     def run(self) -> None:
@@ -312,7 +312,7 @@ class Engine:
         finally:
             self._wakeups.send()
 
-    @whole_step
+    @fork_guard
     def _round(self) -> bool:
         scheduler = self._scheduler
         scheduler.is_changing = True

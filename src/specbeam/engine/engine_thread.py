@@ -11,7 +11,7 @@ from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
-from specbeam.whole_steps import InterpreterEnds, whole_step
+from specbeam.fork_guard import InterpreterEnds, fork_guard
 
 logger = logging.getLogger("specbeam")
 SECONDS_FOR_ANOTHER = 0.0005
@@ -36,7 +36,7 @@ class EngineThread:
         self._is_cancelling = False  # nothing is evaluated any more
         self._failure: str | None = None  # how an error ended the thread, or the engine
 
-    @whole_step
+    @fork_guard
     def start(self, do_round: Callable[[], bool]) -> None:
         """Start the thread.
 
@@ -57,7 +57,7 @@ class EngineThread:
             self._wakeups.thread = thread  # first: its rounds ask whether it runs
             thread.start()
 
-    @whole_step
+    @fork_guard
     def add(self, request: RequestState) -> None:
         """Queue a request, and wake the thread if there is one.
 
@@ -91,7 +91,7 @@ class EngineThread:
         self._begin_to_stop(thread, cancel=True)
         thread.join()
 
-    @whole_step
+    @fork_guard
     def _begin_to_stop(self, thread: threading.Thread, cancel: bool) -> None:
         with self._lock:
             if thread is self._wakeups.thread:
@@ -125,11 +125,11 @@ class EngineThread:
             seen = waiting
             time.sleep(SECONDS_FOR_ANOTHER)
 
-    @whole_step
+    @fork_guard
     def _cancel_all(self) -> None:
         self._scheduler.cancel_all()
 
-    @whole_step
+    @fork_guard
     def end(self, failure: str | None = None) -> None:
         """Note that no thread runs any more. After a failure all requests fail, and no further ones are taken."""
         with self._lock:

@@ -41,14 +41,14 @@ class ModelState:
         prompt_ids: list[int],
         backend: Backend,
         tree: Tree,
-        guesses: int,
-        most_rows: int,
+        draft_tokens: int,
+        max_rows: int,
         prompt_length: int = 0,
         source: Any = None,
     ) -> None:
         self.backend = backend
         self.tree = tree
-        self.most_rows = most_rows
+        self.max_rows = max_rows
         self.passes = self.answered = self.nodes = 0
         self.seconds = 0.0
         self.source = self._given_source = source
@@ -58,7 +58,7 @@ class ModelState:
         shares = setup.options.share_prefix and self._encoder_prompt is None and source is None
         self.slots = Slots(tree, backend, budget.cache_of(backend), shares)
         texts, new_tokens = setup.options.num_texts, setup.stop.max_length - setup.tree.prompt_length
-        self._most_nodes = texts + guesses  # of a round
+        self._max_nodes = texts + draft_tokens  # of a round
         # Texts may share only the prompt. If they do not fit together, they are evaluated one after the other.
         shared = max(len(prompt_ids), tree.prompt_length, prompt_length) + (new_tokens if texts == 1 else 0)
         own = 0 if texts == 1 else new_tokens
@@ -109,12 +109,12 @@ class ModelState:
         Args:
             pending: the nodes that it is to evaluate next. Other nodes of the tree may never be: deferred beams.
         """
-        trunk, used = self.tree.trunk_length, self.slots.used
-        lasting = self.tree.live - trunk + self._lasting(trunk)
+        prefix, used = self.tree.prefix_length, self.slots.used
+        lasting = self.tree.live - prefix + self._lasting(prefix)
         if evaluated := used or self._used_before:
             lasting = min(lasting, evaluated + len(pending))
-        return max(0, lasting + self._most_nodes - used) * self.backend.slot_bytes
+        return max(0, lasting + self._max_nodes - used) * self.backend.slot_bytes
 
-    def _lasting(self, trunk: int) -> int:
+    def _lasting(self, prefix: int) -> int:
         """The most slots that a trunk of this length keeps beyond a pass."""
-        return trunk if self.backend.window is None else min(trunk, self.backend.window + BLOCK_SLOTS)
+        return prefix if self.backend.window is None else min(prefix, self.backend.window + BLOCK_SLOTS)

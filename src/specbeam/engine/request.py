@@ -64,7 +64,7 @@ class Request:
         self._state: Unfinished | None = state  # the engine's, until the request is done
         self._wakeups = wakeups
         self._end_waiters: Waiters = {}
-        self._news_waiters: Waiters = {}  # for a piece, or the end
+        self._output_waiters: Waiters = {}  # for a piece, or the end
 
     @property
     def pieces(self) -> deque[Piece]:
@@ -129,16 +129,16 @@ class Request:
                     callback(pieces.popleft())
             finally:
                 if not done or pieces:
-                    self._call_later(self._news_waiters, take, self._has_news, call_soon)
+                    self._call_later(self._output_waiters, take, self._has_output, call_soon)
 
-        self._call_later(self._news_waiters, take, self._has_news, call_soon)
+        self._call_later(self._output_waiters, take, self._has_output, call_soon)
 
     def __iter__(self) -> Iterator[Piece]:
         return self
 
     def __next__(self) -> Piece:
         while (piece := self._take()) is None:
-            self._sleep(self._news_waiters, self._has_news)
+            self._sleep(self._output_waiters, self._has_output)
         return piece
 
     def __await__(self) -> Generator[Any, None, Result]:
@@ -152,7 +152,7 @@ class Request:
     async def __anext__(self) -> Piece:
         try:
             while (piece := self._take()) is None:
-                await self._sleep_in_loop(self._news_waiters, self._has_news)
+                await self._sleep_in_loop(self._output_waiters, self._has_output)
         except StopIteration:
             raise StopAsyncIteration from None
         return piece
@@ -178,14 +178,14 @@ class Request:
     def give(self, piece: Piece) -> None:
         """Hand out a piece."""
         self._pieces.append(piece)
-        if self._news_waiters:
-            self._wakeups.add(self._news_waiters)
+        if self._output_waiters:
+            self._wakeups.add(self._output_waiters)
 
     def end(self) -> None:
         """Note that there is a result or an error."""
         self.done = True
         self._state = None
-        for waiters in (self._news_waiters, self._end_waiters):
+        for waiters in (self._output_waiters, self._end_waiters):
             if waiters:
                 self._wakeups.add(waiters)
 
@@ -195,7 +195,7 @@ class Request:
         assert self.outcome is not None
         return self.outcome
 
-    def _has_news(self) -> bool:
+    def _has_output(self) -> bool:
         return self.done or bool(self._pieces)
 
     def _take(self) -> Piece | None:

@@ -31,7 +31,7 @@ from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.selection import Answer, Beams, Wish, select, to_device
+from specbeam.selection import Beams, Selection, SelectionRequest, select, to_device
 from specbeam.tree import NO_NODES, Nodes
 
 
@@ -75,20 +75,20 @@ class RequestState:
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
         num_texts = setup.options.num_texts
-        room = max(0, budget.most_rows - num_texts)  # for guesses
+        room = max(0, budget.max_rows - num_texts)  # for guesses
         self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
         self._drafter = None
         if draft is not None:
             self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), self._draft_cost, room)
-        guesses = 0 if self._drafter is None else self._drafter.controller.most_guesses
+        draft_tokens = 0 if self._drafter is None else self._drafter.controller.max_draft_tokens
         make_state = partial(ModelState, budget, setup, prompt_ids)
-        self._target = make_state(lm.backend, setup.tree, guesses, num_texts + guesses, source=source)
+        self._target = make_state(lm.backend, setup.tree, draft_tokens, num_texts + draft_tokens, source=source)
         self._draft: ModelState | None = None
         if isinstance(draft, LanguageModel) and self._drafter is not None:
             length = self._drafter.prompt_length if isinstance(self._drafter, RetokenizingDrafter) else len(prompt_ids)
             controller = self._drafter.controller
-            guesses, rows = controller.most_drafted, controller.most_drafted_at_once
-            self._draft = make_state(draft.backend, self._drafter.tree, guesses, rows, prompt_length=length)
+            draft_tokens, rows = controller.max_drafted, controller.max_drafted_at_once
+            self._draft = make_state(draft.backend, self._drafter.tree, draft_tokens, rows, prompt_length=length)
         self._states = [self._target] if self._draft is None else [self._target, self._draft]
         self._trees = [*{state.tree for state in self._states}]
         self._state = self._target  # on the model that is to evaluate the pending nodes
@@ -97,16 +97,16 @@ class RequestState:
         self._wanted = NO_NODES  # nodes that the strategy asked about
         self._asked = NO_NODES  # the same ones in ascending order, as their rows of logits come
         self._part = NO_NODES  # the asked nodes that are evaluated now: all of them, unless memory is short
-        self._wish: Wish | None = None  # what it asked; None for the logits
+        self._selection_request: SelectionRequest | None = None  # what it asked; None for the logits
         self._step = Evaluate(NO_NODES)  # the latest of the strategy
         self._received: list[Tensor] = []
         self._has_read_again = False  # because logits were not finite
         self._show_error: Exception | None = None
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """The most nodes whose logits it needs at once."""
-        return max(state.most_rows for state in self._states)
+        return max(state.max_rows for state in self._states)
 
     @property
     def source_bytes(self) -> int:
@@ -199,7 +199,7 @@ class RequestState:
             with self._failing_alone():
                 self._finish([Hypothesis(tree.tip, float(tree.scores(tree.tip)), finish_reason)])
 
-    def most_ahead(self, nodes: Nodes) -> int:
+    def max_ahead(self, nodes: Nodes) -> int:
         """How many further passes its backend may run by itself after one over some pending nodes.
 
         Each is over the tokens that the one before chose.
@@ -218,11 +218,11 @@ class RequestState:
         """Whether tokens can be handed out while passes go ahead. Without beams, each chosen token is certain."""
         return self.request.can_be_shown and self.beams is None and nodes[-1] == self._setup.tree.tip
 
-    def show(self, answer: Answer) -> None:
+    def show(self, selection: Selection) -> None:
         """Hand out the tokens that passes ahead have chosen so far. An error ends the request after these passes."""
         if self._show_error is None:
             try:
-                self._output.show(answer)
+                self._output.show(selection)
             except Exception as error:
                 self._show_error = error
 
@@ -243,7 +243,7 @@ class RequestState:
         else:
             first, end = self._part.searchsorted((nodes[0], nodes[-1] + 1))
             wanted = nodes.searchsorted(self._part[first:end])
-        vocab, state = None if self._wish is None else self._wish.vocab, self._state
+        vocab, state = None if self._selection_request is None else self._selection_request.vocab, self._state
         return state.slots.segment(nodes, wanted, vocab, state.source, ahead)
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
@@ -259,43 +259,43 @@ class RequestState:
             if cost is not None:
                 cost.join(other_nodes, requests)
 
-    def wishes(self, nodes: Nodes) -> list[Wish]:
+    def selection_requests(self, nodes: Nodes) -> list[SelectionRequest]:
         """The wishes about the logits at the wanted ones among some pending nodes.
 
         Empty as long as others are pending, or if the strategy wants the rows in another order than they come in.
         """
         in_order = self._asked is self._wanted
-        return self._wishes() if len(nodes) == len(self.pending) and in_order and self._is_whole else []
+        return self._selection_requests() if len(nodes) == len(self.pending) and in_order and self._is_whole else []
 
     @property
     def _is_whole(self) -> bool:
         """Whether no rows of the step come before those at the pending nodes, or after them."""
         return not self._received and len(self._part) == len(self._asked)
 
-    def is_sound(self, logits: Tensor, rows: slice, answers: list[Answer]) -> bool:
+    def is_sound(self, logits: Tensor, rows: slice, selections: list[Selection]) -> bool:
         """Whether it can go on with its rows of logits, or with the answers about them.
 
         No text depends on the logits of a draft model.
         """
         if self.drafting or self._step.any_logits:
             return True
-        if answers:
-            return answers[0].finite
+        if selections:
+            return selections[0].finite
         return rows.start == rows.stop or bool(logits[rows].amax(-1).isfinite().all())
 
-    def receive(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer], ahead: int = 0) -> None:
+    def receive(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection], ahead: int = 0) -> None:
         """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on.
 
         Args:
             logits: of a whole pass, float32 [n, vocab].
             rows: of these nodes.
-            answers: to the :meth:`wishes` about these logits.
+            answers: to the :meth:`selection_requests` about these logits.
             ahead: how many further passes the backend has run by itself. The answers have rows for each of them.
         """
         with self._failing_alone():
-            self._take(nodes, logits, rows, answers, ahead)
+            self._take(nodes, logits, rows, selections, ahead)
 
-    def _take(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer], ahead: int) -> None:
+    def _take(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection], ahead: int) -> None:
         state = self._state
         self.pending = self.pending[len(nodes) :]
         state.evaluated(nodes, self.pending, ahead)
@@ -306,24 +306,26 @@ class RequestState:
                 self._evaluate(self._unanswered)
             return
         state.answered += 1 + ahead
-        if not answers:
+        if not selections:
             logits = torch.cat([*self._received, logits[rows]]) if self._received else logits[rows]
             self._received = []
             if self._asked is not self._wanted:
                 logits = logits[to_device(self._asked.searchsorted(self._wanted), logits.device)]
-            answers = self.backend.choose(logits, [(slice(0, len(logits)), wish) for wish in self._wishes()])
+            selections = self.backend.choose(
+                logits, [(slice(0, len(logits)), selection_request) for selection_request in self._selection_requests()]
+            )
         if (alternatives := self._alternatives) is not None:
-            alternatives.add(self._wanted, answers.pop())
-        self._advance(self._answer(answers[0]) if answers else logits)
+            alternatives.add(self._wanted, selections.pop())
+        self._advance(self._selection(selections[0]) if selections else logits)
 
-    def refuse(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> None:
+    def refuse(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection]) -> None:
         """Its logits at wanted ones among some pending nodes are not finite, and its pass was over no other tree.
 
         The first time it reads all its tokens again. After that the strategy asks for other nodes, or the request ends.
         Arguments are as for :meth:`receive`.
         """
         with self._failing_alone():
-            problem = self._not_finite(nodes, logits, rows, answers)
+            problem = self._not_finite(nodes, logits, rows, selections)
             self._received = []
             self._state.lose(len(nodes))
             if self._has_read_again:
@@ -332,11 +334,11 @@ class RequestState:
                 self._evaluate(self._asked)
             self._has_read_again = True
 
-    def _not_finite(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> NotFinite:
+    def _not_finite(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection]) -> NotFinite:
         wanted = self._part[np.isin(self._part, nodes)]
-        highest = answers[0].normalizers if answers else logits[rows].amax(-1).cpu().numpy()
+        highest = selections[0].normalizers if selections else logits[rows].amax(-1).cpu().numpy()
         passes, row = divmod(int(np.flatnonzero(~np.isfinite(highest))[0]), len(wanted))
-        there = (answers[0].logits if answers else logits[rows])[row]  # a backend that goes ahead stops there
+        there = (selections[0].logits if selections else logits[rows])[row]  # a backend that goes ahead stops there
         found = "NaN" if there.isnan().any() else "+inf" if there.amax() > 0 else "-inf alone"
         length = int(self._setup.tree.depths(wanted[row])) + 1 + passes
         return NotFinite(
@@ -349,20 +351,28 @@ class RequestState:
         """The memory for the likeliest tokens at the wanted nodes, if they were asked for."""
         return None if self.drafting else self._output.alternatives
 
-    def _wishes(self) -> list[Wish]:
+    def _selection_requests(self) -> list[SelectionRequest]:
         """The strategy's wish, if it has one, and then the wish for alternatives, if they were asked for."""
-        wishes = []
-        if self._wish is not None:
-            wishes.append(Wish(most=0, vocab=self._wish.vocab) if self._wish.functions else self._wish)
+        selection_requests = []
+        if self._selection_request is not None:
+            selection_requests.append(
+                SelectionRequest(top=0, vocab=self._selection_request.vocab)
+                if self._selection_request.functions
+                else self._selection_request
+            )
         if self._alternatives is not None:
-            wishes.append(self._alternatives.wish)
-        return wishes
+            selection_requests.append(self._alternatives.selection_request)
+        return selection_requests
 
-    def _answer(self, answer: Answer) -> Answer:
+    def _selection(self, selection: Selection) -> Selection:
         """The answer to the strategy's wish. A caller's functions run here: they get all scores, and may fail."""
         if self._show_error is not None:
             raise self._show_error
-        return select(answer.logits, self._wish, answer.normalizers) if self._wish and self._wish.functions else answer
+        return (
+            select(selection.logits, self._selection_request, selection.normalizers)
+            if self._selection_request and self._selection_request.functions
+            else selection
+        )
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
@@ -414,11 +424,15 @@ class RequestState:
         if slots.used + min(len(self.pending), budget.max_batch_tokens) > room:
             raise budget.too_small
 
-    def _advance(self, answer: Answer | Tensor | TooManyNodes | NotFinite | None) -> None:
+    def _advance(self, selection: Selection | Tensor | TooManyNodes | NotFinite | None) -> None:
         """Let the strategy take an answer and name the next nodes, or finish."""
         assert self._strategy is not None
         try:
-            step = self._strategy.throw(answer) if isinstance(answer, SpecbeamError) else self._strategy.send(answer)
+            step = (
+                self._strategy.throw(selection)
+                if isinstance(selection, SpecbeamError)
+                else self._strategy.send(selection)
+            )
             while isinstance(step, Hypothesis) or (step.drafting and self._draft not in self._states):
                 if isinstance(step, Hypothesis):
                     self._output.find(step)
@@ -432,13 +446,13 @@ class RequestState:
             self._finish([])
             return
         finally:
-            if isinstance(answer, Answer):
-                answer.sources = ()  # strategies may remember answers, but no logits
+            if isinstance(selection, Selection):
+                selection.sources = ()  # strategies may remember answers, but no logits
         self._release_dropped()
         self.drafting = step.drafting
         self._state = self._states[1] if step.drafting else self._target
         self._step = step
-        self._wanted, self._wish = np.asarray(step.nodes, dtype=np.int64), step.wish
+        self._wanted, self._selection_request = np.asarray(step.nodes, dtype=np.int64), step.selection_request
         wanted = self._wanted.tolist()
         ascending = sorted({*wanted})
         self._asked = self._wanted if wanted == ascending else np.array(ascending, dtype=np.int64)

@@ -206,7 +206,7 @@ class Scheduler:
         if self._is_full or not self._queue:
             return
         needed = self.budget.held + sum(one.round_bytes for one in self._live)
-        rows = [one.most_rows for one in self._live]
+        rows = [one.max_rows for one in self._live]
         place = 0
         while not self._is_full and len(self._live) < self.max_requests:
             request = self._queue.at(place)
@@ -216,7 +216,7 @@ class Scheduler:
                 self._queue.remove(request)
             elif self._fits(request, needed, rows):
                 needed += request.round_bytes + request.source_bytes
-                rows.append(request.most_rows)
+                rows.append(request.max_rows)
                 self._turns += 1
                 request.last_turn = self._turns  # behind the requests that are live already
                 for overtaken in islice(self._queue, place):
@@ -238,7 +238,7 @@ class Scheduler:
         """
         if not rows:
             return True
-        if not self.budget.holds_logits([*rows, request.most_rows]):
+        if not self.budget.holds_logits([*rows, request.max_rows]):
             return False
         lacking = needed + request.round_bytes + request.source_bytes - self.budget.room
         return lacking <= 0 or lacking <= request.found_bytes()
@@ -324,7 +324,7 @@ class Scheduler:
         backend = batch[0][0].backend
         if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):
             return 1
-        most = min(MAX_PASSES_AT_ONCE, *(1 + request.most_ahead(nodes) for request, nodes in batch))
+        most = min(MAX_PASSES_AT_ONCE, *(1 + request.max_ahead(nodes) for request, nodes in batch))
         if most > 1:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)
@@ -363,7 +363,7 @@ class Scheduler:
             self.budget.evict(room)
             if room >= 0:
                 return [batch for batch in batches if batch]
-            if not self.pause_youngest():
+            if not self.preempt_newest():
                 (request,) = self._live
                 request.make_do(self.budget)
                 return []
@@ -371,9 +371,9 @@ class Scheduler:
 
     def find_memory(self) -> bool:
         """A pass found no memory: evict prefixes, or pause the youngest request. Returns whether it could."""
-        return self.budget.evict() or self.pause_youngest()
+        return self.budget.evict() or self.preempt_newest()
 
-    def pause_youngest(self) -> bool:
+    def preempt_newest(self) -> bool:
         """Take the keys and values of the youngest request. It goes on once another has ended.
 
         Its nodes are evaluated again then, with the same results. It waits at its old place. So the oldest request is

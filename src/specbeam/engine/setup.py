@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from specbeam.decoding.processors import Processors, check_token_ids, processors_of_checkpoint
 from specbeam.decoding.record import Record
+from specbeam.decoding.selector import Selector, some_seed, warpers_of
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes, some_seed, warpers_of
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -33,7 +33,7 @@ class Setup:
 
     options: Options
     tree: Tree
-    wish: Wishes
+    selector: Selector
     stop: Stopping
     record: Record
     cost: SharedCost
@@ -74,7 +74,7 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
     return Setup(
         options=options,
         tree=tree,
-        wish=Wishes(process, *((warpers_of(options), some_seed(options.seed)) if options.samples else ())),
+        selector=Selector(process, *((warpers_of(options), some_seed(options.seed)) if options.samples else ())),
         stop=stop,
         record=Record(tree, lm.decode_token if options.trace else None),
         cost=SharedCost(costs(backend)),

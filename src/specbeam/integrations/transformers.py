@@ -26,7 +26,7 @@ from transformers.generation import (
 )
 
 from specbeam.backends.encoder_decoder import backend_of
-from specbeam.backends.transformers import check_weights, most_tokens
+from specbeam.backends.transformers import check_weights, context_length_of
 from specbeam.compat import argument_of_generate
 from specbeam.engine import Engine, Request
 from specbeam.errors import SpecbeamError
@@ -190,7 +190,7 @@ def generate(
     copies = max(beams, returned)  # transformers has repeated each prompt
     if model.config.is_encoder_decoder:
         lm.backend.start_token_ids = input_ids[0].tolist()
-    lm.backend.context_length = most_tokens(model.config.get_text_config())
+    lm.backend.context_length = context_length_of(model.config.get_text_config())
     prompts = Prompts(
         cast(Any, lm.backend), input_ids, copies, beams > 1, generation_config, inputs_tensor, model_kwargs
     )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
+from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest, Strategy
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores
@@ -101,15 +101,15 @@ class Steps:
                 if isinstance(step, Evaluate):
                     step.any_logits |= self._details.any_logits
                 try:
-                    answer = yield step
+                    selection = yield step
                 except SpecbeamError as problem:
                     step = strategy.throw(problem)
                     continue
                 if self._recorded and isinstance(step, Evaluate) and not step.drafting:
-                    assert step.wish is not None
+                    assert step.selection_request is not None
                     self._rows = {int(node): row for row, node in enumerate(step.nodes)}
-                    self._latest = changed_rows(answer, step.wish), answer.logits
-                step = strategy.send(answer)
+                    self._latest = changed_rows(selection, step.selection_request), selection.logits
+                step = strategy.send(selection)
         except StopIteration as finished:
             texts: list[Hypothesis] = finished.value
         if self._details.keep is not None:
@@ -162,9 +162,11 @@ class Steps:
         return cast(NDArray[np.bool_], met.cpu().numpy())
 
 
-def changed_rows(answer: Answer, wish: Wish) -> Tensor:
+def changed_rows(selection: Selection, selection_request: SelectionRequest) -> Tensor:
     """The scores of all tokens that a wish makes of the logits, float32 [n, vocab]."""
-    return changed(answer.logits, wish, torch.from_numpy(answer.normalizers).to(answer.logits.device))
+    return changed(
+        selection.logits, selection_request, torch.from_numpy(selection.normalizers).to(selection.logits.device)
+    )
 
 
 def topk(scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
@@ -220,12 +222,12 @@ class TransformersBeamSearch(BeamSearch):
         places = np.flatnonzero(self.finished.ended)[: self.num_return_sequences]
         return [cast(Continued, self.finished.texts[place]).beams for place in places]
 
-    def step(self, answer: Answer | None, known: Mask | None = None, token_penalties: Any = None) -> bool:
-        if answer is None or (known is not None and not known.all()):
+    def step(self, selection: Selection | None, known: Mask | None = None, token_penalties: Any = None) -> bool:
+        if selection is None or (known is not None and not known.all()):
             return False
         if self._kept is not None:
-            self._kept.append(changed_rows(answer, self.wish(self.beams)))
-        return super().step(answer, known, token_penalties)
+            self._kept.append(changed_rows(selection, self.selection_request(self.beams)))
+        return super().step(selection, known, token_penalties)
 
     def _go_on(self, first: Continuations) -> bool:
         return False  # ``topk`` ranks the candidates once more
@@ -239,8 +241,8 @@ class TransformersBeamSearch(BeamSearch):
         self._of_beams = [cast(list[Continued], candidates.texts)[place] for place in survivors]
         return survivors, scores
 
-    def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
-        best = super()._best(answer, rows) if answer.noise is not None else self._topk(answer)
+    def _best(self, selection: Selection, rows: NDArray[np.int64]) -> Continuations:
+        best = super()._best(selection, rows) if selection.noise is not None else self._topk(selection)
         if not best.scores.max() < np.inf:  # inf, and NaN: transformers' -1e9 forbids nothing there
             raise SpecbeamError(
                 f"logits_processor, sequence_bias or exponential_decay_length_penalty raised the score of a text to "
@@ -249,10 +251,12 @@ class TransformersBeamSearch(BeamSearch):
         self._continued = best.beams.tolist()
         return best
 
-    def _topk(self, answer: Answer) -> Continuations:
-        log_probs = answer.logits.log_softmax(-1)  # its bits are transformers', and ties depend on them
+    def _topk(self, selection: Selection) -> Continuations:
+        log_probs = selection.logits.log_softmax(-1)  # its bits are transformers', and ties depend on them
         beams = torch.from_numpy(self.scores).to(log_probs.device)[:, None]
-        scores = (changed(log_probs, self.wish(self.beams), torch.zeros_like(log_probs[:, 0])) + beams).flatten()
+        scores = (
+            changed(log_probs, self.selection_request(self.beams), torch.zeros_like(log_probs[:, 0])) + beams
+        ).flatten()
         best, chosen = scores.topk(min(self.num_candidates, len(scores)))
         beam, token = np.divmod(chosen.cpu().numpy(), log_probs.shape[-1])
         return Continuations(beam, token, best.cpu().numpy(), log_probs.flatten()[chosen].cpu().numpy())

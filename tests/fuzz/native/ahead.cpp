@@ -25,9 +25,9 @@ struct Asked {
   std::unique_ptr<float[]> of_beams;
 };
 
-// The inputs of all wishes.
+// The inputs of all requests.
 struct Inputs {
-  std::vector<Wish> wishes;
+  std::vector<SelectionRequest> requests;
   std::vector<Edit> edits;
   std::vector<int32_t> edit_rows, edit_tokens;
   std::vector<float> edit_values;
@@ -45,7 +45,7 @@ struct Results {
 
   Results(int64_t n, const Choice &c)
       : passes(n),
-        most(c.most_count),
+        most(c.top_count),
         rows(c.row_count),
         given(c.given_count),
         tokens(exactly<int64_t>(size_t(n * most))),
@@ -78,12 +78,12 @@ template <class T> std::unique_ptr<T[]> copied(const std::vector<T> &from) {
   return out;
 }
 
-// Adds a wish about the nodes of a text. most: of the tokens of a row
+// Adds a request about the nodes of a text. most: of the tokens of a row
 void add_wish(Input &in, Inputs &inputs, Choice &c, int64_t nodes, int64_t vocab, int64_t most, bool beams) {
-  Wish w{};
+  SelectionRequest w{};
   w.first_row = c.logit_rows, c.logit_rows += nodes;
   w.rows = nodes, w.vocab = vocab, w.most = most;
-  w.most_place = c.most_count, c.most_count += nodes * most;
+  w.top_place = c.top_count, c.top_count += nodes * most;
   w.row_place = c.row_count, c.row_count += nodes;
   w.given = in.ConsumeIntegralInRange(0, 7) ? 0 : 1, w.given_place = int64_t(inputs.given.size());
   for (int64_t i = 0; i < nodes * w.given; i++)
@@ -113,7 +113,7 @@ void add_wish(Input &in, Inputs &inputs, Choice &c, int64_t nodes, int64_t vocab
   w.top_k = in.ConsumeIntegralInRange(0, 5) ? 0 : in.ConsumeIntegralInRange<int64_t>(0, vocab + 3);
   w.temperature = in.ConsumeIntegralInRange(0, 5) ? 1 : 0.7, w.top_p = in.ConsumeIntegralInRange(0, 5) ? 1 : 0.9;
   w.min_p = in.ConsumeIntegralInRange(0, 5) ? 0 : 0.1, w.seed = in.ConsumeIntegral<uint64_t>();
-  inputs.wishes.push_back(w);
+  inputs.requests.push_back(w);
 }
 
 // Adds the nodes of a first pass to a text: one at any place, or beams of one depth. Returns their number; 0 if the
@@ -142,8 +142,8 @@ struct Step {
   std::vector<float> scores;
 };
 
-Step step(const Asked &asked, const Wish &w, const int64_t *tokens, const float *scores, const float *normalizers,
-          const std::vector<int64_t> &ends) {
+Step step(const Asked &asked, const SelectionRequest &w, const int64_t *tokens, const float *scores,
+          const float *normalizers, const std::vector<int64_t> &ends) {
   for (int64_t row = 0; row < w.rows; row++)
     if (!std::isfinite(normalizers[row])) return {false, {}, {}};
   const auto is_end = [&](int64_t token) { return std::find(ends.begin(), ends.end(), token) != ends.end(); };
@@ -231,7 +231,7 @@ class Call {
   std::vector<Arrays> arrays;
   std::unique_ptr<Segment[]> of_segments;
   std::unique_ptr<Ahead[]> of_ahead;
-  std::unique_ptr<Wish[]> of_wishes;
+  std::unique_ptr<SelectionRequest[]> of_wishes;
   std::unique_ptr<Edit[]> of_edits;
   std::unique_ptr<int32_t[]> of_edit_rows, of_edit_tokens;
   std::unique_ptr<float[]> of_edit_values;
@@ -279,11 +279,11 @@ class Call {
       auto [segment, kept] = segment_of(texts[a.text], a.first, in.ConsumeIntegralInRange<int64_t>(0, LONGEST_TEXT));
       of_segments[i] = segment, of_ahead[i] = a.ahead, arrays.push_back(std::move(kept));
     }
-    of_wishes = copied(inputs.wishes), of_edits = copied(inputs.edits), of_edit_rows = copied(inputs.edit_rows);
+    of_wishes = copied(inputs.requests), of_edits = copied(inputs.edits), of_edit_rows = copied(inputs.edit_rows);
     of_edit_tokens = copied(inputs.edit_tokens), of_edit_values = copied(inputs.edit_values);
     of_given = copied(inputs.given), of_allowed = copied(inputs.allowed);
     of_streams = copied(inputs.streams), of_positions = copied(inputs.positions);
-    choice.wishes = of_wishes.get(), choice.wish_count = int64_t(inputs.wishes.size());
+    choice.requests = of_wishes.get(), choice.request_count = int64_t(inputs.requests.size());
     choice.edits = of_edits.get(), choice.edit_count = int64_t(inputs.edits.size());
     choice.edit_rows = of_edit_rows.get(), choice.edit_tokens = of_edit_tokens.get();
     choice.entry_count = int64_t(inputs.edit_rows.size());
@@ -314,8 +314,8 @@ class Call {
       alone.check_equal(results, pass);
       bool goes_on = !halted;
       for (size_t i = 0; i < asked.size(); i++) {
-        const Wish &w = inputs.wishes[i];
-        steps[i] = step(asked[i], w, alone.tokens.get() + w.most_place, alone.scores.get() + w.most_place,
+        const SelectionRequest &w = inputs.requests[i];
+        steps[i] = step(asked[i], w, alone.tokens.get() + w.top_place, alone.scores.get() + w.top_place,
                         alone.normalizers.get() + w.row_place, ends);
         goes_on = goes_on && steps[i].goes_on;
         asked[i].scores = steps[i].scores;
@@ -393,7 +393,7 @@ class Call {
     for (const Asked &each : asked) give_back(taken, {each.slots.get(), each.slots.get() + each.nodes * (passes - 1)});
     Segment &s = of_segments[which];
     const Arrays &a = arrays[which];
-    Wish &w = of_wishes[which];
+    SelectionRequest &w = of_wishes[which];
     const auto n = in.ConsumeIntegralInRange<int64_t>(0, s.nodes - 1);
     const auto below = [&](int64_t limit) { return in.ConsumeIntegralInRange<int64_t>(INT64_MIN, limit); };
     switch (in.ConsumeIntegralInRange(0, 17)) {
@@ -401,16 +401,16 @@ class Call {
       case 1: a.positions[n] = in.number(0, 20); break;
       case 2: a.slots[n] = in.number(0, 100); break;
       case 3:
-        if (s.trunk_length) a.trunk[in.ConsumeIntegralInRange<int64_t>(0, s.trunk_length - 1)] = in.number(-1, 100);
+        if (s.prefix_length) a.prefix[in.ConsumeIntegralInRange<int64_t>(0, s.prefix_length - 1)] = in.number(-1, 100);
         break;
       case 4:
-        if (s.branch_columns)
-          a.branches[in.ConsumeIntegralInRange<int64_t>(0, s.nodes * s.branch_columns - 1)] = in.number(-1, 100);
+        if (s.suffix_columns)
+          a.suffixes[in.ConsumeIntegralInRange<int64_t>(0, s.nodes * s.suffix_columns - 1)] = in.number(-1, 100);
         break;
-      case 5: (in.ConsumeBool() ? s.trunk_length : s.branch_columns) = in.wild(); break;
+      case 5: (in.ConsumeBool() ? s.prefix_length : s.suffix_columns) = in.wild(); break;
       case 6: s.nodes = below(0); break;
       case 7: (in.ConsumeBool() ? s.tokens : in.ConsumeBool() ? s.positions : s.slots) = nullptr; break;
-      case 8: (in.ConsumeBool() ? s.trunk : s.branches) = nullptr; break;
+      case 8: (in.ConsumeBool() ? s.prefix : s.suffixes) = nullptr; break;
       case 9:
         if (to_come) one.slots[in.ConsumeIntegralInRange<int64_t>(0, to_come - 1)] = in.number(-1, 100);
         break;
@@ -419,7 +419,7 @@ class Call {
       case 12: passes = below(passes); break;
       case 13: number = below(number - 1); break;
       case 14: (in.ConsumeBool() ? w.most : in.ConsumeBool() ? w.rows : w.first_row) = in.wild(); break;
-      case 15: (in.ConsumeBool() ? choice.logit_rows : choice.wish_count) = below(0); break;
+      case 15: (in.ConsumeBool() ? choice.logit_rows : choice.request_count) = below(0); break;
       case 16: end_count = below(end_count); break;
       default:
         if (in.ConsumeBool()) to = nullptr;

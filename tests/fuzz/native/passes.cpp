@@ -45,16 +45,18 @@ void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &array
     case 1: a.positions[n] = in.number(0, 20); break;
     case 2: a.slots[n] = in.number(0, 100); break;
     case 3:
-      if (s.trunk_length) a.trunk[in.ConsumeIntegralInRange<int64_t>(0, s.trunk_length - 1)] = in.number(0, 100);
+      if (s.prefix_length) a.prefix[in.ConsumeIntegralInRange<int64_t>(0, s.prefix_length - 1)] = in.number(0, 100);
       break;
     case 4:
-      if (s.branch_columns)
-        a.branches[in.ConsumeIntegralInRange<int64_t>(0, s.nodes * s.branch_columns - 1)] = in.number(0, 100);
+      if (s.suffix_columns)
+        a.suffixes[in.ConsumeIntegralInRange<int64_t>(0, s.nodes * s.suffix_columns - 1)] = in.number(0, 100);
       break;
-    case 5: (in.ConsumeBool() ? s.trunk_length : s.branch_columns) = in.ConsumeBool() ? below_zero() : INT64_MAX; break;
+    case 5:
+      (in.ConsumeBool() ? s.prefix_length : s.suffix_columns) = in.ConsumeBool() ? below_zero() : INT64_MAX;
+      break;
     case 6: s.nodes = in.ConsumeIntegralInRange<int64_t>(INT64_MIN, 0); break;
     case 7: (in.ConsumeBool() ? s.tokens : in.ConsumeBool() ? s.positions : s.slots) = nullptr; break;
-    case 8: (in.ConsumeBool() ? s.trunk : s.branches) = nullptr; break;
+    case 8: (in.ConsumeBool() ? s.prefix : s.suffixes) = nullptr; break;
     default: wanted.push_back(in.wild());
   }
 }

@@ -41,10 +41,10 @@ inline int64_t free_slot(Input &in, const Slots &taken) {
 
 // The arrays of a segment. Each has exactly its size.
 struct Arrays {
-  std::unique_ptr<int64_t[]> tokens, positions, slots, trunk, branches;
+  std::unique_ptr<int64_t[]> tokens, positions, slots, prefix, suffixes;
 };
 
-// A segment of the nodes of a text from `first` on. `shared` positions of their paths become the trunk, or fewer.
+// A segment of the nodes of a text from `first` on. `shared` positions of their paths become the prefix, or fewer.
 inline std::pair<Segment, Arrays> segment_of(const Text &text, int64_t first, int64_t shared) {
   const auto n = int64_t(text.nodes.size()) - first;
   int64_t deepest = first;
@@ -59,20 +59,20 @@ inline std::pair<Segment, Arrays> segment_of(const Text &text, int64_t first, in
   shared = std::min(shared, int64_t(longest.size()));
   Segment s{};
   Arrays a;
-  s.nodes = n, s.trunk_length = shared, s.branch_columns = int64_t(longest.size()) - shared;
+  s.nodes = n, s.prefix_length = shared, s.suffix_columns = int64_t(longest.size()) - shared;
   for (auto *array : {&a.tokens, &a.positions, &a.slots}) *array = exactly<int64_t>(size_t(n));
-  a.trunk = exactly<int64_t>(size_t(shared)), a.branches = exactly<int64_t>(size_t(n * s.branch_columns));
+  a.prefix = exactly<int64_t>(size_t(shared)), a.suffixes = exactly<int64_t>(size_t(n * s.suffix_columns));
   const auto slot = [&](int64_t node) { return text.nodes[size_t(node)].slot; };
-  for (int64_t p = 0; p < shared; p++) a.trunk[p] = slot(longest[size_t(p)]);
+  for (int64_t p = 0; p < shared; p++) a.prefix[p] = slot(longest[size_t(p)]);
   for (int64_t i = 0; i < n; i++) {
     const Node &node = text.nodes[size_t(first + i)];
     a.tokens[i] = node.token, a.positions[i] = node.depth, a.slots[i] = node.slot;
     const auto path = text.path(first + i);
     for (int64_t p = shared; p <= node.depth; p++)
-      a.branches[i * s.branch_columns + p - shared] = slot(path[size_t(p)]);
+      a.suffixes[i * s.suffix_columns + p - shared] = slot(path[size_t(p)]);
   }
   s.tokens = a.tokens.get(), s.positions = a.positions.get(), s.slots = a.slots.get();
-  s.trunk = a.trunk.get(), s.branches = a.branches.get();
+  s.prefix = a.prefix.get(), s.suffixes = a.suffixes.get();
   return {s, std::move(a)};
 }
 
@@ -110,11 +110,11 @@ inline void forget(Input &in, void *model, Text &text, Slots &taken) {
   text.nodes.clear();
 }
 
-// Takes slots out of a trunk, before the windows of all nodes.
+// Takes slots out of a prefix, before the windows of all nodes.
 inline void drop_unseen(Input &in, const Segment &s, Arrays &a, int64_t window) {
   const int64_t seen = *std::min_element(s.positions, s.positions + s.nodes) + 1 - window;
-  for (int64_t p = 0; window && p < std::min(seen, s.trunk_length); p++)
-    if (in.ConsumeBool()) a.trunk[p] = Segment::NO_SLOT;
+  for (int64_t p = 0; window && p < std::min(seen, s.prefix_length); p++)
+    if (in.ConsumeBool()) a.prefix[p] = Segment::NO_SLOT;
 }
 
 }  // namespace specbeam

@@ -15,7 +15,7 @@ from specbeam.backends.torch.cache import KeyValues, index, seen_by
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
 from specbeam.backends.torch.weights import load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
-from specbeam.selection import Answer, Wish, choose, to_device
+from specbeam.selection import Selection, SelectionRequest, choose, to_device
 
 
 class TorchBackend:
@@ -84,8 +84,8 @@ class TorchBackend:
         )
 
     @torch.inference_mode()
-    def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
-        return choose(logits, wishes)
+    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
+        return choose(logits, requests)
 
     def memory_for_caches(self) -> int:
         return memory_for_caches(self.device)

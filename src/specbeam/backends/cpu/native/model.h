@@ -177,16 +177,16 @@ class Cache {
 
 // The nodes of one tree in a pass: see backends/contract.py. SegmentStruct in library.py mirrors this structure.
 struct Segment {
-  int64_t nodes, trunk_length, branch_columns;
+  int64_t nodes, prefix_length, suffix_columns;
   const int64_t *tokens, *positions, *slots;  // [nodes]
-  const int64_t *trunk;     // [trunk_length], the slots of the ancestors that all nodes share; NO_SLOT: not seen
-  const int64_t *branches;  // [nodes, branch_columns], the slots of each node's further ancestors
+  const int64_t *prefix;    // [prefix_length], the slots of the ancestors that all nodes share; NO_SLOT: not seen
+  const int64_t *suffixes;  // [nodes, suffix_columns], the slots of each node's further ancestors
 
   static constexpr int64_t NO_SLOT = -1;
 
-  // The slots of a node's ancestors from a position of the text on, up to the end of the trunk or of the branch.
+  // The slots of a node's ancestors from a position of the text on, up to the end of the prefix or of the branch.
   const int64_t *path(int64_t node, int64_t position) const {
-    return position < trunk_length ? trunk + position : branches + node * branch_columns + position - trunk_length;
+    return position < prefix_length ? prefix + position : suffixes + node * suffix_columns + position - prefix_length;
   }
 };
 

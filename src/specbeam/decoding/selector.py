@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from specbeam.decoding.node_states import NodeStates
 from specbeam.decoding.processors import Processors
 from specbeam.options import NEUTRAL_VALUES, Options
-from specbeam.selection import Noise, Wish
+from specbeam.selection import Noise, SelectionRequest
 from specbeam.tree import Nodes, Tree
 
 WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
-class Wishes:
+class Selector:
     """Makes the wishes of one request.
 
     Args:
@@ -33,10 +33,12 @@ class Wishes:
         self.warpers = dict(warpers or {})
         self.seed = seed
         self._is_plain = process.is_plain and not self.warpers and seed is None
-        self._plain: dict[tuple[Any, ...], Wish] = {}  # the same at all nodes, by their wants
+        self._plain: dict[tuple[Any, ...], SelectionRequest] = {}  # the same at all nodes, by their wants
         self._checksums = NodeStates(lambda _: 0, lambda sum, token: zlib.crc32(token.to_bytes(8, "little"), sum))
 
-    def __call__(self, tree: Tree, nodes: Any, guesses: Any = (), streams: Any = 0, **wants: Any) -> Wish:
+    def __call__(
+        self, tree: Tree, nodes: Any, draft_tokens: Any = (), streams: Any = 0, **wants: Any
+    ) -> SelectionRequest:
         """The wish at nodes, int [n].
 
         Args:
@@ -51,7 +53,7 @@ class Wishes:
         if self._is_plain:
             key = tuple(wants.items())
             if key not in self._plain:
-                self._plain[key] = Wish(**wants)
+                self._plain[key] = SelectionRequest(**wants)
             return self._plain[key]
         noise = None
         if self.seed is not None:
@@ -59,7 +61,7 @@ class Wishes:
             numbers = np.zeros_like(positions)
             numbers[:] = streams
             noise = Noise(self.seed, numbers, positions)
-        return Wish(**self.process(tree, nodes, guesses), **self.warpers, noise=noise, **wants)
+        return SelectionRequest(**self.process(tree, nodes, draft_tokens), **self.warpers, noise=noise, **wants)
 
     def streams(self, tree: Tree, nodes: Nodes) -> NDArray[np.uint32] | int:
         """Numbers for texts, uint32 [n]: a checksum of their new tokens. So a beam's noise does not depend on its rank.
