@@ -1,7 +1,7 @@
 """Strategies: decoding methods as generators over a token tree.
 
 A strategy yields :class:`Evaluate` with a :class:`SelectionRequest`, and is sent the :class:`Selection`: the likeliest
-tokens at the nodes, say. Without a request it is sent the logits, float32 [nodes, vocab]. It decides which nodes live on
+tokens at the nodes, say. Without a request it is sent the logits, float32 [nodes, vocab]. It decides which nodes live
 (``tree.keep``), and returns its hypotheses, best first. It returns none, or raises :class:`DeadEnd`, if no sequence is
 possible. It may yield a :class:`Hypothesis` as soon as that is certain to be the next best; it is then sent None. It
 knows nothing of caches, devices or other requests.

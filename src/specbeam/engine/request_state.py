@@ -100,7 +100,7 @@ class RequestState:
         self._selection_request: SelectionRequest | None = None  # what it asked; None for the logits
         self._step = Evaluate(NO_NODES)  # the latest of the strategy
         self._received: list[Tensor] = []
-        self._has_read_again = False  # because logits were not finite
+        self._was_recomputed = False  # because logits were not finite
         self._show_error: Exception | None = None
 
     @property
@@ -161,7 +161,7 @@ class RequestState:
                 self._received = []
                 self._evaluate(self._asked)
 
-    def pause(self) -> None:
+    def preempt(self) -> None:
         """Free all slots until :meth:`open`."""
         for state in self._states:
             state.close()
@@ -303,7 +303,7 @@ class RequestState:
             if rows.start < rows.stop:  # a view would keep the logits of the whole pass
                 self._received.append(logits[rows].clone())
             if not len(self.pending):
-                self._evaluate(self._unanswered)
+                self._evaluate(self._not_received)
             return
         state.answered += 1 + ahead
         if not selections:
@@ -328,11 +328,11 @@ class RequestState:
             problem = self._not_finite(nodes, logits, rows, selections)
             self._received = []
             self._state.lose(len(nodes))
-            if self._has_read_again:
+            if self._was_recomputed:
                 self._advance(problem)
             else:
                 self._evaluate(self._asked)
-            self._has_read_again = True
+            self._was_recomputed = True
 
     def _not_finite(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection]) -> NotFinite:
         wanted = self._part[np.isin(self._part, nodes)]
@@ -413,7 +413,7 @@ class RequestState:
         No other node of the tree keeps its slot, so the nodes of the next part may need some ancestors evaluated again.
         One node always fits: the engine has memory for a text of full length.
         """
-        slots, part = self._target.slots, self._unanswered
+        slots, part = self._target.slots, self._not_received
         room = (budget.cache_bytes - self.source_bytes) // self._target.backend.slot_bytes
         while True:
             slots.keep(part)
@@ -465,7 +465,7 @@ class RequestState:
         self._part, self.pending = part, self._state.slots.prepare(part)
 
     @property
-    def _unanswered(self) -> Nodes:
+    def _not_received(self) -> Nodes:
         """The nodes that the strategy asked about and whose rows of logits have not come."""
         return self._asked[sum(map(len, self._received)) :]
 

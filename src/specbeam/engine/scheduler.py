@@ -385,7 +385,7 @@ class Scheduler:
         self._is_full = len(self._live) > 1
         if self._is_full:
             youngest = max(self._live, key=lambda one: one.number)
-            youngest.pause()
+            youngest.preempt()
             self._queue.put_back(youngest)
             del self._live[youngest]
         return self._is_full

@@ -134,7 +134,7 @@ class CpuBackend:
         def show_all(so_far: int) -> int:
             try:
                 assert show is not None
-                show(choice.answers_ahead(so_far))
+                show(choice.selections_ahead(so_far))
             except BaseException as error:  # it cannot pass through native code
                 failures.append(error)
             return not failures
@@ -160,7 +160,7 @@ class CpuBackend:
             raise RuntimeError(f"passes were refused: {wrong.decode()}")
         if failures:
             raise failures.pop()
-        return choice.answers_ahead(int(done[0]))
+        return choice.selections_ahead(int(done[0]))
 
     def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
         with self._one_pass:

@@ -137,7 +137,7 @@ class Choice:
             )
         return selections
 
-    def answers_ahead(self, done: int) -> list[Selection]:
+    def selections_ahead(self, done: int) -> list[Selection]:
         """The answers about the logits of the passes that were done. Only the last one has its logits."""
         by_pass = [array.reshape(self.passes, -1)[:done] for array in self._outputs]
         tokens, noise, log_probs, scores, _, normalizers, totals = by_pass
