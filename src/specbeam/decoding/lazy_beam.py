@@ -36,7 +36,7 @@ class Level:
         scores: of these beams, float32 [b].
         expanded: which of these beams are known, bool [b].
         bound: no unknown candidate scores above this.
-        whole: no candidate is unknown.
+        complete: no candidate is unknown.
         closed: no unknown candidate is a beam, or takes a place of finished texts.
         finished: the known texts among the finished ones.
         best: the best continuations of the expanded beams. None if no beam is known.
@@ -49,7 +49,7 @@ class Level:
     scores: Scores
     expanded: Mask
     bound: float
-    whole: bool
+    complete: bool
     closed: bool
     finished: Finished
     best: Continuations | None = None
@@ -57,7 +57,7 @@ class Level:
 
     def equals(self, other: Level) -> bool:
         """Whether as much is known of another version of this level."""
-        same = len(self.candidates.nodes) == len(other.candidates.nodes) and self.whole == other.whole
+        same = len(self.candidates.nodes) == len(other.candidates.nodes) and self.complete == other.complete
         bounds = self.bound == other.bound and self.hidden == other.hidden
         return same and bounds and np.array_equal(self.finished.nodes, other.finished.nodes)
 
@@ -68,7 +68,7 @@ class LazyBeamSearch(BeamSearch):
     Decisions stay when more beams become known: the candidates and the beams of a level only grow.
 
     Attributes:
-        levels: the last step that is known as a whole, and those after it. Empty while no beam is deferred.
+        levels: the last step that is known completely, and those after it. Empty while no beam is deferred.
         stops: whether the plain search stops after the last level. None if unknown texts decide that.
     """
 
@@ -85,7 +85,7 @@ class LazyBeamSearch(BeamSearch):
         self._decide()
 
     def restart(self) -> None:
-        """Go on with all beams from the last step that is known as a whole."""
+        """Go on with all beams from the last step that is known completely."""
         if self.levels:
             level = self.levels[0]
             self.beams, self.scores, self.length, self.finished = (
@@ -123,7 +123,7 @@ class LazyBeamSearch(BeamSearch):
         return self._close()
 
     def _close(self) -> list[Level]:
-        """Forget the levels before the last one that is known as a whole. Return the levels that became certain."""
+        """Forget the levels before the last one that is known completely. Return the levels that became certain."""
         open_levels = [] if self.done else [place for place, level in enumerate(self.levels) if not level.closed]
         last = open_levels[0] - 1 if open_levels else len(self.levels) - 1
         self.left_out += sum(self.num_beams - int(level.expanded.sum()) for level in self.levels[:last])
@@ -160,22 +160,24 @@ class LazyBeamSearch(BeamSearch):
 
     def _decided(self, level: Level, before: Level | None, best: Continuations) -> Level:
         """The part of the next level that the best known continuations decide."""
-        whole, bound = bool(level.expanded.sum() == self.num_beams), NOTHING
-        if not whole:
+        complete, bound = bool(level.expanded.sum() == self.num_beams), NOTHING
+        if not complete:
             bound = self._unknown(level)
             best = best.take(slice(int(np.count_nonzero(best.scores > bound))))
-            whole = len(best.scores) >= self.num_candidates
+            complete = len(best.scores) >= self.num_candidates
         candidates = self._grown(None if before is None else before.candidates, best)
         length = level.length + 1
-        if whole:
+        if complete:
             survivors, scores = self._survivors(candidates)
         else:
             going = candidates.first if length == self.max_new_tokens else ~candidates.ended  # as _survivors has it
             survivors = np.flatnonzero(going & candidates.possible)[: self.num_beams]  # ended texts may precede others
             scores = candidates.scores[survivors]
         beams = candidates.nodes[survivors]
-        closed = whole or len(beams) >= self.num_beams
-        return Level(length, candidates, beams, scores, np.zeros(len(beams), bool), bound, whole, closed, self.finished)
+        closed = complete or len(beams) >= self.num_beams
+        return Level(
+            length, candidates, beams, scores, np.zeros(len(beams), bool), bound, complete, closed, self.finished
+        )
 
     def _unknown(self, level: Level) -> float:
         """No text that continues an unknown beam of this level, or one that is not expanded, scores above this."""
@@ -193,7 +195,7 @@ class LazyBeamSearch(BeamSearch):
     def _compete(self, level: Level, after: Level) -> None:
         """Let the known candidates of a level compete for the places of finished texts, after those before it."""
         after.finished, after.hidden = level.finished, level.hidden
-        if not after.whole and after.candidates.first.sum() < self.num_beams:
+        if not after.complete and after.candidates.first.sum() < self.num_beams:
             penalty = after.finished.length_penalty
             after.hidden = max(after.hidden, float(normalized(np.float32(after.bound), after.length, penalty)))
         if after.candidates.any_ended:
@@ -204,7 +206,7 @@ class LazyBeamSearch(BeamSearch):
         """Whether the plain search stops after a level. None if unknown texts decide that."""
         if level is self.levels[0]:
             return False
-        if level.length == self.max_new_tokens or (level.whole and bool(level.candidates.ended.all())):
+        if level.length == self.max_new_tokens or (level.complete and bool(level.candidates.ended.all())):
             return True
         if not len(level.beams):
             return None
