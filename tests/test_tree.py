@@ -98,7 +98,7 @@ def test_finished_nodes_stay_but_their_memory_goes(data):
             assert tree.path(node).tolist() == list(paths.paths[node])
 
 
-def test_a_guess_is_found_again():
+def test_a_draft_token_is_found_again():
     tree = Tree([1, 2])
     first, second = tree.draft([1, 1], [5, 6]).tolist()
     assert tree.draft([1, 1, first], [6, 5, 7]).tolist() == [second, first, 4]
@@ -124,7 +124,7 @@ def test_paths_and_what_lies_below_are_those_written_out(data):
     assert tree.below(nodes, ancestors).tolist() == [bool(set(paths.paths[n]) & set(ancestors)) for n in nodes]
 
 
-def test_a_finished_guess_is_not_found_again():
+def test_a_finished_draft_token_is_not_found_again():
     """Its slot was taken back. A node that is added at the same place needs a new one, and gives it back again."""
     tree = Tree([7])
     draft_token = tree.draft([0], [3])
@@ -138,7 +138,7 @@ def test_a_finished_guess_is_not_found_again():
 
 
 def beams_step():
-    """Add, keep and walk the paths of two beams, which share only the prompt, and of their guesses."""
+    """Add, keep and walk the paths of two beams, which share only the prompt, and of their draft tokens."""
     tree = Tree([1, 2, 3])
     tips = tree.add([2, 2], [4, 5])
 
@@ -157,7 +157,7 @@ def beams_step():
 
 
 def draft_step():
-    """Drop one of two guesses."""
+    """Drop one of two draft tokens."""
     tree = Tree([1])
 
     def step():
@@ -179,7 +179,7 @@ def token_step():
 
 
 @pytest.mark.parametrize("make", [beams_step, draft_step, token_step])
-def test_a_step_costs_the_same_late_in_the_text_as_early_in_it(make):
+def test_a_step_costs_the_same_late_in_the_sequence_as_early_in_it(make):
     tree, step, prefix = make()
     work = [calls_made(step) for _ in range(300)]
     assert len(tree.prefix) == prefix

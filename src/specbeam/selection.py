@@ -1,7 +1,7 @@
-"""Wishes and answers: the few numbers that a strategy needs of the logits at some nodes.
+"""Selection requests and selections: the few numbers that a strategy needs of the logits at some nodes.
 
-Strategies make wishes, the engine collects the wishes of a pass, and a backend answers them where the logits are.
-:func:`select` and :func:`choose` answer in PyTorch on any device. They are the reference for other backends.
+Strategies make requests, the engine collects the requests of a forward pass, and a backend selects where the logits
+are. :func:`select` and :func:`choose` do so in PyTorch on any device. They are the reference for other backends.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Noise:
 
     Attributes:
         seed: below 2**64.
-        streams: tell the texts of one request apart, uint32 [n].
-        positions: in its text, of the token to be drawn, uint32 [n].
+        streams: tell the sequences of one request apart, uint32 [n].
+        positions: of the tokens to be drawn, in their sequences, uint32 [n].
     """
 
     seed: int
@@ -58,10 +58,10 @@ class SelectionRequest:
     """The numbers that a strategy needs of the logits at its n nodes.
 
     The logits are changed in the order of the attributes from ``normalize`` to ``typical_p``. Then noise is added, and
-    the highest are chosen. Of equal ones, the lower token ids come first.
+    the highest are selected. Of equal ones, the lower token ids come first.
 
     Attributes:
-        most: how many of the highest tokens of each row; 0 for none.
+        top: how many of the highest tokens of each row; 0 for none.
         given: tokens whose log-probabilities are needed, too, int64 [n, m].
         vocab: use the logits of the first ``vocab`` tokens only, as if there were no others; None for all.
         normalize: change log-probabilities (beams), not logits.
@@ -76,7 +76,7 @@ class SelectionRequest:
         total: ask for the logsumexp of the changed scores, too.
     """
 
-    most: int = 1
+    top: int = 1
     given: NDArray[np.int64] | None = None
     vocab: int | None = None
     normalize: bool = False
@@ -95,9 +95,9 @@ class SelectionRequest:
 
 @dataclass(frozen=True, slots=True)
 class Beams:
-    """How the n nodes of a wish go on as beams. Their continuations are ranked by score of the beam plus of the token.
+    """How the n nodes of a request go on as beams. Continuations are ranked by the score of the beam plus the token's.
 
-    The next beams are the n best continuations, ties resolved by the beam, then by the token's place in its row. If one
+    The next beams are the n best continuations, ties resolved by the beam, then by the token's rank in its row. If one
     of them is an end token, the strategy has to look.
 
     Attributes:
@@ -113,19 +113,19 @@ class Beams:
 
 @dataclass(eq=False, slots=True)
 class Selection:
-    """The answer to a wish at n nodes. Arrays are on the CPU.
+    """The result of a selection request at n nodes. Arrays are on the CPU.
 
-    If the backend has gone on by itself, there are n rows for each pass, and only the last pass has rows of logits.
+    If the backend has gone ahead, there are n rows for each pass, and only the last pass has rows of logits.
 
-    The rows of logits are there only until the strategy has taken its step. So a strategy that remembers answers keeps
-    no logits alive.
+    The rows of logits exist only until the strategy has taken its step, so a strategy that keeps selections keeps no
+    logits alive.
 
     Attributes:
-        tokens: the highest ones, the highest first, int64 [n, most].
-        log_probs: their log-probabilities by the model itself, before any change, float32 [n, most].
-        scores: their scores after all changes, without noise, float32 [n, most].
+        tokens: the highest ones, the highest first, int64 [n, top].
+        log_probs: their log-probabilities by the model itself, before any change, float32 [n, top].
+        scores: their scores after all changes, without noise, float32 [n, top].
         normalizers: the logsumexp of the logits, float32 [n]. A log-probability is a logit minus this.
-        noise: the noise of these tokens, float64 [n, most], if there was any.
+        noise: the noise of these tokens, float64 [n, top], if there was any.
         given: the log-probabilities of the tokens that were given, float32 [n, m].
         totals: the logsumexp of the scores after all changes, float32 [n].
         sources: where the rows of logits are: tensors, and rows of each, in this order. Empty after the step.
@@ -148,7 +148,7 @@ class Selection:
             RuntimeError: the step is over.
         """
         if not self.sources:
-            raise RuntimeError("an answer has its rows of logits only until the strategy has taken its step")
+            raise RuntimeError("a selection has its rows of logits only until the strategy has taken its step")
         rows = [logits[which] for logits, which in self.sources]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
@@ -158,7 +158,7 @@ class Selection:
         return bool(np.isfinite(self.normalizers).all())
 
     def passes(self, n: int) -> Iterator[Selection]:
-        """The answers of the passes, about n nodes each."""
+        """The selections of the passes, at n nodes each."""
         for first in range(0, len(self.tokens), n):
             rows = slice(first, first + n)
             yield Selection(
@@ -173,11 +173,11 @@ class Selection:
             )
 
     def take(self, rows: NDArray[np.int64]) -> Selection:
-        """The answer at some of the nodes, given by their places in it, int64 [k]."""
+        """The selection at some of the nodes, given by their rows, int64 [k]."""
         return gather([(self, row) for row in rows.tolist()])
 
     def copy(self, row: int) -> Selection:
-        """The answer at one of the nodes, given by its place, with a copy of its row of logits."""
+        """The selection at one of the nodes, with a copy of its row of logits."""
         own = gather([(self, row)])
         own.sources = ((own.logits.clone(), slice(0, 1)),)
         return own
@@ -192,18 +192,14 @@ class Selection:
 
 
 def gather(rows: Sequence[tuple[Selection, int]]) -> Selection:
-    """One answer of rows of several answers, which must be to wishes of one kind."""
+    """One selection of rows of several, whose requests must be of one kind."""
 
     def gathered(name: str) -> Any:
         if getattr(first, name) is None:
             return None
-        return (
-            getattr(first, name)[places]
-            if same
-            else np.stack([getattr(selection, name)[row] for selection, row in rows])
-        )
+        return getattr(first, name)[numbers] if same else np.stack([getattr(one, name)[row] for one, row in rows])
 
-    first, places = rows[0][0], [row for _, row in rows]
+    first, numbers = rows[0][0], [row for _, row in rows]
     same = all(selection is first for selection, _ in rows)
     all_there = all(selection.sources for selection, _ in rows)
     sources = tuple(selection.source(row) for selection, row in rows) if all_there else ()
@@ -212,7 +208,7 @@ def gather(rows: Sequence[tuple[Selection, int]]) -> Selection:
 
 
 def select(logits: Tensor, request: SelectionRequest, normalizers: NDArray[np.float32] | None = None) -> Selection:
-    """Answer one wish about all rows of logits, float32 [n, vocab] on any device.
+    """Serve one request about all rows of logits, float32 [n, vocab] on any device.
 
     Args:
         normalizers: of the logits (:class:`Selection`), if a backend has computed them already, float32 [n].
@@ -222,9 +218,9 @@ def select(logits: Tensor, request: SelectionRequest, normalizers: NDArray[np.fl
 
 
 def choose(logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
-    """Answer the wishes of a pass, each about a slice of the rows of its logits, float32 [rows, vocab].
+    """Serve the requests of a pass, each about a slice of the rows of its logits, float32 [rows, vocab].
 
-    Wishes of one kind are answered together. All answers come to the CPU in one copy, so a GPU waits once.
+    Requests of one kind are served together. All selections come to the CPU in one copy, so a GPU waits once.
     """
     parts = [(logits[rows], request) for rows, request in requests]
     kinds: dict[Any, list[int]] = {}
@@ -244,13 +240,13 @@ def choose(logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -
 
 
 Values = list[Any]
-"""The arrays or tensors of an answer, in the order of its attributes."""
+"""The arrays or tensors of a selection, in the order of its attributes."""
 
 
 def _select(
     logits: Tensor, request: SelectionRequest, seeds: NDArray[np.uint64], given: NDArray[np.float32] | None = None
 ) -> Values:
-    """The values of the answer to a wish, as tensors on the device of the logits.
+    """The values of a selection, as tensors on the device of the logits.
 
     Args:
         seeds: of each row's noise, uint64 [n].
@@ -284,7 +280,7 @@ def normalizers_of(logits: Tensor) -> Tensor:
 
 
 def changed(logits: Tensor, request: SelectionRequest, normalizers: Tensor) -> Tensor:
-    """The scores that a wish makes of logits, float32 [n, vocab] both, without noise. The logits are not changed.
+    """The scores that a request makes of logits, float32 [n, vocab] both, without noise. The logits are not changed.
 
     Args:
         normalizers: of the logits, float32 [n].
@@ -326,8 +322,8 @@ def apply(edit: Edit, scores: Tensor) -> None:
 def highest(scores: Tensor, k: int) -> Tensor:
     """The indices of the k highest scores of each row, the highest first, int64 [n, k]. Of equals the lower first.
 
-    ``Tensor.topk`` orders equals as it likes. It is also slow for long rows. So they are searched in blocks: the k
-    highest scores are in the k blocks with the highest maxima.
+    ``Tensor.topk`` orders equals as it likes, and is slow for long rows. So rows are searched in blocks: the k highest
+    scores are in the k blocks with the highest maxima.
     """
     if k == 1:
         return scores.argmax(-1, keepdim=True)
@@ -438,7 +434,7 @@ def _seeds(request: SelectionRequest) -> NDArray[np.uint64]:
 
 
 def _kind(request: SelectionRequest) -> tuple[Any, ...]:
-    """Equal for wishes that can be answered together. One with functions of a caller is answered alone."""
+    """Equal for requests that can be served together. A request with functions of a caller is served alone."""
     warpers = request.temperature, request.top_k, request.top_p, request.min_p, request.typical_p
     flags = request.top, request.vocab, request.normalize, request.noise is None, request.total, request.allowed is None
     given = None if request.given is None else request.given.shape[1]
@@ -447,16 +443,14 @@ def _kind(request: SelectionRequest) -> tuple[Any, ...]:
 
 
 def _merged(parts: Sequence[tuple[Tensor, SelectionRequest]]) -> tuple[SelectionRequest, NDArray[np.uint64]]:
-    """Wishes of one kind as one wish about all their rows, and the seeds of these rows."""
+    """Requests of one kind as one request about all their rows, and the seeds of these rows."""
     first, seeds = parts[0][1], np.concatenate([_seeds(request) for _, request in parts])
     if len(parts) == 1:
         return first, seeds
     starts = np.cumsum([0, *(len(logits) for logits, _ in parts)])
 
     def joined(name: str) -> Any:
-        return (
-            None if getattr(first, name) is None else np.concatenate([getattr(request, name) for _, request in parts])
-        )
+        return None if getattr(first, name) is None else np.concatenate([getattr(one, name) for _, one in parts])
 
     edits = []
     for number, edit in enumerate(first.edits):
@@ -509,7 +503,7 @@ def to_cpu(selections: list[Values]) -> list[Values]:
 
 
 def _split(values: Values, parts: Sequence[tuple[Tensor, SelectionRequest]]) -> list[Selection]:
-    """The answers to wishes of one kind."""
+    """The selections of requests of one kind."""
     selections, start = [], 0
     for logits, request in parts:
         end = start + len(logits)

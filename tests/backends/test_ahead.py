@@ -17,8 +17,8 @@ from tests.conftest import examples, random_model
 
 VOCAB = 259
 PROMPT_TOKENS = 20
-ROOM = 200  # slots for each text and its beams
-TEXTS = 3
+ROOM = 200  # slots for each search
+SEARCHES = 3
 GO_ON = np.zeros(1, np.int32)
 
 
@@ -32,17 +32,17 @@ def backends(save):
     folders = [save(model) for model in models]
     made = [specbeam.load(folder, backend="cpu", threads=n).backend for folder in folders for n in (1, 2)]
     for backend in made:
-        backend.reserve((TEXTS + TEXTS * MOST_BEAMS) * ROOM)
+        backend.reserve((SEARCHES + SEARCHES * MOST_BEAMS) * ROOM)
     return made
 
 
-class Text:
-    """One text, or beams of one: the tokens of each, and how it goes on."""
+class Search:
+    """One sequence, or the beams of a search: their tokens, and how they go on."""
 
     def __init__(self, number, given):
         self.given = given
-        self.texts = [given["prompt"] + [token] for token in given["last"][: given["beams"] or 1]]
-        self.scores = np.array(given["scores"][: len(self.texts)], np.float32)
+        self.sequences = [given["prompt"] + [token] for token in given["last"][: given["beams"] or 1]]
+        self.scores = np.array(given["scores"][: len(self.sequences)], np.float32)
         self.slots = number * ROOM + (7 * np.arange(ROOM) % ROOM)  # in any order
         self.prefix = self.slots[: PROMPT_TOKENS - (0 if given["beams"] > 1 else -1)]
 
@@ -52,10 +52,10 @@ class Text:
         return Beams(self.scores.copy(), *limits) if self.given["beams"] else None
 
     def request(self):
-        """A wish about its beams, as it is at the end of its texts."""
-        n, noise = len(self.texts), None
+        """The selection request at the ends of its sequences."""
+        n, noise = len(self.sequences), None
         if self.given["seed"] is not None and not self.given["beams"]:
-            at = np.array([[self.given["stream"]], [len(self.texts[0])]], np.uint32)
+            at = np.array([[self.given["stream"]], [len(self.sequences[0])]], np.uint32)
             noise = Noise(self.given["seed"], *at)
         banned = np.array(self.given["banned"], np.int32)
         ban = Edit("ban", np.repeat(np.arange(n, dtype=np.int32), len(banned)), np.tile(banned, n))
@@ -66,33 +66,33 @@ class Text:
     def prompt(self):
         """The part of a pass over the prompt."""
         at = np.arange(PROMPT_TOKENS)
-        no_branches = np.empty((len(at), 0), np.int64)
-        return Segment(np.array(self.given["prompt"]), at, self.slots[at], self.slots[at], no_branches, at[:0])
+        no_suffixes = np.empty((len(at), 0), np.int64)
+        return Segment(np.array(self.given["prompt"]), at, self.slots[at], self.slots[at], no_suffixes, at[:0])
 
     def ahead(self, passes):
         """The part of a pass over its last tokens, and of the passes that follow."""
-        n = len(self.texts)
+        n = len(self.sequences)
         own = self.slots[PROMPT_TOKENS:][: n * passes]
         suffixes = own[:n, None] if self.given["beams"] > 1 else np.empty((n, 0), np.int64)
-        tokens = np.array([text[-1] for text in self.texts])
+        tokens = np.array([sequence[-1] for sequence in self.sequences])
         at = np.full(n, PROMPT_TOKENS)
         return Segment(tokens, at, own[:n], self.prefix, suffixes, np.arange(n), ahead=own[n:])
 
     def go_on(self, selection, ends):
-        """Take an answer. Returns whether the next pass may follow without a look at it."""
+        """Take a selection. Returns whether the next pass may follow without a look at it."""
         if not self.given["beams"]:
             token = int(selection.tokens[0, 0])
-            self.texts = [[*self.texts[0], token]]
+            self.sequences = [[*self.sequences[0], token]]
             return token not in ends
-        n, most = len(self.texts), selection.tokens.shape[1]
+        n, top = len(self.sequences), selection.tokens.shape[1]
         sums = {
             (beam, place): self.scores[beam] + selection.scores[beam, place]
             for beam in range(n)
-            for place in range(most)
+            for place in range(top)
         }
         best = sorted(sums, key=sums.get, reverse=True)[:n]  # stable: ties go to the first beam, and its first token
         tokens = [int(selection.tokens[where]) for where in best]
-        self.texts = [[*self.texts[beam], token] for (beam, _), token in zip(best, tokens, strict=True)]
+        self.sequences = [[*self.sequences[beam], token] for (beam, _), token in zip(best, tokens, strict=True)]
         self.scores = np.array([sums[where] for where in best], np.float32)
         enough = self.scores[0] > self.given["best_above"] and self.scores[-1] > self.given["all_above"]
         return bool(enough) and not {*tokens} & {*ends}
@@ -101,7 +101,7 @@ class Text:
 WARPERS = st.sampled_from([{}, {"temperature": 0.7}, {"top_p": 0.9, "top_k": 20}, {"min_p": 0.1}, {"typical_p": 0.9}])
 TOKEN = st.integers(0, VOCAB - 1)
 MOST_BEAMS = 16
-TEXT = st.fixed_dictionaries(
+SEARCH = st.fixed_dictionaries(
     {
         "prompt": st.lists(TOKEN, min_size=PROMPT_TOKENS, max_size=PROMPT_TOKENS),
         "beams": st.sampled_from([0, 0, 1, 2, 4, 4, 8, MOST_BEAMS]),
@@ -118,41 +118,45 @@ TEXT = st.fixed_dictionaries(
 
 
 @settings(max_examples=examples(5))
-@given(st.lists(TEXT, min_size=1, max_size=TEXTS), st.integers(1, 9), st.integers(0, 5), st.sets(TOKEN, max_size=2))
+@given(
+    st.lists(SEARCH, min_size=1, max_size=SEARCHES), st.integers(1, 9), st.integers(0, 5), st.sets(TOKEN, max_size=2)
+)
 def test_passes_ahead_have_the_bits_of_single_passes(backends, given, passes, which, ends):
-    """Each node of the single passes is read with its whole text, in slots of its own."""
-    backend, texts = backends[which], [Text(number, one) for number, one in enumerate(given)]
-    backend.forward([text.prompt() for text in texts])
-    segments = [text.ahead(passes) for text in texts]
-    requests, beams = [text.request() for text in texts], [text.beams for text in texts]
+    """Each node of the single passes is evaluated with its whole sequence, in slots of its own."""
+    backend, searches = backends[which], [Search(number, one) for number, one in enumerate(given)]
+    backend.forward([search.prompt() for search in searches])
+    segments = [search.ahead(passes) for search in searches]
+    requests, beams = [search.request() for search in searches], [search.beams for search in searches]
     selections = backend.forward_ahead(segments, requests, beams, passes, ends, GO_ON)
-    done = len(selections[0].tokens) // len(texts[0].texts)
-    of_texts = [selection.passes(len(text.texts)) for selection, text in zip(selections, texts, strict=True)]
-    by_pass = list(zip(*of_texts, strict=True))
+    done = len(selections[0].tokens) // len(searches[0].sequences)
+    of_searches = [
+        selection.passes(len(search.sequences)) for selection, search in zip(selections, searches, strict=True)
+    ]
+    by_pass = list(zip(*of_searches, strict=True))
     assert len(by_pass) == done
     for number, together in enumerate(by_pass):
-        logits, asked = whole_texts(backend, [one for text in texts for one in text.texts]), []
-        for text in texts:
+        logits, asked = whole_sequences(backend, [one for search in searches for one in search.sequences]), []
+        for search in searches:
             first = asked[-1][0].stop if asked else 0
-            asked.append((slice(first, first + len(text.texts)), text.request()))
+            asked.append((slice(first, first + len(search.sequences)), search.request()))
         goes_on = True
-        for selection, single, text in zip(together, backend.choose(logits, asked), texts, strict=True):
+        for selection, single, search in zip(together, backend.choose(logits, asked), searches, strict=True):
             equal(selection, single)
-            goes_on &= text.go_on(single, ends)
+            goes_on &= search.go_on(single, ends)
         if number == done - 1:
             torch.testing.assert_close(torch.cat([one.logits for one in together]), logits, rtol=0, atol=0)
-        by_torch = any("typical_p" in text.given["warpers"] and not text.given["beams"] for text in texts)
+        by_torch = any("typical_p" in search.given["warpers"] and not search.given["beams"] for search in searches)
         assert goes_on == (number < done - 1) or done == passes or by_torch
 
 
-def whole_texts(backend, texts):
-    """The logits at the ends of texts."""
+def whole_sequences(backend, sequences):
+    """The logits at the ends of sequences."""
     segments = []
-    for number, tokens in enumerate(texts):
+    for number, tokens in enumerate(sequences):
         at = np.arange(len(tokens))
-        slots = (TEXTS + number) * ROOM + at
-        no_branches = np.empty((len(at), 0), np.int64)
-        segments.append(Segment(np.array(tokens), at, slots, slots, no_branches, at[-1:]))
+        slots = (SEARCHES + number) * ROOM + at
+        no_suffixes = np.empty((len(at), 0), np.int64)
+        segments.append(Segment(np.array(tokens), at, slots, slots, no_suffixes, at[-1:]))
     return backend.forward(segments)
 
 
@@ -171,7 +175,7 @@ def test_the_pass_in_which_something_comes_up_is_the_last(backends):
     assert passes([free, free], ends=range(VOCAB)) == {1}
 
 
-def test_answers_so_far_are_shown_between_passes(backends):
+def test_selections_so_far_are_shown_between_passes(backends):
     backend, segments, request = backends[0], [root(0, [1], 7), root(ROOM, [2], 7)], SelectionRequest()
     shown = []
 
@@ -200,7 +204,7 @@ def test_answers_so_far_are_shown_between_passes(backends):
 
 
 def root(slot, tokens, ahead):
-    """First tokens of texts, in slots from a slot on, and slots for this many nodes to come."""
+    """First tokens of sequences, in slots from a slot on, and slots for this many nodes to come."""
     n, slots = len(tokens), slot + np.arange(len(tokens) + ahead)
     suffixes = np.empty((1, 0), np.int64) if n == 1 else slots[:n, None]
     prefix = slots[:1] if n == 1 else slots[:0]
@@ -214,8 +218,8 @@ def test_passes_ahead_check_their_arguments(backends):
     backend.forward_ahead([one, root(ROOM, [1, 2], 14)], [SelectionRequest(), about_two], [None, beams], 8, [], GO_ON)
     of_one = [
         (replace(one, ahead=one.ahead[:6]), SelectionRequest(), None, "lacks slots of the nodes to come"),
-        (replace(one, suffixes=np.zeros((1, 1), np.int64)), SelectionRequest(), None, "at the end of its trunk"),
-        (replace(one, prefix=np.arange(2)), SelectionRequest(), None, "at the end of its trunk"),
+        (replace(one, suffixes=np.zeros((1, 1), np.int64)), SelectionRequest(), None, "at the end of its prefix"),
+        (replace(one, prefix=np.arange(2)), SelectionRequest(), None, "at the end of its prefix"),
         (one, SelectionRequest(top=2), None, "neither about one token of one node"),
         (replace(one, slots=one.slots + 1), SelectionRequest(), None, "does not see its own slot|empty"),
         (replace(one, ahead=np.zeros(7, np.int64)), SelectionRequest(), None, "another position"),
@@ -225,7 +229,7 @@ def test_passes_ahead_check_their_arguments(backends):
         (two, about_two, None, "neither about one token of one node"),
         (two, SelectionRequest(top=2, normalize=True), beams, "more tokens than there are beams"),
         (two, about_two, Beams(np.zeros(3, np.float32), 0, 0), "no scores, or too many"),
-        (replace(two, positions=np.array([0, 1])), about_two, beams, "at the end of its trunk or of its branch"),
+        (replace(two, positions=np.array([0, 1])), about_two, beams, "at the end of its prefix or of its suffix"),
         (replace(two, ahead=np.full(14, 5)), about_two, beams, "same slot|another position"),
         (replace(two, ahead=-two.ahead), about_two, beams, "not in the cache"),
         (replace(two, suffixes=two.suffixes[::-1]), about_two, beams, "does not see its own slot"),

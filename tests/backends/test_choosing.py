@@ -1,4 +1,4 @@
-"""Wishes answered in native code: against the reference in PyTorch, and bit for bit in other batches."""
+"""Selections in native code: against the reference in PyTorch, and bit for bit in other batches."""
 
 from dataclasses import replace
 
@@ -36,7 +36,7 @@ def rows_of(rng, n, vocab, tied):
         logits = np.round(logits * 2) / 2
     logits[rng.random((n, vocab)) < rng.choice([0, 0, 0.3, 0.999])] = -np.inf
     logits[:, rng.integers(vocab)] = 1.5
-    logits[:, 0] = np.maximum(logits[:, 0], -3)  # some token is possible, wherever a wish cuts the vocabulary
+    logits[:, 0] = np.maximum(logits[:, 0], -3)  # some token is possible, wherever a request cuts the vocabulary
     return torch.from_numpy(logits.astype(np.float32))
 
 
@@ -72,7 +72,7 @@ def request_of(rng, n, vocab, tied, plain=0.6):
 
 
 def batch_of(rng, vocab):
-    """Logits and wishes about their rows, some rows with two."""
+    """Logits and selection requests about their rows, some rows with two."""
     sizes = rng.integers(1, 4, int(rng.integers(1, 5)))
     tied = rng.random() < 0.4
     logits = rows_of(rng, int(sizes.sum()), vocab, tied)
@@ -92,7 +92,7 @@ def equal(one, other):
 
 
 def differs(selection, expected):
-    """How an answer differs from the reference, None if only rounding does."""
+    """How a selection differs from the reference, None if only rounding does."""
     try:
         for name in ARRAYS:
             got, want = getattr(selection, name), getattr(expected, name)
@@ -109,7 +109,7 @@ RANDOM = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
 @given(RANDOM, st.sampled_from(VOCABS))
-def test_answers_are_those_of_the_reference(backends, rng, vocab):
+def test_selections_are_those_of_the_reference(backends, rng, vocab):
     logits, requests = batch_of(rng, vocab)
     before = logits.clone()
     for (rows, request), selection in zip(requests, backends["", 2].choose(logits, requests), strict=True):
@@ -138,7 +138,7 @@ def test_batch_threads_and_instruction_sets_change_no_bit(backends, rng, vocab):
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_logits_without_a_distribution_are_answered_nevertheless(backends, bad):
+def test_logits_without_a_distribution_give_a_selection_nevertheless(backends, bad):
     """A row of -inf gives the lowest token ids. Of other rows nothing is promised but distinct tokens."""
     logits = torch.full((3, 5000), bad)
     logits[1, 7:4990:3] = 1.0
@@ -164,14 +164,14 @@ def test_logits_without_a_distribution_are_answered_nevertheless(backends, bad):
         (
             slice(0, 1),
             SelectionRequest(edits=(Edit("ban", np.array([1]), np.array([1])),)),
-            "a row that its wish lacks",
+            "a row that its request lacks",
         ),
         (slice(0, 1), SelectionRequest(temperature=0.0), "temperature is not a positive number"),
         (slice(0, 1), SelectionRequest(top_k=-3), "top_k is negative"),
         (slice(0, 1), SelectionRequest(top_p=1.5), "not in"),
     ],
 )
-def test_impossible_wishes_are_refused(backends, rows, asked, message):
+def test_impossible_requests_are_refused(backends, rows, asked, message):
     with pytest.raises(RuntimeError, match=message):
         backends["", 1].choose(torch.zeros(3, 9), [(rows, asked)])
 

@@ -277,7 +277,7 @@ def test_threads_and_instruction_sets(folder, monkeypatch):
 
 
 def log_probs_of_all(folder, tokens, quantize, isa=""):
-    """The log-probabilities after each token of a text, [n, vocab]."""
+    """The log-probabilities after each token of a sequence, [n, vocab]."""
     backend = loaded(folder, quantize, isa=isa).backend
     at = np.arange(len(tokens))
     backend.reserve(len(at))
@@ -286,14 +286,14 @@ def log_probs_of_all(folder, tokens, quantize, isa=""):
 
 def test_int8_is_near_float32(folder):
     """Of random weights, activations, keys and values, which are hard to round."""
-    text = np.random.default_rng(0).integers(0, 256, 60)
-    exact, near = (log_probs_of_all(folder, text, quantize) for quantize in ("float32", "int8"))
+    tokens = np.random.default_rng(0).integers(0, 256, 60)
+    exact, near = (log_probs_of_all(folder, tokens, quantize) for quantize in ("float32", "int8"))
     assert (near - exact).square().mean() < 0.02 * exact.var()
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_attention_to_equal_values_returns_them_at_any_length(folder, isa):
-    """A text repeats one token, so all its values are equal, and so are all its logits."""
+    """A sequence repeats one token, so all its values are equal, and so are all its logits."""
     found = log_probs_of_all(folder, np.full(300, 7), "int8", isa)
     assert (found - found[0]).square().mean() < 1e-4 * found.var()
 
@@ -382,7 +382,7 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
 
 @pytest.mark.parametrize("quantize", ["int8", "float32"])
 def test_slots_change_no_bit(folder, quantize):
-    """Keys lie in panels of 16 slots, and a text may take any slots: in runs anywhere, apart, or in any order."""
+    """Keys lie in panels of 16 slots, and a sequence may take any slots: in runs anywhere, apart, or in any order."""
     length, rng = 90, np.random.default_rng(0)
     at = np.arange(length)
     places = {
@@ -399,8 +399,8 @@ def test_slots_change_no_bit(folder, quantize):
         logits = {}
         for name, slots in places.items():
             prefix, last = slots[:-3], at[-3:]
-            no_branches = np.empty((length - 3, 0), np.int64)
-            backend.forward([Segment(at[:-3], at[:-3], prefix, prefix, no_branches, at[:1])])
+            no_suffixes = np.empty((length - 3, 0), np.int64)
+            backend.forward([Segment(at[:-3], at[:-3], prefix, prefix, no_suffixes, at[:1])])
             suffixes = np.tile(slots[-3:], (3, 1))
             logits[name] = backend.forward([Segment(at[-3:], last, slots[-3:], prefix, suffixes, np.arange(3))])
         for name in places:
@@ -408,8 +408,8 @@ def test_slots_change_no_bit(folder, quantize):
 
 
 @pytest.mark.parametrize("quantize", ["int8", "float32"])
-def test_a_trunk_may_lack_slots_that_no_layer_sees(save, quantize):
-    """Slots before all windows may go to other texts. No layer may see a position without a slot."""
+def test_a_prefix_may_lack_slots_that_no_layer_sees(save, quantize):
+    """Slots before all windows may go to other sequences. No layer may see a position without a slot."""
     window, length = 5, 300
     folder = save(random_model("mistral", sliding_window=window, max_position_embeddings=512))
     for isa in ISAS:
@@ -418,7 +418,7 @@ def test_a_trunk_may_lack_slots_that_no_layer_sees(save, quantize):
         at = np.arange(length)
 
         def last(prefix, first=length - 2, backend=backend, at=at):
-            """Logits of the nodes from ``first`` on: of two that share a trunk, and one on a branch."""
+            """Logits of the nodes from ``first`` on: of nodes on the shared prefix, and of one with a suffix."""
             nodes = at[first:]
             suffixes = np.array([[length - 1]] * len(nodes))
             return backend.forward([Segment(nodes % 250, nodes, nodes, prefix[:-1], suffixes, nodes - first)])
@@ -426,7 +426,7 @@ def test_a_trunk_may_lack_slots_that_no_layer_sees(save, quantize):
         backend.forward([Segment(at % 250, at, at, at, np.empty((length, 0), np.int64), at[-1:])])
         expected = last(at)
         unseen = length - 2 + 1 - window
-        other = at[:unseen]  # another text takes the slots
+        other = at[:unseen]  # another sequence takes the slots
         backend.forward([Segment(other % 7, other, other, other, np.empty((unseen, 0), np.int64), other[-1:])])
         without = np.where(at < unseen, -1, at)
         np.testing.assert_array_equal(last(without), expected)
@@ -595,7 +595,7 @@ def build_native(name, *settings):
 
 
 def run_kernel_tests(folder, **env):
-    """Run tests with the library in another folder: of choices, of passes ahead, and those above of kernels and models.
+    """Run tests with the library in another folder: of selections, passes ahead, and the kernels and models above.
 
     Addresses are the same in each run: the thread sanitizer needs some for itself.
     """

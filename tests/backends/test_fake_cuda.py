@@ -99,7 +99,7 @@ def test_a_pass_is_waited_for_once(gpu, monkeypatch, folder, case):
 
 @pytest.mark.parametrize("case", DRAFTED)
 def test_a_pass_of_a_draft_is_waited_for_once(gpu, monkeypatch, folder, case):
-    """Each level of a draft is answered before the next. So a round has as many waits as passes."""
+    """Each level of a draft waits for its selection. So a round has as many waits as passes."""
     both = []
     waits = waits_of_passes(gpu, monkeypatch)
     for device in ("cpu", CUDA):
@@ -144,7 +144,7 @@ def test_requests_of_many_kinds_are_waited_for_once(gpu, monkeypatch, folder):
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma2"])
 def test_a_pass_lies_on_the_device_in_its_dtype(gpu, save, family):
-    """Also where a tree has branches, where the store grows, and where slots are gathered."""
+    """Also where a tree has several sequences, where the KV cache grows, and where slots are gathered."""
     architecture, changes = FAMILIES[family]
     lm = load(save(random_model(architecture, **{"num_hidden_layers": 2} | changes)), CUDA, dtype="auto")
     backend, tree = lm.backend, Tree([1, 2, 3])
@@ -193,8 +193,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize("vocab", [100, 3100])
-def test_all_wishes_are_answered_in_one_copy(gpu, vocab):
-    """Each kind, and two of a kind together: side by side or not. Answers are arrays, as on the CPU."""
+def test_all_selections_come_in_one_copy(gpu, vocab):
+    """Each kind, and two of a kind together: side by side or not. Selections are arrays, as on the CPU."""
     requests = [(slice(2 * i, 2 * i + 2), kind(2, vocab)) for i, kind in enumerate([*KINDS.values()] * 2)]
     requests += [(slice(stop, stop + 1), KINDS["draws"](1, vocab)) for stop in (36, 37)]
     on_cpu = torch.randn(38, vocab, generator=torch.Generator().manual_seed(1)) * 3

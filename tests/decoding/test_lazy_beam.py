@@ -79,10 +79,10 @@ def searched(kind, options, vocab_size, eos, logits_of, **more):
     """A tree, a search over it, and its record."""
     tree = Tree(PROMPT)
     stop = Stopping(frozenset(eos), len(PROMPT) + options.max_new_tokens, options.stop_strings, decode)
-    selection_requests = Selector(Processors(options, frozenset(eos), vocab_size))
+    selector = Selector(Processors(options, frozenset(eos), vocab_size))
     search = kind(
         tree,
-        selection_requests,
+        selector,
         stop,
         options.num_beams,
         options.num_return_sequences,
@@ -130,7 +130,7 @@ class BestFirst:
 
 
 class SomeDraftTokens:
-    """A drafter that guesses chains below the best beam, and below all beams. Half of its tokens are the likeliest."""
+    """Drafts chains below the best beam, and below all beams. Half of their tokens are the likeliest."""
 
     def __init__(self, tree, stop, logits_of, seed):
         self.tree, self.stop, self.logits_of = tree, stop, logits_of
@@ -162,7 +162,7 @@ class SomeDraftTokens:
 
 
 class RightDraftTokens(SomeDraftTokens):
-    """Four guesses below each tip, which are the likeliest tokens."""
+    """Four draft tokens below each tip, which are the likeliest tokens."""
 
     def propose(self, tips, scores):
         nodes = []
@@ -252,7 +252,7 @@ def test_lazy_beams_are_beams(vocab_size, kind, policy, num_beams, max_new_token
 
 
 def test_a_search_may_stop_at_a_level_whose_beams_were_dropped():
-    """Where scores fall fast with the length, a text may beat all longer ones after these were found."""
+    """Where scores fall fast with the length, a hypothesis may beat all longer ones after these were found."""
     options = Options(
         num_beams=12,
         num_return_sequences=2,
@@ -325,7 +325,7 @@ def twins(save):
 
 @pytest.mark.parametrize("scale", [0.02, 0.2, 1.0, "twins"])
 def test_wide_beams_of_an_engine_are_plain_beams(request, tiny, save, scale):
-    """``bound_rule=False`` evaluates all beams. The searches share passes, and pause for want of memory."""
+    """``bound_rule=False`` evaluates all beams. The searches share passes, and are preempted for want of memory."""
     if scale == "twins":
         lm = request.getfixturevalue("twins")
     else:
@@ -362,10 +362,10 @@ def test_beams_with_drafts_are_plain_beams(save, draft, scale, num_beams):
 
 
 class Confident:
-    """A model whose best text loses little with each token. Every other token loses about 6 more.
+    """A model whose best hypothesis loses little with each token. Every other token loses about 6 more.
 
     Args:
-        falls: one token of this many costs the best text as much as the others: then what was deferred is needed.
+        falls: one token of this many costs the best hypothesis as much as the others: then deferred beams are needed.
     """
 
     def __init__(self, falls=10**9):
@@ -380,7 +380,7 @@ def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts
     """The numbers of nodes in the passes of our policy, and in the passes of plain search.
 
     Args:
-        drafts: guess the next four tokens of the best text, and guess right.
+        drafts: propose the next four tokens of the best hypothesis, all right.
         seconds: per step with drafts.
     """
     options = Options(num_beams=num_beams, max_new_tokens=max_new_tokens, length_penalty=1.0, early_stopping=False)
@@ -406,7 +406,7 @@ def test_a_confident_model_evaluates_few_of_its_beams():
 
 
 @pytest.mark.parametrize("num_beams", [2, 4, 8])
-def test_with_drafts_a_confident_text_goes_on_alone(num_beams):
+def test_with_drafts_a_confident_hypothesis_goes_on_alone(num_beams):
     """Although passes over all beams cost no more: each of its passes takes several steps."""
     sizes, of_plain = passes_of_our_policy(Confident(), lambda nodes: 1.0, num_beams=num_beams, drafts=True)
     assert len(of_plain) == 20
@@ -414,7 +414,7 @@ def test_with_drafts_a_confident_text_goes_on_alone(num_beams):
 
 
 def test_drafts_that_would_not_pay_go_below_no_best_beam():
-    """Guesses of this drafter go below all beams then, so that passes still take several steps."""
+    """This drafter then drafts below all beams, so that passes still take several steps."""
     passes = {"num_beams": 4, "drafts": True}
     cheap, _ = passes_of_our_policy(Confident(), lambda nodes: 1.0, seconds=0.3, **passes)
     dear, _ = passes_of_our_policy(Confident(), lambda nodes: 1.0, seconds=0.95, **passes)
@@ -423,9 +423,9 @@ def test_drafts_that_would_not_pay_go_below_no_best_beam():
     assert max(dear) == max(unsure) == 4 + 4 * 4
 
 
-def test_a_draft_model_guesses_below_the_best_beam(save):
+def test_a_draft_model_drafts_below_the_best_beam(save):
     model = random_model("llama", initializer_range=1.0)
-    model.lm_head.weight.data *= 8  # sure of its texts
+    model.lm_head.weight.data *= 8  # confident
     folder = save(model)
     lm, draft = specbeam.load(folder, backend="cpu"), specbeam.load(folder, backend="cpu")
     seconds = {lm.backend: lambda nodes: 1.0 + 0.1 * nodes, draft.backend: lambda nodes: 0.01 * nodes}
@@ -461,7 +461,7 @@ def best_first(setup, drafter):
 def test_deferred_beams_take_no_memory(save):
     """A request counts with the nodes that it has evaluated, and not with all beams that it knows."""
     model = random_model("llama")
-    model.lm_head.weight.data *= 8  # a model that is sure of itself
+    model.lm_head.weight.data *= 8  # a confident model
     lm = specbeam.load(save(model), backend="cpu")
     num_beams, length = 16, 24
 
@@ -489,7 +489,7 @@ def test_deferred_beams_take_no_memory(save):
     [(best_first, None, {}), (None, "ngram", {"num_draft_tokens": 4})],
 )
 def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beams(save, strategy, draft, sizes):
-    """Evaluated beams keep their memory as long as an earlier step is open, and guesses take memory, too."""
+    """Evaluated beams keep their memory as long as an earlier step is open, and draft tokens take memory, too."""
     lm = specbeam.load(save(random_model("llama", vocab_size=5, eos_token_id=1, bos_token_id=0)), backend="cpu")
     options = {"num_beams": 32, "max_new_tokens": 40, "num_return_sequences": 8, "share_prefix": False}
 

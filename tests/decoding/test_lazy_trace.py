@@ -1,4 +1,4 @@
-"""The trace of a lazy search has the steps of the plain search, and tells which beams were evaluated."""
+"""The trace of a lazy search has the steps of the plain search, and says which beams were evaluated."""
 
 import numpy as np
 import pytest
@@ -58,13 +58,13 @@ class Traced:
 
     @property
     def steps(self):
-        """The text and the score of each beam of each step."""
+        """The tokens and the score of each beam of each step."""
         return [[self.shown(beam) for beam in step] for one in self.rounds for step in one["steps"]]
 
     def shown(self, beam):
-        return self.text(beam["node"]), beam["score"]
+        return self.new_tokens(beam["node"]), beam["score"]
 
-    def text(self, node):
+    def new_tokens(self, node):
         tokens = []
         while node >= len(PROMPT):
             tokens.append(int(self.tree.tokens(node)))
@@ -129,7 +129,7 @@ def check_steps(plain, lazy, num_beams):
     ahead = {}  # by length
     for one in lazy.rounds:
         for beam in one["ahead"]:
-            ahead.setdefault(len(lazy.text(beam["node"])), []).append(lazy.shown(beam))
+            ahead.setdefault(len(lazy.new_tokens(beam["node"])), []).append(lazy.shown(beam))
     for length, found in ahead.items():
         for step in lazy.steps[length - 1 : length]:
             assert step[: len(found)] == found
@@ -138,7 +138,7 @@ def check_steps(plain, lazy, num_beams):
 
 
 def check_evaluated(lazy, num_beams, drafts):
-    """The statistics count the same, but for guesses whose answers were forgotten before they became beams."""
+    """The statistics count the same, but for draft tokens whose selections were dropped before they became beams."""
     evaluated = {len(PROMPT) - 1}.union(*(one["evaluated"] for one in lazy.rounds))
     assert all({draft_token["node"] for draft_token in one["drafted"]} <= {*one["evaluated"]} for one in lazy.rounds)
     steps = [step for one in lazy.rounds for step in one["steps"]]

@@ -30,7 +30,7 @@ PROMPTS = st.lists(st.integers(0, 255), min_size=1, max_size=12)
 
 
 def log_probs_of_model(model, prompt, token_ids):
-    """The model's log-probabilities of all tokens at the place of each new token, [new tokens, vocab]."""
+    """The model's log-probabilities of all tokens at the position of each new token, [new tokens, vocab]."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + token_ids[:-1]])).logits[0]
     return logits[len(prompt) - 1 :].log_softmax(-1)
@@ -111,8 +111,8 @@ def test_drafts_change_no_bit_of_log_probs(exact, draft, prompt, options, sizes,
 
 
 @pytest.mark.parametrize("draft", ["ngram", "another model"])
-def test_log_probs_of_speculative_samples_are_those_of_the_same_text(exact, draft):
-    """A draft draws another text from the same distribution. Greedy search that is led along it gives its bits."""
+def test_log_probs_of_speculative_samples_are_those_of_the_same_sequence(exact, draft):
+    """Greedy search that is led along a speculative sample gives its bits."""
     lm, drafts = exact
     drawn = specbeam.generate(
         lm, [1, 2, 3] * 3, draft=drafts[draft], temperature=1.2, seed=4, max_new_tokens=20, top_logprobs=3

@@ -47,7 +47,7 @@ def play(controller, kind, is_right, steps, target=memory_bound, draft=quarter, 
     while at < steps:
         width, depth = controller.shape(num_tips, steps - at, matched if kind == "lookup" else None)
         chances, spent = np.empty(0), 0.0
-        if kind == "tree" and depth:  # a draft that is as sure of each token
+        if kind == "tree" and depth:  # a draft that gives each token the same probability
             for depth in range(13):
                 if not controller.expanded(np.array([0.8**depth]), depth, chances, spent):
                     break
@@ -89,7 +89,7 @@ def test_a_draft_that_is_always_right_is_used_in_full(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_that_changes_its_nature_is_followed(kind):
+def test_a_sequence_that_changes_its_nature_is_followed(kind):
     controller = controller_of(kind)
     play(controller, kind, lambda at: False, 300)
     cost, lengths = play(controller, kind, lambda at: True, 400)
@@ -101,7 +101,7 @@ def test_a_text_that_changes_its_nature_is_followed(kind):
 
 
 @given(st.sampled_from(KINDS), st.floats(0, 1), st.integers(0, 99), st.sampled_from([memory_bound, small, flat]))
-def test_no_text_costs_much_more_than_without_drafts(kind, rate, seed, target):
+def test_no_sequence_costs_much_more_than_without_drafts(kind, rate, seed, target):
     draw = np.random.default_rng(seed).random(1000) < rate
     cost, _ = play(controller_of(kind, target), kind, draw.__getitem__, 300, target)
     assert cost < 1.2
@@ -204,7 +204,7 @@ def test_a_tree_grows_while_that_pays():
 
 
 @pytest.mark.parametrize("kind", ["lookup", "chains", "tree"])
-def test_seconds_per_step_follow_the_latest_rounds_and_are_forgotten(kind):
+def test_seconds_per_step_follow_the_latest_rounds_and_decay(kind):
     controller = controller_of(kind)
     at_first = controller.seconds_per_step(10)
     assert at_first < 1.02

@@ -1,4 +1,4 @@
-"""Drafts of another vocabulary: the guesses equal the guesses from whole texts encoded anew, and cost less."""
+"""Drafts of another vocabulary: draft tokens equal those from whole texts encoded anew, and cost less."""
 
 import functools
 import itertools
@@ -117,13 +117,13 @@ class Model:
 
 
 class Rounds:
-    """Runs a drafter below tips, and has what it guessed: chains of the target's tokens."""
+    """Runs a drafter below tips, and has the chains of the target's tokens that it proposed."""
 
     def __init__(self, target, draft, prompt):
         self.target, self.draft = target, draft
         self.tree = Tree(prompt)
         controller = SimpleNamespace(shape=lambda num_tips: (1, DEPTH), chances=None)
-        self.drafter = RetokenizingDrafter(self.tree, SimpleNamespace(draft_token=self.take), controller, target, draft)
+        self.drafter = RetokenizingDrafter(self.tree, SimpleNamespace(draft=self.take), controller, target, draft)
 
     def take(self, tips, found, width, chances):
         self.found = dict(zip(tips.tolist(), found, strict=True))
@@ -190,7 +190,7 @@ def prompt_of(target, tokens, length):
     prompt_length=st.integers(3, 60),
 )
 @example(pieces=["a", *["The"] * 19], steps=[1], prompt_length=3)  # a run of letters whose first token changes
-def test_guesses_are_those_of_the_whole_text(tokenizers, pair, pieces, steps, prompt_length):
+def test_draft_tokens_are_those_of_the_whole_text(tokenizers, pair, pieces, steps, prompt_length):
     target, draft = (Model(tokenizers[name]) for name in pair)
     tokens = target.encode("The" + "".join(pieces))
     rounds = Rounds(target, draft, prompt_of(target, tokens, prompt_length))
@@ -209,7 +209,7 @@ def test_guesses_are_those_of_the_whole_text(tokenizers, pair, pieces, steps, pr
 @pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
 @settings(max_examples=examples(0.2))
 @given(seed=st.integers(0, 1000))
-def test_guesses_of_beams_are_those_of_their_whole_texts(tokenizers, pair, seed):
+def test_draft_tokens_of_beams_are_those_of_their_whole_texts(tokenizers, pair, seed):
     """Tips whose texts share a beginning; some rounds have no draft."""
     target, draft = (Model(tokenizers[name]) for name in pair)
     random = np.random.default_rng(seed)

@@ -115,7 +115,7 @@ class Budget:
 
         Args:
             least_bytes: of one sequence of full length.
-            most_rows: the most rows of logits at once.
+            max_rows: the most rows of logits at once.
 
         Raises:
             SpecbeamError: says what it needs, and what there is.
@@ -129,7 +129,7 @@ class Budget:
         if not self.holds_logits([max_rows]):
             needed = LOGITS_COPIES * max_rows * self._row_bytes
             raise SpecbeamError(
-                f"beams, samples and guesses need {needed / 1e9:.1f} GB for the logits of {max_rows} nodes. "
+                f"beams, samples and draft tokens need {needed / 1e9:.1f} GB for the logits of {max_rows} nodes. "
                 f"There are {self._logits_bytes / 1e9:.1f} GB: ask for fewer beams or samples, or for shorter drafts"
             )
 
@@ -137,7 +137,7 @@ class Budget:
     def too_small(self) -> TooManyNodes:
         """The error of a request that outgrows the memory though it is alone."""
         return TooManyNodes(
-            f"the texts of this request need more than the engine's {self.cache_tokens} cache slots{self._origin}: "
+            f"the sequences of this request need more than the engine's {self.cache_tokens} cache slots{self._origin}: "
             "ask for fewer beams or new tokens, or raise max_cache_tokens"
         )
 

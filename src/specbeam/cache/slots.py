@@ -15,7 +15,7 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 
 NOWHERE = -1
 MIN_TOKENS_AWAITED = 64
-"""Wait for a tree that reads the same tokens, if they are at least this many. To wait takes a pass or more."""
+"""Wait for a tree that prefills the same tokens if they are at least this many: waiting takes a pass or more."""
 MAX_RESERVED_SLOTS = 2 * BLOCK_SLOTS
 """A tree gives back slots of dropped nodes when it has more than this many to use again."""
 
@@ -23,7 +23,7 @@ MAX_RESERVED_SLOTS = 2 * BLOCK_SLOTS
 class Slots:
     """The slots of one tree's nodes. A node gets a slot when it is evaluated, and loses it when it is dropped.
 
-    Segments hold until :meth:`close`, and while this object lives. After that its slots are free.
+    Segments are valid until :meth:`close`, and while this object lives. After that its slots are free.
 
     Args:
         cache: the part of the pool that the engine owns. None for a tree without an engine.
@@ -33,10 +33,10 @@ class Slots:
         used: nodes that have a slot.
         peak: the most slots that were in use at once.
         reused: how many nodes had a slot from the start. After it was closed, it may find its own: these do not count.
-        reserved: slots that only this tree may use, the next one last.
-        begin: the trunk's tokens down to the first node that was prepared, int64 [n]. None before that.
+        reserved: slots reserved for this tree, the next one last.
+        begin: the tokens of the shared prefix, at most down to the first node prepared, int64 [n]. None before that.
         cached: how many of its first tokens the tree has added to the prefix cache.
-        is_fresh: no node was in a pass yet, and the tree may begin with tokens that others read.
+        is_fresh: no node was in a pass yet, and the tree may begin with tokens that others prefill.
     """
 
     def __init__(self, tree: Tree, backend: Backend, cache: EngineCache | None = None, shares: bool = False) -> None:
@@ -58,7 +58,7 @@ class Slots:
         self._awaited: tuple[Slots, Ints, int] | None = None  # a tree, its begin, and the tokens in common
         self._slot = NO_SLOTS  # by node
         self._prefix = NO_SLOTS  # slots by position
-        self._placed = 0  # nodes of the trunk that have got slots, which are in _trunk
+        self._placed = 0  # nodes of the shared prefix that have got slots, which are in _prefix
         self._unseen = 0  # the first ones of these, which lost their slots because no later node sees them
         self._owner = self.cache.number  # of its slots, unless the engine has freed all of them
 
@@ -103,7 +103,7 @@ class Slots:
         return self.cache.held(self.tree.tokens(self.tree.prefix[:-1])) if self.shares else 0
 
     def _is_next(self, nodes: Nodes) -> bool | np.bool_:
-        """Whether this is one node, the next one of a sequence without branches. Its ancestors have slots."""
+        """Whether this is one node, the next one of a tree that is a single sequence. Its ancestors have slots."""
         if len(nodes) != 1 or not 0 < self._placed == self.tree.prefix_length - 1:
             return False
         return nodes[0] == self.tree.tip and self._slot[nodes[0]] == NOWHERE
@@ -118,7 +118,7 @@ class Slots:
         """Get ready to evaluate nodes, and return what is :meth:`missing`.
 
         At first, the tree takes the slots of its longest cached prefix. It frees all slots if nodes see ancestors that
-        have lost theirs: then all are to be evaluated again.
+        have lost theirs: then all are to be recomputed.
         """
         if self.begin is None:
             self._first, self._owner = int(nodes.min()), self.cache.number
@@ -132,7 +132,7 @@ class Slots:
         return self.missing(nodes)
 
     def await_prefix(self, others: Iterable[Slots]) -> bool:
-        """Wait for another tree that is about to read the same tokens, then take the slots of these tokens.
+        """Wait for another tree that is about to prefill the same tokens, then take the slots of these tokens.
 
         Args:
             others: trees that began before this one.
@@ -152,7 +152,7 @@ class Slots:
         return False
 
     def _farthest(self, others: Iterable[Slots]) -> tuple[Slots, Ints, int] | None:
-        """The tree that reads most of the tokens that this one lacks, its begin, and how many they have in common."""
+        """The tree that prefills most of the tokens that this one lacks, its begin, and how many tokens both share."""
         assert self.begin is not None
         own, farthest, most = self.begin[:-1], None, self._placed + MIN_TOKENS_AWAITED - 1
         for other in others:
@@ -184,7 +184,7 @@ class Slots:
             self.free(placed)
             raise
         tokens, positions = tree.tokens(nodes), tree.depths(nodes)
-        # A draft model may lack some of the target's tokens. Any other token will do, because its guesses are checked.
+        # A draft model may lack some of the target's tokens. Any other token will do: draft tokens are verified.
         if (tokens[0] if is_next else tokens.max()) >= self.backend.vocab_size:
             tokens = np.where(tokens < self.backend.vocab_size, tokens, 0)
         if is_next or positions.max() < self._placed:
@@ -195,7 +195,7 @@ class Slots:
         return Segment(tokens, positions, slots, self._prefix[: self._placed], suffixes, wanted, vocab, source, later)
 
     def evaluated(self, pending: Nodes, ahead: int = 0) -> None:
-        """A pass went well. Cache what it has read of the prompt, and free the slots behind windows.
+        """A pass went well. Cache what it has prefilled of the prompt, and free the slots behind windows.
 
         Args:
             pending: nodes that may have a slot, but were not evaluated, ancestors first.
@@ -235,7 +235,7 @@ class Slots:
             self.pool.give_back(np.array(spare))
 
     def keep(self, nodes: Nodes) -> None:
-        """Free the slots of all nodes but these, their ancestors and the trunk."""
+        """Free the slots of all nodes but these, their ancestors and the shared prefix."""
         needed = np.union1d(self.tree.prefix, self.tree.paths_beyond_prefix(nodes))
         self.free(np.setdiff1d(np.flatnonzero(self._slot != NOWHERE), needed))
 
@@ -249,7 +249,7 @@ class Slots:
         self._reset()
 
     def _free_unseen(self, pending: Nodes) -> None:
-        """Free the slots of the trunk's first nodes, if all layers have windows and no later node sees these nodes."""
+        """Free the slots of the prefix's first nodes, if all layers have windows and no later node sees these nodes."""
         if self.backend.window is None:
             return
         tree = self.tree
@@ -292,7 +292,7 @@ class Slots:
 
     @locked
     def _place_next(self, nodes: Nodes) -> Nodes:
-        """The same as :meth:`_place` for the next node of a sequence without branches, in a few operations."""
+        """The same as :meth:`_place` for the next node of a tree that is a single sequence, in a few operations."""
         at = self._placed
         if not self.reserved:
             self.reserved = self.pool.lend(1, int(self._prefix[at - 1]), self._owner)[::-1]
@@ -337,7 +337,7 @@ class Slots:
         self.peak = max(self.peak, self.used)
 
     def _follow_prefix(self) -> None:
-        """Take in the slots of the nodes that the trunk has grown by."""
+        """Append the slots of the nodes that the shared prefix has grown by."""
         rest = self.tree.prefix[self._placed :]
         if not len(rest):
             return

@@ -1,4 +1,4 @@
-"""The likeliest tokens after each node of a text: the alternatives to the tokens that were chosen."""
+"""The likeliest tokens after each node of a sequence: the alternatives to the tokens that were chosen."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ MIN_FORGOTTEN_ROWS = 64
 
 
 class Alternatives:
-    """Remembers the k likeliest tokens after each evaluated node, for as long as the node lives.
+    """Keeps the k likeliest tokens after each evaluated node, for as long as the node lives.
 
     The probabilities are the model's own, before processors and warpers. They belong to nodes and not to steps, so it
-    makes no difference which method asked for a node, or whether it was a guess.
+    makes no difference which method evaluated a node, or whether it was a draft token.
     """
 
     def __init__(self, tree: Tree, k: int) -> None:
@@ -24,11 +24,11 @@ class Alternatives:
 
     @property
     def selection_request(self) -> SelectionRequest:
-        """What to ask for at each node."""
+        """The request at each node."""
         return SelectionRequest(top=self._k)
 
     def add(self, nodes: Nodes, selection: Selection) -> None:
-        """Take in the answer at nodes, int64 [n]."""
+        """Take in the selection at nodes, int64 [n]."""
         for node, *row in zip(nodes.tolist(), selection.tokens.tolist(), selection.log_probs.tolist(), strict=True):
             self._rows[node] = dict(zip(*row, strict=True))
         if len(self._rows) > self._max_rows:

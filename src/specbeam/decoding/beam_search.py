@@ -60,10 +60,10 @@ def beam_search(
 
 
 def plain_round(search: Search, record: Record, drafter: Drafter | None = None) -> Strategy:
-    """Evaluate all beams. Take the step that the answer is about, and the steps of passes that went ahead.
+    """Evaluate all beams. Take a step with their selection, and the steps of passes that went ahead.
 
     Args:
-        drafter: it proposed nothing, because that would not have paid.
+        drafter: it skipped this round, because drafting would not have paid.
     """
     selection = yield search.evaluation()
     for one in selection.passes(len(search.beams)):
@@ -112,9 +112,9 @@ def lazy_round(
 def verify(
     search: Search, record: Record, known: Known, beams: Nodes, draft_tokens: DraftTokens
 ) -> Generator[Evaluate, Any, Sequence[Step]]:
-    """Evaluate beams and draft tokens in one forward pass. Take every step that the known answers decide.
+    """Evaluate beams and draft tokens in one forward pass. Take every step that the known selections decide.
 
-    Each is a step of the plain search. Draft tokens that may still become beams keep their answers.
+    Each is a step of the plain search. Draft tokens that may still become beams keep their selections.
     """
     tree, drafted = search.tree, np.setdiff1d(known.missing(draft_tokens.nodes), beams)
     nodes = np.union1d(beams, drafted)

@@ -17,8 +17,9 @@ from specbeam.tree import NO_NODES, Nodes
 class DiverseBeamSearch(Search):
     """Groups of beams that take their steps one after the other, each kept off the tokens of the groups before it.
 
-    A token loses diversity_penalty for each beam of an earlier group that chose it in the same step. The finished texts
-    of all groups are ranked together (Vijayakumar et al. 2018, "Diverse Beam Search", 3, with Hamming diversity).
+    A token loses diversity_penalty for each beam of an earlier group that chose it in the same step. The finished
+    hypotheses of all groups are ranked together (Vijayakumar et al. 2018, "Diverse Beam Search", 3, with Hamming
+    diversity).
 
     Args:
         groups: the groups' searches over one tree, all with the same number of beams.
@@ -65,9 +66,8 @@ class DiverseBeamSearch(Search):
         chosen: Nodes = NO_NODES
         self.stepped = self.live
         vocab = selection.logits.shape[-1]
-        for group, rows in zip(
-            self.stepped, np.split(np.arange(len(selection.tokens)), len(self.stepped)), strict=True
-        ):
+        parts = np.split(np.arange(len(selection.tokens)), len(self.stepped))
+        for group, rows in zip(self.stepped, parts, strict=True):
             times_chosen = np.bincount(chosen, minlength=vocab).astype(np.float32)
             group.step(selection.take(rows), token_penalties=np.float32(self.diversity_penalty) * times_chosen)
             chosen = np.concatenate([chosen, group.tree.tokens(group.beams)])

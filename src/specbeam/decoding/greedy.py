@@ -13,7 +13,7 @@ from specbeam.tree import Tree
 def greedy(tree: Tree, selector: Selector, stop: Stopping, record: Record) -> Strategy:
     """Extend the tree's tip by the likeliest token until something stops it.
 
-    If the wishes have noise, the token with the highest score is a draw, and this is ancestral sampling.
+    If the selection requests have noise, the token with the highest score is a draw, and this is ancestral sampling.
     """
     ended: list[Hypothesis] = []
     while not ended:
@@ -22,10 +22,10 @@ def greedy(tree: Tree, selector: Selector, stop: Stopping, record: Record) -> St
 
 
 def greedy_round(tree: Tree, selector: Selector, stop: Stopping, record: Record, skipped: bool = False) -> Strategy:
-    """Append the likeliest token to the text, and the tokens of passes that went ahead. Returns the text if it ends.
+    """Append the likeliest token, and the tokens of passes that went ahead. Returns the hypothesis if it is finished.
 
     Args:
-        rests: a drafter made no guesses, because none would have paid.
+        skipped: a drafter skipped this round, because drafting would not have paid.
     """
     tip = tree.tip
     ahead = min(selector.process.unchanged(tree, tip), stop.unchanged(tree, tip))

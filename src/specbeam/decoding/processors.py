@@ -45,7 +45,7 @@ class Processors:
     Args:
         vocab_size: of the target.
         of_checkpoint: processors of transformers that the checkpoint asks for (:func:`processors_of_checkpoint`).
-        device: of the texts that functions of the caller get.
+        device: of the token ids that functions of the caller get.
 
     Attributes:
         forbids: some tokens may be forbidden whatever their scores, so a drafter can avoid them.
@@ -87,14 +87,14 @@ class Processors:
         ends = self.eos_token_ids and self.min_new_tokens
         self._looks_at_texts = bool(penalties or self.forbids or self.functions)
         self.is_plain = not (self._looks_at_texts or ends or self.logit_bias)
-        self._dead_ends: set[int] = set()  # guesses at which prefix_allowed_tokens_fn allows no token
+        self._dead_ends: set[int] = set()  # draft tokens after which prefix_allowed_tokens_fn allows no token
 
     def __call__(self, tree: Tree, nodes: Any, draft_tokens: Any = ()) -> dict[str, Any]:
-        """The processors at nodes, int [n], as attributes of a wish.
+        """The processors at nodes, int [n], as attributes of a selection request.
 
         Args:
-            guesses: which of the nodes are guesses. The target may never choose such a text, and no token may be
-                allowed there.
+            draft_tokens: which of the nodes are draft tokens. The target may never choose such a sequence, and no token
+                may be allowed there.
 
         Raises:
             SpecbeamError: ``prefix_allowed_tokens_fn`` gave something that is no token ids.
@@ -122,7 +122,7 @@ class Processors:
         return too_short - 1 if too_short > 0 else sys.maxsize
 
     def forbidden(self, tree: Tree, nodes: Nodes, tokens: Nodes) -> NDArray[np.bool_]:
-        """Which tokens may not follow guessed nodes, whatever their scores, bool [n]: a token for each of n nodes."""
+        """Which tokens may not follow drafted nodes, whatever their scores, bool [n]: a token for each of n nodes."""
         forbidden = np.zeros(len(nodes), dtype=bool)
         allowed = self._allowed(tree, nodes, nodes)
         if allowed is not None:
@@ -133,7 +133,7 @@ class Processors:
         return forbidden
 
     def check(self, nodes: Nodes, selection: Selection) -> None:
-        """Refuse beams that ``prefix_allowed_tokens_fn`` leaves without any token, and beams of NaN that were guesses.
+        """Refuse beams that ``prefix_allowed_tokens_fn`` leaves without any token, and beams of NaN that were drafted.
 
         Raises:
             SpecbeamError: one of the beams, int64 [n], is left without any by the function alone, or all of them are by
@@ -165,7 +165,7 @@ class Processors:
             yield Edit("ban", rows.astype(np.int32), tokens.astype(np.int32))
 
     def _penalties(self, tree: Tree, nodes: Nodes) -> Iterator[Edit]:
-        """Repetition penalty for all tokens of the text, then frequency and presence penalty for the new ones.
+        """Repetition penalty for all tokens of the sequence, then frequency and presence penalty for the new ones.
 
         The latter two are OpenAI's (its API reference).
         """
@@ -196,11 +196,11 @@ class Processors:
         return np.stack(by_function) if allowed is None else np.stack(by_function) & allowed
 
     def _call(self, tree: Tree, nodes: Nodes, drafted: NDArray[np.bool_], scores: Tensor) -> Tensor:
-        """Call the functions on all nodes of one depth at once, since their texts are equally long.
+        """Call the functions on all nodes of one depth at once, since their sequences are equally long.
 
-        A guess that no token may follow keeps its scores: functions may count on some token that is allowed. If one
-        function forbids all tokens, later ones may return NaN. A guess keeps that: it is an error once the guess is
-        chosen. A draft may have fewer tokens than the target. Functions see its other tokens as forbidden.
+        A draft token that no token may follow keeps its scores: functions may count on some token that is allowed. If
+        one function forbids all tokens, later ones may return NaN. A draft token keeps that: it is an error once it is
+        accepted. A draft model may have fewer tokens than the target. Functions see the others as forbidden.
 
         Raises:
             SpecbeamError: a function of the caller returned scores of another shape, NaN, or no tokens.
@@ -248,7 +248,7 @@ def _edit(kind: Literal["add", "repeat", "ban"], rows: NDArray[np.int64], tokens
 
 
 def _by_length(tree: Tree, nodes: Nodes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """For each length of the texts down to nodes: the indices of these nodes, int64 [n], and the texts [n, length]."""
+    """For each length of the sequences down to nodes: their rows, int64 [n], and their tokens, int64 [n, length]."""
     depths = tree.depths(nodes)
     for depth in np.unique(depths):
         rows = np.flatnonzero(depths == depth)
@@ -280,7 +280,7 @@ def processors_of_checkpoint(
     No processor among these raises a log-probability above 0. A negative token id stands for no token.
 
     Args:
-        prompt_length: the number of tokens that the text begins with. With an encoder these are its start tokens.
+        prompt_length: the number of tokens that the sequence begins with. With an encoder these are its start tokens.
 
     Raises:
         SpecbeamError: the file has a value that transformers refuses, or forces a token that the model lacks.
@@ -308,7 +308,7 @@ def processors_of_checkpoint(
 
 
 def _in_vocabulary(name: str, value: Any, vocab_size: int) -> list[Any]:
-    """The token ids of an option, or its words, without tokens that no text can contain.
+    """The token ids of an option, or its words, without tokens that no sequence can contain.
 
     Raises:
         ValueError: a value is no token id, or a token is to be forced, and the vocabulary lacks it.
@@ -325,7 +325,7 @@ def _in_vocabulary(name: str, value: Any, vocab_size: int) -> list[Any]:
 
 
 class Counts(NamedTuple):
-    """The distinct tokens of a text, and how often each came after the prompt. Arrays are never changed.
+    """The distinct tokens of a sequence, and how often each came after the prompt. Arrays are never changed.
 
     Attributes:
         tokens: ascending, int32 [n].
@@ -354,19 +354,19 @@ class Counts(NamedTuple):
 
 
 class RepeatedNgrams:
-    """Bans the tokens that would end an n-gram that the text has already (Paulus et al. 2018, 2.5).
+    """Bans the tokens that would end an n-gram that the sequence has already (Paulus et al. 2018, 2.5).
 
-    The trunk's n-grams are remembered as it grows. The others are compared: they begin in its last tokens, or beyond.
+    The shared prefix's n-grams are kept as it grows. The others are compared: they begin in its last tokens, or beyond.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._ends: dict[tuple[int, ...], dict[int, int]] = {}  # by begun n-gram: where each token first ends one
-        self._read = 0  # tokens of the trunk
+        self._read = 0  # tokens of the shared prefix
 
     def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         depths = tree.depths(nodes)
-        if self.size > depths.max(initial=-1) + 1:  # a text with its next token holds no two of them
+        if self.size > depths.max(initial=-1) + 1:  # a sequence with its next token holds no two of them
             return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
         self._read_prefix(tree)
         begun = tree.last_tokens(nodes, self.size - 1)
@@ -398,7 +398,7 @@ class RepeatedNgrams:
 
 
 def repeated_ngrams(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The tokens that would end an n-gram that a text has already, and their rows. ``ids`` are int64 [n, length]."""
+    """The tokens that would end an n-gram that a sequence has already, and their rows. ``ids``: int64 [n, length]."""
     n, length = ids.shape
     if length < size:
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
@@ -411,7 +411,7 @@ def repeated_ngrams(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64
 
 
 class BadWords:
-    """Bans the last token of each word where the text ends with the word's other tokens.
+    """Bans the last token of each word where the sequence ends with the word's other tokens.
 
     Args:
         words: token ids of each. A word that is one end token alone is left out, as in transformers.

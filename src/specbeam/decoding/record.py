@@ -12,22 +12,22 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 class Record:
-    """Always counts. Remembers the rounds only for a trace.
+    """Always counts. Keeps the rounds only for a trace.
 
     Args:
         decode: makes the text of token ids, for a trace. None for no trace.
 
     Attributes:
-        steps: tokens added to a text, or steps of beam search.
-        drafted: guesses that the target checked.
-        accepted: guesses that became part of the text, or a beam.
-        rounds: passes of the target that the strategy waited for.
+        steps: tokens added to a sequence, or steps of beam search.
+        drafted: draft tokens that the target verified.
+        accepted: draft tokens that became part of the sequence, or of a beam.
+        rounds: forward passes of the target that the strategy waited for.
         left_out: beams of steps that the target did not evaluate.
-        rested: rounds without guesses because none would have paid.
-        checks: for each round with guesses, how many were accepted in it.
-        positions: for each position after the known tokens, how many guesses the target checked, and how many of them
-            were accepted.
-        trace: the rounds as plain data (see :class:`specbeam.Result`); None if they are not remembered.
+        skipped: rounds that skipped drafting, because it would not have paid.
+        checks: for each round with draft tokens, how many were accepted in it.
+        positions: for each position after the known tokens, how many draft tokens the target verified, and how many of
+            them were accepted.
+        trace: the rounds as plain data (see :class:`specbeam.Result`); None if they are not kept.
     """
 
     def __init__(self, tree: Tree, decode: Callable[[list[int]], str] | None = None) -> None:
@@ -36,9 +36,9 @@ class Record:
         self.positions: list[list[int]] = []
         self.trace: list[dict[str, Any]] | None = None if decode is None else []
         self._tree = tree
-        self._draft_tokens: dict[int, int] = {}  # the positions of guesses that may still be accepted, by node
+        self._draft_tokens: dict[int, int] = {}  # positions of tokens that may still be accepted, by node
         self._text = cache(lambda token: "" if decode is None else decode([token]))
-        self._drafted: dict[int, dict[str, Any]] = {}  # all guesses in the trace, by node
+        self._drafted: dict[int, dict[str, Any]] = {}  # all draft tokens in the trace, by node
         self._shown: set[int] = set()  # nodes in the trace that may still be dropped
         self._ended: set[int] = set()
         self._ends = {tree.prompt_length - 1: 0}  # the number of the beam that ends at a node, after the last step
@@ -46,11 +46,11 @@ class Record:
         self._taken = 0  # rounds of the trace
 
     def round(self, draft_tokens: Nodes = NO_NODES, skipped: bool = False, evaluated: Any = None) -> None:
-        """Begin a round, in which the target checks these guesses.
+        """Begin a round, in which the target verifies these draft tokens.
 
         Args:
-            rests: the drafter made no guesses, because none would have paid.
-            evaluated: the nodes of the pass, guesses included. None for the ends of the texts.
+            skipped: the drafter skipped it, because drafting would not have paid.
+            evaluated: the nodes of the pass, draft tokens included. None for the ends of the sequences.
         """
         self.rounds += 1
         self.skipped += skipped
@@ -70,10 +70,10 @@ class Record:
             self.trace.append({"evaluated": nodes, "drafted": drafted, "steps": [], "ahead": []})
 
     def step(self, nodes: Any, scores: Any = None) -> None:
-        """Record one step: the texts now end at these nodes. A single text is one beam.
+        """Record one step: the sequences now end at these nodes. A single sequence is one beam.
 
         Args:
-            scores: of the texts. None for the sums of their log-probabilities.
+            scores: of the sequences. None for the sums of their log-probabilities.
         """
         self.steps += 1
         self._accept(nodes)
@@ -96,8 +96,8 @@ class Record:
         """Complete the trace of the round. None if there was no round since the last call.
 
         Args:
-            certain: the nodes that joined the text to be returned.
-            ended: the ends of finished texts.
+            certain: the nodes that joined the sequence to be returned.
+            ended: the ends of finished hypotheses.
         """
         if self.trace is None or self._taken == len(self.trace):
             return None
@@ -117,7 +117,7 @@ class Record:
         return [{"token_id": i, "text": self._text(i), "log_prob": value} for i, value in log_probs.items()]
 
     def acceptance_histogram(self) -> list[int] | None:
-        """How many rounds with guesses accepted 0 of them, 1, 2, and so on; None without such rounds."""
+        """How many rounds with draft tokens accepted 0 of them, 1, 2, and so on; None without such rounds."""
         return np.bincount(self.checks).tolist() if self.checks else None
 
     def evaluated(self, num_beams: int) -> float | None:
@@ -125,15 +125,15 @@ class Record:
         return 1 - self.left_out / (num_beams * self.steps) if num_beams > 1 and self.steps else None
 
     def draft_note(self) -> str | None:
-        """Why a drafter made no guesses, or hardly any; None if it was used, and before the first round."""
+        """Why a drafter proposed no tokens, or hardly any; None if it was used, and before the first round."""
         if not self.rounds:
             return None
         if not self.drafted:
             if self.skipped:
-                return "draft made no guesses: none would have paid"
-            return "draft made no guess: it found no likely continuation"
+                return "draft proposed no tokens: that would not have paid"
+            return "draft proposed no tokens: it found no likely continuation"
         if 2 * self.skipped > self.rounds:
-            return f"draft made no guesses in {self.skipped} of {self.rounds} passes: none would have paid"
+            return f"draft proposed no tokens in {self.skipped} of {self.rounds} passes: that would not have paid"
         return None
 
     def _accept(self, beams: Any) -> None:

@@ -14,9 +14,9 @@ from specbeam.tree import Tree
 
 
 def sample_several(tree: Tree, selector: Selector, stop: Stopping, record: Record, count: int) -> Strategy:
-    """Independent samples, each with its own noise. Texts that agree so far share their nodes, first the prompt's.
+    """Independent samples, each with its own noise. Samples that agree so far share their nodes, first the prompt's.
 
-    Where the memory cannot hold all texts, half of them wait until the others have ended.
+    Where the memory cannot hold all samples, half of them wait until the others have ended.
     """
     tips = np.full(count, tree.tip)
     growing, waiting = np.arange(count), np.arange(0)

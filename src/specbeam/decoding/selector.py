@@ -1,4 +1,4 @@
-"""A request's wishes: its options, in the form in which a backend chooses tokens by them."""
+"""A request's options as selection requests, by which a backend chooses tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
 class Selector:
-    """Makes the wishes of one request.
+    """Makes the selection requests of one request.
 
     Args:
         process: the request's processors.
@@ -39,13 +39,13 @@ class Selector:
     def __call__(
         self, tree: Tree, nodes: Any, draft_tokens: Any = (), streams: Any = 0, **wants: Any
     ) -> SelectionRequest:
-        """The wish at nodes, int [n].
+        """The selection request at nodes, int [n].
 
         Args:
-            guesses: which of the nodes are guesses. The target may never choose such a text, and no token may be
-                allowed there.
-            streams: of the noise, a number or int [n]. Texts with different numbers are drawn independently.
-            wants: what to ask for, such as ``most``: attributes of a wish.
+            draft_tokens: which of the nodes are draft tokens. The target may never choose such a sequence, and no token
+                may be allowed there.
+            streams: of the noise, a number or int [n]. Sequences with different numbers are drawn independently.
+            wants: attributes of the request, such as ``top``.
 
         Raises:
             SpecbeamError: a function of the caller returned something that it may not return.
@@ -64,7 +64,7 @@ class Selector:
         return SelectionRequest(**self.process(tree, nodes, draft_tokens), **self.warpers, noise=noise, **wants)
 
     def streams(self, tree: Tree, nodes: Nodes) -> NDArray[np.uint32] | int:
-        """Numbers for texts, uint32 [n]: a checksum of their new tokens. So a beam's noise does not depend on its rank.
+        """Checksums of the sequences' new tokens, uint32 [n], so that a beam's noise does not depend on its rank.
 
         0 if nothing is drawn.
         """
@@ -74,7 +74,7 @@ class Selector:
 
 
 def warpers_of(options: Options) -> dict[str, Any]:
-    """The warpers that options ask for, by the names of a wish's attributes."""
+    """The warpers that options ask for, by the names of a request's attributes."""
     values = {name: getattr(options, name) for name in WARPERS}
     return {name: value for name, value in values.items() if value is not None and value != NEUTRAL_VALUES[name]}
 

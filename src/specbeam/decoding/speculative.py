@@ -1,8 +1,8 @@
-"""Speculative decoding: a drafter guesses how the text goes on, and one pass of the target checks all guesses.
+"""Speculative decoding: a drafter proposes tokens, and one forward pass of the target verifies all of them.
 
 Greedy search keeps its tokens (Leviathan et al. 2023; Chen et al. 2023). So does sampling: the noise of a draw does not
-depend on the guesses. A guess is right if it is the token that is drawn there anyway. See Daliri, Musco and Suresh
-2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
+depend on the draft, and a draft token is accepted if it is the token that is drawn there anyway. See Daliri, Musco and
+Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from specbeam.tree import Tree
 
 
 def speculative(tree: Tree, selector: Selector, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:
-    """Choose tokens as the plain method does, for as long as they were guessed; the answers are all there.
+    """Choose tokens as the plain method does, for as long as they were drafted: their selections are all there.
 
-    Where the memory cannot hold guesses, or logits are not finite, the text goes on without guesses: plain decoding may
-    never meet these logits.
+    Where the memory cannot hold draft tokens, or logits are not finite, decoding goes on without drafts: plain decoding
+    may never meet these logits.
     """
     ended: list[Hypothesis] = []
     while not ended:
@@ -36,7 +36,10 @@ def speculative(tree: Tree, selector: Selector, stop: Stopping, record: Record, 
 
 
 def speculative_round(tree: Tree, selector: Selector, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:
-    """Evaluate the tip and guesses below it. Choose every token whose answer is known. Returns the text if it ends."""
+    """Evaluate the tip and draft tokens below it. Choose every token whose selection is known.
+
+    Returns the hypothesis if it is finished.
+    """
     tip = tree.tip
     draft_tokens = yield from drafter.propose(np.array([tip]), tree.scores([tip]))
     if draft_tokens.skipped:  # then the backend can go ahead

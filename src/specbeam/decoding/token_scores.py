@@ -21,7 +21,7 @@ class PromptScores:
 
     Attributes:
         log_probs: the log-probability of each token given the tokens before it, as in :class:`specbeam.Sequence`.
-        top_logprobs: the log-probabilities of the likeliest tokens at its place, by token id, the likeliest first.
+        top_logprobs: the log-probabilities of the likeliest tokens at its position, by token id, the likeliest first.
     """
 
     log_probs: list[float] = field(default_factory=list)
@@ -31,11 +31,11 @@ class PromptScores:
 def score_prompt(tree: Tree, k: int, scores: PromptScores) -> Generator[Evaluate, Selection, None]:
     """The first part of a strategy: evaluate the prompt, and note its log-probabilities.
 
-    It evaluates all tokens, because kept texts have no logits. The request should have ``share_prefix=False``. Else its
-    passes store the keys and values of other requests again, and may round them in another way.
+    It evaluates all tokens, because cached prefixes have no logits. The request should have ``share_prefix=False``.
+    Otherwise its forward passes overwrite keys and values of other requests, and may round them differently.
 
     Args:
-        k: how many of the likeliest tokens at each place are noted.
+        k: how many of the likeliest tokens at each position are noted.
         scores: filled here.
     """
     before, tokens = tree.prefix[:-1], tree.tokens(tree.prefix[1:])
@@ -62,7 +62,7 @@ class ContinuationScores:
 
     Attributes:
         log_probs: the sum over the tokens of each, float64 [n].
-        greedy: whether all these tokens are the likeliest at their places, bool [n].
+        greedy: whether all these tokens are the likeliest at their positions, bool [n].
     """
 
     log_probs: NDArray[np.float64]

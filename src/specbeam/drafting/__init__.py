@@ -1,4 +1,4 @@
-"""Drafters guess how a text goes on, so that the target can check many guesses in one pass."""
+"""Drafters propose draft tokens, so that the target can verify many tokens in one forward pass."""
 
 from specbeam.decoding.drafter import SKIPPED as SKIPPED
 from specbeam.decoding.drafter import Drafter as Drafter

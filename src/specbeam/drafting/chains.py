@@ -1,4 +1,4 @@
-"""Guesses that come as lists of tokens, from a lookup or from another vocabulary, become nodes of the tree."""
+"""Draft tokens that come as lists, from a lookup or from another vocabulary, become nodes of the tree."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 class Chains:
     """Puts chains of tokens below tips.
 
-    A chain ends before a token that is forbidden, that would end the text, or that has no room.
+    A chain ends before a token that is forbidden, that would end the sequence, or that has no room.
 
     Args:
-        most: the largest number of guesses per pass.
+        most: the largest number of draft tokens per forward pass.
     """
 
     def __init__(self, tree: Tree, process: Processors, stop: Stopping, vocab_size: int, most: int) -> None:
@@ -36,11 +36,11 @@ class Chains:
         width: int,
         chances: Callable[[int], NDArray[np.float64]],
     ) -> DraftTokens:
-        """Guess chains below each tip, the likeliest first. Chains with the same beginning share its nodes.
+        """Draft chains below each tip, the likeliest first. Chains with the same beginning share its nodes.
 
         Args:
             width: the most chains below each tip.
-            chances: that guesses become part of the text, by level, for a depth, float64 [depth].
+            chances: that draft tokens are accepted, by level, for a depth, float64 [depth].
         """
         tree = self.tree
         parents = np.repeat(tips, [len(below) for below in chains])

@@ -165,7 +165,7 @@ class Controller:
         return of_latest + self.draft_cost(self._unread) / steps
 
     def skip(self, num_tips: int = 1) -> None:
-        """Take in a step without draft tokens: observations below this number of tips lose weight."""
+        """Take in a step without draft tokens: statistics below this number of tips decay to the prior."""
         drafts = self._drafts[num_tips]
         drafts.acceptance.skip()
         drafts.seconds *= SKIP_DECAY
@@ -178,11 +178,10 @@ class Controller:
         if draft_tokens.skipped:
             return self.skip(sizes.num_tips)
         self._unread = 0
-        now.seconds = (
-            DECAY * now.seconds + draft_tokens.seconds + self._target(sizes.num_tips + len(draft_tokens.nodes))
-        )
+        count = len(draft_tokens.nodes)
+        now.seconds = DECAY * now.seconds + draft_tokens.seconds + self._target(sizes.num_tips + count)
         now.steps = DECAY * now.steps + max(1, len(steps))
-        if not len(draft_tokens.nodes):
+        if not count:
             return None  # a lookup found nothing, or nothing was likely: that says nothing about the next round
         depths = tree.depths(draft_tokens.nodes)
         levels = int(depths.max() - depths.min()) + 1

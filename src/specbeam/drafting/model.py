@@ -1,4 +1,4 @@
-"""Guesses of a smaller model."""
+"""Draft tokens of a smaller model."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from specbeam.drafting.controller import Controller
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 MAX_RECENT_TOKENS, RECENT_TOKENS_SHARE = 512, 0.97
-"""Guess among the first token ids of the vocabulary, enough of them to contain this share of the latest tokens."""
+"""Draft among the first token ids of the vocabulary, enough of them to contain this share of the latest tokens."""
 MIN_RECENT_TOKENS = 32
-"""Guess among all token ids as long as the text has fewer tokens than this."""
+"""Draft among all token ids as long as the sequence has fewer tokens than this."""
 MIN_COMPARED_TOKENS = 4
 """A drawn token's chance is judged by the distance to this many tokens of the highest ranks."""
 VOCAB_STEP = 4096
-"""The number of token ids to guess among is a multiple of this."""
+"""The number of token ids to draft among is a multiple of this."""
 
 
 class ModelDrafter:
-    """Guesses the texts that the draft model's own beam search finds below the tips.
+    """Proposes the hypotheses that the draft model's own beam search finds below the tips.
 
-    Below one tip it guesses the nodes with the highest cumulative probability, as many as pay (EAGLE-2, Li et al.
-    2024, section 4.2). Below several beams the guesses are whole levels, because a step of beam search needs all
-    of its beams.
+    Below one tip it proposes the nodes with the highest cumulative probability, as many as pay (EAGLE-2, Li et al.
+    2024, section 4.2). Below several beams it proposes whole levels, because a step of beam search needs all of its
+    beams.
 
     Args:
-        wish: the request's wishes. Its processors and its noise hold for the draft as for the target.
+        selector: of the request. Its processors and its noise hold for the draft model as for the target.
         vocab_size: of the target.
         context: the most tokens that the draft can read.
         special: token ids that are not text, such as the separators of chat templates.
@@ -104,7 +104,7 @@ class ModelDrafter:
 
         Args:
             normalized: no score may be above 0, because it is a chance. Beam search adds up the raised scores as they
-                are, so guesses below beams need these.
+                are, so draft tokens below beams need these.
         """
         draws = self.selector.seed is not None
         request = self.selector(
@@ -112,7 +112,7 @@ class ModelDrafter:
             level,
             draft_tokens=level,
             streams=0 if normalized else self.selector.streams(self.tree, level),
-            top=min(max(width, MIN_COMPARED_TOKENS) + len(self._eos), vocab),  # EOS is no guess: nothing can follow it
+            top=min(max(width, MIN_COMPARED_TOKENS) + len(self._eos), vocab),  # EOS is no draft: nothing can follow it
             vocab=vocab,
             normalize=not (draws and normalized),
             total=normalized and self.selector.process.raises,
@@ -133,7 +133,7 @@ class ModelDrafter:
         return self.tree.draft(parents, selection.tokens.flat[likeliest]), totals
 
     def _vocab(self) -> int:
-        """How many of the first token ids to guess among: the draft's head then computes logits for these alone.
+        """How many of the first token ids to draft among: the draft's head then computes logits for these alone.
 
         Byte-pair merges are ordered by frequency, so nearly all of a text consists of the vocabulary's first tokens
         (FR-Spec, Zhao et al. 2025). The latest tokens show how many that are.

@@ -1,4 +1,4 @@
-"""Guesses of a model with another vocabulary, by way of text (universal assisted generation)."""
+"""Draft tokens of a model with another vocabulary, by way of text (universal assisted generation)."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class RetokenizingDrafter:
     """Continues the text at a tip greedily with the draft.
 
     The text is encoded with the draft's tokenizer, and the continuation with the target's. The second encoding may be
-    a poor guess, but never leads to a wrong text, because guesses are checked. Each round decodes and encodes the end
-    of the text only, where the target's new tokens are.
+    a poor draft, but never leads to a wrong text, because draft tokens are verified. Each round decodes and encodes the
+    end of the text only, where the target's new tokens are.
 
     Args:
         tree, chains, controller: of the request.
@@ -98,7 +98,7 @@ class RetokenizingDrafter:
         if not able:
             return DraftTokens()
         places = self._places.values()
-        # New text may change the tokens of a window, so the trunk must not grow into it.
+        # New text may change the tokens of a window, so the shared prefix must not grow into it.
         windows = [self._above(place.node, len(place.encoded.ids) - place.encoded.apart) for place in places]
         self.tree.keep([*(place.node for place in places), *(max(node, 0) for node in windows)])
         going = np.array([place.node for place in able.values()])

@@ -40,7 +40,7 @@ def make_drafter(
         draft: has passed :func:`check_draft`.
         prompt_length: in tokens.
         draft_cost: of the draft model's passes for this request; None for lookups.
-        room: the most guesses whose logits fit into memory.
+        room: the most draft tokens whose logits fit into memory.
 
     Raises:
         SpecbeamError: the draft has another vocabulary, which text cannot bridge.
@@ -88,7 +88,7 @@ def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, c
 
 
 def _draft_warpers(options: Options) -> dict[str, Any]:
-    """The warpers of the distribution that guesses are drawn from."""
+    """The warpers of the distribution that draft tokens are drawn from."""
     temperature = options.temperature if options.draft_temperature is None else options.draft_temperature
     top_k = options.top_k if options.draft_top_k is None else options.draft_top_k
     return warpers_of(replace(options, temperature=temperature, top_k=top_k))
@@ -135,7 +135,7 @@ def _check_draft_model(lm: LanguageModel, draft: LanguageModel) -> None:
         )
     if (begins := lm.backend.start_token_ids) != (other := draft.backend.start_token_ids):
         raise SpecbeamError(
-            f"the draft {draft.source} begins its texts with the token ids {other}, but the model with {begins} "
+            f"the draft {draft.source} begins its sequences with the token ids {other}, but the model with {begins} "
             "(None: with the prompt): give a draft of the same kind"
         )
     if begins is not None and not draft.shares_tokenizer(lm):

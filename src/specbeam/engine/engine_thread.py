@@ -21,27 +21,27 @@ MAX_SECONDS_FOR_OTHERS = 0.01
 
 
 class EngineThread:
-    """Runs the rounds of an engine in a thread of its own, between :meth:`start` and :meth:`stop`.
+    """Runs the iterations of an engine in a thread of its own, between :meth:`start` and :meth:`stop`.
 
-    It is a daemon thread, so a program that does not stop it ends all the same. Whoever takes the lock is in a whole
-    step: a fork meanwhile would leave it locked in the child.
+    It is a daemon thread, so a program that does not stop it ends all the same. The lock is taken only under the fork
+    guard: a fork meanwhile would leave it locked in the child.
     """
 
     def __init__(self, scheduler: Scheduler, wakeups: Wakeups) -> None:
         self._scheduler = scheduler
         self._wakeups = wakeups
-        self._lock = threading.Lock()  # of submit, start and stop. Rounds do without it
+        self._lock = threading.Lock()  # of submit, start and stop. Iterations do without it
         self._has_work = threading.Event()
         self._is_stopping = False  # it takes no new requests
         self._is_cancelling = False  # nothing is evaluated any more
         self._failure: str | None = None  # how an error ended the thread, or the engine
 
     @fork_guard
-    def start(self, do_round: Callable[[], bool]) -> None:
+    def start(self, iterate: Callable[[], bool]) -> None:
         """Start the thread.
 
         Args:
-            do_round: does one round of the engine, and returns whether there is more to do.
+            iterate: runs one iteration of the engine, and returns whether there is more to do.
 
         Raises:
             SpecbeamError: it runs already.
@@ -53,8 +53,8 @@ class EngineThread:
             self._failure = None
             self._has_work = threading.Event()
             self._has_work.set()
-            thread = threading.Thread(target=self._work, args=[do_round], name="specbeam-engine", daemon=True)
-            self._wakeups.thread = thread  # first: its rounds ask whether it runs
+            thread = threading.Thread(target=self._work, args=[iterate], name="specbeam-engine", daemon=True)
+            self._wakeups.thread = thread  # first: its iterations ask whether it runs
             thread.start()
 
     @fork_guard
@@ -99,17 +99,17 @@ class EngineThread:
                 self._is_cancelling |= cancel
                 self._has_work.set()
 
-    def _work(self, do_round: Callable[[], bool]) -> None:
+    def _work(self, iterate: Callable[[], bool]) -> None:
         try:
             while not (self._is_stopping and self._scheduler.is_empty):
                 self._has_work.wait()
                 self._wait_for_others()
-                self._has_work.clear()  # before a round looks for new requests
+                self._has_work.clear()  # before an iteration looks for new requests
                 more = True
                 while more:
                     if self._is_cancelling:
                         self._cancel_all()
-                    more = do_round()
+                    more = iterate()
             self.end()
         except InterpreterEnds:
             pass

@@ -18,16 +18,16 @@ class ModelState:
     Args:
         budget: of the engine.
         prompt_ids: the prompt's token ids. A model with an encoder reads them before the first pass.
-        guesses: the most guesses per round. Where slots are short, the request does without them.
-        most_rows: the most nodes whose logits are needed at once.
+        draft_tokens: the most draft tokens per round. Where slots are short, the request does without them.
+        max_rows: the most nodes whose logits are needed at once.
         prompt_length: the prompt's length in tokens of this model, if these are others.
         source: in place of the encoder's output.
 
     Attributes:
         slots: of its tree.
-        least_bytes: bytes that it needs for one text of full length.
+        least_bytes: bytes that it needs for one sequence of full length.
         passes: forward passes that the request took part in.
-        answered: passes that completed the logits of a wish of the strategy. Other passes read parts of a prompt.
+        completed: passes that completed what the strategy asked for. Other passes prefill parts of a prompt.
         seconds: the request's share of the time of its passes, by its share of their nodes.
         nodes: nodes evaluated for the request.
         source: the encoder's output for the prompt, or what was given. None until the encoder has read it.
@@ -49,7 +49,7 @@ class ModelState:
         self.backend = backend
         self.tree = tree
         self.max_rows = max_rows
-        self.passes = self.answered = self.nodes = 0
+        self.passes = self.completed = self.nodes = 0
         self.seconds = 0.0
         self.source = self._given_source = source
         self._encoder_prompt = None if backend.start_token_ids is None else prompt_ids
@@ -57,25 +57,25 @@ class ModelState:
         # After another source, equal tokens have other keys and values.
         shares = setup.options.share_prefix and self._encoder_prompt is None and source is None
         self.slots = Slots(tree, backend, budget.cache_of(backend), shares)
-        texts, new_tokens = setup.options.num_texts, setup.stop.max_length - setup.tree.prompt_length
-        self._max_nodes = texts + draft_tokens  # of a round
-        # Texts may share only the prompt. If they do not fit together, they are evaluated one after the other.
-        shared = max(len(prompt_ids), tree.prompt_length, prompt_length) + (new_tokens if texts == 1 else 0)
-        own = 0 if texts == 1 else new_tokens
+        sequences, new_tokens = setup.options.num_texts, setup.stop.max_length - setup.tree.prompt_length
+        self._max_nodes = sequences + draft_tokens  # of a round
+        # Sequences may share only the prompt. If they do not fit together, they are evaluated one after the other.
+        shared = max(len(prompt_ids), tree.prompt_length, prompt_length) + (new_tokens if sequences == 1 else 0)
+        own = 0 if sequences == 1 else new_tokens
         self.least_bytes = (min(shared, self._lasting(shared) + budget.max_batch_tokens) + own) * backend.slot_bytes
-        self._used_before = self._answered_before = 0  # it was closed
+        self._used_before = self._completed_before = 0  # it was closed
 
     def close(self) -> None:
-        """Free the slots. It may begin again, and evaluates then what it needs."""
+        """Free the slots. It may begin again, and then recomputes the nodes that it needs."""
         self._used_before = self.slots.used or self._used_before
-        self._answered_before = self.answered
+        self._completed_before = self.completed
         self.source = self._given_source
         self.slots.close()
 
     def lose(self, nodes: int) -> None:
-        """A pass over some nodes showed that a slot may hold numbers that are not finite: all are to be read again.
+        """A pass over some nodes showed that a slot may hold numbers that are not finite: all are to be recomputed.
 
-        So are the slots of other requests that it began with.
+        So is the prefix that it shared with other requests.
         """
         self.passes += 1
         self.nodes += nodes
@@ -89,8 +89,8 @@ class ModelState:
 
     @property
     def is_reading(self) -> bool:
-        """Whether it reads a text, as no pass has answered the strategy since it began."""
-        return self.answered == self._answered_before
+        """Whether it prefills or recomputes: no pass has completed what the strategy asked for since it began."""
+        return self.completed == self._completed_before
 
     def evaluated(self, nodes: Nodes, pending: Nodes, ahead: int) -> None:
         """A pass over these nodes went well.
@@ -103,8 +103,8 @@ class ModelState:
         self.nodes += len(nodes) * (1 + ahead)
         self.slots.evaluated(pending, ahead * len(nodes))
 
-    def round_bytes(self, pending: Nodes) -> int:
-        """Bytes that it needs for one more round, beside the bytes that it holds.
+    def next_bytes(self, pending: Nodes) -> int:
+        """Bytes that it needs for one more iteration, beside the bytes that it holds.
 
         Args:
             pending: the nodes that it is to evaluate next. Other nodes of the tree may never be: deferred beams.
@@ -116,5 +116,5 @@ class ModelState:
         return max(0, lasting + self._max_nodes - used) * self.backend.slot_bytes
 
     def _lasting(self, prefix: int) -> int:
-        """The most slots that a trunk of this length keeps beyond a pass."""
+        """The most slots that a shared prefix of this length keeps beyond a pass."""
         return prefix if self.backend.window is None else min(prefix, self.backend.window + BLOCK_SLOTS)

@@ -87,10 +87,10 @@ class Output:
             self._request.give(Piece(text, tokens, log_probs, top_logprobs, trace=trace))
 
     def show(self, selection: Selection) -> None:
-        """Hand out tokens that passes ahead have chosen for a text, before its strategy adds them to the tree.
+        """Hand out tokens that passes ahead have chosen for a sequence, before its strategy adds them to the tree.
 
         Args:
-            answer: of all passes since the text's tip.
+            selection: of all passes since the tip of the sequence.
         """
         shown = self._streamed - self._setup.tree.prefix_length
         tokens: list[int] = selection.tokens[shown:, 0].tolist()
@@ -144,7 +144,7 @@ class Output:
         before, self._spent = self._spent, Spent.of(target, draft)
         one_round["text"] = text
         one_round["pass"] = {**asdict(self._spent - before), "seconds": time.perf_counter() - self._submitted}
-        # The guesses of a round may still be accepted later: the caller's copy stays as it is.
+        # Draft tokens of a round may still be accepted later: the caller's copy stays as it is.
         return [{**one_round, "drafted": [{**draft_token} for draft_token in one_round["drafted"]]}]
 
     def _likeliest(self, node: int) -> list[dict[str, Any]]:
@@ -186,7 +186,7 @@ class Output:
         top_logprobs = []
         for before, token, log_prob in zip(tree.parents(nodes).tolist(), tokens, log_probs, strict=True):
             row = self.alternatives.after(before)
-            # A token has one log-probability. Beam search may round it in another way than the row.
+            # A token has one log-probability, which beam search may round differently from the row.
             top_logprobs.append({**row, token: log_prob} if token in row else {**row})
         return tokens, log_probs, top_logprobs
 
@@ -209,7 +209,7 @@ class Output:
             drafted=record.drafted,
             accepted=record.accepted,
             acceptance_rate=record.accepted / record.drafted if record.drafted else None,
-            steps_per_target_pass=record.steps / target.answered if target.answered else None,
+            steps_per_target_pass=record.steps / target.completed if target.completed else None,
             peak_memory=self._lm.backend.peak_memory(),
             precision=self._lm.precision,
             draft_note=record.draft_note() if drafted else None,

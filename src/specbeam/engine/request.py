@@ -38,8 +38,8 @@ class Request:
 
     Attributes:
         prompt_ids: the prompt's token ids.
-        max_length: the most tokens of prompt and text together.
-        is_read: somebody has asked for its pieces. Until then tokens may wait for later ones, for the sake of speed.
+        max_length: the most tokens of the sequence, prompt included.
+        is_read: somebody has asked for its pieces. Until then tokens may wait for later ones, which is faster.
         found: finished sequences that nobody has taken yet, best first. Each comes as soon as it is certain.
         done: there is a result or an error.
     """
@@ -165,14 +165,14 @@ class Request:
 
     @property
     def used_slots(self) -> int:
-        """Cache slots in use on the target. A request that waits, is paused or is done uses none."""
+        """Cache slots in use on the target. A request that waits, was preempted or is done uses none."""
         return 0 if (state := self._state) is None else state.used_slots
 
     # The engine's thread calls these.
 
     @property
     def can_be_shown(self) -> bool:
-        """Whether its readers can take pieces in the middle of a round, because none of them needs this thread."""
+        """Whether its readers can take pieces in the middle of an iteration, because none of them needs this thread."""
         return self._wakeups.engine_runs and not self._is_read_here
 
     def give(self, piece: Piece) -> None:

@@ -75,7 +75,7 @@ class RequestState:
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
         num_texts = setup.options.num_texts
-        room = max(0, budget.max_rows - num_texts)  # for guesses
+        room = max(0, budget.max_rows - num_texts)  # for draft tokens
         self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
         self._drafter = None
         if draft is not None:
@@ -115,13 +115,13 @@ class RequestState:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that it needs for one text of full length, without a draft."""
+        """Bytes that it needs for one sequence of full length, without a draft."""
         return self._target.least_bytes + self._target.source_bytes
 
     @property
-    def round_bytes(self) -> int:
-        """Bytes that it needs for one more round, beside the bytes that it holds."""
-        return sum(state.round_bytes(self.pending if state is self._state else NO_NODES) for state in self._states)
+    def next_bytes(self) -> int:
+        """Bytes that it needs for one more iteration, beside the bytes that it holds."""
+        return sum(state.next_bytes(self.pending if state is self._state else NO_NODES) for state in self._states)
 
     def found_bytes(self) -> int:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
@@ -133,7 +133,7 @@ class RequestState:
 
     @property
     def is_reading(self) -> bool:
-        """Whether the model that it needs next reads its prompt, or its text again after a pause."""
+        """Whether the model that it needs next prefills its prompt, or recomputes its cache after a preemption."""
         return self._state.is_reading
 
     @property
@@ -152,7 +152,7 @@ class RequestState:
         return self._state.backend
 
     def open(self) -> None:
-        """Begin the strategy or, after a pause, evaluate again the nodes that it needs."""
+        """Begin the strategy or, after a preemption, recompute the nodes that it needs."""
         with self._failing_alone():
             if self._strategy is None:
                 self._strategy = self._make_strategy(self._setup, self._drafter)
@@ -211,7 +211,7 @@ class RequestState:
 
     @property
     def is_read(self) -> bool:
-        """Whether somebody takes its text as it comes."""
+        """Whether its text is streamed."""
         return self.request.is_read
 
     def can_show(self, nodes: Nodes) -> bool:
@@ -247,7 +247,7 @@ class RequestState:
         return state.slots.segment(nodes, wanted, vocab, state.source, ahead)
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
-        """Take in its latest pass.
+        """Record its latest pass.
 
         Args:
             seconds: its share of the pass's time.
@@ -260,7 +260,7 @@ class RequestState:
                 cost.join(other_nodes, requests)
 
     def selection_requests(self, nodes: Nodes) -> list[SelectionRequest]:
-        """The wishes about the logits at the wanted ones among some pending nodes.
+        """The selection requests about the logits at the wanted ones among some pending nodes.
 
         Empty as long as others are pending, or if the strategy wants the rows in another order than they come in.
         """
@@ -273,9 +273,9 @@ class RequestState:
         return not self._received and len(self._part) == len(self._asked)
 
     def is_sound(self, logits: Tensor, rows: slice, selections: list[Selection]) -> bool:
-        """Whether it can go on with its rows of logits, or with the answers about them.
+        """Whether it can go on with its rows of logits, or with the selections from them.
 
-        No text depends on the logits of a draft model.
+        No result depends on the logits of a draft model.
         """
         if self.drafting or self._step.any_logits:
             return True
@@ -289,8 +289,8 @@ class RequestState:
         Args:
             logits: of a whole pass, float32 [n, vocab].
             rows: of these nodes.
-            answers: to the :meth:`selection_requests` about these logits.
-            ahead: how many further passes the backend has run by itself. The answers have rows for each of them.
+            selections: for the :meth:`selection_requests` about these logits.
+            ahead: how many further passes the backend has run by itself. The selections have rows for each of them.
         """
         with self._failing_alone():
             self._take(nodes, logits, rows, selections, ahead)
@@ -305,15 +305,14 @@ class RequestState:
             if not len(self.pending):
                 self._evaluate(self._not_received)
             return
-        state.answered += 1 + ahead
+        state.completed += 1 + ahead
         if not selections:
             logits = torch.cat([*self._received, logits[rows]]) if self._received else logits[rows]
             self._received = []
             if self._asked is not self._wanted:
                 logits = logits[to_device(self._asked.searchsorted(self._wanted), logits.device)]
-            selections = self.backend.choose(
-                logits, [(slice(0, len(logits)), selection_request) for selection_request in self._selection_requests()]
-            )
+            rows = slice(0, len(logits))
+            selections = self.backend.choose(logits, [(rows, one) for one in self._selection_requests()])
         if (alternatives := self._alternatives) is not None:
             alternatives.add(self._wanted, selections.pop())
         self._advance(self._selection(selections[0]) if selections else logits)
@@ -321,7 +320,7 @@ class RequestState:
     def refuse(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection]) -> None:
         """Its logits at wanted ones among some pending nodes are not finite, and its pass was over no other tree.
 
-        The first time it reads all its tokens again. After that the strategy asks for other nodes, or the request ends.
+        The first time its whole cache is recomputed. After that the strategy asks for other nodes, or the request ends.
         Arguments are as for :meth:`receive`.
         """
         with self._failing_alone():
@@ -352,27 +351,21 @@ class RequestState:
         return None if self.drafting else self._output.alternatives
 
     def _selection_requests(self) -> list[SelectionRequest]:
-        """The strategy's wish, if it has one, and then the wish for alternatives, if they were asked for."""
-        selection_requests = []
-        if self._selection_request is not None:
-            selection_requests.append(
-                SelectionRequest(top=0, vocab=self._selection_request.vocab)
-                if self._selection_request.functions
-                else self._selection_request
-            )
+        """The strategy's selection request, if it has one, then the one for alternatives, if they were asked for."""
+        requests = []
+        if (own := self._selection_request) is not None:
+            requests.append(SelectionRequest(top=0, vocab=own.vocab) if own.functions else own)
         if self._alternatives is not None:
-            selection_requests.append(self._alternatives.selection_request)
-        return selection_requests
+            requests.append(self._alternatives.selection_request)
+        return requests
 
     def _selection(self, selection: Selection) -> Selection:
-        """The answer to the strategy's wish. A caller's functions run here: they get all scores, and may fail."""
+        """The selection for the strategy. A caller's functions run here: they get all scores, and may fail."""
         if self._show_error is not None:
             raise self._show_error
-        return (
-            select(selection.logits, self._selection_request, selection.normalizers)
-            if self._selection_request and self._selection_request.functions
-            else selection
-        )
+        if (own := self._selection_request) is None or not own.functions:
+            return selection
+        return select(selection.logits, own, selection.normalizers)
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
@@ -395,8 +388,8 @@ class RequestState:
     def make_do(self, budget: Budget) -> None:
         """Get along with the memory, which cannot hold the pending nodes although no other request is live.
 
-        The draft model's cache goes, and so do guesses and deferred levels, which the strategy can do without. Where
-        the nodes of a plain step do not fit together, they are evaluated in parts.
+        The draft model's cache is freed, and so are draft tokens and deferred levels, which the strategy can do
+        without. Where the nodes of a plain step do not fit together, they are evaluated in parts.
         """
         with self._failing_alone():
             if self._draft is not None and self._draft in self._states:
@@ -410,8 +403,8 @@ class RequestState:
     def _take_part(self, budget: Budget) -> None:
         """Evaluate only as many of the nodes as have the memory for all their ancestors, and the rest afterwards.
 
-        No other node of the tree keeps its slot, so the nodes of the next part may need some ancestors evaluated again.
-        One node always fits: the engine has memory for a text of full length.
+        No other node of the tree keeps its slot, so the nodes of the next part may need some ancestors recomputed. One
+        node always fits: the engine has memory for a sequence of full length.
         """
         slots, part = self._target.slots, self._not_received
         room = (budget.cache_bytes - self.source_bytes) // self._target.backend.slot_bytes
@@ -425,7 +418,7 @@ class RequestState:
             raise budget.too_small
 
     def _advance(self, selection: Selection | Tensor | TooManyNodes | NotFinite | None) -> None:
-        """Let the strategy take an answer and name the next nodes, or finish."""
+        """Let the strategy take a selection and name the next nodes, or finish."""
         assert self._strategy is not None
         try:
             step = (
@@ -447,7 +440,7 @@ class RequestState:
             return
         finally:
             if isinstance(selection, Selection):
-                selection.sources = ()  # strategies may remember answers, but no logits
+                selection.sources = ()  # strategies may remember selections, but no logits
         self._release_dropped()
         self.drafting = step.drafting
         self._state = self._states[1] if step.drafting else self._target
@@ -470,7 +463,7 @@ class RequestState:
         return self._asked[sum(map(len, self._received)) :]
 
     def _release_dropped(self) -> None:
-        """Take back the slots of nodes that no text needs any more."""
+        """Take back the slots of nodes that no sequence needs any more."""
         for tree in self._trees:
             if len(dropped := tree.take_dropped()):
                 for state in self._states:
@@ -479,11 +472,11 @@ class RequestState:
 
     def _finish(self, hypotheses: list[Hypothesis]) -> None:
         self._output.finish(hypotheses, self._target, self._draft, drafted=self._drafter is not None)
-        self._cache_text(hypotheses[0].node)
+        self._cache_sequence(hypotheses[0].node)
         self._release()
 
-    def _cache_text(self, node: int) -> None:
-        """Cache the best text for requests that begin with it."""
+    def _cache_sequence(self, node: int) -> None:
+        """Cache the best sequence for requests that begin with it."""
         for state in self._states:
             tree = state.tree
             end = node if tree is self._setup.tree else int(tree.kept[tree.depths(tree.kept).argmax()])

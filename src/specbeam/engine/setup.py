@@ -22,13 +22,13 @@ class Setup:
 
     Attributes:
         options: with the checkpoint's defaults filled in.
-        tree: the prompt, or what the texts of an encoder-decoder model begin with.
-        wish: makes the wishes: what to ask for at nodes, with the request's processors, warpers and noise.
-        stop: decides where texts end.
-        record: counts guesses, and remembers rounds for the trace.
+        tree: the prompt, or the start tokens of an encoder-decoder model.
+        selector: makes the selection requests at nodes, with the request's processors, warpers and noise.
+        stop: decides where sequences end.
+        record: counts draft tokens, and remembers rounds for the trace.
         cost: of the target's passes for this request, in which it may evaluate any number of nodes.
-        goes_ahead: whether the backend goes ahead in passes without guesses, if it can.
-        plain_cost: of passes without guesses.
+        goes_ahead: whether the backend goes ahead in passes without draft tokens, if it can.
+        plain_cost: of passes without draft tokens.
     """
 
     options: Options

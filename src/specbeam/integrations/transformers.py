@@ -128,14 +128,14 @@ def generate(
 ) -> Any:
     """Decode as ``model.generate`` does: to be given to it as ``custom_generate``, which calls it with these arguments.
 
-    Greedy search and beam search return what transformers returns; with a draft too, in fewer passes of the model, and
-    for beams as well. Samples have the same distribution, but other draws. ``torch.manual_seed`` makes them repeatable.
+    Greedy search and beam search return what transformers returns; with a draft too, in fewer forward passes, and for
+    beams as well. Samples have the same distribution, but other draws. ``torch.manual_seed`` makes them repeatable.
     Samples of one prompt share its pass. A text ends where the model's context ends.
 
     Logits processors, ``prefix_allowed_tokens_fn`` and stopping criteria get the token ids that transformers gives
     them, padding included. The texts of a call have the same length and prompt. They may be in any order, so these
     functions must depend on their arguments alone. A stopping criterion may also depend on the time. It is called after
-    each new token, and not for guesses.
+    each new token, and not for draft tokens.
 
     Args:
         assistant_model: a draft model: a loaded model of transformers. transformers warns that beams ignore it, because

@@ -113,7 +113,7 @@ class Answer(ABC):
             yield from enumerate(texts[: plan.n], start // plan.draws * plan.n)
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """The frames of the stream. Frames of one round of the engine come together."""
+        """The frames of the stream. Frames of one iteration of the engine come together."""
         head = json.dumps({**self._head, "object": self.chunk_kind}, ensure_ascii=False)[:-1]
         tail = ',"usage":null}\n\n' if self.fields.includes_usage else "}\n\n"
 

@@ -190,7 +190,7 @@ class Call:
             raise self._refusal(error) from error
 
     async def news(self) -> AsyncIterator[News]:
-        """The pieces of all requests as they come: the pieces of a round of the engine come together.
+        """The pieces of all requests as they come: the pieces of an iteration of the engine come together.
 
         Raises:
             Refusal: a request failed.

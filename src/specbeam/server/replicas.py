@@ -50,7 +50,7 @@ BLOCK_BYTES = 128
 MAX_BLOCKS = 512
 """Only the first blocks of a prompt are compared."""
 MAX_OWNED_BLOCKS = 100_000
-"""The router forgets the blocks that were used longest ago."""
+"""The router drops the blocks that were used longest ago."""
 MAX_ONGOING_REQUESTS = 1_000_000
 """Ray Serve's limit for a replica. The application has its own, and answers with status 429."""
 MAX_UNCOUNTED = 10_000
@@ -78,7 +78,7 @@ class Asked:
     Attributes:
         scope: of ASGI, without what cannot go to another process.
         body: the whole body.
-        blocks: hashes of the beginnings of the prompt, each one block longer than the one before.
+        blocks: hashes of the prefixes of the prompt, each one block longer than the one before.
         request_id: for the replica's log.
     """
 
@@ -103,7 +103,7 @@ class State(NamedTuple):
 
 
 def blocks_of(body: bytes) -> list[bytes]:
-    """Hashes of the beginnings of a request's prompt, as vLLM's prefix cache chains the hashes of its blocks.
+    """Hashes of the prefixes of a request's prompt, as vLLM's prefix cache chains the hashes of its blocks.
 
     A turn of a conversation repeats the messages before it. So it has their hashes, too.
     """

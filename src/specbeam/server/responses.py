@@ -205,7 +205,7 @@ class Answer:
         return chat_log_probs(self._call.model.texts, part.token_ids, part.log_probs, part.top_logprobs)
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """The events of the stream. Events of one round of the engine come together."""
+        """The events of the stream. Events of one iteration of the engine come together."""
         place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         begun = self._response("in_progress", [])
         yield (

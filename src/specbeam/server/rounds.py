@@ -1,4 +1,4 @@
-"""``/rounds/chat`` and ``/rounds/completions``: the rounds of the engine, one event each, while they happen.
+"""``/rounds/chat`` and ``/rounds/completions``: the rounds of a search, one event each, while they happen.
 
 They take the bodies of OpenAI's endpoints, so everything that shapes a text works here.
 """

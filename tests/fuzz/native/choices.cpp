@@ -31,8 +31,8 @@ struct Arrays {
   Array<uint32_t> streams, positions;
   Array<double> noise;
 
-  void make_room(int64_t most, int64_t rows) {
-    tokens.make(most), log_probs.make(most), scores.make(most), noise.make(most);
+  void make_room(int64_t top, int64_t rows) {
+    tokens.make(top), log_probs.make(top), scores.make(top), noise.make(top);
     given_log_probs.make(given.size), normalizers.make(rows), totals.make(rows);
   }
 };
@@ -65,18 +65,18 @@ Choice choice_of(Input &in, Arrays &a) {
   std::vector<uint8_t> allowed;
   std::vector<uint32_t> streams, positions;
   for (int64_t i = in.ConsumeIntegralInRange(0, 4); i > 0; i--) {
-    SelectionRequest w{};
-    w.rows = in.number(0, c.logit_rows);
-    w.first_row = in.number(0, c.logit_rows - std::min(std::max<int64_t>(w.rows, 0), c.logit_rows));
-    const int64_t rows = std::min(std::max<int64_t>(w.rows, 0), c.logit_rows);
-    w.vocab = in.ConsumeBool() ? c.logit_columns : in.number(1, c.logit_columns);
-    const int64_t vocab = std::min(std::max<int64_t>(w.vocab, 1), c.logit_columns);
-    w.most = in.number(0, in.ConsumeBool() ? vocab : std::min<int64_t>(vocab, 3));
-    w.top_place = c.top_count, c.top_count += rows * std::min(std::max<int64_t>(w.most, 0), vocab);
-    w.row_place = in.rarely() ? in.wild() : c.row_count, c.row_count += rows;
-    w.given = in.number(0, 2), w.given_place = int64_t(given.size());
+    SelectionRequest r{};
+    r.rows = in.number(0, c.logit_rows);
+    r.first_row = in.number(0, c.logit_rows - std::min(std::max<int64_t>(r.rows, 0), c.logit_rows));
+    const int64_t rows = std::min(std::max<int64_t>(r.rows, 0), c.logit_rows);
+    r.vocab = in.ConsumeBool() ? c.logit_columns : in.number(1, c.logit_columns);
+    const int64_t vocab = std::min(std::max<int64_t>(r.vocab, 1), c.logit_columns);
+    r.top = in.number(0, in.ConsumeBool() ? vocab : std::min<int64_t>(vocab, 3));
+    r.top_place = c.top_count, c.top_count += rows * std::min(std::max<int64_t>(r.top, 0), vocab);
+    r.row_place = in.rarely() ? in.wild() : c.row_count, c.row_count += rows;
+    r.given = in.number(0, 2), r.given_place = int64_t(given.size());
     for (int64_t j = 0; j < rows * 2; j++) given.push_back(in.number(0, vocab - 1));
-    w.edits_begin = int64_t(edits.size());
+    r.edits_begin = int64_t(edits.size());
     for (int64_t j = in.ConsumeIntegralInRange(0, 3); rows && j > 0; j--) {
       Edit e{in.number(ADD, BAN), int64_t(edit_rows.size()), 0, int64_t(edit_values.size())};
       for (int64_t k = in.ConsumeIntegralInRange(0, 5); k > 0; k--) {
@@ -86,23 +86,23 @@ Choice choice_of(Input &in, Arrays &a) {
       e.end = in.rarely() ? in.wild() : int64_t(edit_rows.size());
       edits.push_back(e);
     }
-    w.edits_end = in.rarely() ? in.wild() : int64_t(edits.size());
-    w.one_of_begin = int64_t(one_of.size());
+    r.edits_end = in.rarely() ? in.wild() : int64_t(edits.size());
+    r.one_of_begin = int64_t(one_of.size());
     for (int64_t j = in.ConsumeIntegralInRange(0, 3); j > 0; j--) one_of.push_back(in.number(0, vocab + 3));
-    w.one_of_end = in.rarely() ? in.wild() : int64_t(one_of.size());
-    w.allowed_place = in.ConsumeBool() ? int64_t(allowed.size()) : -1;
-    for (int64_t j = 0; w.allowed_place >= 0 && j < rows * ((vocab + 7) / 8); j++)
+    r.one_of_end = in.rarely() ? in.wild() : int64_t(one_of.size());
+    r.allowed_place = in.ConsumeBool() ? int64_t(allowed.size()) : -1;
+    for (int64_t j = 0; r.allowed_place >= 0 && j < rows * ((vocab + 7) / 8); j++)
       allowed.push_back(in.ConsumeBool() ? 255 : in.ConsumeIntegral<uint8_t>());
-    w.noise_place = in.ConsumeBool() ? int64_t(streams.size()) : -1;
-    for (int64_t j = 0; w.noise_place >= 0 && j < rows; j++)
+    r.noise_place = in.ConsumeBool() ? int64_t(streams.size()) : -1;
+    for (int64_t j = 0; r.noise_place >= 0 && j < rows; j++)
       streams.push_back(in.ConsumeIntegral<uint32_t>()), positions.push_back(in.ConsumeIntegral<uint32_t>());
-    w.normalize = in.number(0, 1), w.total = in.number(0, 1);
-    w.top_k = in.ConsumeBool() ? in.number(0, vocab + 3) : 0;
-    w.temperature = in.ConsumeBool() ? 1 : in.rarely() ? in.ConsumeFloatingPoint<double>() : 0.7;
-    w.top_p = in.ConsumeBool() ? 1 : in.rarely() ? in.ConsumeFloatingPoint<double>() : in.ConsumeProbability<double>();
-    w.min_p = in.ConsumeBool() ? 0 : in.rarely() ? in.ConsumeFloatingPoint<double>() : in.ConsumeProbability<double>();
-    w.seed = in.ConsumeIntegral<uint64_t>();
-    requests.push_back(w);
+    r.normalize = in.number(0, 1), r.total = in.number(0, 1);
+    r.top_k = in.ConsumeBool() ? in.number(0, vocab + 3) : 0;
+    r.temperature = in.ConsumeBool() ? 1 : in.rarely() ? in.ConsumeFloatingPoint<double>() : 0.7;
+    r.top_p = in.ConsumeBool() ? 1 : in.rarely() ? in.ConsumeFloatingPoint<double>() : in.ConsumeProbability<double>();
+    r.min_p = in.ConsumeBool() ? 0 : in.rarely() ? in.ConsumeFloatingPoint<double>() : in.ConsumeProbability<double>();
+    r.seed = in.ConsumeIntegral<uint64_t>();
+    requests.push_back(r);
   }
   a.requests.take(requests), a.edits.take(edits), a.edit_rows.take(edit_rows), a.edit_tokens.take(edit_tokens);
   a.edit_values.take(edit_values), a.one_of.take(one_of), a.given.take(given), a.allowed.take(allowed);

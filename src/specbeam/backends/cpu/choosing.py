@@ -1,4 +1,4 @@
-"""Answers wishes in native code: fills the structures of native/select.h, and makes the answers."""
+"""Selections in native code: fills the structures of native/select.h, and reads the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NORMALIZERS_ALONE = SelectionRequest(top=0)
 def choose(
     native: ctypes.CDLL, model: int, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]
 ) -> list[Selection]:
-    """Answer the wishes of a pass, as :func:`specbeam.selection.choose` does.
+    """The selections that are requested of a pass, as by :func:`specbeam.selection.choose`.
 
     Args:
         native: the library of the model.
@@ -32,16 +32,16 @@ def choose(
         logits: float32 [rows, vocab] on the CPU.
 
     Raises:
-        RuntimeError: a wish does not fit to the logits.
+        RuntimeError: a request does not fit the logits.
     """
     choice = Choice(logits.contiguous(), requests)
     if wrong := native.specbeam_choose(model, choice.address):
-        raise RuntimeError(f"a wish was refused: {wrong.decode()}")
+        raise RuntimeError(f"a selection request was refused: {wrong.decode()}")
     return choice.selections()
 
 
 class Choice:
-    """The native structure of the wishes of a pass, and the arrays that it points into.
+    """The native structure of the selection requests of a pass, and the arrays that it points into.
 
     Args:
         logits: float32 [rows, vocab] on the CPU, in one piece.
@@ -51,7 +51,7 @@ class Choice:
         address: of the structure.
 
     Raises:
-        ValueError: a wish does not fit to the logits.
+        ValueError: a request does not fit the logits.
     """
 
     def __init__(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]], passes: int = 1) -> None:
@@ -62,8 +62,8 @@ class Choice:
             parts.add(rows, NORMALIZERS_ALONE if needs_torch(request) else request, request.vocab)
             for rows, request in requests
         ]
-        most, rows_of_all, given = parts.top_count, parts.row_count, parts.given.size
-        noises = most if parts.streams.size else 0
+        top, rows_of_all, given = parts.top_count, parts.row_count, parts.given.size
+        noises = top if parts.streams.size else 0
         inputs = {
             "requests": np.array(self.fields, REQUEST_DTYPE),
             "edits": np.array(parts.edits, EDIT_DTYPE),
@@ -76,12 +76,12 @@ class Choice:
             "streams": parts.streams.array(),
             "positions": parts.positions.array(),
         }
-        space = Space(passes * (8 * (most + noises) + 4 * (2 * most + given + 2 * rows_of_all)))
+        space = Space(passes * (8 * (top + noises) + 4 * (2 * top + given + 2 * rows_of_all)))
         outputs = {
-            "tokens": space.take(passes * most, np.int64),
+            "tokens": space.take(passes * top, np.int64),
             "noise": space.take(passes * noises, np.float64),
-            "log_probs": space.take(passes * most, np.float32),
-            "scores": space.take(passes * most, np.float32),
+            "log_probs": space.take(passes * top, np.float32),
+            "scores": space.take(passes * top, np.float32),
             "given_log_probs": space.take(passes * given, np.float32),
             "normalizers": space.take(passes * rows_of_all, np.float32),
             "totals": space.take(passes * rows_of_all, np.float32),
@@ -97,7 +97,7 @@ class Choice:
             "given_count": given,
             "allowed_bytes": len(inputs["allowed"]),
             "noise_count": len(inputs["streams"]),
-            "top_count": most,
+            "top_count": top,
             "row_count": rows_of_all,
             "logits": logits.data_ptr(),
             **{name: address(array) for name, array in inputs.items()},
@@ -109,18 +109,18 @@ class Choice:
         self.address = address(self._struct)
 
     def selections(self) -> list[Selection]:
-        """The answers about the logits of one pass."""
+        """The selections from the logits of one pass."""
         tokens, noise, log_probs, scores, given_log_probs, normalizers, totals = self._outputs
         columns = self.logits.shape[1]
         selections = []
         for (rows, request), fields in zip(self.requests, self.fields, strict=True):
-            _, n, vocab, most, at, width, given_at, row, *_ = fields
+            _, n, vocab, top, at, width, given_at, row, *_ = fields
             here = self.logits if vocab == columns else self.logits[:, :vocab]
             of_rows = normalizers[row : row + n]
             if needs_torch(request):
                 selections.append(select(here[rows], request, of_rows))
                 continue
-            end, shape = at + n * most, (n, most)
+            end, shape = at + n * top, (n, top)
             selections.append(
                 Selection(
                     tokens[at:end].reshape(shape),
@@ -138,13 +138,13 @@ class Choice:
         return selections
 
     def selections_ahead(self, done: int) -> list[Selection]:
-        """The answers about the logits of the passes that were done. Only the last one has its logits."""
+        """The selections from the logits of the passes that were done. Only the last one has its logits."""
         by_pass = [array.reshape(self.passes, -1)[:done] for array in self._outputs]
         tokens, noise, log_probs, scores, _, normalizers, totals = by_pass
         columns = self.logits.shape[1]
         selections = []
-        for (rows, request), (_, n, vocab, most, at, _, _, row, *_) in zip(self.requests, self.fields, strict=True):
-            found, of_rows, shape = slice(at, at + n * most), slice(row, row + n), (done * n, most)
+        for (rows, request), (_, n, vocab, top, at, _, _, row, *_) in zip(self.requests, self.fields, strict=True):
+            found, of_rows, shape = slice(at, at + n * top), slice(row, row + n), (done * n, top)
             here = self.logits if vocab == columns else self.logits[:, :vocab]
             selections.append(
                 Selection(
@@ -182,11 +182,11 @@ def needs_torch(request: SelectionRequest) -> bool:
 
 
 class Parts:
-    """The parts of all wishes, joined.
+    """The parts of all selection requests, joined.
 
     Attributes:
         edits: the fields of each ``EditStruct``.
-        most_count, row_count: the numbers of the highest tokens, and of rows, of all wishes.
+        top_count, row_count: the numbers of the highest tokens, and of rows, of all requests.
     """
 
     def __init__(self, columns: int) -> None:
@@ -199,12 +199,12 @@ class Parts:
         self.top_count = self.row_count = 0
 
     def add(self, rows: slice, request: SelectionRequest, vocab: int | None) -> tuple[Any, ...]:
-        """Add a wish's parts. Returns the fields of its ``SelectionRequestStruct``."""
+        """Add a request's parts. Returns the fields of its ``SelectionRequestStruct``."""
         n = rows.stop - rows.start
         vocab = self.columns if vocab is None else min(vocab, self.columns)
-        most = min(request.top, vocab)
+        top = min(request.top, vocab)
         top_place, row_place = self.top_count, self.row_count
-        self.top_count += n * most
+        self.top_count += n * top
         self.row_count += n
         given = given_place = edits = one_of = seed = 0
         allowed_place = noise_place = -1
@@ -231,7 +231,7 @@ class Parts:
             rows.start,
             n,
             vocab,
-            most,
+            top,
             top_place,
             given,
             given_place,
@@ -266,7 +266,7 @@ class Joined:
             ValueError: the array has another shape.
         """
         if shape is not None and array.shape != shape:
-            raise ValueError(f"a part of a wish has the shape {array.shape}, not {shape}")
+            raise ValueError(f"a part of a selection request has the shape {array.shape}, not {shape}")
         place = self.size
         self.arrays.append(array.ravel())
         self.size += array.size

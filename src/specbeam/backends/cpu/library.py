@@ -183,7 +183,7 @@ def library(isa: str = BASELINE) -> ctypes.CDLL:
 
 
 def offsets() -> dict[str, int]:
-    """The offset of each field, such as "Wish.top_k", and the size of each structure, such as "Wish"."""
+    """The offset of each field, such as "Segment.nodes", and the size of each structure, such as "Segment"."""
     found = {}
     for structure in STRUCTURES:
         owner = structure.__name__.removesuffix("Struct")

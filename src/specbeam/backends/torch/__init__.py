@@ -47,11 +47,11 @@ class TorchBackend:
         load_weights(self.model, checkpoint, self.device, self.dtype)
         self._windows = {layer.window for layer in config.layers}
         self._store = self.new_store()
-        self._one_pass = Lock()  # the store may move when it grows
+        self._one_pass = Lock()  # the KV cache may move when it grows
         self.slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
 
     def new_store(self) -> KeyValues:
-        """An empty store for keys and values of this model."""
+        """An empty KV cache for this model."""
         config = self.model.config
         return KeyValues(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device)
 

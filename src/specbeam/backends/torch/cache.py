@@ -1,4 +1,4 @@
-"""The store of keys and values of a model that runs in PyTorch, and the part of it that a segment sees."""
+"""The KV cache of a model that runs in PyTorch, and the part of it that a segment sees."""
 
 from __future__ import annotations
 

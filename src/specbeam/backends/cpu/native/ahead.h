@@ -1,4 +1,4 @@
-// Texts that go on by themselves: each of their passes is over the tokens that the one before has chosen.
+// Sequences that go on by themselves: each of their passes is over the tokens that the one before has chosen.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +14,11 @@ namespace specbeam {
 // How the nodes of a segment go on. AheadStruct in library.py mirrors this structure.
 struct Ahead {
   const int64_t *slots;  // [passes - 1, nodes], of the nodes to come
-  const float *scores;   // [nodes], of beams; null for one text, which goes on by the highest token
+  const float *scores;   // [nodes], of beams; null for one sequence, which goes on by the highest token
   double best_above, all_above;
 };
 
-// A text, or the beams of one.
+// A sequence, or the beams of one search.
 class Continuation {
  public:
   Continuation(const Segment &first, const SelectionRequest &about, const Ahead &how, int64_t passes)
@@ -41,16 +41,16 @@ class Continuation {
 
   const Segment &nodes() const { return segment; }
 
-  // Chooses the next nodes by the answer to the request. Returns whether they may be evaluated without a look at them.
+  // Chooses the next nodes by the selection. Returns whether they may be evaluated without a look at them.
   template <class IsEnd> bool choose(const Choice &c, const IsEnd &is_end) {
     const float *found = c.scores + request.top_place;
-    answered = c.tokens + request.top_place;
+    selected = c.tokens + request.top_place;
     for (int64_t i = 0; i < segment.nodes; i++)
       if (!std::isfinite(c.normalizers[request.row_place + i]))
         return false;  // a logit is NaN or +inf, or all are -inf
     if (!ahead.scores) {
       chosen[0] = 0;
-      return found[0] != -INFINITY && !is_end(answered[0]);
+      return found[0] != -INFINITY && !is_end(selected[0]);
     }
     const int64_t n = segment.nodes, all = n * request.top;
     sums.resize(all), order.resize(all);
@@ -61,7 +61,7 @@ class Continuation {
     std::partial_sort(order.begin(), order.begin() + n, order.end(),
                       [this](int64_t a, int64_t b) { return sums[a] > sums[b] || (sums[a] == sums[b] && a < b); });
     for (int64_t i = 0; i < n; i++)
-      if (is_end(answered[order[i]])) return false;
+      if (is_end(selected[order[i]])) return false;
     for (int64_t i = 0; i < n; i++) chosen[i] = order[i], scores[i] = sums[order[i]];
     return scores[0] > ahead.best_above && scores[n - 1] > ahead.all_above;
   }
@@ -74,7 +74,7 @@ class Continuation {
       segment.suffixes = suffixes.data();
     }
     for (int64_t i = 0; i < n; i++) {
-      tokens[i] = answered[chosen[i]], positions[i]++;
+      tokens[i] = selected[chosen[i]], positions[i]++;
       if (!columns) continue;
       const int64_t at = positions[i] - segment.prefix_length;
       std::copy_n(parents.begin() + chosen[i] / request.top * columns, at, suffixes.begin() + i * columns);
@@ -91,7 +91,7 @@ class Continuation {
   std::vector<int64_t> parents;                              // the suffixes of the pass before
   std::vector<float> scores, sums;                           // of the beams, and of all their continuations
   std::vector<int64_t> order, chosen;                        // of the continuations
-  const int64_t *answered = nullptr;
+  const int64_t *selected = nullptr;
 };
 
 }  // namespace specbeam

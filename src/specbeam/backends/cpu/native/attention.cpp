@@ -209,8 +209,8 @@ template <bool WHOLE> class Work {
   // a slot. Then any slot will do.
   void find(int64_t node, int64_t from, int64_t to) {
     while (from < to) {
-      const bool on_trunk = start + from < segment.prefix_length;
-      const int64_t stop = on_trunk ? std::min(to, segment.prefix_length - start) : to;
+      const bool on_prefix = start + from < segment.prefix_length;
+      const int64_t stop = on_prefix ? std::min(to, segment.prefix_length - start) : to;
       const int64_t *path = segment.path(tile.first + node, start + from);
       for (int64_t t = from; t < stop; t++) slots[t] = std::max<int64_t>(path[t - from], 0);
       from = stop;

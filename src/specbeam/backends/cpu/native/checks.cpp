@@ -138,52 +138,52 @@ const char *wrong(const Choice &c) {
     if (e->kind != BAN && !inside(e->values, e->end - e->begin, 1, c.value_count)) return "an edit lacks values";
   }
   int64_t rows = 0, entries = 0;
-  for (const SelectionRequest *w = c.requests; w != c.requests + c.request_count; w++) {
-    if (!inside(w->first_row, w->rows, 1, c.logit_rows)) return "a request has rows that the logits lack";
-    if ((rows += w->rows) > INT32_MAX) return "there are too many rows";
-    if (w->vocab < 1 || w->vocab > c.logit_columns) return "a request has a vocabulary that the logits lack";
-    if (w->most < 0 || w->most > w->vocab) return "a request has more tokens than the vocabulary";
-    if (!inside(w->row_place, w->rows, 1, c.row_count)) return "there is no room for the sums of a request";
-    if (!inside(w->top_place, w->rows, w->most, c.top_count)) return "there is no room for the tokens of a request";
-    if (!inside(w->given_place, w->rows, w->given, c.given_count)) return "a request lacks given tokens";
-    for (int64_t i = 0; i < w->rows * w->given; i++)
-      if (const int64_t token = c.given[w->given_place + i]; token < 0 || token >= w->vocab)
+  for (const SelectionRequest *r = c.requests; r != c.requests + c.request_count; r++) {
+    if (!inside(r->first_row, r->rows, 1, c.logit_rows)) return "a request has rows that the logits lack";
+    if ((rows += r->rows) > INT32_MAX) return "there are too many rows";
+    if (r->vocab < 1 || r->vocab > c.logit_columns) return "a request has a vocabulary that the logits lack";
+    if (r->top < 0 || r->top > r->vocab) return "a request has more tokens than the vocabulary";
+    if (!inside(r->row_place, r->rows, 1, c.row_count)) return "there is no room for the sums of a request";
+    if (!inside(r->top_place, r->rows, r->top, c.top_count)) return "there is no room for the tokens of a request";
+    if (!inside(r->given_place, r->rows, r->given, c.given_count)) return "a request lacks given tokens";
+    for (int64_t i = 0; i < r->rows * r->given; i++)
+      if (const int64_t token = c.given[r->given_place + i]; token < 0 || token >= r->vocab)
         return "a given token is not in the vocabulary";
-    if (w->edits_begin < 0 || w->edits_begin > w->edits_end || w->edits_end > c.edit_count)
+    if (r->edits_begin < 0 || r->edits_begin > r->edits_end || r->edits_end > c.edit_count)
       return "a request lacks edits";
-    if (w->one_of_begin < 0 || w->one_of_begin > w->one_of_end || w->one_of_end > c.one_of_count)
+    if (r->one_of_begin < 0 || r->one_of_begin > r->one_of_end || r->one_of_end > c.one_of_count)
       return "a request lacks the tokens of one_of";
-    for (const Edit *e = c.edits + w->edits_begin; e != c.edits + w->edits_end; e++) {
+    for (const Edit *e = c.edits + r->edits_begin; e != c.edits + r->edits_end; e++) {
       if ((entries += e->end - e->begin) > INT32_MAX) return "there are too many entries of edits";
       for (int64_t i = e->begin; i < e->end; i++)
-        if (c.edit_rows[i] < 0 || c.edit_rows[i] >= w->rows) return "an edit has a row that its request lacks";
+        if (c.edit_rows[i] < 0 || c.edit_rows[i] >= r->rows) return "an edit has a row that its request lacks";
     }
-    if (w->allowed_place != -1 && !inside(w->allowed_place, w->rows, (w->vocab + 7) / 8, c.allowed_bytes))
+    if (r->allowed_place != -1 && !inside(r->allowed_place, r->rows, (r->vocab + 7) / 8, c.allowed_bytes))
       return "a request lacks a part of its mask";
-    if (w->noise_place != -1 && !inside(w->noise_place, w->rows, 1, c.noise_count))
+    if (r->noise_place != -1 && !inside(r->noise_place, r->rows, 1, c.noise_count))
       return "a request lacks streams or positions";
-    if ((w->normalize != 0 && w->normalize != 1) || (w->total != 0 && w->total != 1))
+    if ((r->normalize != 0 && r->normalize != 1) || (r->total != 0 && r->total != 1))
       return "a flag is neither 0 nor 1";
-    if (!(w->temperature > 0) || !std::isfinite(w->temperature)) return "the temperature is not a positive number";
-    if (float(w->temperature) == 0) return "the temperature is too small for float32";
-    if (w->top_k < 0) return "top_k is negative";
-    if (!(w->top_p >= 0 && w->top_p <= 1) || !(w->min_p >= 0 && w->min_p <= 1))
+    if (!(r->temperature > 0) || !std::isfinite(r->temperature)) return "the temperature is not a positive number";
+    if (float(r->temperature) == 0) return "the temperature is too small for float32";
+    if (r->top_k < 0) return "top_k is negative";
+    if (!(r->top_p >= 0 && r->top_p <= 1) || !(r->min_p >= 0 && r->min_p <= 1))
       return "top_p or min_p is not in [0, 1]";
   }
   return nullptr;
 }
 
-static const char *wrong(const Segment &s, const SelectionRequest &w, const Ahead &a, int64_t passes) {
+static const char *wrong(const Segment &s, const SelectionRequest &r, const Ahead &a, int64_t passes) {
   if (const char *reason = missing(s)) return reason;
   if (int64_t room; __builtin_mul_overflow(s.nodes, s.suffix_columns + passes, &room))
     return "the suffixes are too long";
-  if (w.rows != s.nodes) return "there is not one request for the nodes of each segment";
-  if (a.scores ? w.most <= s.nodes : s.nodes != 1 || w.most != 1)
+  if (r.rows != s.nodes) return "there is not one request for the nodes of each segment";
+  if (a.scores ? r.top <= s.nodes : s.nodes != 1 || r.top != 1)
     return "a request is neither about one token of one node, nor about more tokens than there are beams";
   if (passes > 1 && !a.slots) return "the slots of the nodes to come are missing";
   for (int64_t n = 0; n < s.nodes; n++)
     if (s.positions[n] != s.prefix_length + s.suffix_columns - 1)
-      return "a node is not at the end of its prefix or of its branch";
+      return "a node is not at the end of its prefix or of its suffix";
   return nullptr;
 }
 

@@ -1,4 +1,4 @@
-// Chooses tokens by rows of logits, in the order of operations of selection.py. A row's answer depends on the row and
+// Selections from rows of logits, in the order of operations of selection.py. A row's selection depends on the row and
 // its request alone. It has the same bits on every instruction set: no multiplication is fused, and vectors are as wide
 // on all.
 
@@ -225,7 +225,7 @@ class Row {
         threads(helpers),
         logits(c.logits + (request.first_row + row) * c.logit_columns) {}
 
-  void answer() {
+  void run() {
     raw = log_sum(logits, true);
     normalizer = c.normalizers[request.row_place + row] = float(raw);
     for (int64_t i = 0, at = request.given_place + row * request.given; i < request.given; i++, at++)
@@ -576,18 +576,18 @@ void choose(const Choice &choice, Threads &threads) {
   const Threads::Awake awake(threads);
   std::vector<int64_t> firsts;  // of each row of all requests: its request, and the row's number there
   std::vector<std::pair<int64_t, int64_t>> rows;
-  for (int64_t w = 0; w < choice.request_count; w++) {
+  for (int64_t r = 0; r < choice.request_count; r++) {
     firsts.push_back(int64_t(rows.size()));
-    for (int64_t row = 0; row < choice.requests[w].rows; row++) rows.push_back({w, row});
+    for (int64_t row = 0; row < choice.requests[r].rows; row++) rows.push_back({r, row});
   }
   // The entries of all edits, by row.
   std::vector<int64_t> ends(rows.size() + 1);
   std::vector<Entry> entries;
   const auto each_entry = [&](const auto &f) {
-    for (int64_t w = 0; w < choice.request_count; w++)
-      for (int64_t e = choice.requests[w].edits_begin; e < choice.requests[w].edits_end; e++)
+    for (int64_t r = 0; r < choice.request_count; r++)
+      for (int64_t e = choice.requests[r].edits_begin; e < choice.requests[r].edits_end; e++)
         for (int64_t i = choice.edits[e].begin; i < choice.edits[e].end; i++)
-          f(firsts[w] + choice.edit_rows[i], Entry{e, i});
+          f(firsts[r] + choice.edit_rows[i], Entry{e, i});
   };
   if (choice.entry_count) {
     each_entry([&](int64_t row, Entry) { ends[row + 1]++; });
@@ -596,14 +596,14 @@ void choose(const Choice &choice, Threads &threads) {
     std::vector<int64_t> next(ends.begin(), ends.end() - 1);
     each_entry([&](int64_t row, Entry entry) { entries[next[row]++] = entry; });
   }
-  const auto answer = [&](int64_t i, Threads *helpers) {
+  const auto choose_row = [&](int64_t i, Threads *helpers) {
     const Entry *all = entries.data();
-    Row(choice, choice.requests[rows[i].first], rows[i].second, all + ends[i], all + ends[i + 1], helpers).answer();
+    Row(choice, choice.requests[rows[i].first], rows[i].second, all + ends[i], all + ends[i + 1], helpers).run();
   };
   const auto count = int64_t(rows.size());
   if (threads.count() > 1 && count < threads.count())
-    for (int64_t i = 0; i < count; i++) answer(i, &threads);
-  else threads.each(count, 1, [&](int64_t i) { answer(i, nullptr); });
+    for (int64_t i = 0; i < count; i++) choose_row(i, &threads);
+  else threads.each(count, 1, [&](int64_t i) { choose_row(i, nullptr); });
 }
 
 }  // namespace specbeam
