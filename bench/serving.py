@@ -277,9 +277,9 @@ class Vllm:
         assert asked is not None
         with self._peer.running():
             print(json.dumps({"prompts": prompts, "tokens": tokens, "options": options}), file=asked, flush=True)
-            selection = self._read()
-        self.runs = selection is not None
-        return selection["tokens"] / selection["seconds"] if selection else None
+            answer = self._read()
+        self.runs = answer is not None
+        return answer["tokens"] / answer["seconds"] if answer else None
 
     def end(self) -> None:
         """End its processes."""
