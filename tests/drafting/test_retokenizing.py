@@ -134,7 +134,7 @@ class Rounds:
             (node,) = self.tree.add(node, token).tolist()
         return node
 
-    def draft(self, tips):
+    def propose(self, tips):
         """The chain below each tip, or none."""
         self.tree.keep(tips)
         self.found, self.read = {}, []
@@ -199,7 +199,7 @@ def test_draft_tokens_are_those_of_the_whole_text(tokenizers, pair, pieces, step
     for step in itertools.cycle(steps):
         if rounds.first_draft_token(tip) != root:  # the draft does not read its text from the beginning again
             break
-        assert rounds.draft([tip]) == [rounds.whole(tip)]
+        assert rounds.propose([tip]) == [rounds.whole(tip)]
         position = int(rounds.tree.depths(tip)) + 1
         if position + step > len(tokens):
             break
@@ -223,7 +223,7 @@ def test_draft_tokens_of_beams_are_those_of_their_whole_texts(tokenizers, pair, 
         if random.random() < 0.4:
             rounds.tree.keep(tips)
         else:
-            assert rounds.draft(tips) == [rounds.whole(tip) for tip in tips]
+            assert rounds.propose(tips) == [rounds.whole(tip) for tip in tips]
 
 
 def test_a_draft_reads_all_text_with_an_odd_tokenizer_too(tokenizers):
@@ -231,7 +231,7 @@ def test_a_draft_reads_all_text_with_an_odd_tokenizer_too(tokenizers):
     tokens = target.encode("".join(c for c in STORY * 2 if c in GroupsFromTheEnd.alphabet))
     rounds = Rounds(target, draft, tokens[:1])
     for n, token in enumerate(tokens[1:], start=2):
-        rounds.draft([rounds.add(rounds.tree.tip, [token])])
+        rounds.propose([rounds.add(rounds.tree.tip, [token])])
         assert [draft.decode(ids) for ids in rounds.read] == [target.decode(tokens[:n])]
 
 
@@ -244,6 +244,6 @@ def test_work_does_not_grow_with_the_text(tokenizers, pair):
     work = []
     for begin in range(100, 1000, 10):
         target.work = draft.work = 0
-        rounds.draft([rounds.add(rounds.tree.tip, tokens[begin : begin + 10])])
+        rounds.propose([rounds.add(rounds.tree.tip, tokens[begin : begin + 10])])
         work.append(target.work + draft.work)
     assert sum(work[-30:]) < 1.2 * sum(work[1:31])
