@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from specbeam import selection
-from specbeam.selection import Edit, Noise, SelectionRequest, choose, gumbel, highest, philox, select
+from specbeam.selection import Edit, Noise, SelectionRequest, choose, highest, select
+from specbeam.selection.noise import gumbel, philox
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 

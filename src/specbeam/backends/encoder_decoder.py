@@ -16,7 +16,7 @@ from specbeam.backends.contract import Segment
 from specbeam.backends.torch.cache import Seen
 from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
 from specbeam.compat import DecoderPositions
-from specbeam.selection import to_device
+from specbeam.selection.transfer import to_device
 
 MAX_ENCODED_TOKENS = 8192
 """Tokens that the encoder reads together, padding included. A longer prompt is read alone."""

@@ -31,7 +31,8 @@ from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.files import read_json
 from specbeam.checkpoints.finite import are_finite, not_finite
 from specbeam.errors import SpecbeamError
-from specbeam.selection import Selection, SelectionRequest, choose, to_device
+from specbeam.selection import Selection, SelectionRequest, choose
+from specbeam.selection.transfer import to_device
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OWN_ATTENTION = ("codegen", "falcon", "gptj", "stablelm")

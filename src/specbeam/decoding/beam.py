@@ -25,7 +25,8 @@ from specbeam.decoding.finished import Finished, normalized
 from specbeam.decoding.search import Search
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.selection import Beams, changed, highest, to_cpu, to_device
+from specbeam.selection import Beams, changed, highest
+from specbeam.selection.transfer import to_cpu, to_device
 from specbeam.tree import Nodes, Tree
 
 ROUNDING = 1e-5

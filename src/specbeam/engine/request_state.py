@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,10 @@ from specbeam.backends.contract import Backend, Segment
 from specbeam.cache.budget import Budget
 from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.alternatives import Alternatives
-from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafters import Draft, make_drafter
-from specbeam.engine.failures import forget_frames, is_out_of_memory
-from specbeam.engine.model_state import ModelState
+from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
+from specbeam.engine.model_state import ModelState, model_states
 from specbeam.engine.output import Output
 from specbeam.engine.request import Request
 from specbeam.engine.setup import make_setup
@@ -31,7 +29,8 @@ from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.selection import Beams, Selection, SelectionRequest, select, to_device
+from specbeam.selection import Beams, Selection, SelectionRequest, select
+from specbeam.selection.transfer import to_device
 from specbeam.tree import NO_NODES, Nodes
 
 
@@ -74,22 +73,13 @@ class RequestState:
         self._setup = setup = make_setup(lm, prompt_ids, options, costs)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
-        num_texts = setup.options.num_texts
-        room = max(0, budget.max_rows - num_texts)  # for draft tokens
+        room = max(0, budget.max_rows - setup.options.num_texts)  # for draft tokens
         self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
         self._drafter = None
         if draft is not None:
             self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), self._draft_cost, room)
-        draft_tokens = 0 if self._drafter is None else self._drafter.controller.max_draft_tokens
-        make_state = partial(ModelState, budget, setup, prompt_ids)
-        self._target = make_state(lm.backend, setup.tree, draft_tokens, num_texts + draft_tokens, source=source)
-        self._draft: ModelState | None = None
-        if isinstance(draft, LanguageModel) and self._drafter is not None:
-            length = self._drafter.prompt_length if isinstance(self._drafter, RetokenizingDrafter) else len(prompt_ids)
-            controller = self._drafter.controller
-            draft_tokens, rows = controller.max_drafted, controller.max_drafted_at_once
-            self._draft = make_state(draft.backend, self._drafter.tree, draft_tokens, rows, prompt_length=length)
-        self._states = [self._target] if self._draft is None else [self._target, self._draft]
+        self._states = model_states(budget, setup, lm, prompt_ids, draft, self._drafter, source)
+        self._target, self._draft = self._states[0], self._states[1] if len(self._states) > 1 else None
         self._trees = [*{state.tree for state in self._states}]
         self._state = self._target  # on the model that is to evaluate the pending nodes
         self._make_strategy = strategy or make_strategy
@@ -97,7 +87,6 @@ class RequestState:
         self._wanted = NO_NODES  # nodes that the strategy asked about
         self._asked = NO_NODES  # the same ones in ascending order, as their rows of logits come
         self._part = NO_NODES  # the asked nodes that are evaluated now: all of them, unless memory is short
-        self._selection_request: SelectionRequest | None = None  # what it asked; None for the logits
         self._step = Evaluate(NO_NODES)  # the latest of the strategy
         self._received: list[Tensor] = []
         self._was_recomputed = False  # because logits were not finite
@@ -243,7 +232,8 @@ class RequestState:
         else:
             first, end = self._part.searchsorted((nodes[0], nodes[-1] + 1))
             wanted = nodes.searchsorted(self._part[first:end])
-        vocab, state = None if self._selection_request is None else self._selection_request.vocab, self._state
+        request, state = self._step.selection_request, self._state
+        vocab = None if request is None else request.vocab
         return state.slots.segment(nodes, wanted, vocab, state.source, ahead)
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
@@ -338,12 +328,8 @@ class RequestState:
         highest = selections[0].normalizers if selections else logits[rows].amax(-1).cpu().numpy()
         passes, row = divmod(int(np.flatnonzero(~np.isfinite(highest))[0]), len(wanted))
         there = (selections[0].logits if selections else logits[rows])[row]  # a backend that goes ahead stops there
-        found = "NaN" if there.isnan().any() else "+inf" if there.amax() > 0 else "-inf alone"
         length = int(self._setup.tree.depths(wanted[row])) + 1 + passes
-        return NotFinite(
-            f"no token has a probability after {length} tokens, because the logits of {self._lm.source} hold {found}: "
-            "check its weights, or give dtype='float32' if numbers overflow"
-        )
+        return not_finite(self._lm.source, length, there)
 
     @property
     def _alternatives(self) -> Alternatives | None:
@@ -353,7 +339,7 @@ class RequestState:
     def _selection_requests(self) -> list[SelectionRequest]:
         """The strategy's selection request, if it has one, then the one for alternatives, if they were asked for."""
         requests = []
-        if (own := self._selection_request) is not None:
+        if (own := self._step.selection_request) is not None:
             requests.append(SelectionRequest(top=0, vocab=own.vocab) if own.functions else own)
         if self._alternatives is not None:
             requests.append(self._alternatives.selection_request)
@@ -363,17 +349,14 @@ class RequestState:
         """The selection for the strategy. A caller's functions run here: they get all scores, and may fail."""
         if self._show_error is not None:
             raise self._show_error
-        if (own := self._selection_request) is None or not own.functions:
+        if (own := self._step.selection_request) is None or not own.functions:
             return selection
         return select(selection.logits, own, selection.normalizers)
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
         if is_out_of_memory(error):
-            error = SpecbeamError(
-                f"out of memory with {len(self._setup.tree)} nodes in the request's tree: ask for fewer new tokens, a "
-                "shorter prompt, or a smaller dtype"
-            )
+            error = out_of_memory(len(self._setup.tree))
         self.request.outcome = forget_frames(error)
         self._release()
 
@@ -445,7 +428,7 @@ class RequestState:
         self.drafting = step.drafting
         self._state = self._states[1] if step.drafting else self._target
         self._step = step
-        self._wanted, self._selection_request = np.asarray(step.nodes, dtype=np.int64), step.selection_request
+        self._wanted = np.asarray(step.nodes, dtype=np.int64)
         wanted = self._wanted.tolist()
         ascending = sorted({*wanted})
         self._asked = self._wanted if wanted == ascending else np.array(ascending, dtype=np.int64)

@@ -15,7 +15,8 @@ from specbeam.backends.torch.cache import KeyValues, index, seen_by
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
 from specbeam.backends.torch.weights import load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
-from specbeam.selection import Selection, SelectionRequest, choose, to_device
+from specbeam.selection import Selection, SelectionRequest, choose
+from specbeam.selection.transfer import to_device
 
 
 class TorchBackend:
