@@ -99,7 +99,7 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], l
         show = partial(_show, batch, scheduler) if every < passes and any(one.is_read for one, _ in batch) else None
         with scheduler.passing():
             found = cast(AheadBackend, backend).forward_ahead(
-                segments, about_nodes, beams, passes, ends, scheduler.news, every, show
+                segments, about_nodes, beams, passes, ends, scheduler.halt, every, show
             )
         logits, passes = NO_LOGITS, len(found[0].tokens) // len(segments[0].tokens)
     else:

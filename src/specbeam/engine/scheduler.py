@@ -45,16 +45,16 @@ class Cancelled(deque[RequestState]):
     """Requests to be ended before the next pass.
 
     Args:
-        news: becomes 1 with each of them.
+        halt: becomes 1 with each of them.
     """
 
-    def __init__(self, news: NDArray[np.int32]) -> None:
+    def __init__(self, halt: NDArray[np.int32]) -> None:
         super().__init__()
-        self._news = news
+        self._halt = halt
 
     def append(self, request: RequestState) -> None:
         super().append(request)
-        self._news[0] = 1
+        self._halt[0] = 1
 
 
 class Scheduler:
@@ -70,7 +70,7 @@ class Scheduler:
         wakeups: of the clients.
         costs: as given.
         cancelled: requests to be ended before the next pass. Any thread may append to it.
-        news: int32 [1], not 0 if something has come since the iteration began that must be seen before the next pass.
+        halt: int32 [1], not 0 if something has come since the iteration began that must be seen before the next pass.
         interrupts: wait while an iteration in the main thread is not in a pass.
         is_changing: an iteration is not in a pass. An error that leaves it then ends the engine.
     """
@@ -92,8 +92,8 @@ class Scheduler:
         self.budget = budget
         self.wakeups = wakeups
         self.costs = costs
-        self.news = np.zeros(1, dtype=np.int32)
-        self.cancelled = Cancelled(self.news)
+        self.halt = np.zeros(1, dtype=np.int32)
+        self.cancelled = Cancelled(self.halt)
         self.interrupts = HeldInterrupts()
         self.is_changing = False
         self._queue = Queue()
@@ -117,7 +117,7 @@ class Scheduler:
         request.number = next(self._numbers)
         self._unfinished[request] = None
         self._queue.add(request)
-        self.news[0] = 1
+        self.halt[0] = 1
 
     def check_for_place(self) -> None:
         """Refuse a request if the queue is full.
@@ -157,7 +157,7 @@ class Scheduler:
 
     def take_new(self) -> None:
         """Give the requests that were submitted since the last iteration their places in the queue."""
-        self.news[0] = 0
+        self.halt[0] = 0
         for request in self._queue.take_new():
             self._next_deadline = min(self._next_deadline, request.deadline)
 
@@ -319,8 +319,8 @@ class Scheduler:
     def passes_at_once(self, batch: Batch) -> int:
         """How many passes the backend may run by itself. Each is over the tokens that the one before has chosen.
 
-        More than one only if all live requests take part, and can go on without a look at their tokens. If ``news``
-        come meanwhile, the pass that runs is the last.
+        More than one only if all live requests take part, and can go on without a look at their tokens. If ``halt`` is
+        set meanwhile, the pass that runs is the last.
         """
         backend = batch[0][0].backend
         if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):

@@ -126,9 +126,9 @@ class Answer(ABC):
         results: dict[int, Result] = {}
         has_begun: set[int] = set()
         is_first = True
-        async for news in self.call.news():
+        async for received in self.call.pieces():
             written: list[str] = []
-            for number, piece in news:
+            for number, piece in received:
                 if piece is None:
                     continue
                 if number not in has_begun:

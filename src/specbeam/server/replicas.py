@@ -198,7 +198,7 @@ class Replica:
         yield []
         bodies = [asked.body]
         messages: list[Message] = []
-        has_news, has_gone = asyncio.Event(), asyncio.Event()
+        has_chunks, has_gone = asyncio.Event(), asyncio.Event()
 
         async def receive() -> Message:
             if bodies:
@@ -209,15 +209,15 @@ class Replica:
         async def send(message: Message) -> None:
             messages.append(message)
             if message.get("more_body", False):  # the last message goes with the notes
-                has_news.set()
+                has_chunks.set()
 
         scope: Scope = {**asked.scope, "specbeam": {"id": asked.request_id}}
         answering = asyncio.ensure_future(self._app(scope, receive, send))
-        answering.add_done_callback(lambda _: has_news.set())
+        answering.add_done_callback(lambda _: has_chunks.set())
         try:
             while not answering.done():
-                await has_news.wait()
-                has_news.clear()
+                await has_chunks.wait()
+                has_chunks.clear()
                 if messages and not answering.done():
                     taken, messages[:] = [*messages], []
                     yield taken

@@ -215,9 +215,9 @@ class Answer:
             + self._event("response.content_part.added", **place, part=_output_text("", []))
         )
         result = None
-        async for news in self._call.news():
+        async for received in self._call.pieces():
             events = b""
-            for _, piece in news:
+            for _, piece in received:
                 if piece is None:
                     continue
                 log_probs = self._log_probs(piece)
