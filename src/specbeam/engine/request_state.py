@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specbeam.backends.contract import Backend, Segment
@@ -26,11 +25,11 @@ from specbeam.engine.request import Request
 from specbeam.engine.setup import make_setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy
 from specbeam.engine.wakeups import Wakeups
+from specbeam.engine.wanted_rows import WantedRows
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.selection import Beams, Selection, SelectionRequest, select
-from specbeam.selection.transfer import to_device
 from specbeam.tree import NO_NODES, Nodes
 
 
@@ -84,11 +83,8 @@ class RequestState:
         self._state = self._target  # on the model that is to evaluate the pending nodes
         self._make_strategy = strategy or make_strategy
         self._strategy: Strategy | None = None
-        self._wanted = NO_NODES  # nodes that the strategy asked about
-        self._asked = NO_NODES  # the same ones in ascending order, as their rows of logits come
-        self._part = NO_NODES  # the asked nodes that are evaluated now: all of them, unless memory is short
+        self._rows = WantedRows(NO_NODES)
         self._step = Evaluate(NO_NODES)  # the latest of the strategy
-        self._received: list[Tensor] = []
         self._was_recomputed = False  # because logits were not finite
         self._show_error: Exception | None = None
 
@@ -147,8 +143,8 @@ class RequestState:
                 self._strategy = self._make_strategy(self._setup, self._drafter)
                 self._advance(None)
             else:
-                self._received = []
-                self._evaluate(self._asked)
+                self._rows.restart()
+                self._evaluate(self._rows.ascending)
 
     def preempt(self) -> None:
         """Free all slots until :meth:`open`."""
@@ -168,7 +164,7 @@ class RequestState:
             trees = (state.slots for one in others for state in one._states if state.backend is self.backend)
             if self._state.slots.await_prefix(trees):
                 return True
-            self._evaluate(self._part)
+            self._evaluate(self._rows.part)
         return False
 
     @property
@@ -195,8 +191,8 @@ class RequestState:
         """
         if not self._step.ahead or self._setup.record.trace is not None or self._alternatives is not None:
             return 0
-        are_all = len(nodes) == len(self.pending) == len(self._asked) and self._asked is self._wanted
-        return self._step.ahead if are_all and self._is_whole else 0
+        are_all = len(nodes) == len(self.pending) == len(self._rows.ascending)
+        return self._step.ahead if are_all and self._rows.in_order and self._rows.is_whole else 0
 
     @property
     def is_read(self) -> bool:
@@ -227,11 +223,8 @@ class RequestState:
 
     def segment(self, nodes: Nodes, ahead: int = 0) -> Segment:
         """The request's part of a pass over some of its pending nodes, or of ``ahead`` more passes."""
-        if len(nodes) == len(self._part) == len(self.pending) and not self._received:  # all of them, no ancestors
-            wanted = np.arange(len(nodes))
-        else:
-            first, end = self._part.searchsorted((nodes[0], nodes[-1] + 1))
-            wanted = nodes.searchsorted(self._part[first:end])
+        no_ancestors = len(nodes) == len(self.pending) == len(self._rows.part) and self._rows.is_whole
+        wanted = np.arange(len(nodes)) if no_ancestors else self._rows.among(nodes)
         request, state = self._step.selection_request, self._state
         vocab = None if request is None else request.vocab
         return state.slots.segment(nodes, wanted, vocab, state.source, ahead)
@@ -254,13 +247,8 @@ class RequestState:
 
         Empty as long as others are pending, or if the strategy wants the rows in another order than they come in.
         """
-        in_order = self._asked is self._wanted
-        return self._selection_requests() if len(nodes) == len(self.pending) and in_order and self._is_whole else []
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether no rows of the step come before those at the pending nodes, or after them."""
-        return not self._received and len(self._part) == len(self._asked)
+        is_last = len(nodes) == len(self.pending)
+        return self._selection_requests() if is_last and self._rows.in_order and self._rows.is_whole else []
 
     def is_sound(self, logits: Tensor, rows: slice, selections: list[Selection]) -> bool:
         """Whether it can go on with its rows of logits, or with the selections from them.
@@ -289,22 +277,18 @@ class RequestState:
         state = self._state
         self.pending = self.pending[len(nodes) :]
         state.evaluated(nodes, self.pending, ahead)
-        if len(self.pending) or self._part[-1] < self._asked[-1]:
-            if rows.start < rows.stop:  # a view would keep the logits of the whole pass
-                self._received.append(logits[rows].clone())
+        if len(self.pending) or not self._rows.is_last_part:
+            self._rows.add(logits[rows])
             if not len(self.pending):
-                self._evaluate(self._not_received)
+                self._evaluate(self._rows.rest)
             return
         state.completed += 1 + ahead
         if not selections:
-            logits = torch.cat([*self._received, logits[rows]]) if self._received else logits[rows]
-            self._received = []
-            if self._asked is not self._wanted:
-                logits = logits[to_device(self._asked.searchsorted(self._wanted), logits.device)]
+            logits = self._rows.complete(logits[rows])
             rows = slice(0, len(logits))
             selections = self.backend.choose(logits, [(rows, one) for one in self._selection_requests()])
         if (alternatives := self._alternatives) is not None:
-            alternatives.add(self._wanted, selections.pop())
+            alternatives.add(self._rows.nodes, selections.pop())
         self._advance(self._selection(selections[0]) if selections else logits)
 
     def refuse(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection]) -> None:
@@ -315,16 +299,16 @@ class RequestState:
         """
         with self._failing_alone():
             problem = self._not_finite(nodes, logits, rows, selections)
-            self._received = []
+            self._rows.restart()
             self._state.lose(len(nodes))
             if self._was_recomputed:
                 self._advance(problem)
             else:
-                self._evaluate(self._asked)
+                self._evaluate(self._rows.ascending)
             self._was_recomputed = True
 
     def _not_finite(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection]) -> NotFinite:
-        wanted = self._part[np.isin(self._part, nodes)]
+        wanted = nodes[self._rows.among(nodes)]
         highest = selections[0].normalizers if selections else logits[rows].amax(-1).cpu().numpy()
         passes, row = divmod(int(np.flatnonzero(~np.isfinite(highest))[0]), len(wanted))
         there = (selections[0].logits if selections else logits[rows])[row]  # a backend that goes ahead stops there
@@ -389,7 +373,7 @@ class RequestState:
         No other node of the tree keeps its slot, so the nodes of the next part may need some ancestors recomputed. One
         node always fits: the engine has memory for a sequence of full length.
         """
-        slots, part = self._target.slots, self._not_received
+        slots, part = self._target.slots, self._rows.rest
         room = (budget.cache_bytes - self.source_bytes) // self._target.backend.slot_bytes
         while True:
             slots.keep(part)
@@ -428,22 +412,13 @@ class RequestState:
         self.drafting = step.drafting
         self._state = self._states[1] if step.drafting else self._target
         self._step = step
-        self._wanted = np.asarray(step.nodes, dtype=np.int64)
-        wanted = self._wanted.tolist()
-        ascending = sorted({*wanted})
-        self._asked = self._wanted if wanted == ascending else np.array(ascending, dtype=np.int64)
-        self._received = []
-        self._evaluate(self._asked)
+        self._rows = WantedRows(step.nodes)
+        self._evaluate(self._rows.ascending)
         self._output.stream(self._target, self._draft)
 
     def _evaluate(self, part: Nodes) -> None:
         """Let some of the nodes that the strategy asked about be pending, with their ancestors that have no slot."""
-        self._part, self.pending = part, self._state.slots.prepare(part)
-
-    @property
-    def _not_received(self) -> Nodes:
-        """The nodes that the strategy asked about and whose rows of logits have not come."""
-        return self._asked[sum(map(len, self._received)) :]
+        self._rows.part, self.pending = part, self._state.slots.prepare(part)
 
     def _release_dropped(self) -> None:
         """Take back the slots of nodes that no sequence needs any more."""
@@ -473,6 +448,6 @@ class RequestState:
         for state in self._states:
             state.close()
         self.pending = NO_NODES
-        self._received = []
+        self._rows.restart()
         self._strategy = None
         self._drafter = None
