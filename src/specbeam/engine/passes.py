@@ -96,7 +96,7 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], l
         ends = frozenset[int]().union(*(request.ends for request, _ in batch))
         about_nodes, beams = [one for _, one in asked], [request.beams for request, _ in batch]
         every = scheduler.passes_unseen(batch)
-        show = partial(_show, batch, scheduler) if every < passes and any(one.is_read for one, _ in batch) else None
+        show = partial(_show, batch, scheduler) if every < passes and any(one.request.is_read for one, _ in batch) else None
         with scheduler.passing():
             found = cast(AheadBackend, backend).forward_ahead(
                 segments, about_nodes, beams, passes, ends, scheduler.halt, every, show
@@ -143,7 +143,7 @@ def _receive_sound(
 def _show(batch: Batch, scheduler: Scheduler, selections: list[Selection]) -> None:
     """Stream the tokens that passes ahead have chosen so far."""
     for (request, nodes), selection in zip(batch, selections, strict=True):
-        if request.is_read and request.can_show(nodes):
+        if request.request.is_read and request.can_show(nodes):
             request.show(selection)
     scheduler.wakeups.send(in_iteration=True)
 

@@ -194,11 +194,6 @@ class RequestState:
         are_all = len(nodes) == len(self.pending) == len(self._rows.ascending)
         return self._step.ahead if are_all and self._rows.in_order and self._rows.is_whole else 0
 
-    @property
-    def is_read(self) -> bool:
-        """Whether its text is streamed."""
-        return self.request.is_read
-
     def can_show(self, nodes: Nodes) -> bool:
         """Whether tokens can be handed out while passes go ahead. Without beams, each chosen token is certain."""
         return self.request.can_be_shown and self.beams is None and nodes[-1] == self._setup.tree.tip

@@ -330,7 +330,7 @@ class Scheduler:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)
             most = min(most, int(seconds / self.costs(backend, ahead=True).expected(nodes)))
-            if read := [one for one in batch if one[0].is_read]:
+            if read := [one for one in batch if one[0].request.is_read]:
                 unseen = self.passes_unseen(batch)
                 can_show = all(request.can_show(nodes) for request, nodes in read)
                 most = most // unseen * unseen or most if can_show else min(most, unseen)
