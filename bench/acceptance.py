@@ -38,7 +38,7 @@ def main() -> None:
     by_kind = kinds(given)
     print(f"{given.num_beams} beams, {given.tokens} tokens, {given.prompts} prompts of each kind\n")
     print(
-        "| width x depth | guesses per pass | "
+        "| width x depth | draft tokens per pass | "
         + " | ".join(f"{kind} (min to max)" for kind in by_kind)
         + " | seconds |"
     )
@@ -67,9 +67,9 @@ def main() -> None:
             rate = figures.add(*names, unit="steps/pass", samples=rates)
             cells.append(f"{rate.value:.2f} ({rate.min:.2f} to {rate.max:.2f})")
         everything = [s for some in stats.values() for s in some]
-        guesses = sum(s.drafted for s in everything) / sum(s.target_passes for s in everything)
+        draft_tokens = sum(s.drafted for s in everything) / sum(s.target_passes for s in everything)
         seconds = time.perf_counter() - start
-        print(f"| {shape} | {guesses:.0f} | " + " | ".join(cells) + f" | {seconds:.0f} |", flush=True)
+        print(f"| {shape} | {draft_tokens:.0f} | " + " | ".join(cells) + f" | {seconds:.0f} |", flush=True)
         figures.write(given.json)
 
 

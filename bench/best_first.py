@@ -7,7 +7,7 @@ MODEL is a .gguf file or a folder. It translates English sentences into French, 
 Meister, Vieira and Cotterell 2020, "Best-First Beam Search", count the calls to the scoring function per text. So does
 this: each beam whose next tokens the model is asked for counts once, the prompt included. Figures are medians over
 sentences that the seed draws, with the least and the most. All methods return the same text, and all end as soon as no
-unfinished text can score above it.
+unfinished hypothesis can score above it.
 
 - plain evaluates all beams of each step.
 - best-first evaluates one beam at a time: the best one that may decide the next step.

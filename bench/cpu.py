@@ -201,7 +201,7 @@ def ours(mode: str, given: argparse.Namespace) -> Callable[[Ask], Any]:
     size = sum(part.size for parts in lm.backend._weights.parts.values() for part in parts) / 1e6
     draft = None
     if given.draft:
-        draft = load(given.draft, given.isa, "int4", given.threads)  # it is checked
+        draft = load(given.draft, given.isa, "int4", given.threads)  # its tokens are verified
 
     def run(ask: Ask) -> Any:
         if "settings" in ask:
@@ -268,11 +268,11 @@ def reading_speeds(threads: int) -> list[float]:
 
 
 def passes(lm: Any, passes: list[int], repeats: int) -> list[float]:
-    """The seconds of a pass over each number of nodes, below a text of 128 tokens."""
+    """The seconds of a pass over each number of nodes, below a sequence of 128 tokens."""
     tree = Tree([*range(10, 138)])
     slots = Slots(tree, lm.backend)
-    text = slots.missing([tree.tip])
-    lm.backend.forward([slots.segment(text, np.array([len(text) - 1]))])
+    prompt = slots.missing([tree.tip])
+    lm.backend.forward([slots.segment(prompt, np.array([len(prompt) - 1]))])
     nodes = tree.add([tree.tip] * max(passes), [*range(max(passes))])
     segments = [slots.segment(slots.missing(nodes[:n]), np.arange(n)) for n in passes]
     taken: list[list[float]] = [[] for _ in passes]

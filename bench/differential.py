@@ -303,11 +303,11 @@ def compare_with(old: IO[str], folder: Path, given: argparse.Namespace, source: 
     models, begin, wrong = Models(folder), time.monotonic(), 0
     for number, case in enumerate(all_cases(given), 1):
         line = json.loads(json.dumps(line_of(case, models, seen)))
-        answer = old.readline()
-        if not answer:
+        other = old.readline()
+        if not other:
             print(f"case {case['seed']}: the old source ended here, by an error or after {PATIENCE:.0f} s")
             return 2
-        if different := compare_lines(json.loads(answer), line):
+        if different := compare_lines(json.loads(other), line):
             wrong += 1
             print(*different, sep="\n", flush=True)
         if number % 250 == 0 or number == given.cases:

@@ -12,12 +12,14 @@ are returned.
 
 Plain beams are the search that evaluates all beams, and goes ahead of itself. All methods take turns on every prompt,
 and another one is first on the next prompt. A ratio is plain seconds / seconds on the same prompt, the best of the
-repeats each, the prompt's reading included. Its figure is the median over the prompts of a kind, with the worst and the
-best. "needed" is the share of the beams that score above the last text that is returned: only these must be evaluated.
+repeats each, prefill included. Its figure is the median over the prompts of a kind, with the worst and the
+best. "needed" is the share of the beams that score above the last hypothesis that is returned: only these must be
+evaluated.
 
-Each draft has an "oracle": the same engine and draft, given the score of the last text that is returned. It knows which
-beams are needed, but not which draft tokens are right. The share of its gain is the sum of the ratios' logarithms over
-that of the oracle's. It counts the prompts where the oracle gains at least 1.1, and elsewhere only what is lost.
+Each draft has an "oracle": the same engine and draft, given the score of the last hypothesis that is returned. It knows
+which beams are needed, but not which draft tokens will be accepted. The share of its gain is the sum of the ratios'
+logarithms over that of the oracle's. It counts the prompts where the oracle gains at least 1.1, and elsewhere only what
+is lost.
 
 A prompt where a method has less than 0.9 is run five times more. Its ratio is then the median of all six.
 
@@ -77,7 +79,7 @@ class PlainBeams:
         return beam_search(make_search(setup), self.Scores(setup.tree, self.levels))
 
     class Scores(Record):
-        """Remembers the scores of the beams."""
+        """Keeps the scores of the beams."""
 
         def __init__(self, tree: Tree, levels: list[list[float]]) -> None:
             super().__init__(tree)
@@ -88,13 +90,13 @@ class PlainBeams:
             self.levels.append(scores.tolist())
 
     def needed(self, log_prob: float) -> float:
-        """The share of the beams that score above the text that is returned. Each step needs at least one."""
+        """The share of the beams that score above the hypothesis returned. Each step needs at least one."""
         counts = [max(1, sum(score > log_prob for score in level)) for level in self.levels[:-1]]
         return sum(counts) / sum(map(len, self.levels[:-1]))
 
 
 class Oracle:
-    """Lazy beam search that was given the score of the last text that is returned.
+    """Lazy beam search that was given the score of the last hypothesis that is returned.
 
     Attributes:
         log_prob: this score.

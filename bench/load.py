@@ -49,7 +49,7 @@ def main() -> None:
                 start = max(repeat, 0) * live
                 now = [asks[(start + i) % len(asks)] for i in range(live)]
                 speed = tokens_per_second(lm, now, given.tokens, draft)
-                if repeat >= 0:  # the first round warms up
+                if repeat >= 0:  # the first repeat warms up
                     speeds[name].append(speed)
         for name, samples in speeds.items():
             ratios = [a / b for a, b in zip(samples, speeds["plain"], strict=True)]
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def tokens_per_second(lm: specbeam.LanguageModel, asks: list[Ask], tokens: int, draft: Draft | None) -> float:
-    """All requests begin together and make equally many tokens. Reading the prompts does not count."""
+    """All requests begin together and make equally many tokens. Prefill does not count."""
     engine = specbeam.Engine(lm, max_requests=len(asks))
     options = {"max_new_tokens": tokens, "eos_token_id": []}
     requests = [engine.submit(ask.text, options, draft=draft, raw=ask.raw) for ask in asks]

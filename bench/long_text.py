@@ -1,9 +1,9 @@
-"""Milliseconds of processor time per step as a text grows: no method may slow down by more than its attention does.
+"""Milliseconds of processor time per step as a sequence grows: no method may slow down by more than its attention does.
 
     python bench/long_text.py [--lengths 100 600 1200 4000] [--only NAME] [--json FILE]
 
 Tiny random models are written to a temporary folder, so that nearly all time is the code around the passes. A figure is
-the median of the 21 steps that end at this length of the text.
+the median of the 21 steps that end at this length of the sequence.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def report(figures: Figures, name: str, lengths: list[int], timed: Iterator[tuple[int, float]]) -> None:
-    """Print one row. ``timed``: the length of the text after each step, and the step's seconds."""
+    """Print one row. ``timed``: the length of the sequence after each step, and the step's seconds."""
     taken = list(timed)
     row = []
     for length in lengths:

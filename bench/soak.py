@@ -138,10 +138,10 @@ def make_cases(models: Models, seed: int) -> list[Case]:
 
 def _random_case(models: Models, draw: random.Random, made: list[Case]) -> Case:
     length = draw.choice((1, 3, 10, 30, 100, 250))
-    period = draw.choice((3, 7, 1000))  # repetition lets lookups guess right
+    period = draw.choice((3, 7, 1000))  # repetition makes lookups succeed
     tokens = [draw.randrange(256) for _ in range(min(period, length))]
     prompt = (tokens * length)[:length]
-    if made and draw.random() < 0.5:  # kept prefixes are for prompts that begin alike
+    if made and draw.random() < 0.5:  # cached prefixes are for prompts that begin alike
         earlier = draw.choice(made).prompt
         prompt = (earlier[: draw.choice((5, 20, len(earlier)))] + prompt)[:250]
     options: dict[str, Any] = {"max_new_tokens": draw.choice((1, 5, 20, 50))}

@@ -2,7 +2,7 @@
 
     python bench/steps.py [--live 1 8 64] [--tokens 128] [--repeats 5] [--json FILE]
 
-Each request makes one text, or one step of 4 beams, per round. Seconds are the stepping thread's, less the seconds
+Each request makes one token, or one step of 4 beams, per iteration. Seconds are the stepping thread's, less the seconds
 inside of native functions. So other programs hardly count, and the model is too small for its caches to count. Figures
 are medians over the repeats. The prompts of the last column are long.
 """
@@ -90,14 +90,14 @@ class Clock:
 def step_seconds(
     lm: specbeam.LanguageModel, clock: Clock, live: int, prompt: int, tokens: int, options: dict[str, Any]
 ) -> float:
-    """All requests begin together and make equally many tokens. Reading the prompts does not count."""
+    """All requests begin together and make equally many tokens. Prefill does not count."""
     engine = specbeam.Engine(lm, max_requests=live, max_batch_tokens=8192)
     for i in range(live):
         ids = [1 + (i + k) % 255 for k in range(prompt)]
         engine.submit(ids, {**options, "max_new_tokens": tokens, "eos_token_id": []})
     for _ in range(4):
         engine.step()
-    steps = tokens - 8  # to end the texts does not count, either
+    steps = tokens - 8  # to end the sequences does not count, either
     start = clock.now()
     for _ in range(steps):
         engine.step()

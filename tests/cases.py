@@ -1,4 +1,4 @@
-"""One generator of cases: model x options x draft x policy x batch x chunking x pause, each drawn from a seed.
+"""One generator of cases: model x options x draft x policy x batch x chunking x preemption, each drawn from a seed.
 
 A case is plain data, so that a file can hold it: its model, the limits of one engine, and the requests in it.
 :func:`draw_case` makes it, :func:`run_case` returns what the engine gives back for it.
@@ -28,7 +28,7 @@ LARGEST = 259
 FOLDERS = {
     "llama": ("llama", 200),
     "llama, 8 tokens": ("llama", 8),
-    "llama, confident": ("llama", 61),  # it repeats itself: few beams matter, and lookups guess right
+    "llama, confident": ("llama", 61),  # it repeats itself: few beams matter, and lookups are accepted
     "llama, ties": ("llama", 61),
     "llama, spellings": ("llama", 6),  # a text has several, so distinct texts matter
     "llama, spellings and ties": ("llama", 6),
@@ -182,7 +182,7 @@ def draw_case(seed: int, index: int) -> dict[str, Any]:
     beginning = _tokens(draw, vocabulary, draw.choice((1, 12, 60)))
     requests = [_draw_request(draw, vocabulary, how, beginning) for _ in range(draw.choice((1, 1, 1, 2, 3, 4, 5, 6)))]
     full = max(len(one["prompt"]) + one["options"]["max_new_tokens"] for one in requests)
-    # One text of full length has to fit. Little more makes requests pause, and beams take turns.
+    # One sequence of full length has to fit. With little more, requests are preempted, and beams take turns.
     tight = (full, full + 2, full + 7, full + 40)
     return {
         "seed": f"{seed} {index}",
@@ -250,9 +250,9 @@ def _draw_request(draw: random.Random, vocabulary: int, how: str, beginning: lis
     request = {"kind": kind, "prompt": prompt, "options": options, "draft": draft}
     if limit := draw.choice((None, None, None, None, "trie", "trie", "walk", "walk", "prefix", "processor")):
         request["limit"] = _draw_limit(draw, vocabulary, limit)
-    request["rounds"] = draw.choice((0, 0, 1, 4, 40))  # of the engine, before the next request comes
+    request["rounds"] = draw.choice((0, 0, 1, 4, 40))  # iterations of the engine, before the next request comes
     if draw.random() < 0.1:
-        request["cancel"] = draw.choice((0, 1, 2, 3, 6))  # after this many further rounds
+        request["cancel"] = draw.choice((0, 1, 2, 3, 6))  # after this many further iterations
     elif draw.random() < 0.02:
         request["timeout"] = 0
     if draw.random() < 0.2:
@@ -325,11 +325,11 @@ def _draw_limit(draw: random.Random, vocabulary: int, kind: str) -> dict[str, An
 def run_case(case: dict[str, Any], models: Models, seen: Counter[str] | None = None) -> list[dict[str, Any]]:
     """The outcome of each request of a case: data that no batch, draft or measured time may change.
 
-    A request that is cancelled after some rounds has no entry of its own: how far it came depends on measured times. On
-    backends other than cpu the batch changes the last bits of scores, so there only token ids count.
+    A request that is cancelled after some iterations has no entry of its own: how far it came depends on measured
+    times. On backends other than cpu the batch changes the last bits of scores, so there only token ids count.
 
     Args:
-        seen: counts what happened: pauses, cancels, reused tokens and so on.
+        seen: counts what happened: preemptions, cancels, reused tokens and so on.
     """
     seen = Counter() if seen is None else seen
     lm = models.load(case["model"], case["format"])
@@ -351,8 +351,8 @@ def run_case(case: dict[str, Any], models: Models, seen: Counter[str] | None = N
             continue
         outcomes.append(request)
         run.add(request, one)
-        run.rounds(one["rounds"])
-    run.rounds(None)
+        run.iterate(one["rounds"])
+    run.iterate(None)
     if engine.cache_tokens:
         outcomes.append({"held": engine.cache_tokens})
     return [one if isinstance(one, dict) else run.outcome(one, models) for one in outcomes]
@@ -374,7 +374,7 @@ class _Run:
             self.texts[request] = ""
         self._look()
 
-    def rounds(self, count: int | None) -> None:
+    def iterate(self, count: int | None) -> None:
         """Step the engine this often, or until no request is left."""
         while count is None or count > 0:
             more = self.engine.step()
@@ -392,7 +392,7 @@ class _Run:
                 while request.pieces:
                     self.texts[request] += request.pieces.popleft().text
             if self.slots[request] and not request.done and not request.used_slots:
-                self.seen["pauses"] += 1
+                self.seen["preemptions"] += 1
             self.slots[request] = request.used_slots
 
     def outcome(self, request: Any, models: Models) -> dict[str, Any]:

@@ -224,10 +224,10 @@ def test_clients_note_each_frame_with_text_and_how_the_text_ended(bench):
             port = server.sockets[0].getsockname()[1]
             return await ask_all(port, "/v1/completions", [{"status": 200}, {"status": 200}, {"status": 429}])
 
-    *answers, refused = asyncio.run(ask())["answers"]
-    for answer in answers:
-        assert (answer["status"], answer["text"], answer["finish_reason"]) == ("200", "one two", "length")
-        assert len(answer["times"]) == 2
+    *selections, refused = asyncio.run(ask())["answers"]
+    for selection in selections:
+        assert (selection["status"], selection["text"], selection["finish_reason"]) == ("200", "one two", "length")
+        assert len(selection["times"]) == 2
     assert refused["status"] == "429"
     assert "usage" in refused["body"]
 

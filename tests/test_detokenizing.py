@@ -131,7 +131,7 @@ def test_a_stop_string_that_ends_inside_a_token_is_found_where_the_window_begins
 
 @settings(max_examples=examples(0.3))
 @given(st.integers(0, 1000))
-def test_stop_strings_of_beams_are_found_though_texts_are_forgotten(seed):
+def test_stop_strings_of_beams_are_found_though_sequences_are_dropped(seed):
     decode, _ = whole_text(*DECODERS["byte level"])
     tree, stop = Tree([0]), Stopping(frozenset(), 10_000, ("a b", "bbb"), decode)
     random, tips = np.random.default_rng(seed), np.array([0])

@@ -142,7 +142,7 @@ def test_the_greedy_search_of_the_architecture_page_is_greedy_search(stand_ins):
     options = {"max_new_tokens": 8}
     texts = [
         engine.submit("one", options, strategy=strategy)
-        for strategy in (None, lambda s, drafter: page["greedy"](s.tree, s.wish, s.stop, s.record))
+        for strategy in (None, lambda s, drafter: page["greedy"](s.tree, s.selector, s.stop, s.record))
     ]
     engine.run()
     assert texts[0].result().token_ids == texts[1].result().token_ids

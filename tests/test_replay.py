@@ -36,10 +36,10 @@ def check_replay(tab, result):
     """The page shows the nodes, the scores and the text of a result that was made with ``trace=True``."""
     tab.get_by_label("Speed").select_option("Infinity")
     tab.get_by_role("button", name="Replay", exact=True).wait_for()
-    guesses = {guess["node"] for one in result.trace for guess in one["drafted"]}
+    drafted = {token["node"] for one in result.trace for token in one["drafted"]}
     beams = {beam["node"]: beam["score"] for one in result.trace for step in one["steps"] for beam in step}
     ended = {one["node"] for entry in result.trace for one in entry["ended"]}
-    assert {int(pill.get_attribute("data-node")) for pill in tab.locator(".pill").all()} == guesses | {*beams} | ended
+    assert {int(pill.get_attribute("data-node")) for pill in tab.locator(".pill").all()} == drafted | {*beams} | ended
     assert tab.locator(".agreed .certain").text_content() == result.text
     tab.get_by_text("The same as text").click()
     tab.locator(".rounds").wait_for()

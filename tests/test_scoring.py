@@ -84,7 +84,7 @@ def test_many_continuations_of_one_context_do_not_share_one_tree(model, monkeypa
     forward = lm.backend.forward
 
     def watched(segments):
-        lengths.extend(len(np.unique(np.concatenate([s.trunk, s.branches.ravel()]))) for s in segments)
+        lengths.extend(len(np.unique(np.concatenate([s.prefix, s.suffixes.ravel()]))) for s in segments)
         return forward(segments)
 
     monkeypatch.setattr(lm.backend, "forward", watched)
@@ -104,7 +104,7 @@ def test_a_context_may_be_as_long_as_the_models():
 EXAMPLES = [n % VOCAB for n in range(100)]
 
 
-def test_contexts_that_begin_alike_share_that_beginning(model, monkeypatch):
+def test_contexts_that_begin_alike_share_a_prefix(model, monkeypatch):
     lm = hf.wrap(model)
     passes = []
     forward = lm.backend.forward
@@ -118,21 +118,21 @@ def test_contexts_that_begin_alike_share_that_beginning(model, monkeypatch):
 
 
 @pytest.mark.parametrize("max_batch_tokens", [16, 512])
-def test_what_shares_a_pass_or_a_beginning_changes_no_bit(lm, max_batch_tokens):
+def test_a_shared_pass_or_prefix_changes_no_bit(lm, max_batch_tokens):
     lm = specbeam.load(lm.source, backend="cpu")
     texts = [([*EXAMPLES[: 100 - 30 * (n % 3)], n, n], [n % 5, n % 7, 8]) for n in range(20)]
     alone = [answer for text in texts for _, *answer in score(lm, [text])]
     assert [answer for _, *answer in sorted(score(lm, texts, max_batch_tokens=max_batch_tokens))] == alone
 
 
-def test_contexts_that_are_done_are_not_kept(model):
+def test_contexts_that_are_done_are_evicted(model):
     lm = hf.wrap(model)
-    store = pool_of(lm.backend)
+    pool = pool_of(lm.backend)
     texts = [([n % VOCAB, *EXAMPLES, n // VOCAB], [5]) for n in range(40)]
-    in_use = [store.in_use for _ in score(lm, texts, max_contexts=2)]
+    in_use = [pool.in_use for _ in score(lm, texts, max_contexts=2)]
     assert max(in_use) <= 2 * 103  # two contexts with a continuation each
     del texts
-    assert store.in_use == 0
+    assert pool.in_use == 0
 
 
 @pytest.mark.parametrize(("text", "says"), [(([], [3]), "needs a context"), (([3], [VOCAB]), "token id 12 is not in")])
@@ -144,10 +144,10 @@ def test_texts_that_cannot_be_scored_are_refused(model, text, says):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_fork_waits_for_a_thread_that_scores(lm, monkeypatch):
-    """Otherwise the child's store would stay locked."""
+    """Otherwise the child's KV cache would stay locked."""
     inside, go_on, lend = threading.Event(), threading.Event(), Pool.lend
 
-    def slow(*args):  # called while the store is locked
+    def slow(*args):  # called while the cache is locked
         inside.set()
         go_on.wait()
         return lend(*args)

@@ -1,4 +1,4 @@
-"""Wishes and answers: against transformers' processors, published known answers, and each row alone."""
+"""Selections: against transformers' processors, published known answers, and each row alone."""
 
 import os
 import shutil
@@ -19,7 +19,8 @@ from transformers import (
 )
 
 from specbeam import selection
-from specbeam.selection import Edit, Noise, Wish, choose, gumbel, highest, philox, select
+from specbeam.selection import Edit, Noise, SelectionRequest, choose, highest, select
+from specbeam.selection.noise import gumbel, philox
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 
@@ -65,8 +66,8 @@ def test_noise_follows_the_gumbel_distribution():
 SCORES = st.integers(0, 2**31).map(lambda seed: np.random.default_rng(seed))
 
 
-def random_wish(rng, n, vocab, kind):
-    """A wish with all that a backend must understand. Wishes of one kind differ in arrays only."""
+def random_request(rng, n, vocab, kind):
+    """A request with all that a backend must understand. Requests of one kind differ in arrays only."""
 
     def edit(name):
         m = int(rng.integers(0, 9))
@@ -79,8 +80,8 @@ def random_wish(rng, n, vocab, kind):
     allowed = rng.random((n, vocab)) < 0.8 if options.random() < 0.5 else None
     drawn = options.random() < 0.5
     noise = Noise(int(rng.integers(0, 2**63)), *(rng.integers(0, 2**32, n).astype(np.uint32) for _ in range(2)))
-    return Wish(
-        most=int(options.integers(0, min(vocab, 6))),
+    return SelectionRequest(
+        top=int(options.integers(0, min(vocab, 6))),
         given=rng.integers(0, vocab, (n, 2)) if options.random() < 0.3 else None,
         vocab=vocab if options.random() < 0.3 else None,
         normalize=bool(options.random() < 0.5),
@@ -108,29 +109,29 @@ def same(one, other):
 
 
 @given(SCORES, st.sampled_from([3, 40, 3000]), st.lists(st.integers(0, 3), min_size=1, max_size=6))
-def test_wishes_together_are_answered_as_each_alone(rng, vocab, kinds):
+def test_requests_together_select_as_each_alone(rng, vocab, kinds):
     sizes = rng.integers(1, 4, len(kinds))
     logits = torch.from_numpy(rng.normal(size=(sizes.sum(), vocab)).astype(np.float32)) * 3
     ends = np.cumsum(sizes).tolist()
     rows = [slice(end - size, end) for end, size in zip(ends, sizes.tolist(), strict=True)]
-    wishes = [random_wish(rng, int(n), vocab, kind + 10 * vocab) for n, kind in zip(sizes, kinds, strict=True)]
+    requests = [random_request(rng, int(n), vocab, kind + 10 * vocab) for n, kind in zip(sizes, kinds, strict=True)]
     before = logits.clone()
-    together = choose(logits, [*zip(rows, wishes, strict=True)])
-    for answer, at, wish in zip(together, rows, wishes, strict=True):
-        same(answer, select(logits[at], wish))
+    together = choose(logits, [*zip(rows, requests, strict=True)])
+    for one, at, request in zip(together, rows, requests, strict=True):
+        same(one, select(logits[at], request))
     assert torch.equal(logits, before)
 
 
 @given(SCORES, st.sampled_from([2, 40, 3000]))
-def test_an_answer_holds_the_models_own_log_probs(rng, vocab):
+def test_a_selection_has_the_models_own_log_probs(rng, vocab):
     logits = torch.from_numpy(rng.normal(size=(3, vocab)).astype(np.float32)) * 3
     given_tokens = rng.integers(0, vocab, (3, 4))
     edit = Edit("ban", np.array([0], np.int32), np.array([1], np.int32))
-    answer = select(logits, Wish(most=2, given=given_tokens, edits=(edit,), temperature=0.7))
+    selection = select(logits, SelectionRequest(top=2, given=given_tokens, edits=(edit,), temperature=0.7))
     expected = logits.log_softmax(-1).numpy()
-    np.testing.assert_allclose(answer.log_probs, np.take_along_axis(expected, answer.tokens, -1), atol=1e-5)
-    np.testing.assert_allclose(answer.given, np.take_along_axis(expected, given_tokens, -1), atol=1e-5)
-    np.testing.assert_allclose(answer.normalizers, logits.logsumexp(-1), atol=1e-5)
+    np.testing.assert_allclose(selection.log_probs, np.take_along_axis(expected, selection.tokens, -1), atol=1e-5)
+    np.testing.assert_allclose(selection.given, np.take_along_axis(expected, given_tokens, -1), atol=1e-5)
+    np.testing.assert_allclose(selection.normalizers, logits.logsumexp(-1), atol=1e-5)
 
 
 @given(SCORES, st.floats(0.05, 5), st.integers(1, 50), *[st.floats(0.01, 0.99)] * 3, st.floats(0.1, 5))
@@ -150,9 +151,9 @@ def test_scores_are_changed_as_transformers_changes_them(rng, temperature, k, to
         TypicalLogitsWarper(typical_p),
     ):
         expected = warper(None, expected)
-    answer = select(logits, Wish(most=vocab, edits=(edit,), **warpers))
-    assert [sorted(row) for row in answer.tokens.tolist()] == [[*range(vocab)]] * 2
-    np.testing.assert_allclose(answer.scores, np.take_along_axis(expected.numpy(), answer.tokens, -1), rtol=1e-5)
+    selection = select(logits, SelectionRequest(top=vocab, edits=(edit,), **warpers))
+    assert [sorted(row) for row in selection.tokens.tolist()] == [[*range(vocab)]] * 2
+    np.testing.assert_allclose(selection.scores, np.take_along_axis(expected.numpy(), selection.tokens, -1), rtol=1e-5)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -179,20 +180,20 @@ def test_the_likeliest_draws_without_replacement_have_their_exact_odds():
     n = 20_000
     noise = Noise(3, np.arange(n, dtype=np.uint32), np.full(n, 5, np.uint32))
     logits = torch.from_numpy(np.log(p)).float().expand(n, -1)
-    answer = select(logits, Wish(most=2, noise=noise))
+    selection = select(logits, SelectionRequest(top=2, noise=noise))
     pairs = {(a, b): p[a] * p[b] / (1 - p[a]) for a in range(4) for b in range(4) if a != b}
-    drawn = [tuple(pair) for pair in answer.tokens.tolist()]
+    drawn = [tuple(pair) for pair in selection.tokens.tolist()]
     counts = [drawn.count(pair) for pair in pairs]
     assert chisquare(counts, n * np.array([*pairs.values()])).pvalue > 1e-3
-    ranks = answer.scores + answer.noise
+    ranks = selection.scores + selection.noise
     assert (ranks[:, 0] >= ranks[:, 1]).all()
 
 
 def test_scores_of_whole_rows_are_changed_by_a_callers_function():
     logits = torch.tensor([[1.0, 2.0, 3.0]])
-    answer = select(logits, Wish(most=3, functions=(lambda scores: -scores,)))
-    assert answer.tokens.tolist() == [[0, 1, 2]]
-    assert answer.scores.tolist() == [[-1.0, -2.0, -3.0]]
+    selection = select(logits, SelectionRequest(top=3, functions=(lambda scores: -scores,)))
+    assert selection.tokens.tolist() == [[0, 1, 2]]
+    assert selection.scores.tolist() == [[-1.0, -2.0, -3.0]]
     assert logits.tolist() == [[1.0, 2.0, 3.0]]
 
 
@@ -215,8 +216,8 @@ def test_selection_is_one_program_that_chooses_the_same_tokens(compiler, kind):
     rng, n, vocab = np.random.default_rng(1), 3, 3000
     ids = np.arange(n, dtype=np.uint32)
     rows, tokens, tenths = ids.astype(np.int32), np.array([5, 6, vocab], np.int32), np.full(n, 1.1, np.float32)
-    everything = Wish(
-        most=4,
+    everything = SelectionRequest(
+        top=4,
         given=rng.integers(0, vocab, (n, 2)),
         normalize=True,
         edits=(Edit("repeat", rows, tokens, tenths), Edit("add", rows, tokens, tenths), Edit("ban", rows, tokens)),
@@ -226,12 +227,12 @@ def test_selection_is_one_program_that_chooses_the_same_tokens(compiler, kind):
         noise=Noise(2**64 - 1, ids, ids),
         total=True,
     )
-    wish = {"plain": Wish(), "all": everything}[kind]
+    request = {"plain": SelectionRequest(), "all": everything}[kind]
     logits = torch.from_numpy(rng.normal(size=(n, vocab)).astype(np.float32)) * 3
     compiled = torch.compile(selection._select, fullgraph=True, dynamic=False, backend=compiler)
     with torch.no_grad():
-        got = compiled(logits, wish, selection._seeds(wish))
-        expected = selection._select(logits, wish, selection._seeds(wish))
+        got = compiled(logits, request, selection._seeds(request))
+        expected = selection._select(logits, request, selection._seeds(request))
     torch.compiler.reset()
     assert torch.equal(got[0], expected[0])
     for one, other in zip(got, expected, strict=True):

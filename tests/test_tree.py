@@ -23,14 +23,14 @@ class Paths:
     def keep(self, nodes):
         self.live = {n for kept in nodes for n in self.paths[kept]}
 
-    def trunk(self, ends):
+    def prefix(self, ends):
         """The longest path all of the ends' paths begin with."""
-        trunk = []
+        prefix = []
         for level in zip(*(self.paths[e] for e in ends), strict=False):
             if len(set(level)) > 1:
                 break
-            trunk.append(level[0])
-        return trunk
+            prefix.append(level[0])
+        return prefix
 
 
 @given(st.data())
@@ -38,8 +38,8 @@ def test_tree_agrees_with_paths_written_out(data):
     prompt = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=5))
     tree, paths = Tree(prompt), Paths(prompt)
     for _ in range(data.draw(st.integers(1, 12))):
-        trunk_tip = tree.tip
-        growable = [n for n in paths.live if trunk_tip in paths.paths[n]]
+        prefix_tip = tree.tip
+        growable = [n for n in paths.live if prefix_tip in paths.paths[n]]
         parents = data.draw(st.lists(st.sampled_from(growable), min_size=1, max_size=6))
         nodes = tree.add(parents, np.arange(len(parents)), log_probs=-1.0)
         for node, parent in zip(nodes.tolist(), parents, strict=True):
@@ -49,12 +49,12 @@ def test_tree_agrees_with_paths_written_out(data):
             assert tree.scores(node) == pytest.approx(-(len(paths.paths[node]) - len(prompt)))
         before = set(paths.live)
         kept = data.draw(
-            st.lists(st.sampled_from(sorted(n for n in paths.live if trunk_tip in paths.paths[n])), min_size=1)
+            st.lists(st.sampled_from(sorted(n for n in paths.live if prefix_tip in paths.paths[n])), min_size=1)
         )
         tree.keep(kept)
         paths.keep(kept)
         assert tree.live == len(paths.live)
-        assert tree.trunk.tolist() == paths.trunk(kept)
+        assert tree.prefix.tolist() == paths.prefix(kept)
         assert sorted(tree.take_dropped().tolist()) == sorted(before - paths.live)
         assert not len(tree.take_dropped())
 
@@ -89,7 +89,7 @@ def test_finished_nodes_stay_but_their_memory_goes(data):
         tree.keep(growing, finished)
         paths.keep([*growing, *finished])
         assert tree.live == len(paths.live)
-        assert tree.trunk.tolist() == paths.trunk([*growing, *finished])
+        assert tree.prefix.tolist() == paths.prefix([*growing, *finished])
         gone = tree.take_dropped().tolist()
         needed = {n for g in growing for n in paths.paths[g]}
         assert sorted(gone) == sorted(before - needed - set(dropped))
@@ -98,15 +98,15 @@ def test_finished_nodes_stay_but_their_memory_goes(data):
             assert tree.path(node).tolist() == list(paths.paths[node])
 
 
-def test_a_guess_is_found_again():
+def test_a_draft_token_is_found_again():
     tree = Tree([1, 2])
-    first, second = tree.guess([1, 1], [5, 6]).tolist()
-    assert tree.guess([1, 1, first], [6, 5, 7]).tolist() == [second, first, 4]
+    first, second = tree.draft([1, 1], [5, 6]).tolist()
+    assert tree.draft([1, 1, first], [6, 5, 7]).tolist() == [second, first, 4]
     assert tree.add([1, 1, 1], [6, 9, 5], [-1.0, -2.0, -3.0]).tolist() == [second, 5, first]
     assert tree.scores([second, 5, first]).tolist() == [-1.0, -2.0, -3.0]
     tree.keep([first, 4])
     assert tree.tip == first
-    assert tree.guessed(np.array([1, first]), np.array([6, 7])).tolist() == [-1, 4]
+    assert tree.drafted(np.array([1, first]), np.array([6, 7])).tolist() == [-1, 4]
 
 
 @given(st.data())
@@ -124,28 +124,28 @@ def test_paths_and_what_lies_below_are_those_written_out(data):
     assert tree.below(nodes, ancestors).tolist() == [bool(set(paths.paths[n]) & set(ancestors)) for n in nodes]
 
 
-def test_a_finished_guess_is_not_found_again():
+def test_a_finished_draft_token_is_not_found_again():
     """Its slot was taken back. A node that is added at the same place needs a new one, and gives it back again."""
     tree = Tree([7])
-    guess = tree.guess([0], [3])
-    assert tree.add([0], [3]).tolist() == guess.tolist()
-    tree.keep([0], guess)
-    assert tree.take_dropped().tolist() == guess.tolist()
+    draft_token = tree.draft([0], [3])
+    assert tree.add([0], [3]).tolist() == draft_token.tolist()
+    tree.keep([0], draft_token)
+    assert tree.take_dropped().tolist() == draft_token.tolist()
     again = tree.add([0], [3])
-    assert again.tolist() != guess.tolist()
+    assert again.tolist() != draft_token.tolist()
     tree.keep([0])
     assert tree.take_dropped().tolist() == again.tolist()
 
 
 def beams_step():
-    """Add, keep and walk the paths of two beams, which share only the prompt, and of their guesses."""
+    """Add, keep and walk the paths of two beams, which share only the prompt, and of their draft tokens."""
     tree = Tree([1, 2, 3])
     tips = tree.add([2, 2], [4, 5])
 
     def step():
         nonlocal tips
-        guesses = tree.guess(tips, [7, 7])
-        tree.paths(guesses)
+        draft_tokens = tree.draft(tips, [7, 7])
+        tree.paths(draft_tokens)
         tips = tree.add(np.repeat(tips, 2), [6, 7, 6, 7])[1::2]
         tree.keep(tips)
         for tip, path in zip(tips.tolist(), tree.paths(tips).tolist(), strict=True):
@@ -156,12 +156,12 @@ def beams_step():
     return tree, step, 3
 
 
-def guess_step():
-    """Drop one of two guesses."""
+def draft_step():
+    """Drop one of two draft tokens."""
     tree = Tree([1])
 
     def step():
-        (accepted, _) = tree.guess([tree.tip, tree.tip], [2, 3]).tolist()
+        (accepted, _) = tree.draft([tree.tip, tree.tip], [2, 3]).tolist()
         tree.add(tree.tip, 2)
         tree.keep(accepted)
 
@@ -178,9 +178,9 @@ def token_step():
     return tree, step, 301
 
 
-@pytest.mark.parametrize("make", [beams_step, guess_step, token_step])
-def test_a_step_costs_the_same_late_in_the_text_as_early_in_it(make):
-    tree, step, trunk = make()
+@pytest.mark.parametrize("make", [beams_step, draft_step, token_step])
+def test_a_step_costs_the_same_late_in_the_sequence_as_early_in_it(make):
+    tree, step, prefix = make()
     work = [calls_made(step) for _ in range(300)]
-    assert len(tree.trunk) == trunk
+    assert len(tree.prefix) == prefix
     assert work[-1] <= work[10]

@@ -55,7 +55,7 @@ def prefill(model: Any, input_ids: Tensor, generation_config: Any, arguments: di
 
 
 class DecoderPositions:
-    """The positions of a decoder that counts them, to be replaced for the time of a pass.
+    """The positions of a decoder that counts them, to be replaced for the time of a forward pass.
 
     T5, BART and their relatives take the position of a token to be the number of tokens before it. In a tree, tokens of
     several branches lie side by side, so the positions differ. The module for learned positions (BART) gets another
@@ -93,7 +93,7 @@ class DecoderPositions:
 
 
 def _embed(module: Any, forward: Any, positions: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """The embeddings at positions, int64 [n], from a module that counts them: it embeds a text that has them all."""
+    """The embeddings at positions, int64 [n], from a module that counts them: it embeds a sequence that has all."""
     length = int(positions.max()) + 1
     if "position_ids" in inspect.signature(forward).parameters:
         embeddings = forward(*args, **(kwargs | {"position_ids": positions}))
@@ -104,7 +104,7 @@ def _embed(module: Any, forward: Any, positions: Tensor, *args: Any, **kwargs: A
 
 
 def _bias(compute: Any, distances: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """T5's bias [1, heads, n, slots] at distances, int64 [n, slots], from the biases of the last token of a text."""
+    """T5's bias [1, heads, n, slots] at distances, int64 [n, slots], from the biases of a sequence's last token."""
     length = int(distances.max()) + 1
     if "past_seen_tokens" in inspect.signature(compute).parameters:
         last = compute(1, length, past_seen_tokens=length - 1)[0, :, -1]

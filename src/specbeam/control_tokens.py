@@ -25,8 +25,8 @@ class ControlTokens:
     """Lets only the chat template write control tokens.
 
     In messages, the first character of each control token gets a stand-in. So the template may trim or split messages:
-    every control token that is whole in the rendered text is the template's. Such a token gets an ending that nobody
-    can guess, and the stand-ins become characters again. A tokenizer that knows control tokens only with that ending
+    every control token that is whole in the rendered text is the template's. Such a token gets a secret
+    ending, and the stand-ins become characters again. A tokenizer that knows control tokens only with that ending
     reads this text. It is the model's tokenizer in all else, so no other token changes.
 
     Control tokens are special tokens, and other added tokens that the template names. The assistant's messages may have

@@ -45,7 +45,7 @@ class TextEnd(NamedTuple):
 
 
 class Detokenizer:
-    """Decodes texts token by token. It holds no text itself, so texts may branch.
+    """Decodes sequences token by token. It holds no text itself, so sequences may branch.
 
     Args:
         decode: makes text of token ids.

@@ -17,7 +17,7 @@ from specbeam.results import Piece, Result
 from specbeam.results import Sequence as FoundSequence
 
 
-# A text is a sequence of texts, too. Type checkers take the first overload that fits, as is_batch does.
+# A string is a sequence of strings, too. Type checkers take the first overload that fits, as is_batch does.
 @overload
 def generate(  # type: ignore[overload-overlap]
     lm: LanguageModel,
@@ -59,8 +59,8 @@ def generate(
             of any of these.
         system: a system message to put before text or messages.
         raw: do not apply the model's chat template.
-        draft: guesses how the text goes on, so that it comes sooner: a loaded model or its source, "ngram", "suffix",
-            or an automaton that :func:`specbeam.suffix_automaton` returned. A source is loaded once.
+        draft: proposes draft tokens, to speed up generation: a loaded model or its source, "ngram", "suffix", or an
+            automaton that :func:`specbeam.suffix_automaton` returned. A source is loaded once.
         options: :class:`specbeam.Options`, or a mapping of its fields.
         keywords: fields of :class:`specbeam.Options`, such as ``max_new_tokens=64``. They override ``options``.
 
@@ -68,8 +68,8 @@ def generate(
         A :class:`specbeam.Result`; for a list of prompts, a list of them in the same order.
 
     Raises:
-        SpecbeamError: a prompt or an option is not allowed. All prompts of a list are checked before the first pass.
-            The message has the prompt's number, from 0. The check makes tokens of each text, and keeps none of them.
+        SpecbeamError: a prompt or an option is not allowed. All prompts of a list are checked before the first forward
+            pass. The message has the prompt's number, from 0. The check tokenizes each text, and keeps no tokens.
     """
     engine = Engine(lm)
     chosen = Options.of(options, **keywords)
@@ -144,12 +144,12 @@ def nbest(
     draft: Draft | None = None,
     **keywords: Unpack[OptionKeywords],
 ) -> Iterator[FoundSequence]:
-    """The texts that beam search finishes, best first, each as soon as no other can come before it.
+    """The finished hypotheses of beam search, best first, each as soon as no other can come before it.
 
     They are ``generate(..., num_return_sequences=num_beams).sequences``, with 4 beams if ``num_beams`` is not given.
-    To stop taking them stops the search. With ``length_penalty=0`` scores only fall as texts grow, so texts are certain
-    soonest. With a higher penalty, a text is certain once even the longest continuation of the best beam could not
-    pass it.
+    To stop taking them stops the search. With ``length_penalty=0`` scores only fall as hypotheses grow, so they are
+    certain soonest. With a higher penalty, a hypothesis is certain once even the longest continuation of the best beam
+    could not beat it.
 
     Arguments and errors as for :func:`generate`, except that a list of prompts is refused.
     """

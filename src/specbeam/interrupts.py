@@ -1,4 +1,4 @@
-"""Interrupts (SIGINT, Ctrl-C) that wait until an engine's state is whole.
+"""Interrupts (SIGINT, Ctrl-C) that wait until an engine's state is consistent.
 
 Python calls the handler of a signal between any two statements of the main thread. While an engine changes its state,
 the signal is only noted. Afterwards the handler that was there before is called, such as asyncio's or a notebook's. A

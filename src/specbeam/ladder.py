@@ -2,9 +2,9 @@
 
 | rung | per token |
 | --- | --- |
-| 1 no cache | The whole text goes through the model. |
+| 1 no cache | The whole sequence goes through the model. |
 | 2 no cache, compiled | The same, as one compiled program with fixed shapes. |
-| 3 KV cache | Keys and values are kept, and only the last token goes through the model. |
+| 3 KV cache | Keys and values are cached, and only the last token goes through the model. |
 | 4 KV cache, compiled | The same, as one compiled program. On a GPU it is replayed as a CUDA graph. |
 | 5 engine | The steps of ``specbeam.generate``. |
 
@@ -49,10 +49,10 @@ Forward = Callable[[Tensor, Tensor, list[TreeSegment], Tensor], Tensor]
 class Model:
     """A model as the rungs see it: tokens in, the likeliest next token out.
 
-    For specbeam's transformer a text is a tree without branches. The token at position i lies in slot i.
+    For specbeam's transformer a sequence is a tree without branches. The token at position i lies in slot i.
 
     Args:
-        compiled: compile the pass. Every pass must then have the shapes of the first.
+        compiled: compile the forward pass. Every pass must then have the shapes of the first.
 
     Raises:
         SpecbeamError: no rung can run such a model.
@@ -138,14 +138,14 @@ def through(backend: Backend) -> Forward:
         if isinstance(cache, NoCache):
             cache = static_cache(backend, len(nodes))  # the backend needs one. It is thrown away after the pass
         whole = cache.segment(np.arange(len(cache.tree)), last)
-        branches = np.empty((len(nodes), 0), dtype=np.int64)
-        return backend.forward([Segment(nodes, places, whole.trunk[places], whole.trunk, branches, last)])
+        suffixes = np.empty((len(nodes), 0), dtype=np.int64)
+        return backend.forward([Segment(nodes, places, whole.prefix[places], whole.prefix, suffixes, last)])
 
     return forward
 
 
 def no_cache(model: Model, prompt: list[int], length: int) -> Iterator[int]:
-    """Rung 1: the whole text goes through the model for every token."""
+    """Rung 1: the whole sequence goes through the model for every token."""
     text = [*prompt]
     while len(text) < length:
         text.append(model.next_token(text, 0, NoCache(), len(text)))
@@ -153,7 +153,7 @@ def no_cache(model: Model, prompt: list[int], length: int) -> Iterator[int]:
 
 
 def no_cache_static(model: Model, prompt: list[int], length: int) -> Iterator[int]:
-    """Rung 2: the same with fixed shapes, because the text is padded to its final length.
+    """Rung 2: the same with fixed shapes, because the sequence is padded to its final length.
 
     The padding changes nothing, because no token sees a later one.
     """
@@ -165,12 +165,12 @@ def no_cache_static(model: Model, prompt: list[int], length: int) -> Iterator[in
 
 
 def kv_cache(reader: Model, writer: Model, cache: KeyValues | Slots, prompt: list[int], length: int) -> Iterator[int]:
-    """Rungs 3 and 4: keys and values are kept, and every pass after the prompt has one token.
+    """Rungs 3 and 4: keys and values are cached, and every pass after the prompt has one token.
 
     Args:
-        reader: reads the prompt, in one pass.
+        reader: prefills the prompt, in one pass.
         writer: the same model. On rung 4 it is compiled, since all its passes have the same shapes.
-        cache: has room for the whole text. Slots left by an earlier text are masked until they are overwritten.
+        cache: has room for the whole sequence. Slots left by an earlier one are masked until they are overwritten.
     """
     token = reader.next_token(prompt, 0, cache, length)
     yield token

@@ -14,14 +14,14 @@ from specbeam.errors import SpecbeamError
 from specbeam.option_names import nearest_name
 
 MAX_DRAFT_SIZES = {"num_draft_tokens": 64, "draft_width": 1024, "draft_budget": 4096}
-"""The largest allowed values of the draft sizes: tokens ahead, guesses per level, guesses per pass."""
+"""The largest allowed values of the draft sizes: draft length, draft tokens per level, draft tokens per pass."""
 NEUTRAL_VALUES = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0}
 """The options that shape the distribution tokens are drawn from, and the values with which they leave it alone."""
 SAMPLING_OPTIONS = tuple(NEUTRAL_VALUES)
 MAX_SHOWN_CHARACTERS = 200
 """Messages show this much of a wrong value."""
 MAX_LOGIT_BIAS = 10_000
-"""The sum of such biases over a text stays far from the scores that mark forbidden texts."""
+"""The sum of such biases over a sequence stays far from the scores that mark forbidden sequences."""
 BEAM_OPTIONS = ("length_penalty", "early_stopping", "distinct")
 """Options that have no effect without beams, None if they are not given."""
 FILLED_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size")
@@ -74,7 +74,7 @@ class Options:
     value there, the value in brackets. Whether to sample is never taken from the checkpoint: the default is greedy.
 
     Attributes:
-        max_new_tokens: the largest number of tokens to generate. The model's context may end a text earlier.
+        max_new_tokens: the largest number of tokens to generate. The model's context may end a sequence earlier.
         min_new_tokens: the number of tokens before which no end-of-sequence token can be chosen.
         do_sample: draw tokens instead of taking the likeliest. If not given: sample when a temperature other than 0 is
             given, or one of top_k, top_p, min_p and typical_p that is not off.
@@ -84,50 +84,50 @@ class Options:
         min_p: draw among tokens at least this fraction as likely as the likeliest one [0.0: off].
         typical_p: draw among the tokens whose surprise is nearest to the expected one. There are as many of them as
             first sum to this probability [1.0: off] (Meister et al. 2023, "Locally Typical Sampling", 4).
-        repetition_penalty: 0.00001 to 100000. A value over 1 makes tokens of the prompt and of the text less likely to
-            come again [1.0].
-        no_repeat_ngram_size: no n-gram of this size comes twice, in prompt and text together [0: off].
-        frequency_penalty, presence_penalty: OpenAI's, -2 to 2. For each token that the text (without the prompt) has
-            count times, its score loses count * frequency_penalty + presence_penalty.
+        repetition_penalty: 0.00001 to 100000. A value over 1 makes tokens of the sequence, prompt included, less likely
+            to come again [1.0].
+        no_repeat_ngram_size: no n-gram of this size comes twice in the sequence, prompt included [0: off].
+        frequency_penalty, presence_penalty: OpenAI's, -2 to 2. The score of a token that was generated count > 0 times
+            loses count * frequency_penalty + presence_penalty.
         logit_bias: OpenAI's: numbers that are added to the scores of tokens, by token id. They are -10000 to 10000, or
             -inf, which forbids a token.
-        bad_words_ids: token id lists. The text contains none of them, but the prompt may. A list of one end token alone
-            has no effect, as in transformers [the checkpoint's].
+        bad_words_ids: token id lists. The output contains none of them, but the prompt may. A list of one end token
+            alone has no effect, as in transformers [the checkpoint's].
         num_beams: the number of beams of beam search. 1 is greedy search or sampling. More than 1 with sampling is beam
             sampling.
-        num_return_sequences: the number of texts to return: of beams the best finished ones, else independent samples.
-        distinct: the texts that beam search returns differ as decoded texts, with special tokens written out and
-            without the end token. Of texts that decode alike the best is kept, and another text takes the place of each
-            further one (docs/exactness.md). Without a tokenizer, texts differ by their tokens without the end token
+        num_return_sequences: the number of sequences to return: the best finished hypotheses of beam search, else
+            independent samples.
+        distinct: the hypotheses that beam search returns differ as decoded texts, with special tokens written out and
+            without the end token. Of hypotheses that decode alike the best is kept, and others are returned instead of
+            the rest (docs/exactness.md). Without a tokenizer, they differ by their tokens without the end token
             [True under a constraint, else False, as in transformers].
-        length_penalty: beams compete by log-probability / length ** length_penalty. A value over 0 favours long texts
-            [1.0].
-        early_stopping: True stops beam search when num_beams texts are finished. False stops it when the best beam, if
-            it ended now, would not beat the worst of them. "never" stops it when no length would make the best beam
-            beat that [False].
+        length_penalty: hypotheses compete by log-probability / length ** length_penalty. A value over 0 favours long
+            ones [1.0].
+        early_stopping: True stops beam search when num_beams hypotheses are finished. False stops it when the best
+            beam, if it ended now, would not beat the worst of them. "never" stops it when the best beam would not beat
+            it at any length [False].
         num_beam_groups: the number of groups in diverse beam search. Each group is kept off the tokens of the groups
             before it.
         diversity_penalty: the score a token loses for each beam of an earlier group that chose it in the same step. It
             is over 0 if there are groups, and at most 10000.
-        num_draft_tokens: how many tokens ahead drafts guess. "auto" adapts to acceptance and to the cost of passes.
-        draft_width: for a draft model, guesses per level below the text, or below all beams. For lookups, guesses per
-            level below each text or beam. "auto" adapts.
-        draft_budget: the largest number of guesses per pass of the target; "auto" adapts.
-        draft_temperature, draft_top_k: shape the distribution that a draft model draws its guesses from, when texts are
-            drawn [the text's own temperature and top_k]. They change how many guesses are accepted, and no probability
-            of a text.
+        num_draft_tokens: the draft length, in tokens. "auto" adapts to acceptance and to the cost of forward passes.
+        draft_width: for a draft model, draft tokens per level below the sequence, or below all beams. For lookups,
+            draft tokens per level below each sequence or beam. "auto" adapts.
+        draft_budget: the largest number of draft tokens per pass of the target; "auto" adapts.
+        draft_temperature, draft_top_k: with sampling, shape the distribution that a draft model draws from
+            [temperature and top_k]. They change how many draft tokens are accepted, but no probability of a sequence.
         bound_rule: a step of beam search may do without beams that provably cannot matter (docs/exactness.md). False
-            waits for all of them. The resulting texts are the same. Without beams False is refused.
-        seed: the seed of this request's random draws. It gives the same text whatever else runs in the batch. Without
-            draws it is refused.
-        eos_token_id: one id or several (kept as a tuple) that end the text [the checkpoint's].
+            waits for all of them, with the same result. Without beams False is refused.
+        seed: the seed of this request's random draws. It gives the same sequence whatever else runs in the batch.
+            Without sampling it is refused.
+        eos_token_id: one id or several (kept as a tuple) that end the sequence [the checkpoint's].
         stop_strings: one string or several (kept as a tuple). The text ends before the first that appears.
-        top_logprobs: also return the log-probabilities of this many of the likeliest tokens at the place of each new
+        top_logprobs: also return the log-probabilities of this many of the likeliest tokens at the position of each new
             token (:class:`specbeam.Sequence`). None for none.
-        share_prefix: share the keys and values of the prompt's first tokens with other requests of the engine. They are
-            read once. No result changes, only the time that a prompt takes.
+        share_prefix: share the KV cache of the prompt's first tokens with other requests of the engine. No result
+            changes, only the time of the prefill.
         trace: record in the result the drafted, accepted and chosen tokens of each round.
-        constraint: the texts that may be generated: a :class:`specbeam.TokenTrie` or another
+        constraint: the sequences that may be generated: a :class:`specbeam.TokenTrie` or another
             :class:`specbeam.constraints.Constraint`.
         prefix_allowed_tokens_fn: as in transformers, called with 0 and the token ids so far, prompt included (int64
             tensor [length]). It returns the ids of the tokens that may follow.
@@ -222,8 +222,8 @@ class Options:
             raise SpecbeamError(f"{name}={getattr(self, name)} has no effect with do_sample=False: leave one out")
         if self.seed is not None and not self.samples:
             raise SpecbeamError(
-                f"seed={self.seed} has no effect on a text that is not drawn: give do_sample=True or a temperature "
-                "over 0, or leave it out"
+                f"seed={self.seed} has no effect without sampling: give do_sample=True or a temperature over 0, or "
+                "leave it out"
             )
 
     def _check_penalties(self) -> None:
@@ -246,7 +246,7 @@ class Options:
         numbers = f"numbers from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}, or -inf, by token id, such as {{50256: -100}}"
         self._check("logit_bias", isinstance(given, Mapping), numbers)
         whole = all(isinstance(token, Integral | str) and not isinstance(token, bool) for token in given)
-        try:  # keys of JSON objects are texts
+        try:  # keys of JSON objects are strings
             bias = {int(token): float(value) for token, value in given.items()} if whole else {-1: 0.0}
         except (TypeError, ValueError, OverflowError):
             bias = {-1: 0.0}
@@ -307,7 +307,7 @@ class Options:
         if groups > 1 and not self.diversity_penalty:
             raise SpecbeamError(
                 f"num_beam_groups={groups} needs a diversity_penalty over 0, such as 0.5: with 0 all groups find the "
-                "same texts"
+                "same hypotheses"
             )
 
     def _check_drafts(self) -> None:
@@ -324,9 +324,7 @@ class Options:
         self._check("draft_top_k", self.draft_top_k is None or self.draft_top_k >= 0, "0 (all tokens) or more")
         for name in ("draft_temperature", "draft_top_k"):
             if getattr(self, name) is not None and not self.samples:
-                raise SpecbeamError(
-                    f"{name}={getattr(self, name)} has no effect on a text that is not drawn: leave it out"
-                )
+                raise SpecbeamError(f"{name}={getattr(self, name)} has no effect without sampling: leave it out")
 
     def draft_size(self, name: str) -> int | None:
         """The value of num_draft_tokens, draft_width or draft_budget; None if it adapts."""
@@ -346,8 +344,8 @@ class Options:
                 )
         if drafts and self.num_return_sequences > self.num_beams:
             raise SpecbeamError(
-                f"num_return_sequences={self.num_return_sequences} samples cannot have a draft, since the "
-                "guesses would tie them to each other: leave one out"
+                f"num_return_sequences={self.num_return_sequences} samples cannot have a draft, which would "
+                "tie them to each other: leave one out"
             )
 
     @classmethod
@@ -372,12 +370,12 @@ class Options:
 
     @property
     def is_distinct(self) -> bool:
-        """Whether the texts of beam search must differ as decoded texts."""
+        """Whether the hypotheses of beam search must differ as decoded texts."""
         return self.constraint is not None if self.distinct is None else self.distinct
 
     @property
     def num_texts(self) -> int:
-        """The most texts that may grow at once: beams, or samples."""
+        """The most sequences that may grow at once: beams, or samples."""
         return max(self.num_beams, self.num_return_sequences)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Options:

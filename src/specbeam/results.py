@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 TopLogProbs = list[dict[int, float]]
-"""For each token of a text, the log-probabilities of the likeliest tokens at its place, by token id, the likeliest
-first."""
+"""For each token of a sequence, the log-probabilities of the likeliest tokens at its position, by token id, the
+likeliest first."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +20,18 @@ class Sequence:
     Attributes:
         text: the new text, without special tokens and without the stop string that ended it. A last character that is
             incomplete is U+FFFD, as the tokenizer decodes it. A cancelled text ends before such a character.
-        token_ids: the new tokens, including the one that ended the text.
+        token_ids: the new tokens, including the one that ended the sequence.
         log_probs: the log-probability of each new token given what precedes it.
-        log_prob: the sum of ``log_probs``, so the log-probability of the text under the model. It compares texts of all
-            methods.
+        log_prob: the sum of ``log_probs``, so the log-probability of the sequence under the model. It compares
+            sequences of all methods.
         score: the number that the method ranks by. For greedy search and samples it is ``log_prob``. For beam search it
             is transformers' ``sequences_scores``: the sum of processed log-probabilities, divided by
             length ** length_penalty. A beam search that was cancelled has no ranking: its score is ``log_prob``.
         finish_reason: "stop" (an end-of-sequence token or a stop string), "length" (max_new_tokens, or the context
             is full), "cancelled", or "timeout".
         top_logprobs: with ``top_logprobs=k``, one dictionary per new token: the log-probabilities of the k likeliest
-            tokens at its place, by token id, the likeliest first. The new token need not be among them. A dictionary is
-            empty where a strategy of the caller added a token without the model's logits. Otherwise None.
+            tokens at its position, by token id, the likeliest first. The new token need not be among them. A dictionary
+            is empty where a strategy of the caller added a token without the model's logits. Otherwise None.
     """
 
     text: str
@@ -65,16 +65,17 @@ class Stats:
         seconds: from submission to the last token, waiting and prefill included.
         tokens_per_second: new_tokens / seconds.
         time_to_first_token: seconds from submission to the first new token; None without new tokens.
-        forward_passes: passes of the target and of the draft model that this request took part in, with the prefill.
+        forward_passes: forward passes of the target and of the draft model that this request took part in, with the
+            prefill.
         target_passes: passes of the target alone.
         draft_passes: passes of the draft model alone.
         target_seconds: time of the target's passes. Requests that share a pass divide its time by their nodes.
         draft_seconds: time of the draft model's passes, divided likewise.
         nodes_evaluated: nodes of the tree that the target evaluated, including the prompt's that were not reused.
         peak_slots: the most cache slots in use at once on the target. A slot holds the keys and values of one token.
-        drafted: guesses that the target checked.
-        accepted: guesses that became part of the text, or of a beam.
-        acceptance_rate: accepted / drafted; None without drafts. The guesses of a tree cannot all be accepted.
+        drafted: draft tokens that the target verified.
+        accepted: draft tokens that became part of the sequence, or of a beam.
+        acceptance_rate: accepted / drafted; None without drafts. The draft tokens of a tree cannot all be accepted.
         evaluated_beams: the share of the beams of all steps that the target evaluated; None without beams. It is below
             1 where beams were left out, because they could not change the outcome.
         steps_per_target_pass: new tokens, or steps of beam search, per pass of the target. Chunks of a long prompt do
@@ -83,13 +84,14 @@ class Stats:
             process has held so far. None if the system does not report it.
         precision: the number type of the model's weights, and the device, such as "int8 on cpu". Only "float32" can
             give transformers' own numbers.
-        draft_note: why a draft that was given made no guesses, or none in most passes; else None.
-        reused_tokens: tokens of the prompt that another request of the engine had read: the target did not read them
-            again (``share_prefix`` of :class:`specbeam.Options`).
-        acceptance_histogram: how many of the passes that checked guesses accepted 0 of them, 1, 2, and so on; None
-            without such passes.
-        acceptance_by_position: for each position, how many guesses the target checked there, and how many of them were
-            accepted. The first position is directly after the known tokens of a text or a beam. None without guesses.
+        draft_note: why a draft that was given proposed no tokens, or none in most passes; else None.
+        reused_tokens: tokens of the prompt that the target did not evaluate, because another request of the engine had
+            cached them (``share_prefix`` of :class:`specbeam.Options`).
+        acceptance_histogram: how many of the passes that verified draft tokens accepted 0 of them, 1, 2, and so on;
+            None without such passes.
+        acceptance_by_position: for each position, how many draft tokens the target verified there, and how many of them
+            were accepted. The first position is directly after the known tokens of a sequence or a beam. None without
+            draft tokens.
     """
 
     prompt_tokens: int
@@ -126,25 +128,26 @@ class Result:
         stats: the cost.
         trace: with ``trace=True``, one dictionary per round (a pass of the target).
 
-            "drafted" lists the guesses that were checked, each with "token_id", "text" and "accepted". A guess also has
-            its place: "parent" is the number of another guess of the round. "beam" is the number of the beam (0 for a
-            single text). A guess below a guess of an earlier round has neither. A guess may be checked again.
+            "drafted" lists the draft tokens that were verified, each with "token_id", "text" and "accepted". It also
+            has the place of each: "parent" is the number of another draft token of the round, and "beam" the number of
+            a beam (0 for a single sequence). A draft token below one of an earlier round has neither. A draft token may
+            be verified again.
 
-            "steps" lists the beams after each step, best first; a single text is one beam. A beam has its last token
-            ("token_id", "text", "log_prob") and its "score". "beam" is the number of the beam it continues, in the step
-            before. "drafted" is whether its last token was drafted. The last steps may lack beams: the result can be
-            certain before these are known.
+            "steps" lists the beams after each step, best first; a single sequence is one beam. A beam has its last
+            token ("token_id", "text", "log_prob") and its "score". "beam" is the number of the beam it continues, in
+            the step before. "drafted" is whether its last token was drafted. The last steps may lack beams: the result
+            can be certain before these are known.
 
-            "ahead" lists beams of later steps as soon as they are known. Lazy beams go on with the likeliest texts, and
-            a step is certain once all its beams are known. The list has the order of the steps, and of the beams of
-            each step. A beam is listed once. "steps" has it again when its step is certain.
+            "ahead" lists beams of later steps as soon as they are known. Lazy beams go on with the likeliest
+            hypotheses, and a step is certain once all its beams are known. The list has the order of the steps, and of
+            the beams of each step. A beam is listed once. "steps" has it again when its step is certain.
 
-            Guesses and beams have a "node", the number of their last token in the tree, and the node that it comes
+            Draft tokens and beams have a "node", the number of their last token in the tree, and the node that it comes
             "after". The prompt's last token has the number of the prompt's tokens less 1. By these numbers, "certain"
-            lists the nodes that all texts share from now on. "dropped" lists the nodes that no text needs any more.
-            "ended" lists the last tokens of finished texts. "evaluated" lists the nodes after which the target computed
-            the next tokens in this round, guesses included. A beam that no round lists was never evaluated. "text" is
-            the text that became certain.
+            lists the nodes that all sequences share from now on. "dropped" lists the nodes that no sequence needs any
+            more. "ended" lists the last tokens of finished hypotheses. "evaluated" lists the nodes after which the
+            target computed the next tokens in this round, draft tokens included. A beam that no round lists was never
+            evaluated. "text" is the text that became certain.
 
             "pass" has the cost: "target_passes", "draft_passes", "target_seconds", "draft_seconds" and "nodes", the
             nodes that the target evaluated. "seconds" is the time since submission.
@@ -196,7 +199,7 @@ class Piece:
         token_ids: new tokens. Without any, the piece is the last, or it has only a round.
         log_probs, top_logprobs: of these tokens, as in :class:`Sequence`.
         result: the finished result, with its statistics, in the last piece. None in all others.
-        trace: with ``trace=True``, the round as in :class:`Result`. Its guesses may still be accepted in later rounds.
+        trace: with ``trace=True``, the round as in :class:`Result`. Its draft tokens may still be accepted later.
     """
 
     text: str

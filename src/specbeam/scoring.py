@@ -1,7 +1,7 @@
 """Log-probabilities of given continuations.
 
-The continuations of one context form a tree: the context is evaluated once, and so is every shared beginning. Contexts
-that begin alike, with the same examples for instance, share the slots of that beginning.
+The continuations of one context form a tree: the context is evaluated once, and so is every shared prefix. Contexts
+that begin alike, with the same examples for instance, share the slots of their prefix.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def score(
     Args:
         texts: contexts and continuations. A context has at least one token. Both together may have one token more than
             the model's context, because the last token is not evaluated.
-        max_contexts: the most contexts that share a pass.
-        max_batch_tokens: the most nodes per pass. Logits of more nodes are never held. Longer texts are read in chunks.
+        max_contexts: the most contexts that share a forward pass.
+        max_batch_tokens: the most nodes per pass. Logits of more nodes are never held. Longer texts are prefilled in
+            chunks.
 
     Yields:
         A tuple for each text, as soon as its score is known: (number, score, greedy). The number is its index in
@@ -51,7 +52,7 @@ def score(
         return
     lengths = [sum(map(len, texts[numbers[0]])) for numbers in groups]
     groups.rotate(-lengths.index(max(lengths)))
-    # A context that is done is kept only as long as there is room beside the contexts of live requests.
+    # A context that is done stays cached only as long as there is room beside the contexts of live requests.
     largest = max(len(texts[some[0]][0]) + max(1, sum(len(texts[number][1]) for number in some)) for some in groups)
     engine = Engine(
         lm,
@@ -91,7 +92,7 @@ def _shared(texts: Sequence[Text], most: int) -> list[list[int]]:
     """Groups of texts, by number, that share a context and have at most ``most`` tokens below it together.
 
     A node's attention runs over the slots of its whole tree, also over masked ones. In larger groups, sharing a short
-    context would cost more than reading it again.
+    context would cost more than prefilling it again.
     """
     together: list[list[int]] = []
     open_for: dict[tuple[int, ...], tuple[list[int], int]] = {}

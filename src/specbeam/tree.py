@@ -14,7 +14,7 @@ NO_NODES: Nodes = np.empty(0, dtype=np.int64)
 
 
 class Holders:
-    """Which nodes are needed. A node is held by each child that is held, and by the tree if its caller keeps it.
+    """Reference counts of nodes. A node is held by each child that is held, and by the tree if its caller keeps it.
 
     Attributes:
         counts: by node, how many hold it.
@@ -62,17 +62,17 @@ class Holders:
 class Tree:
     """Tokens with parents. A node is an integer, smaller than each of its children.
 
-    *Live* nodes are the nodes of the last ``keep``, their ancestors, and all nodes added since. The paths to all live
-    nodes begin alike. This shared path from the root is the *trunk*: first the prompt, then also the tokens that all
-    surviving hypotheses share. Text on the trunk can no longer change, so it can be streamed.
+    *Live* nodes are the nodes of the last ``keep``, their ancestors, and all nodes added since. The path from the root
+    that all of them share is the *shared prefix*: first the prompt, then also the tokens that all surviving hypotheses
+    begin with. It can no longer change, so its text can be streamed.
 
-    A *guess* is a node that a drafter added. If a strategy then adds the same token below the same parent, it gets the
-    guessed node, which may have been evaluated already.
+    A *draft token* is a node that a drafter added. If a strategy then adds the same token below the same parent, it
+    gets the drafted node, which may have been evaluated already.
 
     Attributes:
         prompt_length: number of prompt tokens; they are nodes 0 to prompt_length - 1.
-        tip: the last node of the trunk.
-        trunk_length: number of nodes on the trunk.
+        tip: the last node of the shared prefix.
+        prefix_length: number of nodes of the shared prefix.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -84,17 +84,17 @@ class Tree:
         self._log_probs = np.zeros(n)
         self._scores = np.zeros(n)
         self._living = Holders(n)
-        self._growing = Holders(n)  # a node is needed for growth while any text through it may still grow
+        self._growing = Holders(n)  # a node is needed for growth while any sequence through it may grow
         self._live = n
         self._child_sum = [0] * n  # of the numbers of a node's live children; of an only child, its number
-        self._trunk = np.arange(n, dtype=np.int64)  # the trunk's node at each depth
-        self.trunk_length = n
+        self._prefix = np.arange(n, dtype=np.int64)  # the shared prefix: its node at each depth
+        self.prefix_length = n
         self.tip = n - 1
-        # Paths are climbed only up to the nodes that grew at the last keep: theirs beyond the trunk are remembered.
+        # Paths are climbed only up to the nodes that grew at the last keep: theirs beyond the prefix are kept.
         self._paths: dict[int, Nodes] = {}
         self._paths_start = n  # the depth at which they begin
         self._unremembered: set[int] = set()  # the nodes that grew at the last keep, if their paths were not asked for
-        self._guesses: dict[tuple[int, int], int] = {}  # by parent and token
+        self._draft_tokens: dict[tuple[int, int], int] = {}  # by parent and token
         self._dropped: list[int] = []
 
     def __len__(self) -> int:
@@ -102,9 +102,9 @@ class Tree:
         return self._size
 
     @property
-    def trunk(self) -> Nodes:
-        """The trunk's nodes from the root on."""
-        return self._trunk[: self.trunk_length]
+    def prefix(self) -> Nodes:
+        """The nodes of the shared prefix, from the root on."""
+        return self._prefix[: self.prefix_length]
 
     @property
     def live(self) -> int:
@@ -118,7 +118,7 @@ class Tree:
 
     @property
     def finished(self) -> set[int]:
-        """The finished nodes of the last :meth:`keep` that no growing text needs."""
+        """The finished nodes of the last :meth:`keep` that no growing sequence needs."""
         return self._living.kept - self._growing.kept
 
     def tokens(self, nodes: Any) -> Nodes:
@@ -130,7 +130,7 @@ class Tree:
         return self._parents[nodes]
 
     def depths(self, nodes: Any) -> Nodes:
-        """Positions of nodes in their text, 0 for the root."""
+        """Positions of nodes in their sequence, 0 for the root."""
         return self._depths[nodes]
 
     def log_probs(self, nodes: Any) -> NDArray[np.float64]:
@@ -142,17 +142,17 @@ class Tree:
         return self._scores[nodes]
 
     def add(self, parents: Any, tokens: Any, log_probs: Any = 0.0) -> Nodes:
-        """Add one child per parent and return the children, int64 [n]. A child that was guessed is not added again.
+        """Add one child per parent and return the children, int64 [n]. A drafted child is not added again.
 
         Args:
-            parents: nodes, int [n]. Each is the trunk's tip or beyond it, and live.
+            parents: nodes, int [n]. Each is the prefix's tip or beyond it, and live.
             tokens: token ids, int [n].
             log_probs: the tokens' log-probabilities given what precedes them, float [n].
         """
         parents = np.array(parents, dtype=np.int64, ndmin=1)
-        if self._guesses:
+        if self._draft_tokens:
             tokens = np.broadcast_to(np.asarray(tokens, dtype=np.int64), parents.shape)
-            nodes = self.guessed(parents, tokens)
+            nodes = self.drafted(parents, tokens)
             new = nodes < 0
             nodes[new] = self._append(parents[new], tokens[new])
         else:
@@ -162,8 +162,8 @@ class Tree:
         return nodes
 
     def append(self, parent: int, token: int, log_prob: float) -> int:
-        """Add one child and return it: :meth:`add` for a text without branches, in a few operations."""
-        if self._guesses:
+        """Add one child and return it: :meth:`add` for a single sequence, in a few operations."""
+        if self._draft_tokens:
             return int(self.add(parent, token, log_prob)[0])
         node = self._size
         if node == len(self._tokens):
@@ -181,23 +181,23 @@ class Tree:
         self._live += 1
         return node
 
-    def guess(self, parents: Any, tokens: Any) -> Nodes:
-        """Add one guess per parent, int [n] each, and return them. A guess made before is not added again."""
+    def draft(self, parents: Any, tokens: Any) -> Nodes:
+        """Add one draft token per parent, int [n] each, and return them. An existing one is not added again."""
         parents = np.array(parents, dtype=np.int64, ndmin=1)
         tokens = np.broadcast_to(np.asarray(tokens, dtype=np.int64), parents.shape)
         pairs = list(zip(parents.tolist(), tokens.tolist(), strict=True))
-        new = list(dict.fromkeys(pair for pair in pairs if pair not in self._guesses))
+        new = list(dict.fromkeys(pair for pair in pairs if pair not in self._draft_tokens))
         if new:
             above, below = np.array(new, dtype=np.int64).T
             nodes = self._append(above, below)
             self._log_probs[nodes], self._scores[nodes] = 0.0, self._scores[above]
-            self._guesses.update(zip(new, nodes.tolist(), strict=True))
-        return np.array([self._guesses[pair] for pair in pairs], dtype=np.int64)
+            self._draft_tokens.update(zip(new, nodes.tolist(), strict=True))
+        return np.array([self._draft_tokens[pair] for pair in pairs], dtype=np.int64)
 
-    def guessed(self, parents: Nodes, tokens: Nodes) -> Nodes:
-        """The guesses of these tokens below these parents, int [n] each; -1 where no such guess exists."""
+    def drafted(self, parents: Nodes, tokens: Nodes) -> Nodes:
+        """The draft tokens with these ids below these parents, int [n] each; -1 where there is none."""
         pairs = zip(parents.tolist(), tokens.tolist(), strict=True)
-        return np.array([self._guesses.get(pair, -1) for pair in pairs], dtype=np.int64)
+        return np.array([self._draft_tokens.get(pair, -1) for pair in pairs], dtype=np.int64)
 
     def _append(self, parents: Nodes, tokens: Any) -> Nodes:
         """Add a child for each parent, int64 [n], without its log-probability and score."""
@@ -226,10 +226,10 @@ class Tree:
         return np.array([self._living.counts[node] > 0 for node in nodes], dtype=bool)
 
     def keep(self, growing: Any, finished: Any = NO_NODES) -> None:
-        """Drop every node that is neither one of these nor an ancestor of one; advance the trunk.
+        """Drop every node that is neither one of these nor an ancestor of one; extend the shared prefix.
 
-        Nothing grows below finished nodes. They and the ancestors that no growing node needs stay in the tree. But no
-        pass will need them again, so they are among the nodes that :meth:`take_dropped` returns.
+        Nothing grows below finished nodes. They and the ancestors that no growing node needs stay in the tree, but no
+        forward pass needs them again, so they are among the nodes that :meth:`take_dropped` returns.
 
         Raises:
             ValueError: a node is not live.
@@ -242,8 +242,8 @@ class Tree:
             raise ValueError(f"nodes {sorted(dead)} are not all live")
         idle = self._growing.keep(still_growing, self._parents)
         self._dropped += idle
-        if self._guesses:  # a finished node is no guess any more: its slot is gone
-            self._forget_guesses(idle)
+        if self._draft_tokens:  # a finished node is no draft token any more: its slot is gone
+            self._forget_draft_tokens(idle)
         gone = self._living.keep(kept, self._parents)
         for node in gone:
             self._child_sum[self._parents.item(node)] -= node
@@ -258,19 +258,19 @@ class Tree:
         dropped, self._dropped = self._dropped, []
         return np.array(dropped, dtype=np.int64)
 
-    def _forget_guesses(self, nodes: list[int]) -> None:
+    def _forget_draft_tokens(self, nodes: list[int]) -> None:
         for node in nodes:
             pair = self._parents.item(node), self._tokens.item(node)
-            if self._guesses.get(pair) == node:
-                del self._guesses[pair]
+            if self._draft_tokens.get(pair) == node:
+                del self._draft_tokens[pair]
 
     def _advance(self) -> None:
-        """Extend the trunk by each node that all live nodes share: the only child of a tip that is not itself kept."""
+        """Extend the prefix by each node that all live nodes share: the only child of a tip that is not itself kept."""
         while self._living.counts[self.tip] == 1 and self.tip not in self._living.kept:
-            if self.trunk_length == len(self._trunk):
-                self._trunk = np.resize(self._trunk, 2 * len(self._trunk))
-            self.tip = self._trunk[self.trunk_length] = self._child_sum[self.tip]
-            self.trunk_length += 1
+            if self.prefix_length == len(self._prefix):
+                self._prefix = np.resize(self._prefix, 2 * len(self._prefix))
+            self.tip = self._prefix[self.prefix_length] = self._child_sum[self.tip]
+            self.prefix_length += 1
 
     def path(self, node: int) -> Nodes:
         """The nodes from the root down to a live node."""
@@ -281,23 +281,23 @@ class Tree:
         """The nodes from the root down to live nodes, int64 [n, longest path]; shorter paths repeat their last node."""
         nodes = np.asarray(nodes, dtype=np.int64)
         depths = self._depths[nodes]
-        columns = np.arange(min(self.trunk_length, depths.max() + 1))
-        shared = self._trunk[np.minimum(columns, depths[:, None])]
-        return np.concatenate([shared, self.paths_beyond_trunk(nodes)], axis=1)
+        columns = np.arange(min(self.prefix_length, depths.max() + 1))
+        shared = self._prefix[np.minimum(columns, depths[:, None])]
+        return np.concatenate([shared, self.paths_beyond_prefix(nodes)], axis=1)
 
-    def paths_beyond_trunk(self, nodes: Nodes) -> Nodes:
-        """The columns of :meth:`paths` from the trunk's end on; nodes on the trunk are repeated."""
+    def paths_beyond_prefix(self, nodes: Nodes) -> Nodes:
+        """The columns of :meth:`paths` from the prefix's end on; nodes of the prefix are repeated."""
         if self._unremembered:
             grown, self._unremembered = sorted(self._unremembered), set()
             paths = self._climb(np.array(grown, dtype=np.int64))
-            self._paths, self._paths_start = dict(zip(grown, paths, strict=True)), self.trunk_length
-        if len(nodes) and self._paths_start == self.trunk_length and self._paths.keys() == {*nodes.tolist()}:
+            self._paths, self._paths_start = dict(zip(grown, paths, strict=True)), self.prefix_length
+        if len(nodes) and self._paths_start == self.prefix_length and self._paths.keys() == {*nodes.tolist()}:
             return np.array([self._paths[node] for node in nodes.tolist()])
         return self._climb(nodes)
 
     def _climb(self, nodes: Nodes) -> Nodes:
-        """Walk up from each node to the trunk, or to a node whose path is known."""
-        begin, skipped = self.trunk_length, self.trunk_length - self._paths_start
+        """Walk up from each node to the prefix, or to a node whose path is known."""
+        begin, skipped = self.prefix_length, self.prefix_length - self._paths_start
         lengths = self._depths[nodes] + 1 - begin
         paths = np.empty((len(nodes), max(0, lengths.max(initial=0))), dtype=np.int64)
         if not paths.size:
@@ -320,7 +320,7 @@ class Tree:
         return paths
 
     def last_tokens(self, nodes: Nodes, count: int) -> Nodes:
-        """The last tokens of the texts down to nodes, int64 [n, count]; -1 where a text has fewer."""
+        """The last tokens of the sequences down to nodes, int64 [n, count]; -1 where a sequence has fewer."""
         tokens = np.full((len(nodes), count), -1)
         for column in range(count - 1, -1, -1):
             there = nodes >= 0

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 import specbeam
 from specbeam.backends.contract import Segment
-from specbeam.selection import Beams, Edit, Noise, Wish
+from specbeam.selection import Beams, Edit, Noise, SelectionRequest
 from tests.backends.test_choosing import equal
 from tests.conftest import examples, random_model
 
 VOCAB = 259
 PROMPT_TOKENS = 20
-ROOM = 200  # slots for each text and its beams
-TEXTS = 3
+ROOM = 200  # slots for each search
+SEARCHES = 3
 GO_ON = np.zeros(1, np.int32)
 
 
@@ -32,65 +32,67 @@ def backends(save):
     folders = [save(model) for model in models]
     made = [specbeam.load(folder, backend="cpu", threads=n).backend for folder in folders for n in (1, 2)]
     for backend in made:
-        backend.reserve((TEXTS + TEXTS * MOST_BEAMS) * ROOM)
+        backend.reserve((SEARCHES + SEARCHES * MOST_BEAMS) * ROOM)
     return made
 
 
-class Text:
-    """One text, or beams of one: the tokens of each, and how it goes on."""
+class Search:
+    """One sequence, or the beams of a search: their tokens, and how they go on."""
 
     def __init__(self, number, given):
         self.given = given
-        self.texts = [given["prompt"] + [token] for token in given["last"][: given["beams"] or 1]]
-        self.scores = np.array(given["scores"][: len(self.texts)], np.float32)
+        self.sequences = [given["prompt"] + [token] for token in given["last"][: given["beams"] or 1]]
+        self.scores = np.array(given["scores"][: len(self.sequences)], np.float32)
         self.slots = number * ROOM + (7 * np.arange(ROOM) % ROOM)  # in any order
-        self.trunk = self.slots[: PROMPT_TOKENS - (0 if given["beams"] > 1 else -1)]
+        self.prefix = self.slots[: PROMPT_TOKENS - (0 if given["beams"] > 1 else -1)]
 
     @property
     def beams(self):
         limits = self.given["best_above"], self.given["all_above"]
         return Beams(self.scores.copy(), *limits) if self.given["beams"] else None
 
-    def wish(self):
-        """A wish about its beams, as it is at the end of its texts."""
-        n, noise = len(self.texts), None
+    def request(self):
+        """The selection request at the ends of its sequences."""
+        n, noise = len(self.sequences), None
         if self.given["seed"] is not None and not self.given["beams"]:
-            at = np.array([[self.given["stream"]], [len(self.texts[0])]], np.uint32)
+            at = np.array([[self.given["stream"]], [len(self.sequences[0])]], np.uint32)
             noise = Noise(self.given["seed"], *at)
         banned = np.array(self.given["banned"], np.int32)
         ban = Edit("ban", np.repeat(np.arange(n, dtype=np.int32), len(banned)), np.tile(banned, n))
         if self.given["beams"]:
-            return Wish(edits=(ban,), most=2 * n + 1, normalize=True)
-        return Wish(edits=(ban,), noise=noise, **self.given["warpers"])
+            return SelectionRequest(edits=(ban,), top=2 * n + 1, normalize=True)
+        return SelectionRequest(edits=(ban,), noise=noise, **self.given["warpers"])
 
     def prompt(self):
         """The part of a pass over the prompt."""
         at = np.arange(PROMPT_TOKENS)
-        no_branches = np.empty((len(at), 0), np.int64)
-        return Segment(np.array(self.given["prompt"]), at, self.slots[at], self.slots[at], no_branches, at[:0])
+        no_suffixes = np.empty((len(at), 0), np.int64)
+        return Segment(np.array(self.given["prompt"]), at, self.slots[at], self.slots[at], no_suffixes, at[:0])
 
     def ahead(self, passes):
         """The part of a pass over its last tokens, and of the passes that follow."""
-        n = len(self.texts)
+        n = len(self.sequences)
         own = self.slots[PROMPT_TOKENS:][: n * passes]
-        branches = own[:n, None] if self.given["beams"] > 1 else np.empty((n, 0), np.int64)
-        tokens = np.array([text[-1] for text in self.texts])
+        suffixes = own[:n, None] if self.given["beams"] > 1 else np.empty((n, 0), np.int64)
+        tokens = np.array([sequence[-1] for sequence in self.sequences])
         at = np.full(n, PROMPT_TOKENS)
-        return Segment(tokens, at, own[:n], self.trunk, branches, np.arange(n), ahead=own[n:])
+        return Segment(tokens, at, own[:n], self.prefix, suffixes, np.arange(n), ahead=own[n:])
 
-    def go_on(self, answer, ends):
-        """Take an answer. Returns whether the next pass may follow without a look at it."""
+    def go_on(self, selection, ends):
+        """Take a selection. Returns whether the next pass may follow without a look at it."""
         if not self.given["beams"]:
-            token = int(answer.tokens[0, 0])
-            self.texts = [[*self.texts[0], token]]
+            token = int(selection.tokens[0, 0])
+            self.sequences = [[*self.sequences[0], token]]
             return token not in ends
-        n, most = len(self.texts), answer.tokens.shape[1]
+        n, top = len(self.sequences), selection.tokens.shape[1]
         sums = {
-            (beam, place): self.scores[beam] + answer.scores[beam, place] for beam in range(n) for place in range(most)
+            (beam, place): self.scores[beam] + selection.scores[beam, place]
+            for beam in range(n)
+            for place in range(top)
         }
         best = sorted(sums, key=sums.get, reverse=True)[:n]  # stable: ties go to the first beam, and its first token
-        tokens = [int(answer.tokens[where]) for where in best]
-        self.texts = [[*self.texts[beam], token] for (beam, _), token in zip(best, tokens, strict=True)]
+        tokens = [int(selection.tokens[where]) for where in best]
+        self.sequences = [[*self.sequences[beam], token] for (beam, _), token in zip(best, tokens, strict=True)]
         self.scores = np.array([sums[where] for where in best], np.float32)
         enough = self.scores[0] > self.given["best_above"] and self.scores[-1] > self.given["all_above"]
         return bool(enough) and not {*tokens} & {*ends}
@@ -99,7 +101,7 @@ class Text:
 WARPERS = st.sampled_from([{}, {"temperature": 0.7}, {"top_p": 0.9, "top_k": 20}, {"min_p": 0.1}, {"typical_p": 0.9}])
 TOKEN = st.integers(0, VOCAB - 1)
 MOST_BEAMS = 16
-TEXT = st.fixed_dictionaries(
+SEARCH = st.fixed_dictionaries(
     {
         "prompt": st.lists(TOKEN, min_size=PROMPT_TOKENS, max_size=PROMPT_TOKENS),
         "beams": st.sampled_from([0, 0, 1, 2, 4, 4, 8, MOST_BEAMS]),
@@ -116,52 +118,56 @@ TEXT = st.fixed_dictionaries(
 
 
 @settings(max_examples=examples(5))
-@given(st.lists(TEXT, min_size=1, max_size=TEXTS), st.integers(1, 9), st.integers(0, 5), st.sets(TOKEN, max_size=2))
+@given(
+    st.lists(SEARCH, min_size=1, max_size=SEARCHES), st.integers(1, 9), st.integers(0, 5), st.sets(TOKEN, max_size=2)
+)
 def test_passes_ahead_have_the_bits_of_single_passes(backends, given, passes, which, ends):
-    """Each node of the single passes is read with its whole text, in slots of its own."""
-    backend, texts = backends[which], [Text(number, one) for number, one in enumerate(given)]
-    backend.forward([text.prompt() for text in texts])
-    segments = [text.ahead(passes) for text in texts]
-    wishes, beams = [text.wish() for text in texts], [text.beams for text in texts]
-    answers = backend.forward_ahead(segments, wishes, beams, passes, ends, GO_ON)
-    done = len(answers[0].tokens) // len(texts[0].texts)
-    of_texts = [answer.passes(len(text.texts)) for answer, text in zip(answers, texts, strict=True)]
-    by_pass = list(zip(*of_texts, strict=True))
+    """Each node of the single passes is evaluated with its whole sequence, in slots of its own."""
+    backend, searches = backends[which], [Search(number, one) for number, one in enumerate(given)]
+    backend.forward([search.prompt() for search in searches])
+    segments = [search.ahead(passes) for search in searches]
+    requests, beams = [search.request() for search in searches], [search.beams for search in searches]
+    selections = backend.forward_ahead(segments, requests, beams, passes, ends, GO_ON)
+    done = len(selections[0].tokens) // len(searches[0].sequences)
+    of_searches = [
+        selection.passes(len(search.sequences)) for selection, search in zip(selections, searches, strict=True)
+    ]
+    by_pass = list(zip(*of_searches, strict=True))
     assert len(by_pass) == done
     for number, together in enumerate(by_pass):
-        logits, asked = whole_texts(backend, [one for text in texts for one in text.texts]), []
-        for text in texts:
+        logits, asked = whole_sequences(backend, [one for search in searches for one in search.sequences]), []
+        for search in searches:
             first = asked[-1][0].stop if asked else 0
-            asked.append((slice(first, first + len(text.texts)), text.wish()))
+            asked.append((slice(first, first + len(search.sequences)), search.request()))
         goes_on = True
-        for answer, single, text in zip(together, backend.choose(logits, asked), texts, strict=True):
-            equal(answer, single)
-            goes_on &= text.go_on(single, ends)
+        for selection, single, search in zip(together, backend.choose(logits, asked), searches, strict=True):
+            equal(selection, single)
+            goes_on &= search.go_on(single, ends)
         if number == done - 1:
             torch.testing.assert_close(torch.cat([one.logits for one in together]), logits, rtol=0, atol=0)
-        by_torch = any("typical_p" in text.given["warpers"] and not text.given["beams"] for text in texts)
+        by_torch = any("typical_p" in search.given["warpers"] and not search.given["beams"] for search in searches)
         assert goes_on == (number < done - 1) or done == passes or by_torch
 
 
-def whole_texts(backend, texts):
-    """The logits at the ends of texts."""
+def whole_sequences(backend, sequences):
+    """The logits at the ends of sequences."""
     segments = []
-    for number, tokens in enumerate(texts):
+    for number, tokens in enumerate(sequences):
         at = np.arange(len(tokens))
-        slots = (TEXTS + number) * ROOM + at
-        no_branches = np.empty((len(at), 0), np.int64)
-        segments.append(Segment(np.array(tokens), at, slots, slots, no_branches, at[-1:]))
+        slots = (SEARCHES + number) * ROOM + at
+        no_suffixes = np.empty((len(at), 0), np.int64)
+        segments.append(Segment(np.array(tokens), at, slots, slots, no_suffixes, at[-1:]))
     return backend.forward(segments)
 
 
 def test_the_pass_in_which_something_comes_up_is_the_last(backends):
     backend = backends[0]
     segments = [root(0, [1], 7), root(ROOM, [2], 7)]
-    free, barred = Wish(), Wish(allowed=np.zeros((1, -(-VOCAB // 8)), np.uint8))
+    free, barred = SelectionRequest(), SelectionRequest(allowed=np.zeros((1, -(-VOCAB // 8)), np.uint8))
 
-    def passes(wishes, ends=(), halt=0):
-        answers = backend.forward_ahead(segments, wishes, [None, None], 8, ends, np.array([halt], np.int32))
-        return {len(answer.tokens) for answer in answers}
+    def passes(requests, ends=(), halt=0):
+        selections = backend.forward_ahead(segments, requests, [None, None], 8, ends, np.array([halt], np.int32))
+        return {len(selection.tokens) for selection in selections}
 
     assert passes([free, free]) == {8}
     assert passes([free, free], halt=1) == {1}
@@ -169,26 +175,26 @@ def test_the_pass_in_which_something_comes_up_is_the_last(backends):
     assert passes([free, free], ends=range(VOCAB)) == {1}
 
 
-def test_answers_so_far_are_shown_between_passes(backends):
-    backend, segments, wish = backends[0], [root(0, [1], 7), root(ROOM, [2], 7)], Wish()
+def test_selections_so_far_are_shown_between_passes(backends):
+    backend, segments, request = backends[0], [root(0, [1], 7), root(ROOM, [2], 7)], SelectionRequest()
     shown = []
 
     def forward(every, show):
-        return backend.forward_ahead(segments, [wish, wish], [None, None], 8, [], GO_ON, every, show)
+        return backend.forward_ahead(segments, [request, request], [None, None], 8, [], GO_ON, every, show)
 
-    def show(answers):
-        shown.append([(answer.tokens.tolist(), answer.log_probs.tolist()) for answer in answers])
+    def show(selections):
+        shown.append([(selection.tokens.tolist(), selection.log_probs.tolist()) for selection in selections])
 
     for every in (1, 3, 7, 8):
         shown.clear()
-        answers = forward(every, show)
+        selections = forward(every, show)
         passes = [*range(every, 8, every)]  # the last pass is not among them
-        whole = [(answer.tokens.tolist(), answer.log_probs.tolist()) for answer in answers]
+        whole = [(selection.tokens.tolist(), selection.log_probs.tolist()) for selection in selections]
         assert shown == [[(tokens[:n], scores[:n]) for tokens, scores in whole] for n in passes]
-        assert {len(answer.tokens) for answer in answers} == {8}
+        assert {len(selection.tokens) for selection in selections} == {8}
 
-    def fail(answers):
-        show(answers)
+    def fail(selections):
+        show(selections)
         raise KeyboardInterrupt
 
     shown.clear()
@@ -198,50 +204,50 @@ def test_answers_so_far_are_shown_between_passes(backends):
 
 
 def root(slot, tokens, ahead):
-    """First tokens of texts, in slots from a slot on, and slots for this many nodes to come."""
+    """First tokens of sequences, in slots from a slot on, and slots for this many nodes to come."""
     n, slots = len(tokens), slot + np.arange(len(tokens) + ahead)
-    branches = np.empty((1, 0), np.int64) if n == 1 else slots[:n, None]
-    trunk = slots[:1] if n == 1 else slots[:0]
-    return Segment(np.array(tokens), np.zeros(n, np.int64), slots[:n], trunk, branches, np.arange(n), ahead=slots[n:])
+    suffixes = np.empty((1, 0), np.int64) if n == 1 else slots[:n, None]
+    prefix = slots[:1] if n == 1 else slots[:0]
+    return Segment(np.array(tokens), np.zeros(n, np.int64), slots[:n], prefix, suffixes, np.arange(n), ahead=slots[n:])
 
 
 def test_passes_ahead_check_their_arguments(backends):
     backend, one, two = backends[0], root(0, [1], 7), root(0, [1, 2], 14)
-    about_two = Wish(most=3, normalize=True)
+    about_two = SelectionRequest(top=3, normalize=True)
     beams = Beams(np.zeros(2, np.float32), -math.inf, -math.inf)
-    backend.forward_ahead([one, root(ROOM, [1, 2], 14)], [Wish(), about_two], [None, beams], 8, [], GO_ON)
+    backend.forward_ahead([one, root(ROOM, [1, 2], 14)], [SelectionRequest(), about_two], [None, beams], 8, [], GO_ON)
     of_one = [
-        (replace(one, ahead=one.ahead[:6]), Wish(), None, "lacks slots of the nodes to come"),
-        (replace(one, branches=np.zeros((1, 1), np.int64)), Wish(), None, "at the end of its trunk"),
-        (replace(one, trunk=np.arange(2)), Wish(), None, "at the end of its trunk"),
-        (one, Wish(most=2), None, "neither about one token of one node"),
-        (replace(one, slots=one.slots + 1), Wish(), None, "does not see its own slot|empty"),
-        (replace(one, ahead=np.zeros(7, np.int64)), Wish(), None, "another position"),
-        (replace(one, ahead=one.ahead + 2**40), Wish(), None, "not in the cache"),
+        (replace(one, ahead=one.ahead[:6]), SelectionRequest(), None, "lacks slots of the nodes to come"),
+        (replace(one, suffixes=np.zeros((1, 1), np.int64)), SelectionRequest(), None, "at the end of its prefix"),
+        (replace(one, prefix=np.arange(2)), SelectionRequest(), None, "at the end of its prefix"),
+        (one, SelectionRequest(top=2), None, "neither about one token of one node"),
+        (replace(one, slots=one.slots + 1), SelectionRequest(), None, "does not see its own slot|empty"),
+        (replace(one, ahead=np.zeros(7, np.int64)), SelectionRequest(), None, "another position"),
+        (replace(one, ahead=one.ahead + 2**40), SelectionRequest(), None, "not in the cache"),
     ]
     of_two = [
         (two, about_two, None, "neither about one token of one node"),
-        (two, Wish(most=2, normalize=True), beams, "more tokens than there are beams"),
+        (two, SelectionRequest(top=2, normalize=True), beams, "more tokens than there are beams"),
         (two, about_two, Beams(np.zeros(3, np.float32), 0, 0), "no scores, or too many"),
-        (replace(two, positions=np.array([0, 1])), about_two, beams, "at the end of its trunk or of its branch"),
+        (replace(two, positions=np.array([0, 1])), about_two, beams, "at the end of its prefix or of its suffix"),
         (replace(two, ahead=np.full(14, 5)), about_two, beams, "same slot|another position"),
         (replace(two, ahead=-two.ahead), about_two, beams, "not in the cache"),
-        (replace(two, branches=two.branches[::-1]), about_two, beams, "does not see its own slot"),
+        (replace(two, suffixes=two.suffixes[::-1]), about_two, beams, "does not see its own slot"),
     ]
-    for segment, wish, own, message in of_one + of_two:
+    for segment, request, own, message in of_one + of_two:
         with pytest.raises(RuntimeError, match=message):
-            backend.forward_ahead([segment], [wish], [own], 8, [], GO_ON)
-    for wishes in ([], [about_two, about_two]):
+            backend.forward_ahead([segment], [request], [own], 8, [], GO_ON)
+    for requests in ([], [about_two, about_two]):
         with pytest.raises((RuntimeError, ValueError)):
-            backend.forward_ahead([two], wishes, [beams], 8, [], GO_ON)
+            backend.forward_ahead([two], requests, [beams], 8, [], GO_ON)
 
 
 def test_beams_whose_scores_are_no_numbers_do_not_go_ahead(backends):
     for scores in ([math.nan, 0], [-math.inf, -math.inf], [0, math.nan]):
         beams = Beams(np.array(scores, np.float32), -math.inf, -math.inf)
-        wish = Wish(most=3, normalize=True)
-        (answer,) = backends[0].forward_ahead([root(0, [1, 2], 14)], [wish], [beams], 8, [], GO_ON)
-        assert len(answer.tokens) == 2
+        request = SelectionRequest(top=3, normalize=True)
+        (selection,) = backends[0].forward_ahead([root(0, [1, 2], 14)], [request], [beams], 8, [], GO_ON)
+        assert len(selection.tokens) == 2
 
 
 def test_scores_and_slots_may_have_any_precision(backends):
@@ -251,7 +257,9 @@ def test_scores_and_slots_may_have_any_precision(backends):
         segment = root(0, [1, 2], 14)
         beams = Beams(np.array([0, 1, -2.5, 1], kind)[::2], -math.inf, -math.inf)
         segments = [replace(segment, ahead=segment.ahead.astype(whole))]
-        (answer,) = backends[0].forward_ahead(segments, [Wish(most=3, normalize=True)], [beams], 8, [], GO_ON)
-        found.append(answer.tokens.tolist())
+        (selection,) = backends[0].forward_ahead(
+            segments, [SelectionRequest(top=3, normalize=True)], [beams], 8, [], GO_ON
+        )
+        found.append(selection.tokens.tolist())
     assert len(found[0]) == 16
     assert found[0] == found[1] == found[2]

@@ -1,4 +1,4 @@
-"""Wishes answered in native code: against the reference in PyTorch, and bit for bit in other batches."""
+"""Selections in native code: against the reference in PyTorch, and bit for bit in other batches."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from specbeam.backends.cpu import CpuBackend
 from specbeam.backends.cpu.library import library
 from specbeam.checkpoints import open_checkpoint
-from specbeam.selection import Edit, Noise, Wish, select
+from specbeam.selection import Edit, Noise, SelectionRequest, select
 from tests.conftest import random_model
 
 ISAS = [isa for isa in ("avx512", "avxvnni", "avx2", "portable") if library().specbeam_isa(isa.encode())]
@@ -36,11 +36,11 @@ def rows_of(rng, n, vocab, tied):
         logits = np.round(logits * 2) / 2
     logits[rng.random((n, vocab)) < rng.choice([0, 0, 0.3, 0.999])] = -np.inf
     logits[:, rng.integers(vocab)] = 1.5
-    logits[:, 0] = np.maximum(logits[:, 0], -3)  # some token is possible, wherever a wish cuts the vocabulary
+    logits[:, 0] = np.maximum(logits[:, 0], -3)  # some token is possible, wherever a request cuts the vocabulary
     return torch.from_numpy(logits.astype(np.float32))
 
 
-def wish_of(rng, n, vocab, tied, plain=0.6):
+def request_of(rng, n, vocab, tied, plain=0.6):
     def maybe(value):
         return value if rng.random() > plain else None
 
@@ -52,8 +52,8 @@ def wish_of(rng, n, vocab, tied, plain=0.6):
 
     fewer = maybe(int(rng.integers(1, vocab + 1)))  # a mask and end tokens may be of the whole vocabulary
     noise = Noise(int(rng.integers(0, 2**64, dtype=np.uint64)), *rng.integers(0, 2**32, (2, n), dtype=np.uint32))
-    return Wish(
-        most=int(rng.choice([0, 1, 1, 1, 9, vocab // 3, vocab, vocab + 5])),
+    return SelectionRequest(
+        top=int(rng.choice([0, 1, 1, 1, 9, vocab // 3, vocab, vocab + 5])),
         given=maybe(rng.integers(0, fewer or vocab, (n, int(rng.integers(1, 4))))),
         vocab=fewer,
         normalize=bool(rng.random() < 0.4),
@@ -72,14 +72,14 @@ def wish_of(rng, n, vocab, tied, plain=0.6):
 
 
 def batch_of(rng, vocab):
-    """Logits and wishes about their rows, some rows with two."""
+    """Logits and selection requests about their rows, some rows with two."""
     sizes = rng.integers(1, 4, int(rng.integers(1, 5)))
     tied = rng.random() < 0.4
     logits = rows_of(rng, int(sizes.sum()), vocab, tied)
     ends = np.cumsum(sizes).tolist()
     slices = [slice(end - n, end) for n, end in zip(sizes.tolist(), ends, strict=True)]
     slices += [slices[int(rng.integers(len(slices)))]]
-    return logits, [(rows, wish_of(rng, rows.stop - rows.start, vocab, tied)) for rows in slices]
+    return logits, [(rows, request_of(rng, rows.stop - rows.start, vocab, tied)) for rows in slices]
 
 
 def equal(one, other):
@@ -91,11 +91,11 @@ def equal(one, other):
             np.testing.assert_array_equal(a.view(f"u{a.itemsize}"), b.view(f"u{a.itemsize}"), err_msg=name)
 
 
-def differs(answer, expected):
-    """How an answer differs from the reference, None if only rounding does."""
+def differs(selection, expected):
+    """How a selection differs from the reference, None if only rounding does."""
     try:
         for name in ARRAYS:
-            got, want = getattr(answer, name), getattr(expected, name)
+            got, want = getattr(selection, name), getattr(expected, name)
             assert (got is None) == (want is None), name
             if want is not None:
                 exact = name == "tokens"
@@ -109,72 +109,80 @@ RANDOM = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 
 
 @given(RANDOM, st.sampled_from(VOCABS))
-def test_answers_are_those_of_the_reference(backends, rng, vocab):
-    logits, wishes = batch_of(rng, vocab)
+def test_selections_are_those_of_the_reference(backends, rng, vocab):
+    logits, requests = batch_of(rng, vocab)
     before = logits.clone()
-    for (rows, wish), answer in zip(wishes, backends["", 2].choose(logits, wishes), strict=True):
-        own = logits[rows, : wish.vocab]
-        np.testing.assert_allclose(answer.normalizers, own.double().logsumexp(-1), atol=2e-6)
-        assert torch.equal(answer.logits, own)
+    for (rows, request), selection in zip(requests, backends["", 2].choose(logits, requests), strict=True):
+        own = logits[rows, : request.vocab]
+        np.testing.assert_allclose(selection.normalizers, own.double().logsumexp(-1), atol=2e-6)
+        assert torch.equal(selection.logits, own)
         differences = []
         for rounding in (0, 1e-5, -1e-5):  # the reference adds up probabilities in float32
-            other = {name: value + rounding for name in ("top_p", "min_p") if (value := getattr(wish, name))}
-            expected = select(logits[rows], replace(wish, **other), answer.normalizers)
-            differences.append(differs(answer, expected))
+            other = {name: value + rounding for name in ("top_p", "min_p") if (value := getattr(request, name))}
+            expected = select(logits[rows], replace(request, **other), selection.normalizers)
+            differences.append(differs(selection, expected))
         assert None in differences, differences[0]
     assert torch.equal(logits, before)
 
 
 @given(RANDOM, st.sampled_from(VOCABS))
 def test_batch_threads_and_instruction_sets_change_no_bit(backends, rng, vocab):
-    logits, wishes = batch_of(rng, vocab)
-    together = backends["", 1].choose(logits, wishes)
+    logits, requests = batch_of(rng, vocab)
+    together = backends["", 1].choose(logits, requests)
     for backend in backends.values():
-        for answer, other in zip(together, backend.choose(logits, wishes), strict=True):
-            equal(answer, other)
-    for (rows, wish), answer in zip(wishes, together, strict=True):
-        (alone,) = backends["", 5].choose(logits[rows].clone(), [(slice(0, len(logits[rows])), wish)])
-        equal(answer, alone)
+        for selection, other in zip(together, backend.choose(logits, requests), strict=True):
+            equal(selection, other)
+    for (rows, request), selection in zip(requests, together, strict=True):
+        (alone,) = backends["", 5].choose(logits[rows].clone(), [(slice(0, len(logits[rows])), request)])
+        equal(selection, alone)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_logits_without_a_distribution_are_answered_nevertheless(backends, bad):
+def test_logits_without_a_distribution_give_a_selection_nevertheless(backends, bad):
     """A row of -inf gives the lowest token ids. Of other rows nothing is promised but distinct tokens."""
     logits = torch.full((3, 5000), bad)
     logits[1, 7:4990:3] = 1.0
     noise = Noise(1, np.arange(3, dtype=np.uint32), np.arange(3, dtype=np.uint32))
     for options in ({}, {"noise": noise}, {"top_k": 5}, {"top_p": 0.5, "noise": noise}, {"min_p": 0.1}):
-        (answer,) = backends["", 2].choose(logits, [(slice(0, 3), Wish(most=20, **options, total=True))])
-        assert [len({*row}) for row in answer.tokens.tolist()] == [20] * 3
-        assert answer.tokens.min() >= 0
-        assert answer.tokens.max() < 5000
+        (selection,) = backends["", 2].choose(logits, [(slice(0, 3), SelectionRequest(top=20, **options, total=True))])
+        assert [len({*row}) for row in selection.tokens.tolist()] == [20] * 3
+        assert selection.tokens.min() >= 0
+        assert selection.tokens.max() < 5000
         if bad == -np.inf:
-            assert answer.tokens[0].tolist() == [*range(20)]
-            assert np.isneginf(answer.scores[0]).all()
+            assert selection.tokens[0].tolist() == [*range(20)]
+            assert np.isneginf(selection.scores[0]).all()
 
 
 @pytest.mark.parametrize(
-    ("rows", "wish", "message"),
+    ("rows", "asked", "message"),
     [
-        (slice(1, 4), Wish(), "rows that the logits lack"),
-        (slice(-1, 1), Wish(), "rows that the logits lack"),
-        (slice(0, 2), Wish(vocab=0, most=1), "a vocabulary that the logits lack"),
-        (slice(0, 1), Wish(given=np.array([[9]])), "given token is not in the vocabulary"),
-        (slice(0, 1), Wish(one_of=(-1,)), "a token is negative"),
-        (slice(0, 1), Wish(edits=(Edit("ban", np.array([1]), np.array([1])),)), "a row that its wish lacks"),
-        (slice(0, 1), Wish(temperature=0.0), "temperature is not a positive number"),
-        (slice(0, 1), Wish(top_k=-3), "top_k is negative"),
-        (slice(0, 1), Wish(top_p=1.5), "not in"),
+        (slice(1, 4), SelectionRequest(), "rows that the logits lack"),
+        (slice(-1, 1), SelectionRequest(), "rows that the logits lack"),
+        (slice(0, 2), SelectionRequest(vocab=0, top=1), "a vocabulary that the logits lack"),
+        (slice(0, 1), SelectionRequest(given=np.array([[9]])), "given token is not in the vocabulary"),
+        (slice(0, 1), SelectionRequest(one_of=(-1,)), "a token is negative"),
+        (
+            slice(0, 1),
+            SelectionRequest(edits=(Edit("ban", np.array([1]), np.array([1])),)),
+            "a row that its request lacks",
+        ),
+        (slice(0, 1), SelectionRequest(temperature=0.0), "temperature is not a positive number"),
+        (slice(0, 1), SelectionRequest(top_k=-3), "top_k is negative"),
+        (slice(0, 1), SelectionRequest(top_p=1.5), "not in"),
     ],
 )
-def test_impossible_wishes_are_refused(backends, rows, wish, message):
+def test_impossible_requests_are_refused(backends, rows, asked, message):
     with pytest.raises(RuntimeError, match=message):
-        backends["", 1].choose(torch.zeros(3, 9), [(rows, wish)])
+        backends["", 1].choose(torch.zeros(3, 9), [(rows, asked)])
 
 
 def test_parts_of_a_wrong_shape_are_refused(backends):
     noise = Noise(1, np.zeros(1, np.uint32), np.zeros(2, np.uint32))
     mask = np.zeros((2, 1), np.uint8)
-    for wish in (Wish(noise=noise), Wish(allowed=mask), Wish(given=np.zeros((1, 1), np.int64))):
+    for request in (
+        SelectionRequest(noise=noise),
+        SelectionRequest(allowed=mask),
+        SelectionRequest(given=np.zeros((1, 1), np.int64)),
+    ):
         with pytest.raises(ValueError, match="shape"):
-            backends["", 1].choose(torch.zeros(3, 9), [(slice(0, 2), wish)])
+            backends["", 1].choose(torch.zeros(3, 9), [(slice(0, 2), request)])

@@ -110,7 +110,7 @@ def evaluate(lm, tree, slots, nodes):
 
 
 def alone(lm, tokens):
-    """Logits after a text, from nothing."""
+    """Logits after a sequence, from nothing."""
     tree = Tree(tokens)
     return evaluate(lm, tree, Slots(tree, lm.backend), [tree.tip])[0]
 
@@ -162,7 +162,7 @@ def test_half_precision_is_near_float32(save, backend, dtype):
 @settings(max_examples=examples(0.5))
 @given(st.data())
 @pytest.mark.parametrize("family", ["qwen3", *SOME])
-def test_a_tree_at_once_is_each_branch_alone(pair, family, data):
+def test_a_tree_at_once_is_each_sequence_alone(pair, family, data):
     """Also after nodes were dropped and their slots reused. tests/cache/test_slots.py proves the bookkeeping."""
     _, lm = pair(family)
     tree = Tree(data.draw(st.lists(st.integers(0, 255), min_size=1, max_size=6)))
@@ -189,16 +189,16 @@ def test_a_tree_at_once_is_each_branch_alone(pair, family, data):
 @pytest.mark.parametrize("family", SOME)
 def test_trees_share_a_pass_without_seeing_each_other(pair, family):
     _, lm = pair(family)
-    texts = [[1, 2, 3], [4] * 30, [9]]
-    trees = [Tree(t) for t in texts]
+    sequences = [[1, 2, 3], [4] * 30, [9]]
+    trees = [Tree(sequence) for sequence in sequences]
     segments, places = [], []
     for tree in trees:
         places.append(slots := Slots(tree, lm.backend))
         nodes = slots.missing([tree.tip])
         segments.append(slots.segment(nodes, np.array([len(nodes) - 1])))
     together = lm.backend.forward(segments)
-    for row, text in zip(together, texts, strict=True):
-        torch.testing.assert_close(row, alone(lm, text), atol=2e-4, rtol=0)
+    for row, sequence in zip(together, sequences, strict=True):
+        torch.testing.assert_close(row, alone(lm, sequence), atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", SOME)

@@ -277,7 +277,7 @@ def test_threads_and_instruction_sets(folder, monkeypatch):
 
 
 def log_probs_of_all(folder, tokens, quantize, isa=""):
-    """The log-probabilities after each token of a text, [n, vocab]."""
+    """The log-probabilities after each token of a sequence, [n, vocab]."""
     backend = loaded(folder, quantize, isa=isa).backend
     at = np.arange(len(tokens))
     backend.reserve(len(at))
@@ -286,14 +286,14 @@ def log_probs_of_all(folder, tokens, quantize, isa=""):
 
 def test_int8_is_near_float32(folder):
     """Of random weights, activations, keys and values, which are hard to round."""
-    text = np.random.default_rng(0).integers(0, 256, 60)
-    exact, near = (log_probs_of_all(folder, text, quantize) for quantize in ("float32", "int8"))
+    tokens = np.random.default_rng(0).integers(0, 256, 60)
+    exact, near = (log_probs_of_all(folder, tokens, quantize) for quantize in ("float32", "int8"))
     assert (near - exact).square().mean() < 0.02 * exact.var()
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_attention_to_equal_values_returns_them_at_any_length(folder, isa):
-    """A text repeats one token, so all its values are equal, and so are all its logits."""
+    """A sequence repeats one token, so all its values are equal, and so are all its logits."""
     found = log_probs_of_all(folder, np.full(300, 7), "int8", isa)
     assert (found - found[0]).square().mean() < 1e-4 * found.var()
 
@@ -345,13 +345,13 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
     def ids(*values):
         return np.array(values, np.int64)
 
-    def one_node(position, *trunk):
-        fields = {"tokens": ids(1), "positions": ids(position), "slots": ids(trunk[-1]), "wanted": ids(0)}
-        return fields | {"trunk": ids(*trunk), "branches": np.empty((1, 0), np.int64)}
+    def one_node(position, *prefix):
+        fields = {"tokens": ids(1), "positions": ids(position), "slots": ids(prefix[-1]), "wanted": ids(0)}
+        return fields | {"prefix": ids(*prefix), "suffixes": np.empty((1, 0), np.int64)}
 
     def segment(**changes):
-        fields = {"tokens": ids(1, 2), "positions": ids(0, 1), "slots": ids(0, 1), "trunk": ids(0)}
-        return Segment(**(fields | {"branches": np.array([[0], [1]]), "wanted": ids(1)} | changes))
+        fields = {"tokens": ids(1, 2), "positions": ids(0, 1), "slots": ids(0, 1), "prefix": ids(0)}
+        return Segment(**(fields | {"suffixes": np.array([[0], [1]]), "wanted": ids(1)} | changes))
 
     backend.reserve(8)
     assert backend.forward([segment()]).shape == (1, 259)
@@ -363,11 +363,11 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
         {"positions": np.array([0, 2])},
         {"positions": np.array([0, -1])},
         {"slots": np.array([0, 2**40])},
-        {"trunk": np.array([7])},
-        {"trunk": np.array([-1])},
-        {"branches": np.array([[0], [0]])},
-        {"branches": np.array([[0], [2**40]])},
-        {"branches": np.array([[0, 1]])},
+        {"prefix": np.array([7])},
+        {"prefix": np.array([-1])},
+        {"suffixes": np.array([[0], [0]])},
+        {"suffixes": np.array([[0], [2**40]])},
+        {"suffixes": np.array([[0, 1]])},
         {"wanted": np.array([2])},
         {"vocab": 0},
     ):
@@ -382,7 +382,7 @@ def test_a_pass_with_wrong_indices_is_refused(folder):
 
 @pytest.mark.parametrize("quantize", ["int8", "float32"])
 def test_slots_change_no_bit(folder, quantize):
-    """Keys lie in panels of 16 slots, and a text may take any slots: in runs anywhere, apart, or in any order."""
+    """Keys lie in panels of 16 slots, and a sequence may take any slots: in runs anywhere, apart, or in any order."""
     length, rng = 90, np.random.default_rng(0)
     at = np.arange(length)
     places = {
@@ -398,18 +398,18 @@ def test_slots_change_no_bit(folder, quantize):
         backend.reserve(3 * length)
         logits = {}
         for name, slots in places.items():
-            trunk, last = slots[:-3], at[-3:]
-            no_branches = np.empty((length - 3, 0), np.int64)
-            backend.forward([Segment(at[:-3], at[:-3], trunk, trunk, no_branches, at[:1])])
-            branches = np.tile(slots[-3:], (3, 1))
-            logits[name] = backend.forward([Segment(at[-3:], last, slots[-3:], trunk, branches, np.arange(3))])
+            prefix, last = slots[:-3], at[-3:]
+            no_suffixes = np.empty((length - 3, 0), np.int64)
+            backend.forward([Segment(at[:-3], at[:-3], prefix, prefix, no_suffixes, at[:1])])
+            suffixes = np.tile(slots[-3:], (3, 1))
+            logits[name] = backend.forward([Segment(at[-3:], last, slots[-3:], prefix, suffixes, np.arange(3))])
         for name in places:
             np.testing.assert_array_equal(logits[name], logits["one run"], err_msg=name)
 
 
 @pytest.mark.parametrize("quantize", ["int8", "float32"])
-def test_a_trunk_may_lack_slots_that_no_layer_sees(save, quantize):
-    """Slots before all windows may go to other texts. No layer may see a position without a slot."""
+def test_a_prefix_may_lack_slots_that_no_layer_sees(save, quantize):
+    """Slots before all windows may go to other sequences. No layer may see a position without a slot."""
     window, length = 5, 300
     folder = save(random_model("mistral", sliding_window=window, max_position_embeddings=512))
     for isa in ISAS:
@@ -417,22 +417,22 @@ def test_a_trunk_may_lack_slots_that_no_layer_sees(save, quantize):
         backend.reserve(2 * length)
         at = np.arange(length)
 
-        def last(trunk, first=length - 2, backend=backend, at=at):
-            """Logits of the nodes from ``first`` on: of two that share a trunk, and one on a branch."""
+        def last(prefix, first=length - 2, backend=backend, at=at):
+            """Logits of the nodes from ``first`` on: of nodes on the shared prefix, and of one with a suffix."""
             nodes = at[first:]
-            branches = np.array([[length - 1]] * len(nodes))
-            return backend.forward([Segment(nodes % 250, nodes, nodes, trunk[:-1], branches, nodes - first)])
+            suffixes = np.array([[length - 1]] * len(nodes))
+            return backend.forward([Segment(nodes % 250, nodes, nodes, prefix[:-1], suffixes, nodes - first)])
 
         backend.forward([Segment(at % 250, at, at, at, np.empty((length, 0), np.int64), at[-1:])])
         expected = last(at)
         unseen = length - 2 + 1 - window
-        other = at[:unseen]  # another text takes the slots
+        other = at[:unseen]  # another sequence takes the slots
         backend.forward([Segment(other % 7, other, other, other, np.empty((unseen, 0), np.int64), other[-1:])])
         without = np.where(at < unseen, -1, at)
         np.testing.assert_array_equal(last(without), expected)
-        for trunk, first in ((np.where(at <= unseen, -1, at), length - 2), (without, length - 3)):
+        for prefix, first in ((np.where(at <= unseen, -1, at), length - 2), (without, length - 3)):
             with pytest.raises(RuntimeError, match="a node sees a slot that is empty"):
-                last(trunk, first)
+                last(prefix, first)
     full = loaded(save(random_model("gemma2", sliding_window=window)), quantize).backend
     full.reserve(9)
     at = np.arange(9)
@@ -595,7 +595,7 @@ def build_native(name, *settings):
 
 
 def run_kernel_tests(folder, **env):
-    """Run tests with the library in another folder: of choices, of passes ahead, and those above of kernels and models.
+    """Run tests with the library in another folder: of selections, passes ahead, and the kernels and models above.
 
     Addresses are the same in each run: the thread sanitizer needs some for itself.
     """

@@ -163,8 +163,8 @@ def test_the_encoder_reads_at_most_some_thousand_tokens_at_once(pair):
 @settings(max_examples=examples(0.5))
 @given(st.data())
 @pytest.mark.parametrize("kind", ["t5", "umt5", "bart", "m2m100"])
-def test_a_tree_at_once_is_each_branch_alone(pair, kind, data):
-    """Against transformers' decoder, which is given each branch as a text."""
+def test_a_tree_at_once_is_each_sequence_alone(pair, kind, data):
+    """Against transformers' decoder, which is given each sequence by itself."""
     model, lm = pair(kind)
     prompt = PROMPTS[data.draw(st.integers(0, 2))]
     tree = Tree([START])
@@ -181,9 +181,9 @@ def test_a_tree_at_once_is_each_branch_alone(pair, kind, data):
         pending = slots.missing(wanted)
         logits = lm.backend.forward([slots.segment(pending, np.flatnonzero(np.isin(pending, wanted)), source=source)])
         for node, row in zip(wanted.tolist(), logits, strict=True):
-            text = torch.tensor([tree.tokens(tree.path(node)).tolist()])
+            sequence = torch.tensor([tree.tokens(tree.path(node)).tolist()])
             with torch.no_grad():
-                expected = model(input_ids=torch.tensor([prompt]), decoder_input_ids=text).logits[0, -1]
+                expected = model(input_ids=torch.tensor([prompt]), decoder_input_ids=sequence).logits[0, -1]
             torch.testing.assert_close(row, expected, atol=2e-3, rtol=0)  # some logits are over 10
 
 
@@ -232,9 +232,9 @@ def test_a_folder_is_loaded_and_reads_text(save, caplog):
 def test_what_cannot_be_is_one_line(pair):
     _, lm = pair("t5")
     causal = hf.wrap(random_model("llama"))
-    with pytest.raises(SpecbeamError, match="begins its texts with"):
+    with pytest.raises(SpecbeamError, match="begins its sequences with"):
         specbeam.generate(lm, PROMPTS[0], draft=causal)
-    with pytest.raises(SpecbeamError, match="begins its texts with"):
+    with pytest.raises(SpecbeamError, match="begins its sequences with"):
         specbeam.generate(causal, [1, 2], draft=lm)
     with pytest.raises(SpecbeamError, match="context of 128"):
         specbeam.generate(pair("bart")[1], [5] * 200)

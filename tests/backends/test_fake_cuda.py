@@ -11,7 +11,7 @@ from specbeam.backends.torch import TorchBackend, weights
 from specbeam.backends.torch.cache import KeyValues
 from specbeam.cache.slots import Slots
 from specbeam.engine import CostTable
-from specbeam.selection import Edit, Noise, Wish, choose
+from specbeam.selection import Edit, Noise, SelectionRequest, choose
 from specbeam.tree import Tree
 from tests.backends.test_conformance import FAMILIES, evaluate
 from tests.conftest import random_model
@@ -99,7 +99,7 @@ def test_a_pass_is_waited_for_once(gpu, monkeypatch, folder, case):
 
 @pytest.mark.parametrize("case", DRAFTED)
 def test_a_pass_of_a_draft_is_waited_for_once(gpu, monkeypatch, folder, case):
-    """Each level of a draft is answered before the next. So a round has as many waits as passes."""
+    """Each level of a draft waits for its selection. So a round has as many waits as passes."""
     both = []
     waits = waits_of_passes(gpu, monkeypatch)
     for device in ("cpu", CUDA):
@@ -144,7 +144,7 @@ def test_requests_of_many_kinds_are_waited_for_once(gpu, monkeypatch, folder):
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt2", "gemma2"])
 def test_a_pass_lies_on_the_device_in_its_dtype(gpu, save, family):
-    """Also where a tree has branches, where the store grows, and where slots are gathered."""
+    """Also where a tree has several sequences, where the KV cache grows, and where slots are gathered."""
     architecture, changes = FAMILIES[family]
     lm = load(save(random_model(architecture, **{"num_hidden_layers": 2} | changes)), CUDA, dtype="auto")
     backend, tree = lm.backend, Tree([1, 2, 3])
@@ -173,39 +173,41 @@ def ids(n):
 
 
 KINDS = {
-    "the highest": lambda n, vocab: Wish(),
-    "beams": lambda n, vocab: Wish(most=6, normalize=True),
-    "none": lambda n, vocab: Wish(most=0),
-    "draws": lambda n, vocab: Wish(most=2, noise=Noise(2**64 - 1, ids(n), ids(n))),
-    "edits": lambda n, vocab: Wish(
+    "the highest": lambda n, vocab: SelectionRequest(),
+    "beams": lambda n, vocab: SelectionRequest(top=6, normalize=True),
+    "none": lambda n, vocab: SelectionRequest(top=0),
+    "draws": lambda n, vocab: SelectionRequest(top=2, noise=Noise(2**64 - 1, ids(n), ids(n))),
+    "edits": lambda n, vocab: SelectionRequest(
         edits=tuple(
             Edit(kind, np.zeros(2, np.int32), np.array([1, vocab], np.int32), np.full(2 * (kind != "ban"), 1.3, "f4"))
             for kind in ("repeat", "add", "ban")
         )
     ),
-    "a mask": lambda n, vocab: Wish(allowed=np.full((n, -(-vocab // 8)), 0b1010101, np.uint8), one_of=(0, 2)),
-    "warpers": lambda n, vocab: Wish(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.9),
-    "given": lambda n, vocab: Wish(given=np.full((n, 2), 3), total=True),
-    "few": lambda n, vocab: Wish(most=3, vocab=33),
+    "a mask": lambda n, vocab: SelectionRequest(
+        allowed=np.full((n, -(-vocab // 8)), 0b1010101, np.uint8), one_of=(0, 2)
+    ),
+    "warpers": lambda n, vocab: SelectionRequest(temperature=0.7, top_k=20, top_p=0.9, min_p=0.01, typical_p=0.9),
+    "given": lambda n, vocab: SelectionRequest(given=np.full((n, 2), 3), total=True),
+    "few": lambda n, vocab: SelectionRequest(top=3, vocab=33),
 }
 
 
 @pytest.mark.parametrize("vocab", [100, 3100])
-def test_all_wishes_are_answered_in_one_copy(gpu, vocab):
-    """Each kind, and two of a kind together: side by side or not. Answers are arrays, as on the CPU."""
-    wishes = [(slice(2 * i, 2 * i + 2), kind(2, vocab)) for i, kind in enumerate([*KINDS.values()] * 2)]
-    wishes += [(slice(stop, stop + 1), KINDS["draws"](1, vocab)) for stop in (36, 37)]
+def test_all_selections_come_in_one_copy(gpu, vocab):
+    """Each kind, and two of a kind together: side by side or not. Selections are arrays, as on the CPU."""
+    requests = [(slice(2 * i, 2 * i + 2), kind(2, vocab)) for i, kind in enumerate([*KINDS.values()] * 2)]
+    requests += [(slice(stop, stop + 1), KINDS["draws"](1, vocab)) for stop in (36, 37)]
     on_cpu = torch.randn(38, vocab, generator=torch.Generator().manual_seed(1)) * 3
     logits = on_cpu.to(CUDA)
     gpu.waits.clear()
     with torch.inference_mode():
-        answers = choose(logits, wishes)
+        selections = choose(logits, requests)
     assert len(gpu.waits) == 1
-    for answer, expected in zip(answers, choose(on_cpu, wishes), strict=True):
-        assert str(answer.logits.device) == CUDA
-        assert torch.equal(twin(answer.logits), expected.logits)
+    for selection, expected in zip(selections, choose(on_cpu, requests), strict=True):
+        assert str(selection.logits.device) == CUDA
+        assert torch.equal(twin(selection.logits), expected.logits)
         for name in ("tokens", "log_probs", "scores", "normalizers", "noise", "given", "totals"):
-            one, other = getattr(answer, name), getattr(expected, name)
+            one, other = getattr(selection, name), getattr(expected, name)
             assert (one is None) == (other is None)
             if one is not None:
                 assert one.dtype == other.dtype

@@ -17,7 +17,7 @@ SCRIPT = """
 import dataclasses, json, os, resource, signal, sys, threading
 from pathlib import Path
 import specbeam
-from specbeam import Engine, SpecbeamError, whole_steps
+from specbeam import Engine, SpecbeamError, fork_guard
 from specbeam.backends.cpu import CpuBackend
 from specbeam.checkpoints import open_checkpoint
 
@@ -71,7 +71,7 @@ results |= {"threads": backend.threads, "same text": text(dataclasses.replace(lm
 # A step that waits for the thread that forks cannot end before the fork.
 inside, forked = threading.Event(), threading.Event()
 
-@whole_steps.whole_step
+@fork_guard.fork_guard
 def step():
     inside.set()
     forked.wait()
@@ -85,9 +85,9 @@ def ask():
 thread = threading.Thread(target=step)
 thread.start()
 inside.wait()
-longest, whole_steps.MAX_WAIT_SECONDS = whole_steps.MAX_WAIT_SECONDS, 0.1
+longest, fork_guard.MAX_WAIT_SECONDS = fork_guard.MAX_WAIT_SECONDS, 0.1
 results["torn"] = in_children(1, ask)
-whole_steps.MAX_WAIT_SECONDS = longest
+fork_guard.MAX_WAIT_SECONDS = longest
 forked.set()
 thread.join()
 

@@ -6,61 +6,61 @@ from hypothesis import strategies as st
 
 from specbeam.cache.prefixes import PrefixCache
 
-# Long beginnings, because texts lose at least 64 tokens at a time.
-TEXT = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(lambda text: text[:1] * 60 + text)
+# Long beginnings, because sequences lose at least 64 tokens at a time.
+SEQUENCE = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(lambda sequence: sequence[:1] * 60 + sequence)
 
 
-def slots_of(known, text):
-    """The slots of the longest beginning of a text that a dictionary knows."""
+def slots_of(known, sequence):
+    """The slots of the longest beginning of a sequence that a dictionary knows."""
     found = []
-    while len(found) < len(text) and (slot := known.get(tuple(text[: len(found) + 1]))) is not None:
+    while len(found) < len(sequence) and (slot := known.get(tuple(sequence[: len(found) + 1]))) is not None:
         found.append(slot)
     return found
 
 
 @given(st.data())
-def test_texts_are_found_as_far_as_they_were_kept(data):
+def test_sequences_are_found_as_far_as_they_were_cached(data):
     """Trees hold whole paths, as requests do. With windows they let go of the beginnings."""
     draw, prefixes, known, held = data.draw, PrefixCache(), {}, []
     references, free = np.zeros(10_000, dtype=np.int32), iter(range(10_000))
     for _ in range(draw(st.integers(1, 40))):
-        match draw(st.sampled_from(["add", "add", "find", "let go", "pass", "drop"])):
+        match draw(st.sampled_from(["add", "add", "find", "let go", "pass", "evict"])):
             case "add":
-                text = draw(TEXT)
-                slots = [*slots_of(known, text)]
-                slots += [next(free) for _ in text[len(slots) :]]
-                ends = draw(st.integers(1, len(text)))  # where it has no slots any more
+                sequence = draw(SEQUENCE)
+                slots = [*slots_of(known, sequence)]
+                slots += [next(free) for _ in sequence[len(slots) :]]
+                ends = draw(st.integers(1, len(sequence)))  # where it has no slots any more
                 placed = [slot if at < ends else -1 for at, slot in enumerate(slots)]
-                added = prefixes.add(np.array(text), np.array(placed)).tolist()
-                expected = {tuple(text[: n + 1]): slot for n, slot in enumerate(placed) if slot >= 0}
+                added = prefixes.add(np.array(sequence), np.array(placed)).tolist()
+                expected = {tuple(sequence[: n + 1]): slot for n, slot in enumerate(placed) if slot >= 0}
                 assert added == [slot for start, slot in expected.items() if start not in known]
                 known |= expected
                 held.append(np.array(slots[:ends]))
                 references[held[-1]] += 1
             case "find":
-                text = draw(TEXT)
+                sequence = draw(SEQUENCE)
                 find = draw(st.sampled_from([prefixes.find, prefixes.use]))
-                assert find(np.array(text)).tolist() == slots_of(known, text)
+                assert find(np.array(sequence)).tolist() == slots_of(known, sequence)
             case "let go" if held:
                 references[held.pop(draw(st.integers(0, len(held) - 1)))] -= 1
-            case "pass" if held:  # a window passes the beginning of a text
+            case "pass" if held:  # a window passes the beginning of a sequence
                 at, first = draw(st.integers(0, len(held) - 1)), draw(st.integers(1, 70))
                 references[held[at][:first]] -= 1
                 held[at] = held[at][first:]
-            case "drop":
+            case "evict":
                 least = draw(st.integers(1, 200))
                 unheld = sum(not references[slot] for slot in known.values())
                 gone = {slot for part in prefixes.evict(min(least, unheld), references) for slot in part.tolist()}
                 assert sum(not references[slot] for slot in gone) >= min(least, unheld)
                 known = {start: slot for start, slot in known.items() if slot not in gone}
-                # Texts lose their ends, and nothing goes while it is of no use.
+                # Sequences lose their ends, and nothing is evicted in vain.
                 assert all(start[:-1] in known for start in known if len(start) > 1)
                 assert not gone or unheld
         assert sorted(prefixes.slots().tolist()) == sorted(known.values())
 
 
 def test_what_is_held_costs_nothing_to_keep():
-    """Texts in use are looked at once, and no text is looked at again because it was found often."""
+    """Sequences in use are looked at once, and none is looked at again because it was found often."""
     prefixes, references = PrefixCache(), np.zeros(300_000, dtype=np.int32)
 
     def add(number, is_held=False):
@@ -86,20 +86,20 @@ def test_what_is_held_costs_nothing_to_keep():
     looks = Looks()
     for _ in range(500):
         assert [*prefixes.evict(1, looks)]
-    assert looks.count <= 500 + 500  # at each text in use once, and at each text that loses its end
+    assert looks.count <= 500 + 500  # at each sequence in use once, and at each sequence that loses its end
 
 
-def test_a_text_that_grows_by_pieces_is_one_piece():
-    prefixes, text = PrefixCache(), np.arange(3000)
+def test_a_sequence_that_grows_by_pieces_is_one_piece():
+    prefixes, sequence = PrefixCache(), np.arange(3000)
 
     def leave(end):
-        prefixes.use(text[:end])
-        prefixes.add(text[:end], text[:end])
+        prefixes.use(sequence[:end])
+        prefixes.add(sequence[:end], sequence[:end])
 
     leave(10)
     for end in range(13, 3001, 3):
         leave(end)
     leave(3000)
-    assert prefixes.find(text).tolist() == text.tolist()
+    assert prefixes.find(sequence).tolist() == sequence.tolist()
     (whole,) = prefixes.evict(3000, np.zeros(3000, dtype=np.int32))
-    assert whole.tolist() == text.tolist()
+    assert whole.tolist() == sequence.tolist()

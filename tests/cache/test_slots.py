@@ -16,7 +16,7 @@ from tests.conftest import calls_made, examples
 
 
 class FakeBackend:
-    """Names the text down to a node in each slot. A real store holds the keys and values of this node there."""
+    """Stores a name of the sequence down to a node in its slot. A real KV cache stores the keys and values there."""
 
     vocab_size = 200
     slot_bytes = 1
@@ -24,14 +24,14 @@ class FakeBackend:
     def __init__(self, window=None):
         self.window = window
         self.capacity = 0
-        self.texts = {}
+        self.stored = {}
         self.names = {}
 
     def reserve(self, slots):
         self.capacity = max(self.capacity, slots)
 
     def named(self, tokens):
-        """A number for each beginning of a text."""
+        """A number for each beginning of a sequence."""
         name, found = -1, []
         for token in tokens:
             name = self.names.setdefault((name, token), len(self.names))
@@ -44,17 +44,17 @@ class FakeBackend:
         assert max(segment.slots) < self.capacity
         assert segment.tokens.tolist() == [token if token < 200 else 0 for token in slots.tree.tokens(nodes)]
         assert len(set(segment.slots.tolist())) == len(nodes)
-        texts = [self.named(slots.tree.tokens(parents.path(node)[::-1]).tolist()) for node in nodes.tolist()]
-        for text, slot in zip(texts, segment.slots.tolist(), strict=True):
-            self.texts[slot] = text[-1]
-        for row, text in enumerate(texts):
+        sequences = [self.named(slots.tree.tokens(parents.path(node)[::-1]).tolist()) for node in nodes.tolist()]
+        for sequence, slot in zip(sequences, segment.slots.tolist(), strict=True):
+            self.stored[slot] = sequence[-1]
+        for row, sequence in enumerate(sequences):
             position = int(segment.positions[row])
-            seen = [*segment.trunk.tolist(), *segment.branches[row].tolist()][: position + 1]
+            seen = [*segment.prefix.tolist(), *segment.suffixes[row].tolist()][: position + 1]
             assert seen[position] == segment.slots[row]
             # A slot that holds nothing, or another node than the ancestor of its position, would show here.
             first = 0 if self.window is None else max(0, position + 1 - self.window)
-            assert [self.texts.get(slot) for slot in seen[first:]] == text[first:]
-            assert all(slot == -1 or self.texts[slot] == name for slot, name in zip(seen, text, strict=True))
+            assert [self.stored.get(slot) for slot in seen[first:]] == sequence[first:]
+            assert all(slot == -1 or self.stored[slot] == name for slot, name in zip(seen, sequence, strict=True))
 
 
 class Parents(dict):
@@ -86,20 +86,20 @@ class Grower:
         for _ in range(draw(st.integers(0, 3))):  # generations added before the next pass
             above = draw(st.lists(st.sampled_from(below), min_size=1, max_size=5))
             tokens = draw(st.lists(st.integers(0, 255), min_size=len(above), max_size=len(above)))
-            added = draw(st.sampled_from([self.tree.add, self.tree.guess]))(above, tokens).tolist()
+            added = draw(st.sampled_from([self.tree.add, self.tree.draft]))(above, tokens).tolist()
             self.parents.update(zip(added, above, strict=True))
             below = [*below, *added]
         wanted = draw(st.sets(st.sampled_from(below), min_size=1))
         needed = {ancestor for node in wanted for ancestor in self.parents.path(node)}
         fresh = not self.placed
         pending = self.slots.prepare(np.array(sorted(wanted)))
-        if fresh:  # it begins with tokens that were read before
+        if fresh:  # it begins with tokens that were cached
             self.placed = needed - set(pending.tolist())
             assert len(self.placed) == self.slots.reused >= self.slots.used
             assert self.slots.reused == self.slots.used or self.backend.window is not None
             assert self.placed <= set(self.parents.path(min(wanted))[1:])
         assert pending.tolist() == sorted(wanted | (needed - self.placed))
-        for part in np.array_split(pending, draw(st.integers(1, 3))):  # a long prompt is read in chunks
+        for part in np.array_split(pending, draw(st.integers(1, 3))):  # a long prompt is prefilled in chunks
             if len(part):
                 self.backend.forward(self.slots, part, self.parents)
                 self.placed |= set(part.tolist())
@@ -116,8 +116,8 @@ class Grower:
         if self.backend.window is None:
             assert self.slots.used == len(self.placed)
         else:
-            trunk = set(self.tree.trunk.tolist())
-            assert len(self.placed - trunk) <= self.slots.used <= len(self.placed)
+            prefix = set(self.tree.prefix.tolist())
+            assert len(self.placed - prefix) <= self.slots.used <= len(self.placed)
 
     def end(self):
         self.slots.add_prefix(self.tree.path(self.growing[0]))
@@ -137,7 +137,7 @@ def check(pool, cache, trees):
 @settings(max_examples=examples(10))
 @given(st.data(), st.sampled_from([None, None, None, 1, 5, 50]))
 def test_a_node_sees_its_ancestors_whatever_was_dropped_before(data, window):
-    """Some trees of one pool. Two of three share what they read."""
+    """Some trees of one pool. Two of three share their prefixes."""
     backend = FakeBackend(window)
     pool, cache = pool_of(backend), EngineCache(backend)
     trees = []
@@ -170,8 +170,8 @@ def test_an_error_in_the_middle_of_a_change_harms_no_other_engine(method):
     backend = FakeBackend()
     pool = pool_of(backend)
     broken, other = EngineCache(backend), EngineCache(backend)
-    read([1] * 100, other, backend)
-    read([2] * 100, broken, backend)
+    prefill([1] * 100, other, backend)
+    prefill([2] * 100, broken, backend)
     tree = Tree([3] * 100)
     slots = Slots(tree, backend, broken, shares=True)
     slots.segment(slots.prepare(np.array([tree.tip])), np.array([0]))
@@ -181,19 +181,19 @@ def test_an_error_in_the_middle_of_a_change_harms_no_other_engine(method):
         free._lengths.clear()
         raise KeyboardInterrupt
 
-    change = {"take": lambda: read([4] * 200, broken, backend), "give_back": lambda: broken.evict(100)}[method]
+    change = {"take": lambda: prefill([4] * 200, broken, backend), "give_back": lambda: broken.evict(100)}[method]
     with mock.patch.object(free, method, interrupted), pytest.raises(KeyboardInterrupt):
         change()
     broken.clear()
     slots.close()
     check(pool, other, [])
     assert pool.in_use == other.kept == 100
-    assert read([1] * 150, other, backend) == 100
+    assert prefill([1] * 150, other, backend) == 100
     other.evict(other.kept)
     assert (pool.in_use, pool.free.end, pool.free.count) == (0, 0, 0)
 
 
-def test_to_look_again_at_what_windows_have_passed_reads_it_again():
+def test_to_look_again_at_what_windows_have_passed_recomputes_it():
     backend, parents = FakeBackend(window=5), Parents({n: n - 1 for n in range(300)})
     tree = Tree([7] * 300)
     slots = Slots(tree, backend)
@@ -207,9 +207,9 @@ def test_to_look_again_at_what_windows_have_passed_reads_it_again():
     backend.forward(slots, again, parents)
 
 
-def read(text, cache, backend):
-    """Read a text, leave it to others, and return how many of its tokens were read before."""
-    tree = Tree(text)
+def prefill(prompt, cache, backend):
+    """Prefill a prompt, leave it to others, and return how many of its tokens were cached."""
+    tree = Tree(prompt)
     slots = Slots(tree, backend, cache, shares=True)
     slots.segment(slots.prepare(np.array([tree.tip])), np.array([0]))
     slots.evaluated(NO_NODES)
@@ -218,15 +218,15 @@ def read(text, cache, backend):
 
 
 def test_a_tree_that_is_closed_is_not_looked_for():
-    """To count anew takes time for all texts that the engine remembers."""
+    """To count anew would take time for all cached prefixes."""
     backend = FakeBackend()
     cache = EngineCache(backend)
 
-    first, *_, last = [calls_made(lambda n=n: read([n] * 9, cache, backend)) for n in range(40)]
+    first, *_, last = [calls_made(lambda n=n: prefill([n] * 9, cache, backend)) for n in range(40)]
     assert last <= first
 
 
-def test_what_is_forgotten_elsewhere_is_free():
+def test_what_nobody_holds_any_more_is_free():
     backend = FakeBackend()
     pool, cache = pool_of(backend), EngineCache(backend)
     for closes in (True, False):
@@ -246,18 +246,18 @@ def test_what_is_forgotten_elsewhere_is_free():
     assert pool.in_use == 0
 
 
-def test_the_least_recently_used_texts_go_first_from_their_ends():
+def test_the_least_recently_used_prefixes_are_evicted_first_from_their_ends():
     backend = FakeBackend()
     cache = EngineCache(backend)
 
     first, second, third = ([0] * 100 + [n] * 200 for n in (1, 2, 3))
-    assert [read(text, cache, backend) for text in (first, second, third, first)] == [0, 100, 100, 299]
+    assert [prefill(prompt, cache, backend) for prompt in (first, second, third, first)] == [0, 100, 100, 299]
     assert cache.kept == 100 + 3 * 200
     cache.evict(150)
     assert cache.kept == 550
-    assert [read(text[:250], cache, backend) for text in (first, third)] == [249, 249]
+    assert [prefill(prompt[:250], cache, backend) for prompt in (first, third)] == [249, 249]
     cache.evict(cache.kept - 350)
-    assert [len(cache.prefixes.find(np.array(text))) for text in (second, first, third)] == [
+    assert [len(cache.prefixes.find(np.array(prompt))) for prompt in (second, first, third)] == [
         100, 100 + 50, 300,
     ]  # fmt: skip
     assert cache.evict(10**6) == 350
@@ -282,7 +282,7 @@ def test_the_free_list(data):
         assert free.count == free.end - len(taken)
 
 
-def test_texts_that_grow_side_by_side_lie_in_runs():
+def test_sequences_that_grow_side_by_side_lie_in_runs():
     backend = FakeBackend()
     trees = [Tree([n] * 40) for n in range(8)]
     places = [Slots(tree, backend) for tree in trees]
@@ -297,7 +297,7 @@ def test_texts_that_grow_side_by_side_lie_in_runs():
         assert np.count_nonzero(np.diff(slots.held) != 1) <= 240 // 64
 
 
-def test_to_see_a_long_branch_costs_no_more_than_to_see_a_short_one():
+def test_to_see_a_long_suffix_costs_no_more_than_to_see_a_short_one():
     backend, parents = FakeBackend(), Parents({0: -1})
     tree = Tree([1])
     slots = Slots(tree, backend)
@@ -315,7 +315,7 @@ def test_to_see_a_long_branch_costs_no_more_than_to_see_a_short_one():
 
 
 @pytest.mark.parametrize("failures", [1, 3])
-def test_a_store_that_cannot_grow_leaves_the_tree_as_it_was(failures):
+def test_a_kv_cache_that_cannot_grow_leaves_the_tree_as_it_was(failures):
     backend = FakeBackend()
     reserve, left = backend.reserve, failures
 

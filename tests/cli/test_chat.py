@@ -83,8 +83,8 @@ def test_statistics_show_what_was_not_read_again(chat, model):
     common = next(at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other)
     assert 0 < common < len(first)
     assert "there is no answer yet" in err
-    assert f"  0 of {len(first)} prompt tokens were kept" in err
-    assert f"  {common} of {len(second)} prompt tokens were kept" in err
+    assert f"  0 of {len(first)} prompt tokens were cached" in err
+    assert f"  {common} of {len(second)} prompt tokens were cached" in err
     assert "all 2 answers: 2 tokens" in err
     assert f"context: {len(second) + 1} of 256 tokens" in err
 
@@ -282,7 +282,7 @@ def test_ctrl_c_keeps_the_part_and_the_conversation_goes_on(save, terminal, monk
     assert answer == specbeam.generate(lm, question, max_new_tokens=60, eos_token_id=[EOS + 1]).text
     err = capsys.readouterr().err
     assert err.count("[stopped]\n") == 1
-    assert "  0 of" not in err  # the part was not read again
+    assert "  0 of" not in err  # the part was cached
 
 
 def test_ctrl_c_before_the_answer_forgets_the_message(chat, model, before_passes):

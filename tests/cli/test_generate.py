@@ -45,7 +45,7 @@ def test_text_goes_to_standard_output_and_statistics_to_standard_error(run, mode
 
 def test_a_draft_that_was_not_used_is_said(run):
     _, _, err = run("hi", "--max-new-tokens", "1", "--draft", "ngram")
-    assert err.splitlines()[1].startswith("[draft made no guess: ")
+    assert err.splitlines()[1].startswith("[draft proposed no tokens: ")
 
 
 def test_json_may_have_the_likeliest_tokens(run, model):

@@ -1,4 +1,4 @@
-"""Constraints: the trie against sets of texts, and constrained decoding against transformers and brute force."""
+"""Constraints: the trie against sets of outputs, and constrained decoding against transformers and brute force."""
 
 import itertools
 import pickle
@@ -135,7 +135,7 @@ def test_beams_in_a_trie_are_those_of_transformers(
         if early_stopping is not True or num_beams == 1:
             assert got == expected
         elif len({*map(tuple, outputs)}) <= num_beams:
-            # transformers may have stopped early for texts outside the trie; we return all texts of the trie
+            # transformers may have stopped early for sequences outside the trie; we return all outputs of the trie
             assert sorted(got) == sorted([*text, 7] for text in {*map(tuple, outputs)})
             assert [s.score for s in result.sequences] == sorted((s.score for s in result.sequences), reverse=True)
         elif len(expected) == num_beams:
@@ -163,7 +163,7 @@ def test_samples_in_a_trie_stay_in_it(tiny, draft):
 
 
 def test_drafts_the_constraint_forbids_cost_nothing(tiny):
-    """A lookup that finds only what may not be generated puts nothing to the target."""
+    """A lookup that finds only forbidden tokens proposes none."""
     _, lm = tiny("llama", vocab_size=8, eos_token_id=7, bos_token_id=0)
     trie = TokenTrie([[3, 6, 5], [6, 4, 5]])  # in the prompt 1 was followed by 2, and 3 by 1
     result = specbeam.generate(lm, [1, 2, 3, 1, 2, 3, 1], constraint=trie, draft="ngram", num_draft_tokens=4)

@@ -13,8 +13,8 @@ import specbeam
 from specbeam import Engine, Options
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.processors import Processors
+from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes
 from specbeam.selection import select
 from specbeam.tree import Tree
 from tests.conftest import (
@@ -41,17 +41,17 @@ def test_beam_search_is_that_of_transformers(tiny, family, vocab_size, data):
         assert got.finish_reason == ("stop" if got.token_ids[-1] in options["eos_token_id"] else "length")
 
 
-def test_with_a_beam_for_every_text_the_result_is_all_texts_in_order(tiny):
+def test_with_a_beam_for_every_sequence_the_result_is_all_sequences_in_order(tiny):
     model, lm = tiny("llama", vocab_size=8, eos_token_id=1, bos_token_id=0, initializer_range=0.25)
-    texts = {}
-    for a in range(7):  # 7 ends texts and is forbidden here
+    sequences = {}
+    for a in range(7):  # 7 ends sequences and is forbidden here
         with torch.no_grad():
             rows = model(torch.tensor([[3, a]])).logits[0].log_softmax(-1)
-        texts |= {(a, b): (rows[0, a] + rows[1, b]).item() for b in range(7)}
+        sequences |= {(a, b): (rows[0, a] + rows[1, b]).item() for b in range(7)}
     options = {"eos_token_id": 7, "min_new_tokens": 2, "max_new_tokens": 2, "length_penalty": 0.0}
     result = specbeam.generate(lm, [3], num_beams=49, num_return_sequences=49, **options)
-    assert [tuple(s.token_ids) for s in result.sequences] == sorted(texts, key=texts.get, reverse=True)
-    assert [s.score for s in result.sequences] == pytest.approx(sorted(texts.values(), reverse=True), abs=1e-4)
+    assert [tuple(s.token_ids) for s in result.sequences] == sorted(sequences, key=sequences.get, reverse=True)
+    assert [s.score for s in result.sequences] == pytest.approx(sorted(sequences.values(), reverse=True), abs=1e-4)
 
 
 def test_streamed_beams_never_take_anything_back(lm):
@@ -101,7 +101,7 @@ def test_beams_share_the_memory_of_what_they_share(lm):
 
 
 def test_beam_sampling_draws_without_replacement(tiny):
-    """Pairs of texts of one token, against their probabilities written out. The first two draws get the places."""
+    """Pairs of sequences of one token, against their probabilities written out. The first two draws are returned."""
     model, lm = tiny("llama", vocab_size=6, eos_token_id=5, bos_token_id=0, initializer_range=0.2)
     with torch.no_grad():
         p = (model(torch.tensor([[1, 2, 3]])).logits[0, -1].double().log_softmax(-1) / 1.5).softmax(-1).numpy()
@@ -126,7 +126,7 @@ def test_beam_sampling_has_a_seed(lm):
 
 @pytest.mark.parametrize("draft", [None, "model"])
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, -0.5])
-def test_nbest_yields_each_text_as_soon_as_it_is_certain(tiny, draft, length_penalty):
+def test_nbest_yields_each_hypothesis_as_soon_as_it_is_certain(tiny, draft, length_penalty):
     _, lm = tiny("llama", vocab_size=20, eos_token_id=1, bos_token_id=0, initializer_range=0.2)
     options = {"num_beams": 5, "max_new_tokens": 30, "eos_token_id": [1, 2, 3, 4], "length_penalty": length_penalty}
     draft = lm if draft else None
@@ -145,7 +145,7 @@ def test_nbest_yields_each_text_as_soon_as_it_is_certain(tiny, draft, length_pen
 
 
 def test_the_search_ends_once_what_is_returned_is_certain(tiny):
-    """With scores that only fall, one text takes fewer passes than five, and equals the text of transformers."""
+    """With scores that only fall, one hypothesis takes fewer passes than five, and equals that of transformers."""
     model, lm = tiny("llama", vocab_size=20, eos_token_id=1, bos_token_id=0, initializer_range=0.2)
     options = {"num_beams": 5, "max_new_tokens": 40, "eos_token_id": [1, 2, 3, 4], "length_penalty": 0.0}
     passes = []
@@ -158,7 +158,7 @@ def test_the_search_ends_once_what_is_returned_is_certain(tiny):
 
 
 def diverse_by_hand(model, prompt, groups, size, penalty, steps):
-    """Diverse beam search written out over whole texts, without end-of-sequence tokens."""
+    """Diverse beam search written out over whole sequences, without end-of-sequence tokens."""
     texts = [[((), 0.0)] for _ in range(groups)]
     for _ in range(steps):
         taken = torch.zeros(model.config.vocab_size)
@@ -209,13 +209,13 @@ def test_groups_hardly_kept_apart_are_searches_of_their_own(lm):
         ({"early_stopping": True}, "early_stopping=True has no effect without beams"),
         ({"distinct": False, "temperature": 1.0}, "distinct=False has no effect without beams"),
         ({"bound_rule": False, "draft": "ngram"}, "bound_rule=False has no effect without beams"),
-        ({"seed": 5}, "seed=5 has no effect on a text that is not drawn"),
+        ({"seed": 5}, "seed=5 has no effect without sampling"),
         ({"seed": 5, "top_k": 0}, "seed=5 has no effect"),
         ({"num_draft_tokens": 3}, "without a draft"),
         ({"draft": "ngrams"}, "draft='ngrams'"),
         ({"draft": "ngram", "num_draft_tokens": 0}, "num_draft_tokens=0"),
         ({"draft": "ngram", "draft_width": "wide"}, "draft_width='wide'"),
-        ({"draft_temperature": 0.5}, "not drawn"),
+        ({"draft_temperature": 0.5}, "without sampling"),
         ({"draft_temperature": 0.5, "temperature": 1.0, "draft": "ngram"}, "draft_temperature=0.5 has no effect"),
         ({"draft_top_k": -1, "temperature": 1.0}, "draft_top_k=-1"),
         ({"bound_rule": 1}, "bound_rule=1"),
@@ -247,14 +247,14 @@ def test_a_step_without_some_beams_is_the_step_with_all_of_them_where_scores_are
 
     def search():
         tree, stop = Tree([1]), Stopping(frozenset({9}), 10, (), str)
-        search = BeamSearch(tree, Wishes(Processors(Options(num_beams=4), frozenset(), 8)), stop, 4)
+        search = BeamSearch(tree, Selector(Processors(Options(num_beams=4), frozenset(), 8)), stop, 4)
         search.beams, search.scores = tree.add(np.zeros(4, np.int64), np.arange(4), scores), scores
         return search
 
     whole, partial = search(), search()
     known = scores > -20
-    whole.step(select(logits, whole.wish(whole.beams)))
-    if partial.step(select(logits[known], partial.wish(partial.beams[known])), known):
+    whole.step(select(logits, whole.selection_request(whole.beams)))
+    if partial.step(select(logits[known], partial.selection_request(partial.beams[known])), known):
         texts = [[s.tree.tokens(s.tree.path(node)).tolist() for node in s.beams] for s in (whole, partial)]
         assert texts[0] == texts[1]
 
@@ -266,7 +266,7 @@ def tied_rows(seed, vocab_size):
 
 
 def written_out(rows, ends, num_beams, max_new_tokens, length_penalty):
-    """Beam search over whole texts. Ties go to the better beam, then to the likelier token, then to the lower id."""
+    """Beam search over whole sequences. Ties go to the better beam, then the likelier token, then the lower id."""
     beams, finished, length = [((0,), np.float32(0))], [], 0
     while True:
         candidates = [
@@ -282,7 +282,7 @@ def written_out(rows, ends, num_beams, max_new_tokens, length_penalty):
         finished += [
             (text, score / penalty) for (text, score, _), end in zip(candidates[:num_beams], over, strict=False) if end
         ]
-        finished = sorted(finished, key=lambda pair: -pair[1])[:num_beams]  # stable: earlier texts come first
+        finished = sorted(finished, key=lambda pair: -pair[1])[:num_beams]  # stable: earlier ones come first
         beams = [(text, score) for (text, score, _), end in zip(candidates, over, strict=True) if not end][:num_beams]
         if not beams or (len(finished) == num_beams and beams[0][1] / penalty <= finished[-1][1]):
             return [(list(text[1:]), float(score)) for text, score in finished]
@@ -297,17 +297,17 @@ def written_out(rows, ends, num_beams, max_new_tokens, length_penalty):
     more=st.integers(0, 3),
 )
 def test_ties_have_one_order(seed, num_beams, length_penalty, num_return_sequences, bounded, more):
-    """Also where the answers have more tokens than a step needs, and where the bound rule ends the search."""
+    """Also where selections have more tokens than a step needs, and where the bound rule ends the search."""
     rows, ends, longest = tied_rows(seed, 8), {1, 2}, 5
     options = Options(num_beams=num_beams, num_return_sequences=num_return_sequences, max_new_tokens=longest)
-    tree = Tree([0])
-    wishes, stop = Wishes(Processors(options, frozenset(ends), 8)), Stopping(frozenset(ends), 1 + longest, (), None)
-    search = BeamSearch(tree, wishes, stop, num_beams, num_return_sequences, length_penalty, bounded=bounded)
+    tree, selector = Tree([0]), Selector(Processors(options, frozenset(ends), 8))
+    stop = Stopping(frozenset(ends), 1 + longest, (), None)
+    search = BeamSearch(tree, selector, stop, num_beams, num_return_sequences, length_penalty, bounded=bounded)
     yielded = []
     while not search.done:
-        wish = search.wish(search.beams)
-        wish.most = min(8, wish.most + more)
-        search.step(select(rows[tree.tokens(search.beams)], wish))
+        request = search.selection_request(search.beams)
+        request.top = min(8, request.top + more)
+        search.step(select(rows[tree.tokens(search.beams)], request))
         yielded += search.certain()
     assert yielded == search.hypotheses()
     expected = written_out(rows, ends, num_beams, longest, length_penalty)[:num_return_sequences]
@@ -333,17 +333,17 @@ def test_no_bound_draft_or_deferred_beam_resolves_a_tie_differently(save, backen
             assert [s.token_ids for s in result.sequences] == [s.token_ids for s in every.sequences]
 
 
-def test_texts_with_equal_scores_are_yielded_in_the_order_of_the_result():
+def test_hypotheses_with_equal_scores_are_yielded_in_the_order_of_the_result():
     """Small whole numbers as logits make equal scores."""
     for seed in range(40):
         random = np.random.default_rng(seed)
         rows = torch.tensor(random.integers(-2, 3, (8, 8)), dtype=torch.float32)  # of the next token, by the last one
         options = Options(num_beams=4, num_return_sequences=4, max_new_tokens=6)
-        tree = Tree([0])
-        wishes, stop = Wishes(Processors(options, frozenset({1, 2}), 8)), Stopping(frozenset({1, 2}), 7, (), None)
-        search = BeamSearch(tree, wishes, stop, 4, 4, length_penalty=float(random.choice([-1.0, 0.0, 1.0])))
+        tree, selector = Tree([0]), Selector(Processors(options, frozenset({1, 2}), 8))
+        stop = Stopping(frozenset({1, 2}), 7, (), None)
+        search = BeamSearch(tree, selector, stop, 4, 4, length_penalty=float(random.choice([-1.0, 0.0, 1.0])))
         yielded = []
         while not search.done:
-            search.step(select(rows[tree.tokens(search.beams)], search.wish(search.beams)))
+            search.step(select(rows[tree.tokens(search.beams)], search.selection_request(search.beams)))
             yielded += search.certain()
         assert yielded == search.hypotheses()

@@ -1,4 +1,4 @@
-"""Distinct n-best: against a list of all texts, against the search written out over whole texts, and with drafts."""
+"""Distinct n-best: against a list of all texts, the search written out over whole sequences, and with drafts."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def text_of(tokens):
 
 @pytest.fixture(scope="session")
 def spellings(save):
-    """Tiny models by seed, as transformers and as we run them. Two tokens end their texts, and texts have spellings."""
+    """Tiny models by seed, as transformers and as we run them, with two end tokens and several spellings of a text."""
     made = {}
 
     def spellings(seed):
@@ -88,7 +88,7 @@ def test_with_a_beam_for_every_text_the_result_is_all_distinct_texts_in_order(sp
 
 
 def written_out(log_probs, num_beams, length, length_penalty, early_stopping):
-    """Beam search over whole texts with different texts in the places, best first: [(text, score)]."""
+    """Beam search over whole sequences that keeps different texts, best first: [(text, score)]."""
     beams, places = [((), 0.0)], {}
     for step in range(1, length + 1):
         grown = [((*text, t), score + log_probs(text)[t]) for text, score in beams for t in range(6)]

@@ -83,7 +83,7 @@ def test_a_stop_string_is_seen_across_tokens_that_say_nothing(lm):
     assert stop(tree, tree.parents(node)) is None
 
 
-def test_the_context_ends_a_text(tiny):
+def test_the_context_ends_a_sequence(tiny):
     _, lm = tiny("llama", max_position_embeddings=32)
     result = specbeam.generate(lm, [7] * 20, max_new_tokens=100, eos_token_id=EOS, min_new_tokens=100)
     assert len(result.token_ids) == 12

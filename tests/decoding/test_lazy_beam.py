@@ -15,14 +15,14 @@ from specbeam import Engine, Options, TokenTrie
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
-from specbeam.decoding.candidates import Continuations, places_of_highest
+from specbeam.decoding.candidates import Continuations, highest_indices
 from specbeam.decoding.deferring import Deferred, LikelyNeeded
-from specbeam.decoding.drafter import Guesses
+from specbeam.decoding.drafter import DraftTokens
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.record import Record
+from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes
 from specbeam.engine import CostTable
 from specbeam.engine.strategies import make_search
 from specbeam.selection import select
@@ -49,13 +49,13 @@ def logits_after(tokens, vocab_size, seed, kind):
 
 def run(strategy, tree, logits_of):
     """The hypotheses of a strategy with their tokens, those it yielded, and the number of nodes in each pass."""
-    yielded, sizes, times, answer = [], [], Counter(), None
+    yielded, sizes, times, selection = [], [], Counter(), None
     try:
         while True:
-            step = strategy.send(answer)
-            if answer is not None:
-                answer.sources = ()  # as the engine does it: no strategy can use the rows of earlier passes
-            answer = None
+            step = strategy.send(selection)
+            if selection is not None:
+                selection.sources = ()  # as the engine does it: no strategy can use the rows of earlier passes
+            selection = None
             if isinstance(step, Hypothesis):
                 yielded.append((tree.new_tokens(step.node), step.score, step.finish_reason))
             else:
@@ -64,7 +64,7 @@ def run(strategy, tree, logits_of):
                 times.update({*step.nodes.tolist()})
                 assert max(times.values()) <= 20  # again where scores are equal, but there is no loop
                 rows = [logits_of(tree.tokens(tree.path(node)).tolist()) for node in step.nodes]
-                answer = select(torch.tensor(np.stack(rows), dtype=torch.float32), step.wish)
+                selection = select(torch.tensor(np.stack(rows), dtype=torch.float32), step.selection_request)
     except StopIteration as end:
         found = [(tree.new_tokens(h.node), h.score, h.finish_reason) for h in end.value]
         return found, yielded, sizes
@@ -79,10 +79,10 @@ def searched(kind, options, vocab_size, eos, logits_of, **more):
     """A tree, a search over it, and its record."""
     tree = Tree(PROMPT)
     stop = Stopping(frozenset(eos), len(PROMPT) + options.max_new_tokens, options.stop_strings, decode)
-    wishes = Wishes(Processors(options, frozenset(eos), vocab_size))
+    selector = Selector(Processors(options, frozenset(eos), vocab_size))
     search = kind(
         tree,
-        wishes,
+        selector,
         stop,
         options.num_beams,
         options.num_return_sequences,
@@ -129,8 +129,8 @@ class BestFirst:
         return True
 
 
-class SomeGuesses:
-    """A drafter that guesses chains below the best beam, and below all beams. Half of its tokens are the likeliest."""
+class SomeDraftTokens:
+    """Drafts chains below the best beam, and below all beams. Half of their tokens are the likeliest."""
 
     def __init__(self, tree, stop, logits_of, seed):
         self.tree, self.stop, self.logits_of = tree, stop, logits_of
@@ -146,12 +146,12 @@ class SomeGuesses:
                 token = int(logits.argmax() if self.random.random() < 0.5 else self.random.integers(len(logits)))
                 if token in self.stop.eos_token_ids or self.tree.depths([end])[0] + 2 >= self.stop.max_length:
                     break
-                end = int(self.tree.guess(np.array([end]), np.array([token]))[0])
+                end = int(self.tree.draft(np.array([end]), np.array([token]))[0])
                 nodes.append(end)
-        return Guesses(np.unique(np.array(nodes, dtype=np.int64)))
+        return DraftTokens(np.unique(np.array(nodes, dtype=np.int64)))
         yield
 
-    def learn(self, guesses, tree, steps):
+    def learn(self, draft_tokens, tree, steps):
         assert all(len(ends) for ends in steps)
 
     def seconds_per_step(self, steps):
@@ -161,8 +161,8 @@ class SomeGuesses:
         pass
 
 
-class RightGuesses(SomeGuesses):
-    """Four guesses below each tip, which are the likeliest tokens."""
+class RightDraftTokens(SomeDraftTokens):
+    """Four draft tokens below each tip, which are the likeliest tokens."""
 
     def propose(self, tips, scores):
         nodes = []
@@ -170,9 +170,9 @@ class RightGuesses(SomeGuesses):
             room = self.stop.max_length - 2 - int(self.tree.depths([end])[0])
             for _ in range(min(4, room)):
                 token = int(self.logits_of(self.tree.tokens(self.tree.path(end)).tolist()).argmax())
-                end = int(self.tree.guess(np.array([end]), np.array([token]))[0])
+                end = int(self.tree.draft(np.array([end]), np.array([token]))[0])
                 nodes.append(end)
-        return Guesses(np.array(nodes, dtype=np.int64))
+        return DraftTokens(np.array(nodes, dtype=np.int64))
         yield
 
 
@@ -185,7 +185,7 @@ def test_the_best_continuations_are_merged_in_the_order_of_a_stable_sort(seed, c
     merged = None
     for beams in np.array_split(random.permutation(8), parts):
         beams = np.sort(beams)
-        best = places_of_highest(scores[beams].ravel(), count)
+        best = highest_indices(scores[beams].ravel(), count)
         place = beams[best // 40] * 40 + best % 40
         more = Continuations(beams[best // 40], place, scores.ravel()[place], scores.ravel()[place])
         merged = more if merged is None else merged.merged_with(more, count)
@@ -213,7 +213,7 @@ def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, dr
     tree, search, record = searched(BeamSearch, options, *made, **more)
     plain, nbest, of_all = run(beam_search(search, record), tree, made[2])
     tree, search, lazy_record = searched(LazyBeamSearch, options, *made, **more)
-    drafter = SomeGuesses(tree, search.stop, made[2], seed) if drafts else None
+    drafter = SomeDraftTokens(tree, search.stop, made[2], seed) if drafts else None
     strategy = beam_search(search, lazy_record, drafter, make_policy(policy, seed, options))
     lazy, yielded, sizes = run(strategy, tree, made[2])
     assert lazy == plain
@@ -252,7 +252,7 @@ def test_lazy_beams_are_beams(vocab_size, kind, policy, num_beams, max_new_token
 
 
 def test_a_search_may_stop_at_a_level_whose_beams_were_dropped():
-    """Where scores fall fast with the length, a text may beat all longer ones after these were found."""
+    """Where scores fall fast with the length, a hypothesis may beat all longer ones after these were found."""
     options = Options(
         num_beams=12,
         num_return_sequences=2,
@@ -325,7 +325,7 @@ def twins(save):
 
 @pytest.mark.parametrize("scale", [0.02, 0.2, 1.0, "twins"])
 def test_wide_beams_of_an_engine_are_plain_beams(request, tiny, save, scale):
-    """``bound_rule=False`` evaluates all beams. The searches share passes, and pause for want of memory."""
+    """``bound_rule=False`` evaluates all beams. The searches share passes, and are preempted for want of memory."""
     if scale == "twins":
         lm = request.getfixturevalue("twins")
     else:
@@ -362,10 +362,10 @@ def test_beams_with_drafts_are_plain_beams(save, draft, scale, num_beams):
 
 
 class Confident:
-    """A model whose best text loses little with each token. Every other token loses about 6 more.
+    """A model whose best hypothesis loses little with each token. Every other token loses about 6 more.
 
     Args:
-        falls: one token of this many costs the best text as much as the others: then what was deferred is needed.
+        falls: one token of this many costs the best hypothesis as much as the others: then deferred beams are needed.
     """
 
     def __init__(self, falls=10**9):
@@ -380,14 +380,14 @@ def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts
     """The numbers of nodes in the passes of our policy, and in the passes of plain search.
 
     Args:
-        drafts: guess the next four tokens of the best text, and guess right.
+        drafts: propose the next four tokens of the best hypothesis, all right.
         seconds: per step with drafts.
     """
     options = Options(num_beams=num_beams, max_new_tokens=max_new_tokens, length_penalty=1.0, early_stopping=False)
     tree, search, record = searched(BeamSearch, options, 12, set(), logits_of)
     plain, _, of_plain = run(beam_search(search, record), tree, logits_of)
     tree, search, record = searched(LazyBeamSearch, options, 12, set(), logits_of)
-    drafter = RightGuesses(tree, search.stop, logits_of, seed=0) if drafts else None
+    drafter = RightDraftTokens(tree, search.stop, logits_of, seed=0) if drafts else None
     if drafter is not None:
         drafter.seconds = seconds
     policy = LikelyNeeded(max_new_tokens, num_beams, cost, cost, None if drafter is None else drafter.controller)
@@ -406,7 +406,7 @@ def test_a_confident_model_evaluates_few_of_its_beams():
 
 
 @pytest.mark.parametrize("num_beams", [2, 4, 8])
-def test_with_drafts_a_confident_text_goes_on_alone(num_beams):
+def test_with_drafts_a_confident_hypothesis_goes_on_alone(num_beams):
     """Although passes over all beams cost no more: each of its passes takes several steps."""
     sizes, of_plain = passes_of_our_policy(Confident(), lambda nodes: 1.0, num_beams=num_beams, drafts=True)
     assert len(of_plain) == 20
@@ -414,7 +414,7 @@ def test_with_drafts_a_confident_text_goes_on_alone(num_beams):
 
 
 def test_drafts_that_would_not_pay_go_below_no_best_beam():
-    """Guesses of this drafter go below all beams then, so that passes still take several steps."""
+    """This drafter then drafts below all beams, so that passes still take several steps."""
     passes = {"num_beams": 4, "drafts": True}
     cheap, _ = passes_of_our_policy(Confident(), lambda nodes: 1.0, seconds=0.3, **passes)
     dear, _ = passes_of_our_policy(Confident(), lambda nodes: 1.0, seconds=0.95, **passes)
@@ -423,9 +423,9 @@ def test_drafts_that_would_not_pay_go_below_no_best_beam():
     assert max(dear) == max(unsure) == 4 + 4 * 4
 
 
-def test_a_draft_model_guesses_below_the_best_beam(save):
+def test_a_draft_model_drafts_below_the_best_beam(save):
     model = random_model("llama", initializer_range=1.0)
-    model.lm_head.weight.data *= 8  # sure of its texts
+    model.lm_head.weight.data *= 8  # confident
     folder = save(model)
     lm, draft = specbeam.load(folder, backend="cpu"), specbeam.load(folder, backend="cpu")
     seconds = {lm.backend: lambda nodes: 1.0 + 0.1 * nodes, draft.backend: lambda nodes: 0.01 * nodes}
@@ -461,7 +461,7 @@ def best_first(setup, drafter):
 def test_deferred_beams_take_no_memory(save):
     """A request counts with the nodes that it has evaluated, and not with all beams that it knows."""
     model = random_model("llama")
-    model.lm_head.weight.data *= 8  # a model that is sure of itself
+    model.lm_head.weight.data *= 8  # a confident model
     lm = specbeam.load(save(model), backend="cpu")
     num_beams, length = 16, 24
 
@@ -489,7 +489,7 @@ def test_deferred_beams_take_no_memory(save):
     [(best_first, None, {}), (None, "ngram", {"num_draft_tokens": 4})],
 )
 def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beams(save, strategy, draft, sizes):
-    """Evaluated beams keep their memory as long as an earlier step is open, and guesses take memory, too."""
+    """Evaluated beams keep their memory as long as an earlier step is open, and draft tokens take memory, too."""
     lm = specbeam.load(save(random_model("llama", vocab_size=5, eos_token_id=1, bos_token_id=0)), backend="cpu")
     options = {"num_beams": 32, "max_new_tokens": 40, "num_return_sequences": 8, "share_prefix": False}
 

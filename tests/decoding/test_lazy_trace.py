@@ -1,4 +1,4 @@
-"""The trace of a lazy search has the steps of the plain search, and tells which beams were evaluated."""
+"""The trace of a lazy search has the steps of the plain search, and says which beams were evaluated."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from tests.decoding.test_lazy_beam import (
     POLICIES,
     PROMPT,
     STOP_STRINGS,
-    SomeGuesses,
+    SomeDraftTokens,
     decode,
     logits_after,
     make_policy,
@@ -38,19 +38,19 @@ class Traced:
 
     def _run(self, strategy, logits_of):
         """Ends rounds as an engine does."""
-        answer, streamed = None, len(PROMPT)
+        selection, streamed = None, len(PROMPT)
         try:
             while True:
-                step = strategy.send(answer)
-                if answer is not None:
-                    answer.sources = ()
-                answer = None
+                step = strategy.send(selection)
+                if selection is not None:
+                    selection.sources = ()
+                selection = None
                 if isinstance(step, Hypothesis):
                     continue
-                self.record.end_round(self.tree.trunk[streamed:], self.tree.finished)
-                streamed = self.tree.trunk_length
+                self.record.end_round(self.tree.prefix[streamed:], self.tree.finished)
+                streamed = self.tree.prefix_length
                 rows = [logits_of(self.tree.tokens(self.tree.path(node)).tolist()) for node in step.nodes]
-                answer = select(torch.tensor(np.stack(rows), dtype=torch.float32), step.wish)
+                selection = select(torch.tensor(np.stack(rows), dtype=torch.float32), step.selection_request)
         except StopIteration as end:
             rest = self.tree.path(end.value[0].node)[streamed:]
             self.record.end_round(rest, [hypothesis.node for hypothesis in end.value])
@@ -58,13 +58,13 @@ class Traced:
 
     @property
     def steps(self):
-        """The text and the score of each beam of each step."""
+        """The tokens and the score of each beam of each step."""
         return [[self.shown(beam) for beam in step] for one in self.rounds for step in one["steps"]]
 
     def shown(self, beam):
-        return self.text(beam["node"]), beam["score"]
+        return self.new_tokens(beam["node"]), beam["score"]
 
-    def text(self, node):
+    def new_tokens(self, node):
         tokens = []
         while node >= len(PROMPT):
             tokens.append(int(self.tree.tokens(node)))
@@ -79,7 +79,7 @@ def both(options, vocab_size, eos, kind, policy, seed, drafts=False, **more):
         return logits_after(tokens, vocab_size, seed, kind)
 
     def lazily(search, record):
-        drafter = SomeGuesses(search.tree, search.stop, logits_of, seed) if drafts else None
+        drafter = SomeDraftTokens(search.tree, search.stop, logits_of, seed) if drafts else None
         return beam_search(search, record, drafter, make_policy(policy, seed, options))
 
     made = options, vocab_size, eos, logits_of
@@ -114,7 +114,7 @@ def test_steps_are_those_of_plain_search(vocab_size, kind, policy, num_beams, ma
     check_steps(plain, lazy, num_beams)
     check_evaluated(lazy, num_beams, more["drafts"])
     check_nodes(lazy)
-    check_guesses(lazy)
+    check_draft_tokens(lazy)
 
 
 def check_steps(plain, lazy, num_beams):
@@ -129,7 +129,7 @@ def check_steps(plain, lazy, num_beams):
     ahead = {}  # by length
     for one in lazy.rounds:
         for beam in one["ahead"]:
-            ahead.setdefault(len(lazy.text(beam["node"])), []).append(lazy.shown(beam))
+            ahead.setdefault(len(lazy.new_tokens(beam["node"])), []).append(lazy.shown(beam))
     for length, found in ahead.items():
         for step in lazy.steps[length - 1 : length]:
             assert step[: len(found)] == found
@@ -138,9 +138,9 @@ def check_steps(plain, lazy, num_beams):
 
 
 def check_evaluated(lazy, num_beams, drafts):
-    """The statistics count the same, but for guesses whose answers were forgotten before they became beams."""
+    """The statistics count the same, but for draft tokens whose selections were dropped before they became beams."""
     evaluated = {len(PROMPT) - 1}.union(*(one["evaluated"] for one in lazy.rounds))
-    assert all({guess["node"] for guess in one["drafted"]} <= {*one["evaluated"]} for one in lazy.rounds)
+    assert all({draft_token["node"] for draft_token in one["drafted"]} <= {*one["evaluated"]} for one in lazy.rounds)
     steps = [step for one in lazy.rounds for step in one["steps"]]
     if len(steps) == lazy.record.steps:  # a last step without a known beam is not in the trace
         count = num_beams + sum(beam["node"] in evaluated for step in steps[:-1] for beam in step)
@@ -165,12 +165,12 @@ def check_nodes(lazy):
     assert {hypothesis.node for hypothesis in lazy.hypotheses} <= {*after}
 
 
-def check_guesses(lazy):
+def check_draft_tokens(lazy):
     beams = [beam for one in lazy.rounds for step in [*one["steps"], one["ahead"]] for beam in step]
-    guesses = [guess for one in lazy.rounds for guess in one["drafted"]]
-    guessed = {guess["node"] for guess in guesses}
-    assert all(beam["drafted"] == (beam["node"] in guessed) for beam in beams)
-    accepted = [guess["node"] for guess in guesses if guess["accepted"]]
-    assert {*accepted} == {beam["node"] for beam in beams} & guessed
+    draft_tokens = [draft_token for one in lazy.rounds for draft_token in one["drafted"]]
+    drafted = {draft_token["node"] for draft_token in draft_tokens}
+    assert all(beam["drafted"] == (beam["node"] in drafted) for beam in beams)
+    accepted = [draft_token["node"] for draft_token in draft_tokens if draft_token["accepted"]]
+    assert {*accepted} == {beam["node"] for beam in beams} & drafted
     assert len(accepted) == lazy.record.accepted == sum(lazy.record.checks)
-    assert len(guesses) == lazy.record.drafted
+    assert len(draft_tokens) == lazy.record.drafted

@@ -12,7 +12,7 @@ import specbeam
 from specbeam import Engine
 from specbeam.decoding import Evaluate, Hypothesis, alternatives
 from specbeam.decoding.alternatives import Alternatives
-from specbeam.selection import Wish, select
+from specbeam.selection import SelectionRequest, select
 from specbeam.tree import Tree
 from tests.conftest import EOS, random_model
 
@@ -30,7 +30,7 @@ PROMPTS = st.lists(st.integers(0, 255), min_size=1, max_size=12)
 
 
 def log_probs_of_model(model, prompt, token_ids):
-    """The model's log-probabilities of all tokens at the place of each new token, [new tokens, vocab]."""
+    """The model's log-probabilities of all tokens at the position of each new token, [new tokens, vocab]."""
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + token_ids[:-1]])).logits[0]
     return logits[len(prompt) - 1 :].log_softmax(-1)
@@ -111,8 +111,8 @@ def test_drafts_change_no_bit_of_log_probs(exact, draft, prompt, options, sizes,
 
 
 @pytest.mark.parametrize("draft", ["ngram", "another model"])
-def test_log_probs_of_speculative_samples_are_those_of_the_same_text(exact, draft):
-    """A draft draws another text from the same distribution. Greedy search that is led along it gives its bits."""
+def test_log_probs_of_speculative_samples_are_those_of_the_same_sequence(exact, draft):
+    """Greedy search that is led along a speculative sample gives its bits."""
     lm, drafts = exact
     drawn = specbeam.generate(
         lm, [1, 2, 3] * 3, draft=drafts[draft], temperature=1.2, seed=4, max_new_tokens=20, top_logprobs=3
@@ -159,12 +159,12 @@ def test_a_number_of_alternatives_that_is_none_is_refused(value):
 
 def test_alternatives_of_dropped_nodes_take_no_memory():
     tree, logits = Tree([1]), torch.rand(16, 300)
-    answer = select(logits, Wish(most=50))
+    selection = select(logits, SelectionRequest(top=50))
     remembered = Alternatives(tree, 50)
     tracemalloc.start()
     for _ in range(40):
         nodes = tree.add(np.full(16, tree.tip), np.arange(16))
-        remembered.add(nodes, answer)
+        remembered.add(nodes, selection)
         tree.keep(nodes[:1])
     held = tracemalloc.take_snapshot().filter_traces([tracemalloc.Filter(True, alternatives.__file__)])
     tracemalloc.stop()

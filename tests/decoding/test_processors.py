@@ -19,10 +19,10 @@ from transformers import (
 )
 
 from specbeam.decoding.processors import Processors, processors_of_checkpoint
-from specbeam.decoding.wishes import Wishes, warpers_of
+from specbeam.decoding.selector import Selector, warpers_of
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
-from specbeam.selection import Noise, Wish, select
+from specbeam.selection import Noise, SelectionRequest, select
 from specbeam.tree import Tree
 from tests.conftest import calls_made
 
@@ -33,9 +33,9 @@ SHARE = st.floats(0.01, 0.99)
 
 
 def scores_by(logits, **changes):
-    """The scores of all tokens that a wish makes of logits, [n, vocab]."""
-    answer = select(logits, Wish(most=logits.shape[-1], **changes))
-    return torch.zeros_like(logits).scatter(-1, torch.from_numpy(answer.tokens), torch.from_numpy(answer.scores))
+    """The scores of all tokens that a request makes of logits, [n, vocab]."""
+    selection = select(logits, SelectionRequest(top=logits.shape[-1], **changes))
+    return torch.zeros_like(logits).scatter(-1, torch.from_numpy(selection.tokens), torch.from_numpy(selection.scores))
 
 
 @given(SCORES, st.floats(0.05, 5), st.integers(1, 50), SHARE, SHARE, SHARE)
@@ -69,7 +69,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=12), min_size=
 
 
 def processed(options, prompt, texts, scores, eos=frozenset()):
-    """The scores of some texts of one tree, which may differ in length."""
+    """The scores after some sequences of one tree, which may differ in length."""
     tree = Tree(prompt)
     ends = []
     for text in texts:
@@ -83,7 +83,7 @@ def processed(options, prompt, texts, scores, eos=frozenset()):
 @given(TEXTS, st.data())
 def test_bans_and_biases_are_those_of_transformers(texts, data):
     scores = torch.randn(len(texts), 5, generator=torch.Generator().manual_seed(0))
-    size = data.draw(st.integers(1, 4) | st.sampled_from([9, 2**31 - 1]))  # also longer than any text
+    size = data.draw(st.integers(1, 4) | st.sampled_from([9, 2**31 - 1]))  # also longer than any sequence
     words = data.draw(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=4), min_size=1, max_size=8))
     bias = data.draw(st.dictionaries(st.integers(0, 4), st.floats(-5, 5), min_size=1))
     for options, theirs in (
@@ -98,7 +98,7 @@ def test_bans_and_biases_are_those_of_transformers(texts, data):
 
 
 @pytest.mark.parametrize("options", [{"no_repeat_ngram_size": 10**6}, {"bad_words_ids": [[0] * 10**6]}])
-def test_bans_that_are_longer_than_the_text_cost_nothing(options):
+def test_bans_that_are_longer_than_the_sequence_cost_nothing(options):
     """Each of its tokens took some calls in each step."""
     tree = Tree([3, 1])
     process = Processors(Options(**options), frozenset(), 5)
@@ -147,8 +147,8 @@ def test_draws_follow_the_softmax(name):
     options, expected = EXPECTED[name]
     n = 20_000
     noise = Noise(7, np.zeros(n, np.uint32), np.arange(n, dtype=np.uint32))
-    answer = select(LOGITS.expand(n, -1), Wish(**warpers_of(options), noise=noise))
-    counts = np.bincount(answer.tokens[:, 0], minlength=len(LOGITS))
+    selection = select(LOGITS.expand(n, -1), SelectionRequest(**warpers_of(options), noise=noise))
+    counts = np.bincount(selection.tokens[:, 0], minlength=len(LOGITS))
     possible = expected > 0
     assert not counts[~possible].any()
     assert chisquare(counts[possible], n * expected[possible]).pvalue > 0.001
@@ -159,7 +159,7 @@ def test_rounding_differences_hardly_ever_change_a_draw():
     logits = torch.randn(50_000, generator=torch.Generator().manual_seed(0)) * 3
     other = logits + 2e-5 * torch.randn(50_000, generator=torch.Generator().manual_seed(1))
     noise = Noise(2, np.zeros(100, np.uint32), np.arange(100, dtype=np.uint32))
-    one, two = (select(row.expand(100, -1), Wish(noise=noise)).tokens for row in (logits, other))
+    one, two = (select(row.expand(100, -1), SelectionRequest(noise=noise)).tokens for row in (logits, other))
     assert (one != two).sum() <= 1
     assert len(np.unique(one)) > 50
 
@@ -178,7 +178,7 @@ def test_a_value_of_a_checkpoint_that_transformers_refuses_is_one_line():
         {"temperature": 1.0},
     ],
 )
-def test_few_tokens_of_a_text_are_looked_at_again(options):
+def test_few_tokens_of_a_sequence_are_looked_at_again(options):
     """Counts the tokens that the tree is asked for, at 50 and at 500 tokens."""
 
     class Watched(Tree):
@@ -193,12 +193,12 @@ def test_few_tokens_of_a_text_are_looked_at_again(options):
             return super().last_tokens(nodes, count)
 
     options = Options(**options)
-    wishes = Wishes(Processors(options, frozenset(), 300), warpers_of(options), seed=1)
+    selector = Selector(Processors(options, frozenset(), 300), warpers_of(options), seed=1)
     tree, work = Watched([5, 6, 7]), []
     for step in range(500):
         before = tree.asked
         nodes = np.array([tree.tip])
-        wishes(tree, nodes, streams=wishes.streams(tree, nodes))
+        selector(tree, nodes, streams=selector.streams(tree, nodes))
         work.append(tree.asked - before)
         tree.keep(tree.append(tree.tip, step % 300, 0.0))
     assert max(work[450:]) == max(work[40:60]) < 10

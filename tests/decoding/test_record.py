@@ -28,7 +28,7 @@ class Replayed:
     def __init__(self, prompt_length):
         self.root = prompt_length - 1
         self.after, self.token, self.log_prob = {}, {}, {}
-        self.guessed, self.dropped = set(), set()
+        self.drafted, self.dropped = set(), set()
 
     def add(self, entry):
         node = entry["node"]
@@ -37,7 +37,7 @@ class Replayed:
         if "log_prob" in entry:
             self.log_prob[node] = entry["log_prob"]
         else:
-            self.guessed.add(node)
+            self.drafted.add(node)
 
     def _nodes(self, node):
         while node != self.root:
@@ -76,12 +76,12 @@ def test_the_steps_lead_to_the_text(result):
     assert sum(len(entry["steps"]) for entry in result.trace) == 30
 
 
-def test_positions_of_guesses_are_counted_as_the_trace_shows_them(result):
-    """A guess below a guess that may still be accepted is one position further."""
+def test_positions_of_draft_tokens_are_counted_as_the_trace_shows_them(result):
+    """A draft token below one that may still be accepted is one position further."""
     place, counts = {}, []
     for entry in result.trace:
-        for guess in entry["drafted"]:
-            place[guess["node"]] = at = place.get(guess["after"], -1) + 1
+        for draft_token in entry["drafted"]:
+            place[draft_token["node"]] = at = place.get(draft_token["after"], -1) + 1
             counts += [[0, 0]] * (at == len(counts))
             counts[at] = [counts[at][0] + 1, counts[at][1]]
         for beam in [*(beam for step in entry["steps"] for beam in step), *entry["ahead"]]:
@@ -94,28 +94,28 @@ def test_positions_of_guesses_are_counted_as_the_trace_shows_them(result):
 
 def test_rounds_add_up_to_the_statistics(result):
     stats = result.stats
-    guesses = [g for entry in result.trace for g in entry["drafted"]]
+    draft_tokens = [g for entry in result.trace for g in entry["drafted"]]
     assert len(result.trace) == stats.target_passes
-    assert len(guesses) == stats.drafted
-    assert sum(g["accepted"] for g in guesses) == stats.accepted
+    assert len(draft_tokens) == stats.drafted
+    assert sum(g["accepted"] for g in draft_tokens) == stats.accepted
     assert stats.steps_per_target_pass == pytest.approx(30 / stats.target_passes)
     if stats.drafted:
         assert stats.acceptance_rate == stats.accepted / stats.drafted
         assert stats.accepted
     for entry in result.trace:
-        for i, guess in enumerate(entry["drafted"]):
-            assert guess["parent"] is None or guess["parent"] < i
+        for i, draft_token in enumerate(entry["drafted"]):
+            assert draft_token["parent"] is None or draft_token["parent"] < i
 
 
-def test_nodes_make_a_tree_whose_paths_are_the_texts(result):
+def test_nodes_make_a_tree_whose_paths_are_the_sequences(result):
     tree = Replayed(5)
     for entry in result.trace:
-        for guess in entry["drafted"]:
-            tree.add(guess)
+        for draft_token in entry["drafted"]:
+            tree.add(draft_token)
         for step in [*entry["steps"], entry["ahead"]]:
             for beam in step:
                 tree.add(beam)
-                assert beam["drafted"] == (beam["node"] in tree.guessed)
+                assert beam["drafted"] == (beam["node"] in tree.drafted)
                 assert beam["score"] == pytest.approx(tree.score(beam["node"]), abs=1e-4)
         for node in entry["ended"]:
             tree.add(node)
@@ -171,9 +171,9 @@ def test_pieces_have_the_rounds_as_they_come(tiny):
     assert len(rounds) == len(result.trace) > len([piece for piece in pieces if piece.token_ids])
     for entry, final in zip(rounds, result.trace, strict=True):
         assert entry | {"drafted": None} == final | {"drafted": None}
-        for guess, judged in zip(entry["drafted"], final["drafted"], strict=True):
-            assert guess | {"accepted": None} == judged | {"accepted": None}
-            assert guess["accepted"] <= judged["accepted"]
+        for draft_token, judged in zip(entry["drafted"], final["drafted"], strict=True):
+            assert draft_token | {"accepted": None} == judged | {"accepted": None}
+            assert draft_token["accepted"] <= judged["accepted"]
     assert all(piece.trace is None for piece in specbeam.stream(lm, [1], max_new_tokens=2))
 
 
@@ -233,11 +233,11 @@ def test_no_trace_unless_asked_for(lm):
     [
         ({}, None),
         ({"draft": "ngram", "num_draft_tokens": 2}, None),
-        ({"draft": "itself", "temperature": 1.0, "seed": 1}, "draft made no guesses: none would have paid"),
+        ({"draft": "itself", "temperature": 1.0, "seed": 1}, "draft proposed no tokens: that would not have paid"),
         ({"draft": "itself", "temperature": 1.0, "seed": 1, "num_draft_tokens": 2}, None),
-        ({"draft": "ngram", "max_new_tokens": 1}, "draft made no guess: it found no likely continuation"),
+        ({"draft": "ngram", "max_new_tokens": 1}, "draft proposed no tokens: it found no likely continuation"),
     ],
-    ids=["no draft", "used", "as slow as the target", "a size that was asked for", "no room for a guess"],
+    ids=["no draft", "used", "as slow as the target", "a size that was asked for", "no room for a draft token"],
 )
 def test_the_statistics_say_why_a_draft_was_not_used(lm, options, note, give_costs):
     give_costs(nominal_cost)
@@ -248,8 +248,8 @@ def test_the_statistics_say_why_a_draft_was_not_used(lm, options, note, give_cos
     assert (stats.drafted == 0) == (note is not None or "draft" not in options)
 
 
-def test_the_statistics_say_that_a_draft_rested_in_most_rounds(tiny):
-    """The drawn texts have nothing in common with the texts of the draft: guesses soon stop to pay."""
+def test_the_statistics_say_that_drafting_was_skipped_in_most_rounds(tiny):
+    """The samples have nothing in common with the draft's: draft tokens soon stop paying."""
     lm, other = tiny("llama")[1], tiny("llama", seed=7, num_hidden_layers=8)[1]
     seconds = {lm.backend: 1.0, other.backend: 0.7}
 
@@ -261,10 +261,9 @@ def test_the_statistics_say_that_a_draft_rested_in_most_rounds(tiny):
     request = engine.submit([1, 2, 3], options, draft=other)
     engine.run()
     result = request.result()
-    resting = sum(not entry["drafted"] for entry in result.trace)
+    undrafted = sum(not entry["drafted"] for entry in result.trace)
     assert result.stats.drafted > 0
-    note = re.fullmatch(
-        r"draft made no guesses in (\d+) of (\d+) passes: none would have paid", result.stats.draft_note
-    )
-    assert int(note[1]) <= resting  # a draft may also end without a guess
+    expected = r"draft proposed no tokens in (\d+) of (\d+) passes: that would not have paid"
+    note = re.fullmatch(expected, result.stats.draft_note)
+    assert int(note[1]) <= undrafted  # a draft may also end without a token
     assert int(note[2]) == len(result.trace)

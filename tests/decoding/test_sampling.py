@@ -1,4 +1,4 @@
-"""Several samples of one prompt: independent, each as if it were drawn alone, with the prompt read once."""
+"""Several samples of one prompt: independent, each as if it were drawn alone, with one prefill of the prompt."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def distribution(model, ids, temperature):
 
 
 def test_samples_are_independent_and_follow_the_model(tiny):
-    """Neighbouring samples, as pairs of texts, follow the product of the model's probabilities."""
+    """Neighbouring samples, as pairs, follow the product of the model's probabilities."""
     model, lm = tiny("llama", **SMALL)
     draws = 8000 if in_thorough_mode() else 2000
     options = {"temperature": 0.8, "max_new_tokens": 2, "num_return_sequences": draws}
@@ -34,7 +34,7 @@ def test_samples_are_independent_and_follow_the_model(tiny):
     p = np.array([*texts.values()])
     drawn = np.array([number[tuple(sequence.token_ids)] for sequence in result.sequences])
     assert chisquare(np.bincount(drawn, minlength=len(p)), draws * p / p.sum()).pvalue > 1e-3
-    rare = np.argsort(p)[:-4]  # as one text, so that every pair is frequent enough
+    rare = np.argsort(p)[:-4]  # as one sequence, so that every pair is frequent enough
     drawn, p = np.where(np.isin(drawn, rare), rare[0], drawn), np.where(np.isin(np.arange(len(p)), rare), 0, p)
     p[rare[0]] = 1 - p.sum()
     pairs = np.bincount(drawn[::2] * len(p) + drawn[1::2], minlength=len(p) ** 2)
@@ -113,6 +113,6 @@ def test_each_sample_has_its_score(lm):
         ({"do_sample": True}, "ngram", "num_return_sequences=2 samples cannot have a draft"),
     ],
 )
-def test_texts_that_would_be_equal_or_tied_are_refused(lm, options, draft, says):
+def test_samples_that_would_be_equal_or_tied_are_refused(lm, options, draft, says):
     with pytest.raises(SpecbeamError, match=says):
         specbeam.generate(lm, "abc", num_return_sequences=2, draft=draft, **options)

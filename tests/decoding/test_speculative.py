@@ -15,9 +15,9 @@ import specbeam
 from specbeam import Engine, Options, SpecbeamError
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.record import Record
+from specbeam.decoding.selector import Selector, warpers_of
 from specbeam.decoding.speculative import speculative
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes, warpers_of
 from specbeam.drafting.controller import Controller
 from specbeam.drafting.model import ModelDrafter
 from specbeam.drafting.sizes import Sizes
@@ -50,7 +50,7 @@ DRAFTERS = ["ngram", "suffix", "perfect", "good", "other", "adversarial", "earli
 
 @pytest.fixture(scope="session")
 def drafter(tiny, save):
-    """Drafters for the models of ``tiny``, by how good their guesses are."""
+    """Drafters for the models of ``tiny``, by how good their draft tokens are."""
     made = {}
 
     def drafter(kind, family, as_model=False, **changes):
@@ -173,7 +173,7 @@ def test_speculative_beam_search_is_beam_search_of_transformers(tiny, drafter, k
     chunk=st.sampled_from([1, 7, 512]),
     data=st.data(),
 )
-def test_a_seed_gives_the_same_text_with_any_draft(
+def test_a_seed_gives_the_same_sequence_with_any_draft(
     tiny, drafter, kind, vocab_size, num_beams, temperature, warped, seed, chunk, data
 ):
     changes = {"vocab_size": vocab_size, "eos_token_id": 1, "bos_token_id": 0, "initializer_range": 0.25}
@@ -230,9 +230,9 @@ def test_a_perfect_draft_saves_passes_where_scores_are_raised_above_0(tiny, rais
     result = specbeam.generate(lm, [*range(50)], draft=lm, trace=True, **sizes, **options)
     assert result.token_ids == specbeam.generate(lm, [*range(50)], **options).token_ids
     assert result.stats.target_passes <= 20
-    guesses = [guess for entry in result.trace for guess in entry["drafted"]]
-    assert len(guesses) >= 8
-    assert not [guess for guess in guesses if guess["parent"] is None and guess["beam"] is None]
+    draft_tokens = [one for entry in result.trace for one in entry["drafted"]]
+    assert len(draft_tokens) >= 8
+    assert not [one for one in draft_tokens if one["parent"] is None and one["beam"] is None]
 
 
 LOW_TOKENS = [*range(10, 40), 12, 15, *range(10, 20)]
@@ -252,31 +252,31 @@ def test_a_draft_model_reads_the_part_of_its_head_that_the_text_uses(prompt, opt
     options = Options(**options)
     tree, stop = Tree(prompt), Stopping(frozenset(), 99, (), None)
     controller = Controller([Sizes(3, 2, None, num_tips=1, chains=False)], float, float, float)
-    wish = Wishes(Processors(options, frozenset(), 9000))
-    drafter = ModelDrafter(tree, wish, stop, 9000, 99, [8000], controller)
+    selector = Selector(Processors(options, frozenset(), 9000))
+    drafter = ModelDrafter(tree, selector, stop, 9000, 99, [8000], controller)
     step = next(drafter.propose(np.array([tree.tip]), np.zeros(1)))
-    assert (step.drafting, step.wish.vocab) == (True, vocab)
+    assert (step.drafting, step.selection_request.vocab) == (True, vocab)
 
 
 @pytest.mark.parametrize(
     "options",
     [{}, {"num_beams": 3}, {"temperature": 1.0, "seed": 1}, {"num_beams": 3, "temperature": 1.0, "seed": 1}],
 )
-def test_guesses_among_the_first_tokens_change_nothing(tiny, options):
+def test_drafting_among_the_first_tokens_changes_nothing(tiny, options):
     lm = tiny("llama", vocab_size=9000, initializer_range=0.25)[1]
     options = {**options, "max_new_tokens": 12, "min_new_tokens": 12}
     drafted = specbeam.generate(
         lm, LOW_TOKENS, draft=lm, trace=True, num_draft_tokens=4, draft_width=4, draft_budget=20, **options
     )
     assert drafted.token_ids == specbeam.generate(lm, LOW_TOKENS, **options).token_ids
-    first_round = [guess["token_id"] for guess in drafted.trace[0]["drafted"]]
+    first_round = [draft_token["token_id"] for draft_token in drafted.trace[0]["drafted"]]
     assert first_round
     assert max(first_round) < 4096
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0, "seed": 1}])
-def test_a_constraint_holds_for_a_draft_that_guesses_among_the_first_tokens(save, options):
-    """The mask is of all tokens, the draft's logits of 4,096, on the backend that has a wish in native code."""
+def test_a_constraint_holds_for_drafting_among_the_first_tokens(save, options):
+    """The mask is of all tokens, the draft's logits of 4,096, on the backend that selects in native code."""
     folder = save(random_model("llama", vocab_size=9000, initializer_range=0.25))
     lm = specbeam.load(folder, backend="cpu", quantize="float32")
     outputs = [[token, 8000 + token, token + 1, 3] for token in range(5, 30)]
@@ -301,7 +301,7 @@ def test_the_bound_rule_saves_passes(tiny, drafter):
 
 
 def texts_and_chances(model, prompt, length, vocab, warp):
-    """Every text of a length with its exact probability, by brute force."""
+    """Every sequence of a length with its exact probability, by brute force."""
     chances = {(): 1.0}
     for _ in range(length):
         rows = [[*prompt, *text] for text in chances]
@@ -328,7 +328,7 @@ def top_k(logits, k):
 
 
 def logits_by_text(model, prompt, length, vocab):
-    """The logits after every text up to a length. With this table, drawing many texts takes no passes."""
+    """The logits after every sequence up to a length. With this table, drawing many takes no passes."""
     texts = [()]
     table = {}
     for _ in range(length + 1):
@@ -339,24 +339,24 @@ def logits_by_text(model, prompt, length, vocab):
 
 
 def draw_two(prompt, length, vocab, target, draft, shape, options, seed):
-    """The first two tokens of a text, from the strategy itself with tables of logits for models."""
+    """The first two tokens of a sequence, from the strategy itself with tables of logits for models."""
     tree = Tree(prompt)
-    wish = Wishes(Processors(options, frozenset(), vocab), warpers_of(options), seed)
+    selector = Selector(Processors(options, frozenset(), vocab), warpers_of(options), seed)
     stop = Stopping(frozenset(), len(prompt) + length, (), None)
     controller = Controller([Sizes(*shape, None, num_tips=1, chains=False)], float, float, float)
-    drafter = ModelDrafter(tree, wish, stop, vocab, 99, (), controller)
-    strategy = speculative(tree, wish, stop, Record(tree), drafter)
+    drafter = ModelDrafter(tree, selector, stop, vocab, 99, (), controller)
+    strategy = speculative(tree, selector, stop, Record(tree), drafter)
     step = next(strategy)
-    while len(tree.trunk) < len(prompt) + 2:
+    while len(tree.prefix) < len(prompt) + 2:
         paths = tree.tokens(tree.paths(step.nodes))[:, len(prompt) :]
         lengths = tree.depths(step.nodes) + 1 - len(prompt)
         table = draft if step.drafting else target
         rows = [table[tuple(path[:n])] for path, n in zip(paths.tolist(), lengths.tolist(), strict=True)]
         try:
-            step = strategy.send(select(torch.stack(rows), step.wish))
+            step = strategy.send(select(torch.stack(rows), step.selection_request))
         except StopIteration as finished:
             return tuple(tree.new_tokens(finished.value[0].node)[:2])
-    return tuple(tree.tokens(tree.trunk[len(prompt) : len(prompt) + 2]).tolist())
+    return tuple(tree.tokens(tree.prefix[len(prompt) : len(prompt) + 2]).tolist())
 
 
 @pytest.mark.parametrize(
@@ -381,10 +381,10 @@ def draw_two(prompt, length, vocab, target, draft, shape, options, seed):
         ),
     ],
 )
-def test_a_model_drafters_guesses_keep_the_distribution(tiny, drafter, kind, shape, draft_vocab, warped):
+def test_a_model_drafter_keeps_the_distribution(tiny, drafter, kind, shape, draft_vocab, warped):
     """Chains and trees, and a draft model that knows only the first 4 tokens. 2,000 draws per case in thorough mode.
 
-    In quick mode 500 do: a seed gives the same text with and without a draft.
+    In quick mode 500 do: a seed gives the same sequence with and without a draft.
     """
     vocab, prompt, length, draws = 6, [1, 2, 3, 1, 2], 3, 2000 if in_thorough_mode() else 500
     changes = {"vocab_size": vocab, "eos_token_id": 5, "bos_token_id": 0, "initializer_range": 0.2}
@@ -428,7 +428,7 @@ def test_speculative_sampling_in_the_engine_has_the_exact_distribution(tiny, dra
 
 
 def check_fit(counts, chances, draws):
-    """A chi-square test, with rare texts counted together."""
+    """A chi-square test, with rare sequences counted together."""
     assert set(counts) <= set(chances)
     common = [text for text, chance in chances.items() if chance * draws >= 5]
     seen = np.array([counts[text] for text in common], dtype=float)
@@ -447,7 +447,7 @@ def check_fit(counts, chances, draws):
     early_stopping=st.sampled_from([False, True, "never"]),
     data=st.data(),
 )
-def test_drafts_change_nothing_where_texts_end_by_strings_or_in_groups(
+def test_drafts_change_nothing_where_sequences_end_by_strings_or_in_groups(
     tiny, drafter, kind, num_beams, groups, length_penalty, early_stopping, data
 ):
     """Transformers has no reference for these options, so the plain search is the reference."""
@@ -481,7 +481,7 @@ def test_a_draft_may_lack_some_of_the_targets_tokens(tiny, save, options):
 
 
 @pytest.mark.parametrize("draft", ["ngram", "suffix", "perfect"])
-def test_texts_the_target_never_leads_to_may_have_no_continuation(tiny, drafter, draft):
+def test_sequences_the_target_never_chooses_may_have_no_continuation(tiny, drafter, draft):
     _, lm = tiny("llama")
     first = specbeam.generate(lm, [7, 9, 7], max_new_tokens=1).token_ids[0]
     other = 9 if first != 9 else 8
@@ -500,7 +500,7 @@ def test_texts_the_target_never_leads_to_may_have_no_continuation(tiny, drafter,
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"temperature": 1.0, "seed": 2}])
-def test_no_pass_has_more_guesses_than_the_budget(tiny, options):
+def test_no_pass_has_more_draft_tokens_than_the_budget(tiny, options):
     _, lm = tiny("llama")
     sizes = {"num_draft_tokens": 20, "draft_width": 5, "draft_budget": 4}
     result = specbeam.generate(lm, [1, 2], draft=lm, trace=True, max_new_tokens=40, **sizes, **options)

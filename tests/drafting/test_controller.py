@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.drafting import DECLINED, Guesses
+from specbeam.drafting import SKIPPED, DraftTokens
 from specbeam.drafting.acceptance import PRIOR_WEIGHT, Acceptance
 from specbeam.drafting.controller import MATCH_PRIOR, Controller
 from specbeam.drafting.sizes import Sizes
@@ -47,7 +47,7 @@ def play(controller, kind, is_right, steps, target=memory_bound, draft=quarter, 
     while at < steps:
         width, depth = controller.shape(num_tips, steps - at, matched if kind == "lookup" else None)
         chances, spent = np.empty(0), 0.0
-        if kind == "tree" and depth:  # a draft that is as sure of each token
+        if kind == "tree" and depth:  # a draft that gives each token the same probability
             for depth in range(13):
                 if not controller.expanded(np.array([0.8**depth]), depth, chances, spent):
                     break
@@ -58,17 +58,17 @@ def play(controller, kind, is_right, steps, target=memory_bound, draft=quarter, 
             spent = draft(num_tips) + (depth - 1) * draft(width)
         lengths.append(depth)
         if not depth and not spent:
-            controller.learn(DECLINED, Tree([1]), [])
+            controller.learn(SKIPPED, Tree([1]), [])
             cost, at = cost + target(num_tips), at + 1
             continue
         tree, levels = Tree([1]), [np.array([0])]
         for _ in range(depth):
             parents = levels[-1][:1]
-            levels.append(tree.guess(np.repeat(parents, width), np.arange(width)))
+            levels.append(tree.draft(np.repeat(parents, width), np.arange(width)))
         accepted = next((i for i in range(depth) if not is_right(at + i)), depth)
         tips = [level[:num_tips] for level in levels[1 : accepted + 1]] + [tree.add(levels[accepted][0], 99)]
         nodes = np.concatenate([np.empty(0, np.int64), *levels[1:]])
-        controller.learn(Guesses(nodes, chances[:depth], width=width, seconds=spent), tree, tips)
+        controller.learn(DraftTokens(nodes, chances[:depth], width=width, seconds=spent), tree, tips)
         cost, at = cost + spent + target(num_tips + len(nodes)), at + accepted + 1
     return cost / (at * target(num_tips)), lengths
 
@@ -89,7 +89,7 @@ def test_a_draft_that_is_always_right_is_used_in_full(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_text_that_changes_its_nature_is_followed(kind):
+def test_a_sequence_that_changes_its_nature_is_followed(kind):
     controller = controller_of(kind)
     play(controller, kind, lambda at: False, 300)
     cost, lengths = play(controller, kind, lambda at: True, 400)
@@ -101,7 +101,7 @@ def test_a_text_that_changes_its_nature_is_followed(kind):
 
 
 @given(st.sampled_from(KINDS), st.floats(0, 1), st.integers(0, 99), st.sampled_from([memory_bound, small, flat]))
-def test_no_text_costs_much_more_than_without_drafts(kind, rate, seed, target):
+def test_no_sequence_costs_much_more_than_without_drafts(kind, rate, seed, target):
     draw = np.random.default_rng(seed).random(1000) < rate
     cost, _ = play(controller_of(kind, target), kind, draw.__getitem__, 300, target)
     assert cost < 1.2
@@ -134,11 +134,11 @@ def test_each_length_of_a_match_has_a_chance_of_its_own():
     controller = controller_of("lookup")
     tree, chain = Tree([1]), [0]
     for token in range(4):
-        chain += tree.guess(chain[-1], token).tolist()
+        chain += tree.draft(chain[-1], token).tolist()
     tips = [np.array([tip]) for tip in [*chain[1:3], int(tree.add(chain[2], 9)[0])]]
     for _ in range(200):  # the tokens after matches of 1 and 2 are right, after 3 never
         controller.shape(1, matched=1)
-        controller.learn(Guesses(np.array(chain[1:])), tree, tips)
+        controller.learn(DraftTokens(np.array(chain[1:])), tree, tips)
     controller.shape(1, matched=1)
     assert controller.chances(3).tolist() == pytest.approx([1.0, 1.0, 0.0], abs=0.01)
     assert controller.shape(1, matched=1)[1] == 2
@@ -155,14 +155,14 @@ def test_a_step_of_beams_needs_all_its_tokens():
 def test_the_backend_goes_ahead_until_lookups_pay():
     controller = controller_of("lookup", plain=lambda nodes: 0.8)
     assert controller.shape(1, matched=0)[1] == 0
-    assert controller.no_draft().declined
+    assert controller.no_draft().skipped
     play(controller, "lookup", lambda at: True, 5)
-    assert not controller.no_draft().declined  # the next token may have a match, too
+    assert not controller.no_draft().skipped  # the next token may have a match, too
     tree = Tree([1])
     tip = np.array([tree.append(0, 5, -1.0)])
     for _ in range(20):
-        controller.learn(Guesses(), tree, [tip])
-    assert controller.no_draft().declined
+        controller.learn(DraftTokens(), tree, [tip])
+    assert controller.no_draft().skipped
 
 
 def test_levels_are_as_wide_as_the_steps_needed():
@@ -171,10 +171,10 @@ def test_levels_are_as_wide_as_the_steps_needed():
     for _ in range(40):
         width, _ = controller.shape(4)
         tree = Tree([1])
-        levels = [tree.guess(np.zeros(width, np.int64), np.arange(width))]
-        levels.append(tree.guess(levels[0], np.arange(width)))
+        levels = [tree.draft(np.zeros(width, np.int64), np.arange(width))]
+        levels.append(tree.draft(levels[0], np.arange(width)))
         tips = [level[:4] for level in (*levels, levels[1])]
-        controller.learn(Guesses(np.concatenate(levels), width=width), tree, tips)
+        controller.learn(DraftTokens(np.concatenate(levels), width=width), tree, tips)
     assert controller.shape(4)[0] == 4
 
 
@@ -184,9 +184,9 @@ def test_a_tree_takes_the_draft_tokens_that_pay():
     # One token for 1.3; 1.9 for 1.5; 2.7 for 1.7; 3.2 for 1.9; 3.3 for 2.1: the fourth brings less than it costs.
     assert controller.worthwhile(chances, 0.1) == 3
     tree = Tree([1])
-    rejected, chosen = tree.guess(0, 1), tree.add(0, 2)
+    rejected, chosen = tree.draft(0, 1), tree.add(0, 2)
     for _ in range(20):
-        controller.learn(Guesses(rejected, chances[:1]), tree, [chosen])
+        controller.learn(DraftTokens(rejected, chances[:1]), tree, [chosen])
     assert controller.worthwhile(chances, 0.1) == 0
 
 
@@ -204,15 +204,15 @@ def test_a_tree_grows_while_that_pays():
 
 
 @pytest.mark.parametrize("kind", ["lookup", "chains", "tree"])
-def test_seconds_per_step_follow_the_latest_rounds_and_are_forgotten(kind):
+def test_seconds_per_step_follow_the_latest_rounds_and_decay(kind):
     controller = controller_of(kind)
     at_first = controller.seconds_per_step(10)
     assert at_first < 1.02
     for _ in range(20):
         controller.shape(1, matched=8 if kind == "lookup" else None)
         tree = Tree([1])
-        node = tree.guess(0, 1)
-        controller.learn(Guesses(node, np.ones(1), seconds=1.0), tree, [tree.add(0, 2)])
+        node = tree.draft(0, 1)
+        controller.learn(DraftTokens(node, np.ones(1), seconds=1.0), tree, [tree.add(0, 2)])
     assert controller.seconds_per_step(10) > 1.3
     for _ in range(3000):
         controller.skip()
@@ -225,7 +225,7 @@ def test_a_draft_model_must_pay_for_its_reading_in_the_steps_to_come():
         controller = controller_of("levels", lambda n: 40.0 + n, lambda n: 1.0 * n, unread=unread)
         assert (controller.shape(4, steps)[1] > 0) == drafts
     read = controller_of("levels", lambda n: 40.0 + n, lambda n: 1.0 * n, unread=2000)
-    read.learn(Guesses(), Tree([1]), [])
+    read.learn(DraftTokens(), Tree([1]), [])
     assert read.shape(4, 64)[1]
 
 
@@ -233,7 +233,7 @@ def test_what_finds_nothing_says_nothing():
     controller = controller_of("chains")
     before = controller.shape(1)
     for _ in range(100):
-        controller.learn(Guesses(), Tree([1]), [])
+        controller.learn(DraftTokens(), Tree([1]), [])
     assert controller.shape(1) == before
 
 
@@ -246,7 +246,7 @@ def test_what_is_fixed_stays(sizes, kind):
     assert tokens is None or got_depth == tokens or budget
     assert width is None or got_width == width or budget
     assert budget is None or got_width * got_depth <= budget
-    assert controller.most_guesses >= got_width * got_depth
+    assert controller.max_draft_tokens >= got_width * got_depth
 
 
 @pytest.mark.parametrize("chains", [True, False])
@@ -255,7 +255,7 @@ def test_what_is_fixed_stays(sizes, kind):
 def test_sizes_that_adapt_fit_into_memory(room, num_tips, chains):
     kind = "chains" if chains else "levels"
     controller = controller_of(kind, flat, lambda nodes: 1e-6, num_tips=num_tips, room=room)
-    assert controller.most_guesses <= room
+    assert controller.max_draft_tokens <= room
     width, depth = controller.shape(num_tips, math.inf)
     assert width * depth * (num_tips if chains else 1) <= room
     assert bool(depth) == (room >= num_tips)  # a step needs a whole level

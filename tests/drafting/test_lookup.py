@@ -1,4 +1,4 @@
-"""Lookups against brute force over the text."""
+"""Lookups against brute force over the sequence."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_the_automaton_knows_every_part_and_how_often_it_came(text, other):
             for token in text[i:j]:
                 state = automaton.next[state][token]
             assert automaton.count[state] == len(starts(text[i:j], text))
-    # Of another text it always knows the longest end that stands in its own.
+    # Of another sequence it always knows the longest suffix that occurs in its own.
     match = (0, 0)
     for i, token in enumerate(other, 1):
         match = automaton.follow(match, token)
@@ -51,7 +51,7 @@ def test_the_automaton_knows_every_part_and_how_often_it_came(text, other):
 
 
 @given(TEXTS)
-def test_the_longest_end_that_came_before_is_known_as_the_text_grows(text):
+def test_the_longest_suffix_that_occurred_before_is_known_as_the_sequence_grows(text):
     automaton = SuffixAutomaton()
     for i, token in enumerate(text, 1):
         automaton.extend([token])
@@ -59,7 +59,7 @@ def test_the_longest_end_that_came_before_is_known_as_the_text_grows(text):
         assert automaton.repeated[1] == max(n for n in range(i) if starts(so_far[i - n :], so_far[:-1]))
 
 
-def test_a_repetitive_text_takes_no_more_than_linear_time():
+def test_a_repetitive_sequence_takes_no_more_than_linear_time():
     automaton = SuffixAutomaton()
     automaton.extend([7] * 20_000)  # seconds; minutes if every context were counted
     assert automaton.repeated[1] == 19_999

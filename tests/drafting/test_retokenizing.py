@@ -1,4 +1,4 @@
-"""Drafts of another vocabulary: the guesses equal the guesses from whole texts encoded anew, and cost less."""
+"""Drafts of another vocabulary: draft tokens equal those from whole texts encoded anew, and cost less."""
 
 import functools
 import itertools
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from specbeam.drafting import Guesses
+from specbeam.drafting import DraftTokens
 from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.selection import select
 from specbeam.tree import NO_NODES, Tree
@@ -117,24 +117,24 @@ class Model:
 
 
 class Rounds:
-    """Runs a drafter below tips, and has what it guessed: chains of the target's tokens."""
+    """Runs a drafter below tips, and has the chains of the target's tokens that it proposed."""
 
     def __init__(self, target, draft, prompt):
         self.target, self.draft = target, draft
         self.tree = Tree(prompt)
         controller = SimpleNamespace(shape=lambda num_tips: (1, DEPTH), chances=None)
-        self.drafter = RetokenizingDrafter(self.tree, SimpleNamespace(guess=self.take), controller, target, draft)
+        self.drafter = RetokenizingDrafter(self.tree, SimpleNamespace(draft=self.take), controller, target, draft)
 
     def take(self, tips, found, width, chances):
         self.found = dict(zip(tips.tolist(), found, strict=True))
-        return Guesses(NO_NODES)
+        return DraftTokens(NO_NODES)
 
     def add(self, node, tokens):
         for token in tokens:
             (node,) = self.tree.add(node, token).tolist()
         return node
 
-    def guess(self, tips):
+    def propose(self, tips):
         """The chain below each tip, or none."""
         self.tree.keep(tips)
         self.found, self.read = {}, []
@@ -146,7 +146,7 @@ class Rounds:
             while True:
                 chosen = [self.draft.next_token(token) for token in tree.tokens(asked.nodes).tolist()]
                 logits = torch.nn.functional.one_hot(torch.tensor(chosen), self.draft.backend.vocab_size)
-                asked = proposal.send(select(logits.float(), asked.wish))
+                asked = proposal.send(select(logits.float(), asked.selection_request))
         except StopIteration:
             return [self.found.get(tip, []) for tip in tips]
 
@@ -190,7 +190,7 @@ def prompt_of(target, tokens, length):
     prompt_length=st.integers(3, 60),
 )
 @example(pieces=["a", *["The"] * 19], steps=[1], prompt_length=3)  # a run of letters whose first token changes
-def test_guesses_are_those_of_the_whole_text(tokenizers, pair, pieces, steps, prompt_length):
+def test_draft_tokens_are_those_of_the_whole_text(tokenizers, pair, pieces, steps, prompt_length):
     target, draft = (Model(tokenizers[name]) for name in pair)
     tokens = target.encode("The" + "".join(pieces))
     rounds = Rounds(target, draft, prompt_of(target, tokens, prompt_length))
@@ -199,7 +199,7 @@ def test_guesses_are_those_of_the_whole_text(tokenizers, pair, pieces, steps, pr
     for step in itertools.cycle(steps):
         if rounds.first_draft_token(tip) != root:  # the draft does not read its text from the beginning again
             break
-        assert rounds.guess([tip]) == [rounds.whole(tip)]
+        assert rounds.propose([tip]) == [rounds.whole(tip)]
         position = int(rounds.tree.depths(tip)) + 1
         if position + step > len(tokens):
             break
@@ -209,7 +209,7 @@ def test_guesses_are_those_of_the_whole_text(tokenizers, pair, pieces, steps, pr
 @pytest.mark.parametrize("pair", PAIRS, ids=" with ".join)
 @settings(max_examples=examples(0.2))
 @given(seed=st.integers(0, 1000))
-def test_guesses_of_beams_are_those_of_their_whole_texts(tokenizers, pair, seed):
+def test_draft_tokens_of_beams_are_those_of_their_whole_texts(tokenizers, pair, seed):
     """Tips whose texts share a beginning; some rounds have no draft."""
     target, draft = (Model(tokenizers[name]) for name in pair)
     random = np.random.default_rng(seed)
@@ -223,7 +223,7 @@ def test_guesses_of_beams_are_those_of_their_whole_texts(tokenizers, pair, seed)
         if random.random() < 0.4:
             rounds.tree.keep(tips)
         else:
-            assert rounds.guess(tips) == [rounds.whole(tip) for tip in tips]
+            assert rounds.propose(tips) == [rounds.whole(tip) for tip in tips]
 
 
 def test_a_draft_reads_all_text_with_an_odd_tokenizer_too(tokenizers):
@@ -231,7 +231,7 @@ def test_a_draft_reads_all_text_with_an_odd_tokenizer_too(tokenizers):
     tokens = target.encode("".join(c for c in STORY * 2 if c in GroupsFromTheEnd.alphabet))
     rounds = Rounds(target, draft, tokens[:1])
     for n, token in enumerate(tokens[1:], start=2):
-        rounds.guess([rounds.add(rounds.tree.tip, [token])])
+        rounds.propose([rounds.add(rounds.tree.tip, [token])])
         assert [draft.decode(ids) for ids in rounds.read] == [target.decode(tokens[:n])]
 
 
@@ -244,6 +244,6 @@ def test_work_does_not_grow_with_the_text(tokenizers, pair):
     work = []
     for begin in range(100, 1000, 10):
         target.work = draft.work = 0
-        rounds.guess([rounds.add(rounds.tree.tip, tokens[begin : begin + 10])])
+        rounds.propose([rounds.add(rounds.tree.tip, tokens[begin : begin + 10])])
         work.append(target.work + draft.work)
     assert sum(work[-30:]) < 1.2 * sum(work[1:31])

@@ -55,9 +55,9 @@ def passes_of_calls(monkeypatch, lm, before=lambda: None, seconds=1e-3):
 
     def recorded(*args):
         before()
-        answers = forward_ahead(*args)
-        calls.append(len(answers[0].tokens) // len(args[0][0].tokens))
-        return answers
+        selections = forward_ahead(*args)
+        calls.append(len(selections[0].tokens) // len(args[0][0].tokens))
+        return selections
 
     monkeypatch.setattr(lm.backend, "forward_ahead", recorded)
     return calls
@@ -89,11 +89,11 @@ def test_to_go_ahead_changes_no_bit(request, name, options):
 def test_tokens_come_several_at_a_time(lm, monkeypatch):
     calls = passes_of_calls(monkeypatch, lm)
     (result,) = results(Engine(lm), {"eos_token_id": []}, count=1)
-    assert sum(calls) == result.stats.target_passes - 1  # the first pass reads the prompt
+    assert sum(calls) == result.stats.target_passes - 1  # the first pass is prefill
     assert max(calls) == 8
 
 
-def test_beams_go_ahead_beside_single_texts(lm, monkeypatch):
+def test_beams_go_ahead_beside_single_sequences(lm, monkeypatch):
     calls = passes_of_calls(monkeypatch, lm)
     engine = Engine(lm)
     kinds = [{}, {"temperature": 0.8, "seed": 1}, {"num_beams": 4}, {"num_beams": 2}]
@@ -101,7 +101,7 @@ def test_beams_go_ahead_beside_single_texts(lm, monkeypatch):
     requests = [engine.submit([97 + n, 98, 99], common | options) for n, options in enumerate(kinds)]
     engine.run()
     assert max(calls) == 8
-    assert sum(calls) == 30 - 1  # the first pass reads the prompts
+    assert sum(calls) == 30 - 1  # the first pass is prefill
     for n, (request, options) in enumerate(zip(requests, kinds, strict=True)):
         other = Engine(lm)
         alone = other.submit([97 + n, 98, 99], common | options | STEP_BY_STEP)
@@ -110,8 +110,8 @@ def test_beams_go_ahead_beside_single_texts(lm, monkeypatch):
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 4}, {}, {"temperature": 0.8, "seed": 1}])
-def test_a_text_goes_ahead_while_its_draft_rests(lm, monkeypatch, options):
-    """A draft that is as slow as the target never pays. Lookups find nothing in a text without repetitions."""
+def test_a_request_goes_ahead_while_it_skips_drafting(lm, monkeypatch, options):
+    """A draft model that is as slow as the target never pays. Lookups find nothing in a text without repetitions."""
     calls = passes_of_calls(monkeypatch, lm)
     options |= {"max_new_tokens": 30, "eos_token_id": []}
     plain = results(Engine(lm), options, count=1)[0]
@@ -121,7 +121,7 @@ def test_a_text_goes_ahead_while_its_draft_rests(lm, monkeypatch, options):
         with_draft = engine.submit([97, 98, 99], options, draft=draft)
         engine.run()
         assert max(calls) == 8
-        assert with_draft.result().stats.draft_note.startswith("draft made no guesses")
+        assert with_draft.result().stats.draft_note.startswith("draft proposed no tokens")
         assert with_draft.result().sequences == plain.sequences
 
 
@@ -329,10 +329,10 @@ def test_a_text_that_cannot_be_shown_ends_only_its_request(lm, monkeypatch):
     fine, broken = (engine.submit([97 + n, 98, 99], {"max_new_tokens": 30, "eos_token_id": []}) for n in range(2))
     pieces, _ = fine.pieces, broken.pieces  # both are read
 
-    def fail(output, answer):
+    def fail(output, selection):
         if output._request is broken:
             raise ValueError("no text")
-        show(output, answer)
+        show(output, selection)
 
     monkeypatch.setattr(Output, "show", fail)
     with engine:

@@ -21,7 +21,7 @@ def test_requests_come_back_as_they_finish_with_what_generate_returns(lm):
         finished[number] = request.result().token_ids
     expected = [specbeam.generate(lm, [i + 1], max_new_tokens=n, min_new_tokens=n) for i, n in enumerate(LENGTHS)]
     assert [finished[i] for i in range(len(LENGTHS))] == [result.token_ids for result in expected]
-    # Three at a time, a token per round: the order follows from the lengths. Equal rounds keep the order of submission.
+    # Three at a time, a token per iteration: the order follows from the lengths, then from the order of submission.
     assert [*finished] == [1, 3, 0, 4, 2, 5, 7, 6]
 
 

@@ -41,7 +41,7 @@ def test_how_many_nodes_a_time_is_enough_for_follows_the_latest_passes():
     assert times.nodes_within(100.0) == 8
     times.add(100, 100.0)
     assert times.nodes_within(100.0) == 96  # whole tiles
-    times.add(96, 192.0)  # a longer text
+    times.add(96, 192.0)  # a longer sequence
     assert times.nodes_within(100.0) == 48
     times.add(48, 4800.0)  # another program
     assert times.nodes_within(100.0) == 24
@@ -62,7 +62,7 @@ def test_a_machine_that_slows_down_does_so_for_passes_of_all_sizes():
 
 
 def test_passes_that_were_never_measured_are_taken_for_fast():
-    """A draft is tried, then, and measured, also where only its pass over a prompt was."""
+    """A draft is then tried and measured, also where only its prefill was."""
     times = PassTimes()
     assert times.expected(1) < times.expected(64) < 0.01
     for _ in range(2):
@@ -92,7 +92,7 @@ def test_passes_of_about_the_same_size_are_one_point_between_them():
     assert times.expected(24) == pytest.approx(24.0, rel=0.05)
 
 
-def test_a_request_bears_its_part_of_a_shared_pass_and_all_that_its_guesses_add():
+def test_a_request_bears_its_part_of_a_shared_pass_and_all_that_its_draft_tokens_add():
     cost = SharedCost(linear_times(8.0, 1.0))
     assert [cost(1), cost(5)] == pytest.approx([9.0, 13.0])  # alone
     cost.join(other_nodes=15, requests=16)
@@ -101,8 +101,8 @@ def test_a_request_bears_its_part_of_a_shared_pass_and_all_that_its_guesses_add(
 
 
 @pytest.mark.parametrize(("live", "drafts"), [(1, True), (2, True), (16, False)])
-def test_a_guess_that_pays_alone_does_not_pay_in_a_crowd(live, drafts):
-    """Two of three guesses are expected to be accepted. With 16 live, a guess costs two thirds of a request's part."""
+def test_a_draft_token_that_pays_alone_does_not_pay_in_a_crowd(live, drafts):
+    """Two of three draft tokens are expected to be accepted. With 16 live, one costs two thirds of a request's part."""
     cost = SharedCost(linear_times(8.0, 1.0))
     cost.join(other_nodes=live - 1, requests=live)
     controller = Controller([Sizes(None, None, None, num_tips=1, chains=True)], cost, cost)
@@ -118,7 +118,7 @@ def test_requests_learn_who_shares_their_passes(lm, monkeypatch):
     for _ in range(4):
         engine.step()
     learned = {*joined[: len(joined) // 4]}, {*joined[-len(joined) // 4 :]}
-    assert learned[0] == {(2, 3)}  # each has read a prompt, and will bring one node at least
+    assert learned[0] == {(2, 3)}  # each has prefilled a prompt, and will bring one node at least
     assert learned[1] == {(5, 3), (8, 3)}
 
 

@@ -75,7 +75,7 @@ def count_nodes(lm, monkeypatch):
     return sizes
 
 
-def test_a_long_prompt_is_read_in_chunks_beside_the_others(lm, monkeypatch):
+def test_a_long_prompt_is_prefilled_in_chunks_beside_the_others(lm, monkeypatch):
     sizes = count_nodes(lm, monkeypatch)
     engine = Engine(lm, max_batch_tokens=16)
     short = engine.submit([1], Options(max_new_tokens=20, min_new_tokens=20))
@@ -159,7 +159,7 @@ def test_a_failed_request_lets_go_of_all_memory(lm, monkeypatch):
     handles = [engine.submit([i] * n, Options(max_new_tokens=3)) for i, n in enumerate((40, 2))]
     engine.run()
     assert engine.cache_tokens == 0
-    assert pool_of(lm.backend).in_use == before + 4  # what the good one read, and two of its new tokens
+    assert pool_of(lm.backend).in_use == before + 4  # the prompt of the good one, and two of its new tokens
     del engine
     assert pool_of(lm.backend).in_use == before
     with pytest.raises(RuntimeError, match="broken") as error:
@@ -207,7 +207,7 @@ def test_logits_come_in_the_order_they_were_asked_for(lm, chunk):
 
 @pytest.mark.parametrize("beams", [1, 4])
 def test_slots_are_used_again(lm, monkeypatch, beams):
-    """The store grows to the most slots that are needed at once, not with every request."""
+    """The KV cache grows to the most slots that are needed at once, not with every request."""
     reserve, most = lm.backend.reserve, []
     monkeypatch.setattr(lm.backend, "reserve", lambda slots: most.append(slots) or reserve(slots))
     engine = Engine(lm, max_cache_tokens=400)

@@ -57,14 +57,14 @@ REQUEST = st.fixed_dictionaries(
         "changes": st.just(0) | st.integers(0, len(CHANGES) - 1),
         "share_prefix": st.sampled_from([True, True, False]),
         "priority": st.integers(0, 1),
-        "rounds": st.integers(0, 3),  # before the next one is submitted
+        "iterations": st.integers(0, 3),  # before the next one is submitted
     }
 )
 LIMITS = st.fixed_dictionaries(
     {
         "max_requests": st.sampled_from([2, 8]),
         "max_batch_tokens": st.sampled_from([5, 16, 512]),
-        "max_cache_tokens": st.sampled_from([None, 300]),  # with 300, requests pause
+        "max_cache_tokens": st.sampled_from([None, 300]),  # with 300, requests are preempted
         "max_pass_seconds": st.sampled_from([None, 0.0]),
     }
 )
@@ -94,22 +94,22 @@ def models(save):
 
 @settings(max_examples=examples(0.8))
 @given(
-    wishes=st.lists(REQUEST, min_size=1, max_size=6),
+    cases=st.lists(REQUEST, min_size=1, max_size=6),
     limits=LIMITS,
     windows=st.booleans(),
     threads=st.sampled_from([1, 2]),
 )
-def test_prefixes_pauses_batch_threads_and_order_change_no_bit(models, wishes, limits, windows, threads):
+def test_prefixes_preemption_batch_threads_and_order_change_no_bit(models, cases, limits, windows, threads):
     targets, drafts, alone = models
     engine = Engine(targets[windows][threads - 1], **limits)
     submitted = []
-    for wish in wishes:
-        beginning, (options, draft) = BEGINNINGS[wish["beginning"]], KINDS[wish["kind"]]
-        prompt = beginning[: len(beginning) - wish["cut"]] + wish["end"] or [100]
-        options = {"max_new_tokens": 8, "share_prefix": wish["share_prefix"]} | options | CHANGES[wish["changes"]]
-        request = engine.submit(prompt, options, draft=drafts.get(draft, draft), priority=wish["priority"])
-        submitted.append((request, (windows, tuple(prompt), wish["kind"], wish["changes"])))
-        for _ in range(wish["rounds"]):
+    for case in cases:
+        beginning, (options, draft) = BEGINNINGS[case["beginning"]], KINDS[case["kind"]]
+        prompt = beginning[: len(beginning) - case["cut"]] + case["end"] or [100]
+        options = {"max_new_tokens": 8, "share_prefix": case["share_prefix"]} | options | CHANGES[case["changes"]]
+        request = engine.submit(prompt, options, draft=drafts.get(draft, draft), priority=case["priority"])
+        submitted.append((request, (windows, tuple(prompt), case["kind"], case["changes"])))
+        for _ in range(case["iterations"]):
             engine.step()
     engine.run()
     assert engine.cache_tokens == 0

@@ -1,4 +1,4 @@
-"""Every live request advances within a stated number of rounds, and no crowd or long prompt keeps it waiting."""
+"""Every live request advances within a stated number of iterations, and no crowd or long prompt keeps it waiting."""
 
 import math
 from dataclasses import replace
@@ -16,85 +16,85 @@ from specbeam.engine.costs import PassTimes
 from tests.conftest import calls_made, examples, table_of_costs
 
 
-def watched(rounds, tokens=1000):
-    """A strategy that notes the round of each of its tokens. It never ends by itself."""
+def watched(iterations, tokens=1000):
+    """A strategy that notes the iteration of each of its tokens. It never ends by itself."""
 
     def strategy(setup, drafter):
         tree = setup.tree
         for _ in range(tokens):
             yield Evaluate([tree.tip])
-            rounds.append(rounds.now)
+            iterations.append(iterations.now)
             tree.keep(tree.add(tree.tip, 1))
         return [Hypothesis(tree.tip, 0.0, "length")]
 
     return strategy
 
 
-class Rounds(list):
-    """The rounds in which a request got its logits."""
+class Iterations(list):
+    """The iterations in which a request got its logits."""
 
     now = 0
 
 
-def run(engine, rounds, count, begin=0):
+def run(engine, iterations, count, begin=0):
     for now in range(begin, begin + count):
-        for one in rounds:
+        for one in iterations:
             one.now = now
         engine.step()
 
 
-def test_a_long_prompt_in_a_crowd_is_read(lm):
+def test_a_long_prompt_in_a_crowd_is_prefilled(lm):
     engine = Engine(lm, max_requests=9, max_batch_tokens=8)
-    rounds = [Rounds() for _ in range(9)]
-    for one in rounds[:8]:
+    iterations = [Iterations() for _ in range(9)]
+    for one in iterations[:8]:
         engine.submit([1], {"max_new_tokens": 200}, strategy=watched(one))
-    engine.submit([2] * 64, {"max_new_tokens": 20}, strategy=watched(rounds[8], 20))
-    run(engine, rounds, 80)
-    assert rounds[8]
-    assert rounds[8][0] <= 64 * 9 / 8
+    engine.submit([2] * 64, {"max_new_tokens": 20}, strategy=watched(iterations[8], 20))
+    run(engine, iterations, 80)
+    assert iterations[8]
+    assert iterations[8][0] <= 64 * 9 / 8
 
 
 def test_a_long_prompt_gets_its_share_while_shorter_ones_keep_coming(lm):
     engine = Engine(lm, max_requests=4, max_batch_tokens=16)
-    rounds = Rounds()
-    engine.submit([2] * 64, {"max_new_tokens": 4}, strategy=watched(rounds, 4))
+    iterations = Iterations()
+    engine.submit([2] * 64, {"max_new_tokens": 4}, strategy=watched(iterations, 4))
     for now in range(40):
-        rounds.now = now
+        iterations.now = now
         for _ in range(3):
             engine.submit([1] * 8, {"max_new_tokens": 1})
         engine.step()
-    assert rounds
-    assert rounds[0] <= 64 / (16 / 2 / 4)
+    assert iterations
+    assert iterations[0] <= 64 / (16 / 2 / 4)
 
 
 @given(prompts=st.lists(st.integers(1, 60), min_size=1, max_size=12), tokens=st.integers(1, 40))
-def test_each_request_advances_within_the_promised_rounds(lm, prompts, tokens):
+def test_each_request_advances_within_the_promised_iterations(lm, prompts, tokens):
     """``ceil(requests / tokens)`` passes per node, and an equal share of half of each pass where that is more."""
     engine = Engine(lm, max_requests=12, max_batch_tokens=tokens)
-    rounds = [Rounds() for _ in prompts]
-    for length, one in zip(prompts, rounds, strict=True):
+    iterations = [Iterations() for _ in prompts]
+    for length, one in zip(prompts, iterations, strict=True):
         engine.submit([1] * length, {"max_new_tokens": 100}, strategy=watched(one))
     per_node = math.ceil(len(prompts) / tokens)
     share = max(1, tokens // 2 // len(prompts))
     bounds = [math.ceil(length / share) * per_node for length in prompts]
-    run(engine, rounds, max(bounds) + 2 * per_node + 1)
-    for one, bound in zip(rounds, bounds, strict=True):
+    run(engine, iterations, max(bounds) + 2 * per_node + 1)
+    for one, bound in zip(iterations, bounds, strict=True):
         assert one[0] <= bound
         assert all(after - before <= per_node for before, after in pairwise(one))
 
 
-def test_a_draft_that_reads_a_long_prompt_stalls_nobody(tiny):
+def test_a_draft_that_prefills_a_long_prompt_stalls_nobody(tiny):
     _, lm = tiny("llama")
     draft = tiny("qwen2", seed=5)[1]
     engine = Engine(lm, max_batch_tokens=8)
-    rounds = Rounds()
-    engine.submit([1], {"max_new_tokens": 200}, strategy=watched(rounds))
+    iterations = Iterations()
+    engine.submit([1], {"max_new_tokens": 200}, strategy=watched(iterations))
     drafted = engine.submit([2] * 120, {"max_new_tokens": 4, "num_draft_tokens": 2}, draft=draft)
-    run(engine, [rounds], 60)
+    run(engine, [iterations], 60)
     assert drafted.done
-    gaps = [after - before for before, after in pairwise(rounds)]
+    gaps = [after - before for before, after in pairwise(iterations)]
     assert max(gaps) <= 3  # the longest draft, and the pass itself
-    assert gaps.count(1) > 30  # while the draft reads
+    assert gaps.count(1) > 30  # while the draft model prefills
 
 
 def test_drafts_of_requests_that_come_and_go_stall_nobody(tiny):
@@ -102,15 +102,15 @@ def test_drafts_of_requests_that_come_and_go_stall_nobody(tiny):
     _, lm = tiny("llama")
     draft = tiny("qwen2", seed=5)[1]
     engine = Engine(lm, max_requests=3)
-    rounds, drafted = Rounds(), []
-    engine.submit([1], {"max_new_tokens": 200}, strategy=watched(rounds))
+    iterations, drafted = Iterations(), []
+    engine.submit([1], {"max_new_tokens": 200}, strategy=watched(iterations))
     for now in range(60):
         drafted.append(engine.submit([2, 3], {"max_new_tokens": 9, "num_draft_tokens": 4}, draft=draft))
         if now > 1:
             drafted[now - 2].cancel()
-        run(engine, [rounds], 1, now)
-    assert max(after - before for before, after in pairwise(rounds)) <= 5  # the longest draft, and the pass itself
-    assert len(rounds) >= 10
+        run(engine, [iterations], 1, now)
+    assert max(after - before for before, after in pairwise(iterations)) <= 5  # the longest draft, and the pass itself
+    assert len(iterations) >= 10
 
 
 @settings(max_examples=examples(0.3))
@@ -126,8 +126,12 @@ def test_requests_of_all_kinds_that_come_and_go_keep_nobody_waiting(tiny, data):
     ]
     tokens, places = data.draw(st.integers(8, 40)), 6
     engine = Engine(lm, max_requests=places, max_batch_tokens=tokens)
-    lengths, rounds, others = data.draw(st.tuples(st.integers(1, 60), st.integers(1, 60))), [Rounds(), Rounds()], []
-    for length, one in zip(lengths, rounds, strict=True):
+    lengths, iterations, others = (
+        data.draw(st.tuples(st.integers(1, 60), st.integers(1, 60))),
+        [Iterations(), Iterations()],
+        [],
+    )
+    for length, one in zip(lengths, iterations, strict=True):
         engine.submit([1] * length, {"max_new_tokens": 190}, strategy=watched(one))
     for now in range(40):
         if data.draw(st.booleans()):
@@ -136,10 +140,10 @@ def test_requests_of_all_kinds_that_come_and_go_keep_nobody_waiting(tiny, data):
             others.append(engine.submit(prompt, options, draft=how, priority=priority, timeout=timeout))
         if others and data.draw(st.booleans()):
             data.draw(st.sampled_from(others)).cancel()
-        run(engine, rounds, 1, now)
+        run(engine, iterations, 1, now)
     read_per_pass = max(1, tokens // 2 // places)
-    for length, one in zip(lengths, rounds, strict=True):
-        waits = 1 + 3  # rounds per pass: the longest draft, and the pass itself
+    for length, one in zip(lengths, iterations, strict=True):
+        waits = 1 + 3  # iterations per pass: the longest draft, and the pass itself
         assert [*one, 40][0] < math.ceil(length / read_per_pass) * waits
         assert all(after - before <= waits for before, after in pairwise(one))
 
@@ -164,14 +168,14 @@ def passes(monkeypatch):
     return passes
 
 
-def test_a_prompt_is_read_in_chunks_by_time_while_others_wait(lm, passes):
-    long, rounds = [2] * 240, Rounds()
+def test_a_prompt_is_prefilled_in_chunks_by_time_while_others_wait(lm, passes):
+    long, iterations = [2] * 240, Iterations()
     alone = specbeam.generate(lm, long, max_new_tokens=4)
     engine = Engine(lm, max_batch_tokens=64, max_pass_seconds=0.1)
     passes.clear()
     request = engine.submit(long, {"max_new_tokens": 4})
     engine.step()
-    engine.submit([1], {"max_new_tokens": 50}, strategy=watched(rounds, 9))
+    engine.submit([1], {"max_new_tokens": 50}, strategy=watched(iterations, 9))
     engine.run()
     assert request.result().token_ids == alone.token_ids
     assert passes[0] == 64  # alone
@@ -181,54 +185,54 @@ def test_a_prompt_is_read_in_chunks_by_time_while_others_wait(lm, passes):
 
 def test_a_chunk_grows_from_a_tile_and_never_gets_smaller(lm, passes):
     engine = Engine(lm, max_batch_tokens=64, max_pass_seconds=0.1)
-    rounds = Rounds()
-    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(rounds))
+    iterations = Iterations()
+    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(iterations))
     engine.submit([2] * 60, {"max_new_tokens": 1})
     engine.submit([3] * 60, {"max_new_tokens": 1})
-    run(engine, [rounds], 2)
+    run(engine, [iterations], 2)
     assert passes == [8, 16]  # at first nothing is known
     passes.cost = lambda nodes: 5.0 * nodes
-    run(engine, [rounds], 4)
+    run(engine, [iterations], 4)
     assert passes[2:] == [16, 9, 9, 9]  # a tile of prompts, and the other request's node
 
 
 def test_prompts_share_one_chunk_beside_a_stream(lm, passes):
     engine = Engine(lm, max_batch_tokens=128, max_pass_seconds=0.2)
-    rounds = Rounds()
-    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(rounds))
+    iterations = Iterations()
+    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(iterations))
     requests = [engine.submit([2 + number] * 100, {"max_new_tokens": 1}) for number in range(6)]
-    run(engine, [rounds], 5)
+    run(engine, [iterations], 5)
     assert passes[1:] == [40] * 4
-    assert len(rounds) == 5
+    assert len(iterations) == 5
     engine.run()
     assert all(request.done for request in requests)
 
 
 def test_one_slow_pass_halves_the_chunk_at_most(lm, passes):
     engine = Engine(lm, max_batch_tokens=128, max_pass_seconds=0.2)
-    rounds = Rounds()
-    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(rounds))
+    iterations = Iterations()
+    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(iterations))
     engine.submit([2] * 200, {"max_new_tokens": 1})
-    run(engine, [rounds], 2)
+    run(engine, [iterations], 2)
     passes.cost = lambda nodes: 50.0
-    run(engine, [rounds], 1)
+    run(engine, [iterations], 1)
     passes.cost = lambda nodes: 0.005 * nodes
-    run(engine, [rounds], 3)
+    run(engine, [iterations], 3)
     assert passes[2:] == [40, 16, 40, 40]
 
 
 def test_prompts_get_half_of_the_time_of_passes_that_are_slow_without_them(lm, passes):
     passes.cost = lambda nodes: 0.4 + 0.01 * nodes  # weights that take long to read
     engine = Engine(lm, max_batch_tokens=128, max_pass_seconds=0.1)
-    rounds = Rounds()
-    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(rounds))
-    run(engine, [rounds], 3)
+    iterations = Iterations()
+    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(iterations))
+    run(engine, [iterations], 3)
     engine.submit([2] * 250, {"max_new_tokens": 1})
-    run(engine, [rounds], 6, 3)
+    run(engine, [iterations], 6, 3)
     assert passes[3:] == [9, 16, 24, 32, 40, 40]  # from a tile on to 0.8 s
 
 
-def test_only_prompts_are_read_in_chunks_by_time(lm, passes):
+def test_only_prompts_are_prefilled_in_chunks_by_time(lm, passes):
     """The nodes of a step stay together, and no request misses a pass."""
 
     def wide(setup, drafter):
@@ -241,7 +245,7 @@ def test_only_prompts_are_read_in_chunks_by_time(lm, passes):
 
     passes.cost = lambda nodes: 1.0 * nodes
     engine = Engine(lm, max_requests=12, max_pass_seconds=0.0)
-    crowd = [Rounds() for _ in range(10)]
+    crowd = [Iterations() for _ in range(10)]
     for one in crowd:
         engine.submit([1], {"max_new_tokens": 100}, strategy=watched(one))
     engine.submit([3], {"max_new_tokens": 100}, strategy=wide)
@@ -254,24 +258,24 @@ def test_only_prompts_are_read_in_chunks_by_time(lm, passes):
 
 def test_the_first_token_beside_32_requests_comes_within_its_share_of_passes(lm):
     engine = Engine(lm, max_requests=33, max_batch_tokens=128)
-    crowd = [Rounds() for _ in range(32)]
+    crowd = [Iterations() for _ in range(32)]
     for one in crowd:
         engine.submit([1], {"max_new_tokens": 200}, strategy=watched(one))
     run(engine, crowd, 3)
-    rounds = Rounds()
-    engine.submit([2] * 192, {"max_new_tokens": 20}, strategy=watched(rounds, 20))
-    run(engine, [*crowd, rounds], 10, 3)
-    assert rounds[0] - 3 < 192 / (128 - 32)  # the crowd needs 32 nodes, and the prompt gets the others
+    iterations = Iterations()
+    engine.submit([2] * 192, {"max_new_tokens": 20}, strategy=watched(iterations, 20))
+    run(engine, [*crowd, iterations], 10, 3)
+    assert iterations[0] - 3 < 192 / (128 - 32)  # the crowd needs 32 nodes, and the prompt gets the others
     assert all(after - before == 1 for one in crowd for before, after in pairwise(one))
 
 
 def test_a_small_request_overtakes_one_that_does_not_fit(lm):
     engine = Engine(lm, max_cache_tokens=200)
-    rounds = Rounds()
-    engine.submit([1], {"max_new_tokens": 100}, strategy=watched(rounds, 100))
+    iterations = Iterations()
+    engine.submit([1], {"max_new_tokens": 100}, strategy=watched(iterations, 100))
     large = engine.submit([2] * 190, {"max_new_tokens": 5})
     small = engine.submit([3], {"max_new_tokens": 1})
-    run(engine, [rounds], 3)
+    run(engine, [iterations], 3)
     assert small.done
     assert not large.done
     others = [engine.submit([3], {"max_new_tokens": 1}) for _ in range(80)]
@@ -312,7 +316,7 @@ def test_a_step_costs_no_more_when_many_wait(lm):
     assert calls(300) < 1.1 * calls(3)
 
 
-def test_a_step_costs_the_same_however_long_the_texts_are(tiny):
+def test_a_step_costs_the_same_however_long_the_sequences_are(tiny):
     engine = Engine(tiny("llama", max_position_embeddings=320)[1], max_requests=10)
     for options in (
         {},
@@ -384,14 +388,14 @@ def test_a_list_of_prompts_is_checked_first_and_holds_tokens_only_when_it_is_the
 
 def test_new_requests_do_not_go_before_live_ones(lm):
     engine = Engine(lm, max_requests=2, max_batch_tokens=1)
-    rounds, small = Rounds(), None
-    engine.submit([1], {"max_new_tokens": 200}, strategy=watched(rounds))
+    iterations, small = Iterations(), None
+    engine.submit([1], {"max_new_tokens": 200}, strategy=watched(iterations))
     for now in range(100):
         if small is None or small.done:
             small = engine.submit([2], {"max_new_tokens": 1})
-        rounds.now = now
+        iterations.now = now
         engine.step()
-    assert len(rounds) >= 40
+    assert len(iterations) >= 40
 
 
 def test_a_stream_of_small_requests_does_not_keep_a_large_one_waiting(lm):

@@ -258,7 +258,7 @@ def test_a_second_interrupt_ends_a_callback_that_hangs(lm, expected, handle):
     requests = submit_all(engine)
     once, others = Once(hang), []
     requests[0].add_piece_callback(once)
-    requests[2].add_piece_callback(others.append)  # called in the same round
+    requests[2].add_piece_callback(others.append)  # called in the same iteration
     with pytest.raises(KeyboardInterrupt):
         engine.run()
     assert not once.returned

@@ -1,4 +1,4 @@
-"""Admission follows what requests use. A pause puts a wrong guess right, and no text changes."""
+"""Admission follows what requests use. Preemption corrects a wrong estimate, and no text changes."""
 
 import weakref
 
@@ -32,11 +32,11 @@ def test_beams_count_with_the_slots_that_they_use(lm):
         st.tuples(st.integers(1, 30), st.sampled_from([1, 1, 2, 4]), st.sampled_from([None, "ngram"])), max_size=6
     ),
 )
-def test_requests_pause_when_memory_is_short_and_their_texts_stay(lm, tokens, kinds):
+def test_requests_are_preempted_when_memory_is_short_and_their_texts_stay(lm, tokens, kinds):
     engine = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32)
-    wishes = [([7, 8] * length, {"max_new_tokens": 12, "num_beams": beams}, draft) for length, beams, draft in kinds]
+    cases = [([7, 8] * length, {"max_new_tokens": 12, "num_beams": beams}, draft) for length, beams, draft in kinds]
     requests = []
-    for prompt, options, draft in wishes:
+    for prompt, options, draft in cases:
         try:
             requests.append(engine.submit(prompt, options, draft=draft))
         except SpecbeamError:
@@ -47,7 +47,7 @@ def test_requests_pause_when_memory_is_short_and_their_texts_stay(lm, tokens, ki
         if not more:
             break
     assert not more
-    for request, (prompt, options, draft) in zip(requests, wishes, strict=True):
+    for request, (prompt, options, draft) in zip(requests, cases, strict=True):
         if request is None:
             continue
         expected = run_alone(lm, prompt, options, draft=draft).sequences
@@ -58,13 +58,13 @@ def test_a_paused_request_goes_on_with_the_same_text(lm):
     options = {"max_new_tokens": 40, "min_new_tokens": 40}
     engine = Engine(lm, max_cache_tokens=70)
     old, young = (engine.submit([n] * 10, options) for n in (1, 2))
-    paused = 0
+    preempted = 0
     while engine.step():
-        paused += bool(young.pieces) and not young.used_slots and not young.done
-    assert paused
+        preempted += bool(young.pieces) and not young.used_slots and not young.done
+    assert preempted
     for request, n in ((old, 1), (young, 2)):
         assert request.result().token_ids == run_alone(lm, [n] * 10, options).token_ids
-    assert young.result().stats.nodes_evaluated > 49  # it was read again
+    assert young.result().stats.nodes_evaluated > 49  # it was recomputed
     assert old.result().stats.nodes_evaluated == 49
 
 
@@ -82,7 +82,7 @@ def test_a_paused_request_can_be_cancelled(lm):
     assert len(old.result().token_ids) == 40
 
 
-def test_texts_that_outgrow_the_memory_alone_are_evaluated_in_parts(lm):
+def test_sequences_that_outgrow_the_memory_alone_are_evaluated_in_parts(lm):
     engine = Engine(lm, max_cache_tokens=60)
     request = engine.submit([1] * 10, BEAMS)
     while engine.step():
@@ -102,12 +102,12 @@ def test_an_error_says_where_the_default_limit_comes_from(lm, monkeypatch):
         Engine(lm, max_cache_tokens=60).submit([1] * 10, {"max_new_tokens": 200})
 
 
-def test_when_memory_runs_out_in_a_pass_the_youngest_waits(lm, monkeypatch):
+def test_when_memory_runs_out_in_a_pass_the_newest_waits(lm, monkeypatch):
     """The machine has less than the engine was allowed to use."""
     forward = lm.backend.forward
 
     def scarce(segments):
-        if sum(len(segment.trunk) for segment in segments) > 60:
+        if sum(len(segment.prefix) for segment in segments) > 60:
             raise MemoryError("full")
         return forward(segments)
 
@@ -141,7 +141,7 @@ def test_logits_beyond_the_memory_are_refused(lm, monkeypatch):
     ("rows", "how"),
     [
         (16, {}),  # room for the beams alone
-        (20, {}),  # less than a level of guesses
+        (20, {}),  # less than a level of draft tokens
         (60, {}),
         (60, {"bound_rule": False}),
         (32, {"num_draft_tokens": 1}),

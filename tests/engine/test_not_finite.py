@@ -112,7 +112,7 @@ def test_a_request_ends_by_name_and_the_others_go_on(clean, spoiled, poison, opt
 @pytest.mark.parametrize("slots", [len(PROMPT) + NEW + 1, len(PROMPT) + NEW + 30])
 @pytest.mark.parametrize("options", [{"num_beams": 16}, {"num_beams": 3, "draft": "ngram"}])
 def test_short_memory_changes_no_such_end(spoiled, options, slots):
-    """Nodes that are evaluated in parts are read again in parts."""
+    """Nodes that are evaluated in parts are recomputed in parts."""
     options = {"max_new_tokens": NEW, **options}
     how = {"draft": options.pop("draft")} if "draft" in options else {}
     (error,) = outcomes(spoiled, (PROMPT, options, how), max_cache_tokens=slots)
@@ -133,11 +133,11 @@ def test_a_backend_that_goes_ahead_stops_there(folder, poison, monkeypatch, opti
     spoil(lm, poison)
     forward_ahead = lm.backend.forward_ahead
 
-    def watched(segments, wishes, beams, passes, *more):
-        answers = forward_ahead(segments, wishes, beams, passes, *more)
-        found = np.isfinite(answers[0].normalizers.reshape(-1, len(segments[0].tokens))).all(1)
+    def watched(segments, requests, beams, passes, *more):
+        selections = forward_ahead(segments, requests, beams, passes, *more)
+        found = np.isfinite(selections[0].normalizers.reshape(-1, len(segments[0].tokens))).all(1)
         rows.append((passes, found.tolist()))
-        return answers
+        return selections
 
     monkeypatch.setattr(lm.backend, "forward_ahead", watched)
     with pytest.raises(NotFinite):
@@ -158,7 +158,7 @@ def test_what_is_read_beside_it_is_sound(clean, spoiled, poison, first_reads):
     assert texts == expected
 
 
-def test_a_prefix_that_it_left_is_read_again(clean, spoiled, poison):
+def test_a_prefix_that_it_left_is_recomputed(clean, spoiled, poison):
     """Attention in PyTorch multiplies masked values by 0, so the tokens before the poison are spoiled, too."""
     prefix = [*range(20, 60)]
     expected = specbeam.generate(clean, prefix + OTHER, max_new_tokens=8).token_ids
@@ -174,28 +174,28 @@ def test_a_prefix_that_it_left_is_read_again(clean, spoiled, poison):
 
 @pytest.mark.parametrize("num_beams", [1, 3])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_guesses_that_are_never_chosen_change_nothing(clean, folder, save, backend, num_beams):
-    """A draft that always guesses one token, after which the target's logits are NaN."""
+def test_draft_tokens_that_are_never_accepted_change_nothing(clean, folder, save, backend, num_beams):
+    """A draft model that always proposes one token, after which the target's logits are NaN."""
     expected = specbeam.generate(clean, OTHER, max_new_tokens=NEW, num_beams=num_beams).token_ids
     model = random_model("llama", initializer_range=0.1)
-    guessed = 200
-    model.lm_head.weight.data[guessed] = 0
-    model.lm_head.weight.data[:guessed] = model.lm_head.weight.data[guessed + 1 :][:1] = 0
+    drafted = 200
+    model.lm_head.weight.data[drafted] = 0
+    model.lm_head.weight.data[:drafted] = model.lm_head.weight.data[drafted + 1 :][:1] = 0
     lm, draft = load(folder, backend), load(save(model), "torch")
     draft.backend.model.head.weight.data[:] = 0
     forward = draft.backend.forward
-    draft.backend.forward = lambda segments: forward(segments).index_fill(1, torch.tensor([guessed]), 9.0)
-    spoil(lm, guessed)
+    draft.backend.forward = lambda segments: forward(segments).index_fill(1, torch.tensor([drafted]), 9.0)
+    spoil(lm, drafted)
     how = {"max_new_tokens": NEW, "num_beams": num_beams, "num_draft_tokens": 2}
     result = specbeam.generate(lm, OTHER, draft=draft, **how)
     assert result.token_ids == expected
-    assert guessed not in expected
+    assert drafted not in expected
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "seed": 2}])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_draft_with_such_logits_changes_nothing(clean, folder, backend, options):
-    """It only loses its guesses: a draft changes no text."""
+    """It only loses its draft tokens: a draft changes no text."""
     draft = load(folder, backend)
     for token in range(258):
         spoil(draft, token)

@@ -1,4 +1,4 @@
-"""Prefixes that requests share: no token is read twice, and no text changes."""
+"""Prefixes that requests share: no token is computed twice, and no text changes."""
 
 import gc
 import threading
@@ -131,7 +131,7 @@ DIVIDED = {
     "ends": None,
     "passes": 0,
 }
-"""The draft reads 18 nodes in two passes. The second pass has two nodes, and only one of the two asked about."""
+"""The draft prefills 18 nodes in two passes. The second has two nodes, and only one of them was asked about."""
 
 
 @pytest.mark.parametrize("backend", ["torch", "transformers"])
@@ -148,7 +148,7 @@ def test_conversations_are_the_same_on_every_backend(conversing, backend, turns,
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
 @pytest.mark.parametrize("draft", [None, "model", "other vocabulary"])
-def test_a_turn_reads_only_what_is_new(conversing, backend, draft):
+def test_a_turn_prefills_only_what_is_new(conversing, backend, draft):
     lm, drafts = conversing(backend)
     draft = drafts.get(draft)
     engine = Engine(lm)
@@ -177,7 +177,7 @@ def test_a_turn_reads_only_what_is_new(conversing, backend, draft):
     first, nodes = turn(prompt)
     assert first.stats.reused_tokens == 0
     assert all(number >= 60 for number in nodes.values())
-    # The last token of the answer was never evaluated.
+    # The last new token was never evaluated.
     second, nodes = turn(prompt + first.token_ids + [101, 102]) if draft is None else turn([*prompt, 101, 102])
     assert second.stats.reused_tokens == (63 if draft is None else 60)
     assert all(number <= 20 for number in nodes.values())
@@ -192,19 +192,19 @@ def test_a_turn_reads_only_what_is_new(conversing, backend, draft):
     assert all(number >= 60 for number in nodes.values())
 
 
-def test_slots_that_the_kept_text_does_not_need_are_free(conversing):
+def test_slots_that_the_cached_prefix_does_not_need_are_free(conversing):
     lm, _ = conversing("cpu")
     engine = Engine(lm)
     beams = ended(engine, PROMPT, LONG | {"num_beams": 8})
     prompt = PROMPT + beams.token_ids + PROMPT
     got, anew = ended(engine, prompt, LONG), run_alone(lm, prompt, LONG)
     assert got.stats.reused_tokens > len(PROMPT)
-    assert beams.stats.peak_slots > len(PROMPT) + 20  # beams lay between the slots of the text
+    assert beams.stats.peak_slots > len(PROMPT) + 20  # beams lay between the slots of the prefix
     assert got.stats.peak_slots <= anew.stats.peak_slots
     assert got.sequences == anew.sequences
 
 
-def test_a_draft_that_rests_for_a_turn_keeps_its_text(conversing):
+def test_a_draft_model_that_is_idle_for_a_turn_keeps_its_prefix(conversing):
     lm, drafts = conversing("cpu")
     draft, nodes = drafts["model"], []
     forward = draft.backend.forward
@@ -236,7 +236,7 @@ def test_a_draft_model_takes_no_cache_of_another(conversing, backend):
     [({"eos_token_id": []}, "length"), ({"eos_token_id": "a"}, "stop"), ({"stop_strings": ["a"]}, "stop")],
 )
 @pytest.mark.parametrize("beams", [1, 3])
-def test_a_finished_request_leaves_its_text(lm, how, reason, beams):
+def test_a_finished_request_leaves_its_sequence(lm, how, reason, beams):
     a, b = lm.tokenizer("ab").input_ids
     how = {name: [a] if value == "a" else value for name, value in how.items()}
 
@@ -259,7 +259,7 @@ def ended(engine, prompt, options=LONG, **how):
 
 
 def test_models_with_an_encoder_keep_nothing():
-    """Their texts begin alike, but their keys and values depend on the text that the encoder has read."""
+    """Their sequences begin alike, but their keys and values depend on the text that the encoder has read."""
     model = make("t5")
     model.generation_config.decoder_start_token_id = [256, 5, 5]
     lm = specbeam.hf.wrap(model)
@@ -270,7 +270,7 @@ def test_models_with_an_encoder_keep_nothing():
         assert got.token_ids == run_alone(lm, prompt, GREEDY).token_ids
 
 
-def test_the_longest_common_beginning_is_taken(lm):
+def test_the_longest_common_prefix_is_taken(lm):
     engine = Engine(lm)
 
     def reused(prompt):
@@ -291,15 +291,15 @@ def test_conversations_take_turns(lm):
     for turn in range(4):
         for who, prompt in enumerate(conversations):
             got = ended(engine, prompt, {"max_new_tokens": 3, "min_new_tokens": 3})
-            # The last token of an answer is not evaluated.
+            # The last token of a reply is not evaluated.
             assert got.stats.reused_tokens == (len(prompt) - 6 if turn else 4 * who)
             conversations[who] = [*prompt, *got.token_ids, 30 + who, 40, 41, 42, 43]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
 @pytest.mark.parametrize("draft", [None, "model"])
-def test_requests_with_one_prompt_read_it_once(conversing, backend, draft):
-    """They are submitted together. The others wait for the first one, and read their last token."""
+def test_requests_with_one_prompt_prefill_it_once(conversing, backend, draft):
+    """They are submitted together. The others wait for the first one, and evaluate their last token."""
     lm, drafts = conversing(backend)
     prompt = [97 + n % 20 for n in range(200)]
     engine = Engine(lm, max_requests=6, max_batch_tokens=128)
@@ -318,7 +318,7 @@ def test_requests_with_one_prompt_read_it_once(conversing, backend, draft):
 
 
 @pytest.mark.parametrize("ends", ["cancel", "fail"])
-def test_who_waits_for_a_request_that_ends_reads_itself(lm, ends, monkeypatch):
+def test_who_waits_for_a_request_that_ends_prefills_itself(lm, ends, monkeypatch):
     forward = lm.backend.forward
     prompt = [n % 20 for n in range(200)]
 
@@ -362,32 +362,32 @@ def test_a_request_may_share_nothing(lm):
         st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 20), st.sampled_from([1, 1, 3])), max_size=8
     ),
 )
-def test_kept_texts_and_requests_stay_within_the_memory(lm, tokens, kinds):
+def test_cached_prefixes_and_requests_stay_within_the_memory(lm, tokens, kinds):
     gc.collect()  # engines of other tests
-    store = pool_of(lm.backend)
-    before = store.in_use
+    pool = pool_of(lm.backend)
+    before = pool.in_use
     engine = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32)
-    wishes = [
+    cases = [
         ([first, *[8] * length], {"max_new_tokens": new_tokens, "num_beams": beams})
         for first, length, new_tokens, beams in kinds
     ]
     requests = []
-    for number, wish in enumerate(wishes):
+    for number, case in enumerate(cases):
         try:
-            requests.append((engine.submit(*wish), wish))
+            requests.append((engine.submit(*case), case))
         except SpecbeamError:
             continue
         while number % 2 and engine.step():
-            assert engine.cache_tokens <= store.in_use - before <= tokens
+            assert engine.cache_tokens <= pool.in_use - before <= tokens
     while engine.step():
-        assert engine.cache_tokens <= store.in_use - before <= tokens
+        assert engine.cache_tokens <= pool.in_use - before <= tokens
     assert engine.cache_tokens == 0
-    for request, wish in requests:
+    for request, case in requests:
         got = request.result()
-        assert [s.token_ids for s in got.sequences] == [s.token_ids for s in run_alone(lm, *wish).sequences]
+        assert [s.token_ids for s in got.sequences] == [s.token_ids for s in run_alone(lm, *case).sequences]
     del engine
     gc.collect()
-    assert store.in_use == before
+    assert pool.in_use == before
 
 
 def test_an_engine_gets_the_memory_that_another_engine_keeps(lm, monkeypatch):
@@ -403,13 +403,13 @@ def test_an_engine_gets_the_memory_that_another_engine_keeps(lm, monkeypatch):
     assert ended(keeping, [1] * 20).stats.reused_tokens < 19
 
 
-def test_kept_texts_go_when_a_pass_finds_no_memory(lm, monkeypatch):
-    forward, store = lm.backend.forward, pool_of(lm.backend)
+def test_cached_prefixes_are_evicted_when_a_pass_finds_no_memory(lm, monkeypatch):
+    forward, pool = lm.backend.forward, pool_of(lm.backend)
     gc.collect()  # engines of other tests
-    before = store.in_use
+    before = pool.in_use
 
     def scarce(segments):
-        if store.in_use > before + 35:
+        if pool.in_use > before + 35:
             raise MemoryError("full")
         return forward(segments)
 
@@ -422,19 +422,17 @@ def test_kept_texts_go_when_a_pass_finds_no_memory(lm, monkeypatch):
     assert request.result().token_ids == run_alone(lm, [2] * 10, LONG).token_ids
 
 
-def test_engines_in_threads_share_one_store(conversing):
+def test_engines_in_threads_share_one_kv_cache(conversing):
     lm, _ = conversing("cpu")
-    wishes = [
-        ([97 + who] * 40 + [98] * n, GREEDY | {"num_beams": 1 + who % 2}) for who in range(3) for n in range(1, 6)
-    ]
-    expected = [run_alone(lm, *wish).sequences for wish in wishes]
+    cases = [([97 + who] * 40 + [98] * n, GREEDY | {"num_beams": 1 + who % 2}) for who in range(3) for n in range(1, 6)]
+    expected = [run_alone(lm, *case).sequences for case in cases]
     found = {}
 
     def work(who):
         engine = Engine(lm, max_cache_tokens=200, max_batch_tokens=16)
-        for number in range(len(wishes)):
-            at = (number + 5 * who) % len(wishes)
-            found[who, at] = ended(engine, *wishes[at]).sequences
+        for number in range(len(cases)):
+            at = (number + 5 * who) % len(cases)
+            found[who, at] = ended(engine, *cases[at]).sequences
         assert engine.cache_tokens == 0
 
     threads = [threading.Thread(target=work, args=(who,)) for who in range(3)]
@@ -442,7 +440,7 @@ def test_engines_in_threads_share_one_store(conversing):
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == {(who, at): expected[at] for who in range(3) for at in range(len(wishes))}
+    assert found == {(who, at): expected[at] for who in range(3) for at in range(len(cases))}
 
 
 def test_a_request_costs_the_same_however_many_ended_before(lm):

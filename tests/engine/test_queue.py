@@ -53,14 +53,14 @@ def test_urgent_requests_that_keep_coming_do_not_starve_the_others(lm):
 
 
 @given(
-    rounds=st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=30),
+    batches=st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=30),
     cancelled=st.sets(st.integers(0, 60)),
 )
-def test_each_request_starts_within_the_promised_number_of_starts(lm, rounds, cancelled):
+def test_each_request_starts_within_the_promised_number_of_starts(lm, batches, cancelled):
     """At most 8 starts for itself and for each earlier request that waits."""
     engine = Engine(lm, max_requests=1)
     requests, bounds, starts = [], [], 0
-    for priorities in [*rounds, *[[]] * 200]:
+    for priorities in [*batches, *[[]] * 200]:
         for priority in priorities:
             waiting = sum(not one.done for one in requests)
             requests.append(engine.submit([1], ONE, priority=priority))

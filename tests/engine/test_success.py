@@ -1,6 +1,6 @@
 """Whether a request is admitted, and whether it finishes, follows from the request and the limits: not from the clock.
 
-Measured times decide which beams are deferred and how far drafts guess. Here a clock says anything, and the memory is
+Measured times decide which beams are deferred and how far drafts go. Here a clock says anything, and the memory is
 short. Each request is admitted where the plain method is, finishes, and returns what the plain method returns.
 """
 
@@ -79,7 +79,7 @@ def result(lm, options, draft=None, cost=FLAT, **limits):
 @settings(max_examples=examples(2))
 @given(
     slots=st.integers(20, 160),
-    wishes=st.lists(
+    cases=st.lists(
         st.tuples(
             st.integers(0, len(KINDS) - 1), st.sampled_from(DRAFTS), st.booleans(), st.booleans(), st.integers(0, 3)
         ),
@@ -92,13 +92,13 @@ def result(lm, options, draft=None, cost=FLAT, **limits):
     cost=COSTS,
 )
 def test_every_request_that_is_admitted_finishes(
-    models, slots, wishes, max_batch_tokens, max_pass_seconds, windows, cost
+    models, slots, cases, max_batch_tokens, max_pass_seconds, windows, cost
 ):
     targets, drafts, plain = models
     lm = targets[windows]
     limits = {"max_cache_tokens": slots, "max_batch_tokens": max_batch_tokens, "max_pass_seconds": max_pass_seconds}
     engine, requests = Engine(lm, costs=table_of_costs(cost), **limits), []
-    for kind, draft, fixed, share_prefix, rounds in wishes:
+    for kind, draft, fixed, share_prefix, iterations in cases:
         several = KINDS[kind].get("num_return_sequences", 1) > KINDS[kind].get("num_beams", 1)
         draft = None if several else lm if draft == "itself" else drafts.get(draft, draft)
         sizes = {} if draft is None or not fixed else {"num_draft_tokens": 3}  # else times decide whether drafts pay
@@ -110,7 +110,7 @@ def test_every_request_that_is_admitted_finishes(
             continue
         options = LENGTH | KINDS[kind] | sizes | {"share_prefix": share_prefix}
         requests.append((kind, engine.submit(PROMPT, options, draft=draft)))
-        for _ in range(rounds):
+        for _ in range(iterations):
             engine.step()
     while engine.step():
         assert engine._budget.held <= engine._budget.cache_bytes
@@ -118,7 +118,7 @@ def test_every_request_that_is_admitted_finishes(
         assert request.result().sequences == plain(windows, kind).sequences
 
 
-def test_the_least_memory_is_that_of_one_text(models):
+def test_the_least_memory_is_that_of_one_sequence(models):
     lm = models[0][0]
     for options in ({}, {"num_beams": 32}, {"do_sample": True, "num_return_sequences": 5}):
         assert result(lm, options, max_cache_tokens=24).stats.peak_slots <= 24
@@ -139,7 +139,7 @@ def test_wide_beams_do_not_finish_by_luck(models, cost):
 
 
 def test_a_draft_that_does_not_fit_is_left_out(models):
-    """The draft is as large as the model. It begins, and goes when the text needs its memory."""
+    """The draft is as large as the model. It begins, and goes when the sequence needs its memory."""
     (lm, _), drafts, _ = models
     options = {"max_new_tokens": 40, "min_new_tokens": 40, "num_draft_tokens": 3}
     for more in ({}, {"num_beams": 4}):
@@ -150,7 +150,7 @@ def test_a_draft_that_does_not_fit_is_left_out(models):
 
 
 def test_samples_wait_for_each_other(models):
-    """Texts that begin alike only in the prompt are drawn one after the other. No token is read many times."""
+    """Sequences that share only the prompt are drawn one after the other. No token is computed many times."""
     lm, options = models[0][0], {"do_sample": True, "seed": 4, "num_return_sequences": 8, "max_new_tokens": 40}
     options |= {"min_new_tokens": 40}
     expected = result(lm, options)

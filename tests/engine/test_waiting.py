@@ -233,7 +233,7 @@ def test_callbacks_get_each_piece_and_the_end(lm, expected):
     assert wrong == [request]
 
 
-def test_a_loop_is_called_once_per_round_in_its_own_thread(lm, expected):
+def test_a_loop_is_called_once_per_iteration_in_its_own_thread(lm, expected):
     calls, threads = [], set()
 
     async def main():

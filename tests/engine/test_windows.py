@@ -51,8 +51,8 @@ def test_slots_are_bounded_and_no_bit_changes(loaded, kind):
     expected = run_alone(whole, PROMPT, options, draft)
     assert got.sequences == expected.sequences
     assert expected.stats.peak_slots > 240
-    branches = 0 if options.get("num_beams", 1) == 1 else 3 * 100  # beams may have nothing in common but the prompt
-    assert got.stats.peak_slots < WINDOW + BLOCK + 32 + branches
+    suffixes = 0 if options.get("num_beams", 1) == 1 else 3 * 100  # beams may have nothing in common but the prompt
+    assert got.stats.peak_slots < WINDOW + BLOCK + 32 + suffixes
 
 
 @pytest.mark.parametrize("backend", ["torch", "transformers"])
@@ -67,19 +67,19 @@ def test_texts_stay_on_other_backends(loaded, backend, kind):
     assert got.stats.peak_slots < expected.stats.peak_slots - 50
 
 
-def test_long_texts_fit_where_they_would_not_without_windows(loaded):
+def test_long_sequences_fit_where_they_would_not_without_windows(loaded):
     windowed, _, whole = loaded("cpu")
     engine = Engine(windowed, max_cache_tokens=130, max_batch_tokens=32)
     prompts = [PROMPT, *([n] * 10 for n in range(3))]
     requests = [engine.submit(prompt, LONG) for prompt in prompts]
-    store = pool_of(windowed.backend)
-    before = store.in_use
-    most = paused = 0
+    pool = pool_of(windowed.backend)
+    before = pool.in_use
+    most = preempted = 0
     while engine.step():
-        most = max(most, store.in_use - before)
-        paused += any(one.pieces and not one.used_slots and not one.done for one in requests)
+        most = max(most, pool.in_use - before)
+        preempted += any(one.pieces and not one.used_slots and not one.done for one in requests)
     assert most <= 130
-    assert paused
+    assert preempted
     for request, prompt in zip(requests, prompts, strict=True):
         assert request.result().sequences == run_alone(whole, prompt, LONG).sequences
     with pytest.raises(specbeam.SpecbeamError, match="need 250 cache slots, the engine has 200"):
@@ -89,18 +89,18 @@ def test_long_texts_fit_where_they_would_not_without_windows(loaded):
     assert len(run_alone(windowed, PROMPT, LONG, max_cache_tokens=104, max_batch_tokens=32).token_ids) == 100
 
 
-def test_the_text_stays_for_others_while_there_is_room(loaded):
-    """There is just room for the text. Whoever begins with it holds only what it still sees."""
+def test_a_sequence_stays_cached_for_others_while_there_is_room(loaded):
+    """There is just room for the sequence. Whoever begins with it holds only what it still sees."""
     windowed, _, whole = loaded("cpu")
     engine = Engine(windowed, max_cache_tokens=250, max_batch_tokens=32)
     first = engine.submit(PROMPT, LONG)
     engine.run()
-    text = PROMPT + first.result().token_ids
-    again = engine.submit([*text, 5], LONG)
+    sequence = PROMPT + first.result().token_ids
+    again = engine.submit([*sequence, 5], LONG)
     engine.run()
-    assert again.result().stats.reused_tokens == len(text) - 1
+    assert again.result().stats.reused_tokens == len(sequence) - 1
     assert again.result().stats.nodes_evaluated == 2 + 99
-    assert again.result().sequences == run_alone(whole, [*text, 5], LONG).sequences
+    assert again.result().sequences == run_alone(whole, [*sequence, 5], LONG).sequences
 
 
 def test_a_strategy_may_look_back_behind_the_window(loaded):

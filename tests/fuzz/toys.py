@@ -49,7 +49,7 @@ def toy() -> Any:
 
 
 def generate_a_little(lm: Any) -> None:
-    """Read a prompt and generate two tokens."""
+    """Prefill a prompt and generate two tokens."""
     import specbeam
 
     prompt = [0] if lm.tokenizer is None else "Hi"

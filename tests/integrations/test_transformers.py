@@ -397,8 +397,8 @@ def test_texts_without_an_allowed_token_are_not_renormalized(model, num_beams, d
 
 
 @pytest.mark.parametrize("num_beams", [1, 3])
-def test_guesses_without_an_allowed_token_are_no_error(model, num_beams):
-    """Of the guesses after 3, nothing may follow 4. No text has it."""
+def test_draft_tokens_without_an_allowed_token_are_no_error(model, num_beams):
+    """Of the draft tokens after 3, nothing may follow 4. No text has it."""
     nothing_after = torch.tensor([token == 4 for token in range(VOCAB)])
     own = LogitsProcessorList(
         [

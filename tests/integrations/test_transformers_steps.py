@@ -396,7 +396,7 @@ def test_a_source_may_fill_the_context(encoders):
     [
         ({"decoder_input_ids": torch.tensor([[256, 30], [256, 31], [256, 32]])}, "decoder_input_ids that differ"),
         ({"input_ids": None, "encoder_outputs": True, "draft": "encoder"}, "a draft without input_ids"),
-        ({"draft": "causal"}, "begins its texts with"),
+        ({"draft": "causal"}, "begins its sequences with"),
     ],
 )
 def test_encoder_decoder_models_refuse_by_name(encoders, options, says):

@@ -42,7 +42,7 @@ def test_a_server_from_start_to_signal(chat_lm, draft_lm):
             line = server.stderr.readline()
             assert line == f"specbeam: the KV cache of big holds up to {says} (--max-cache-tokens changes that)\n"
             line = server.stderr.readline()
-            says = "prompts are read in chunks of about 0.1 s (--max-pass-seconds changes that)"
+            says = "prompts are prefilled in chunks of about 0.1 s (--max-pass-seconds changes that)"
             assert line == f"specbeam: beside other requests, {says}\n"
             with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as patient:  # until it listens
                 assert patient.get(url.replace("/v1", "/health")).status_code == 200

@@ -98,14 +98,14 @@ def test_streams_are_the_whole_answer_in_parts_with_and_without_a_draft(served, 
     assert without.model_extra["specbeam"]["drafted"] == 0
 
 
-def test_a_default_draft_and_its_guesses(start, chat_lm):
+def test_a_default_draft_and_its_acceptance(start, chat_lm):
     with start({"tiny": chat_lm}, {"same": chat_lm}, "same") as server:
         drafted, plain = (
             server.post("/v1/completions", prompt="abc", max_tokens=16, temperature=0, **more).json()
             for more in ({"num_draft_tokens": 4}, {"draft": "none"})
         )
     assert drafted["choices"] == plain["choices"]
-    assert drafted["specbeam"]["accepted"] > 0  # the model guesses its own tokens
+    assert drafted["specbeam"]["accepted"] > 0  # the model drafts its own tokens
     assert drafted["specbeam"]["target_passes"] < plain["specbeam"]["target_passes"] == 16
     assert plain["metrics"] is None
     made = drafted["metrics"]["speculative_decoding"]
@@ -115,7 +115,7 @@ def test_a_default_draft_and_its_guesses(start, chat_lm):
     assert made["num_draft_tokens"] == drafted["specbeam"]["drafted"]
     assert made["mean_acceptance_length"] == 1 + accepted / steps
     assert made["num_spec_tokens"] == 4
-    # A pass checks guesses and adds one token of its own. The first one reads the prompt.
+    # A pass verifies draft tokens and adds one token of its own. The first one prefills the prompt.
     assert accepted + drafted["specbeam"]["target_passes"] == 16
 
 

@@ -167,13 +167,13 @@ def test_a_request_that_fails_fails_alone(start, chat_lm):
 
         choose = backend.choose
 
-        def fail(logits, wishes):
-            if any(wish.temperature == 0.123 for _, wish in wishes):
+        def fail(logits, requests):
+            if any(request.temperature == 0.123 for _, request in requests):
                 raise Broken("in /home/secret")
-            return choose(logits, wishes)
+            return choose(logits, requests)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(type(backend), "choose", lambda self, logits, wishes: fail(logits, wishes))
+            patch.setattr(type(backend), "choose", lambda self, logits, requests: fail(logits, requests))
             for stream in (False, True):
                 response = server.post("/v1/completions", prompt="abc", temperature=0.123, stream=stream)
                 assert "secret" not in response.text

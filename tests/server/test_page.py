@@ -88,13 +88,13 @@ def test_the_tree_has_every_node_and_score_of_the_trace(tab, served, lm):
     drawn = {
         int(one.get_attribute("data-node")): one.get_attribute("class").split() for one in tab.locator(".pill").all()
     }
-    guesses = {guess["node"] for one in text.trace for guess in one["drafted"]}
+    drafted = {token["node"] for one in text.trace for token in one["drafted"]}
     beams = {beam["node"]: beam for one in text.trace for step in one["steps"] for beam in step}
     ended = {one["node"] for entry in text.trace for one in entry["ended"]}
-    assert {*drawn} == guesses | {*beams} | ended
+    assert {*drawn} == drafted | {*beams} | ended
     for node, classes in drawn.items():
-        assert ("accepted" in classes) == (node in guesses and node in beams)
-        assert ("rejected" in classes) == (node in guesses and node not in beams)
+        assert ("accepted" in classes) == (node in drafted and node in beams)
+        assert ("rejected" in classes) == (node in drafted and node not in beams)
     assert {node for node, classes in drawn.items() if "best" in classes} == {*path_of(text.trace, text.token_ids)}
     tab.get_by_text("The same as text").click()
     tab.locator(".rounds").wait_for()
@@ -146,7 +146,7 @@ def test_a_token_under_the_pointer_tells_its_numbers(tab, served, lm):
     assert tip.count() == 0
 
 
-def test_a_rejected_guess_tells_what_came_in_its_place(tab, served, lm):
+def test_a_rejected_draft_token_tells_what_came_in_its_place(tab, served, lm):
     show(tab, served, **BEAMS)
     grow(tab)
     tab.get_by_role("button", name="Fit").click()
@@ -155,12 +155,12 @@ def test_a_rejected_guess_tells_what_came_in_its_place(tab, served, lm):
     for beam in (beam for one in rounds for step in one["steps"] for beam in step):
         chosen.setdefault(beam["after"], beam)
     beams = {beam["node"] for one in rounds for step in one["steps"] for beam in step}
-    rejected = [guess for one in rounds for guess in one["drafted"] if guess["node"] not in beams]
-    replaced = next(guess for guess in rejected if guess["after"] in chosen)
-    nothing = next(guess for guess in rejected if guess["after"] not in chosen)  # a guess after a rejected one
+    rejected = [token for one in rounds for token in one["drafted"] if token["node"] not in beams]
+    replaced = next(token for token in rejected if token["after"] in chosen)
+    nothing = next(token for token in rejected if token["after"] not in chosen)  # after a rejected one
     about = tab.get_by_label("The token", exact=True)
     pill(tab, replaced["node"]).click()
-    assert "rejected guess" in about.inner_text()
+    assert "rejected draft token" in about.inner_text()
     assert f"came instead\n{chosen[replaced['after']]['text']}" in about.inner_text().replace("\u00a0", " ")
     tab.get_by_role("button", name="Close").click()
     pill(tab, nothing["node"]).click()
@@ -202,8 +202,8 @@ def test_a_link_holds_the_prompt_and_all_options(tab, served):
     show(tab, served)
     tab.get_by_text("More options").click()
     given = {
-        "Prompt": "a & b #1\n100 %", "Draft": "suffix", "Beams": "3", "New tokens": "7", "Guesses in a row": "2",
-        "Guesses side by side": "5", "Temperature": "0.7", "Top p": "0.9", "Top k": "40", "Seed": "11", "Texts": "2",
+        "Prompt": "a & b #1\n100 %", "Draft": "suffix", "Beams": "3", "New tokens": "7", "Draft length": "2",
+        "Draft width": "5", "Temperature": "0.7", "Top p": "0.9", "Top k": "40", "Seed": "11", "Texts": "2",
         "Length penalty": "1.5", "Repetition penalty": "1.1", "No repeated n-grams": "3", "Stop text": "; ",
         "Only these answers": "é\nab",
     }  # fmt: skip
@@ -458,7 +458,7 @@ def test_keys_go_through_the_tree_and_show_the_likeliest_tokens(tab, served, lm)
 
 
 @on_a_real_model_too
-def test_a_branch_goes_on_and_the_prefix_is_not_read_again(tab, served, lm):
+def test_a_branch_goes_on_and_its_prefix_is_cached(tab, served, lm):
     show(tab, served, view="branch", num_beams=1, draft="none")
     tab.get_by_role("button", name="Write").click()
     word = tab.locator(".word:not([disabled])").nth(5)
@@ -466,7 +466,7 @@ def test_a_branch_goes_on_and_the_prefix_is_not_read_again(tab, served, lm):
     first = specbeam.generate(lm, PROMPT, raw=True, max_new_tokens=12, top_logprobs=10)
     other = [*first.sequences[0].top_logprobs[5]][1]
     tab.locator(".likeliest button").nth(1).click()
-    tab.get_by_text("were not read again").wait_for()
+    tab.get_by_text("were cached").wait_for()
     prompt = [*lm.tokenizer(PROMPT).input_ids, *first.token_ids[:5], other]
     assert tab.locator(".word").all_inner_texts()[-1:] != []
     here = specbeam.generate(lm, prompt, max_new_tokens=12)
@@ -510,7 +510,7 @@ def test_the_text_goes_on_from_a_token_of_a_beam_that_lost(tab, served, lm):
         node = nodes[node]["after"]
     pill(tab, lost).click()
     tab.get_by_role("button", name="Go on after this token").click()
-    tab.get_by_text("were not read again").wait_for()
+    tab.get_by_text("were cached").wait_for()
     text = specbeam.generate(lm, [*lm.tokenizer(PROMPT).input_ids, *path], num_beams=4, max_new_tokens=12).text
     assert tab.locator(".branches .snippet").last.text_content() == text
 
@@ -604,7 +604,7 @@ def test_many_tabs_get_their_texts(browser, served, lm):
 @pytest.mark.parametrize(
     ("example", "what"),
     [
-        ("Copied words are guessed", "accepted"),
+        ("Copied words are drafted", "accepted"),
         ("Beams with a draft", "accepted"),
         ("Beams disagree", "pruned"),
         ("A wide search", "live"),
@@ -654,7 +654,7 @@ def test_the_page_asks_for_the_key(browser, start, plain_lm):
 
 
 def fill_tree(tab):
-    """A tree with masked tokens, guesses, and the details of a token."""
+    """A tree with masked tokens, draft tokens, and the details of a token."""
     tab.get_by_label("Only these answers").fill("abc\nabd\nxyz")
     grow(tab)
     tab.locator(".pill.masked").first.click()
@@ -671,7 +671,7 @@ def fill_branch(tab):
     tab.get_by_role("button", name="Write").click()
     tab.locator(".word:not([disabled])").nth(3).click()
     tab.locator(".likeliest button").nth(1).click()
-    tab.get_by_text("were not read again").wait_for()
+    tab.get_by_text("were cached").wait_for()
     tab.locator(".word:not([disabled])").nth(1).click()
 
 

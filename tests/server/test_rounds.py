@@ -25,7 +25,7 @@ def watched(served, path, **fields):
 def without_times(rounds):
     return [
         {name: value for name, value in one.items() if name not in ("pass", "event", "drafted")}
-        | {"drafted": [guess | {"accepted": None} for guess in one["drafted"]]}
+        | {"drafted": [token | {"accepted": None} for token in one["drafted"]]}
         for one in rounds
     ]
 

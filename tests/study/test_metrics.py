@@ -184,7 +184,7 @@ def test_a_corpus_is_judged_as_a_whole():
 
 
 def drafting(*counts):
-    """A generation with these guesses, drafted and accepted, at each position."""
+    """A generation with these numbers of drafted and accepted tokens at each position."""
     record = make()
     record["stats"]["acceptance_by_position"] = [[*pair] for pair in counts]
     return record
@@ -197,7 +197,7 @@ def test_acceptance_by_position_adds_the_counts_of_generations():
     assert acceptance_by_position([make(), make()]) == []
 
 
-def test_few_guesses_that_were_all_right_have_a_wide_interval():
+def test_few_draft_tokens_that_were_all_accepted_have_a_wide_interval():
     """Wilson's interval by its formula: of 3 of 3, it goes down to n / (n + z * z)."""
     (one,) = acceptance_by_position([drafting((3, 3))])
     assert (one["low"], one["high"]) == pytest.approx((3 / (3 + 1.959964**2), 1))
@@ -208,7 +208,7 @@ def test_few_guesses_that_were_all_right_have_a_wide_interval():
 
 
 def test_positions_of_a_model_that_drafts_for_itself():
-    """With a single text and one guess per level, all guesses are right at every position."""
+    """With a single text and one draft token per level, all are accepted at every position."""
     lm = hf.wrap(random_model("llama", vocab_size=12, eos_token_id=None, bos_token_id=2))
     sizes = {"num_draft_tokens": 3, "draft_width": 1, "max_new_tokens": 12}
     result = specbeam.generate(lm, [2, 3, 4], draft=lm, **sizes)
@@ -216,7 +216,7 @@ def test_positions_of_a_model_that_drafts_for_itself():
     assert [one["position"] for one in found] == [1, 2, 3]
     assert all(one["drafted"] >= 2 for one in found)
     assert sum(one["drafted"] for one in found) == result.stats.drafted
-    # Guesses past the last token are not part of the text.
+    # Draft tokens past the last token are not part of the text.
     assert result.stats.drafted - 3 <= sum(one["accepted"] for one in found) == result.stats.accepted
 
 

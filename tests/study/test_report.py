@@ -57,23 +57,23 @@ def token(text, drafted, beam=0, score=-1.0):
     return {"token_id": sum(map(ord, text)), "text": text, "beam": beam, "drafted": drafted, "score": score}
 
 
-def guess(text, accepted, parent=None, beam=None):
+def draft(text, accepted, parent=None, beam=None):
     return {"token_id": sum(map(ord, text)), "text": text, "parent": parent, "beam": beam, "accepted": accepted}
 
 
 CHAIN = [
     {"drafted": [], "ahead": [], "steps": [[token("def", False)]]},
     {
-        "drafted": [guess(" add", True, beam=0), guess("(", True, 0), guess("x", False, 1), guess(")", False, 2)],
+        "drafted": [draft(" add", True, beam=0), draft("(", True, 0), draft("x", False, 1), draft(")", False, 2)],
         "ahead": [],
         "steps": [[token(" add", True)], [token("(", True)], [token("a", False)]],
     },
-    {"drafted": [guess(",", True, beam=0)], "ahead": [], "steps": [[token(",", True)], [token(" b", False)]]},
+    {"drafted": [draft(",", True, beam=0)], "ahead": [], "steps": [[token(",", True)], [token(" b", False)]]},
 ]
 BEAMS = [
     {"drafted": [], "ahead": [], "steps": [[token("The", False), token("A", False)]]},
     {
-        "drafted": [guess(" sky", True, beam=0), guess(" is", True, 0), guess(" cat", False, beam=1)],
+        "drafted": [draft(" sky", True, beam=0), draft(" is", True, 0), draft(" cat", False, beam=1)],
         "ahead": [],
         "steps": [
             [token(" sky", True, 0), token(" dog", False, 1)],
@@ -432,7 +432,7 @@ def test_a_sample_tells_what_was_proposed_verified_and_replaced(tmp_path, no_plo
         assert heading in page.text
     assert "target’s own choice" in page.text
     assert "in place of" in page.text
-    assert '<span class="guessed"> add</span>' in html
+    assert '<span class="drafted"> add</span>' in html
     assert page.text.count("rejected") >= 2
     (chain,) = {one.method for one in samples.samples(report_data["records"])}
     assert chain == "greedy, n-gram drafts"
@@ -443,7 +443,7 @@ def test_rounds_of_a_chain():
     assert [r.number for r in one.rounds] == [2, 3]
     first = one.rounds[0]
     (branch,) = first.branches
-    assert [(g.text, g.accepted) for g in branch.guesses] == [(" add", True), ("(", True), ("x", False), (")", False)]
+    assert [(g.text, g.accepted) for g in branch.tokens] == [(" add", True), ("(", True), ("x", False), (")", False)]
     assert first.own == [samples.Own(None, ["a"], ["x"])]
     assert one.rounds[1].own == [samples.Own(None, [" b"], [])]
     pieces = [("def", False), (" add", True), ("(", True), ("a", False), (",", True), (" b", False)]
@@ -454,7 +454,7 @@ def test_rounds_of_beams():
     one = samples.sample(generation("beam search, 4 beams, drafts"), "")
     assert one.beams
     (round,) = one.rounds
-    assert [(b.beam, [g.text for g in b.guesses]) for b in round.branches] == [(1, [" sky", " is"]), (2, [" cat"])]
+    assert [(b.beam, [g.text for g in b.tokens]) for b in round.branches] == [(1, [" sky", " is"]), (2, [" cat"])]
     assert round.own == [
         samples.Own(1, [" dog"]),
         samples.Own(2, [" was"]),
@@ -464,9 +464,9 @@ def test_rounds_of_beams():
 
 
 def test_branches_of_a_tree_share_what_they_begin_with():
-    drafted = [guess("a", True, beam=0), guess("b", False, 0), guess("c", True, 0), guess("d", False, 2)]
+    drafted = [draft("a", True, beam=0), draft("b", False, 0), draft("c", True, 0), draft("d", False, 2)]
     found = samples.branches(drafted, beams=False)
-    assert [("".join(g.text for g in b.guesses), b.shared) for b in found] == [("acd", 0), ("ab", 1)]
+    assert [("".join(g.text for g in b.tokens), b.shared) for b in found] == [("acd", 0), ("ab", 1)]
 
 
 @pytest.mark.parametrize(

@@ -11,24 +11,24 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.selection import Answer, Beams, Wish
+from specbeam.selection import Beams, Selection, SelectionRequest
 
 
 @dataclass(slots=True)
 class Segment:
     """The nodes of one token tree that one pass evaluates.
 
-    Keys and values lie in slots of the backend's one store. A node's ancestors are given by their slots: those at the
-    shared beginning of the tree's texts, the trunk, and those beyond it. Every node sees its ancestors and itself.
+    Keys and values lie in slots of the backend's KV cache. A node's ancestors are given by their slots, first the
+    prefix that the sequences of the tree share, then the node's own suffix. Every node sees its ancestors and itself.
 
     Attributes:
         tokens: token ids, int64 [n].
-        positions: positions in the text, int64 [n].
+        positions: positions in the sequence, int64 [n].
         slots: where the nodes' keys and values go, int64 [n].
-        trunk: slots by position, int64 [t]. A node at a position p below t sees the first p + 1 of them. An entry is
-            -1 where all layers have windows, and none of the nodes sees this position.
-        branches: slots of a node's ancestors, and its own, at positions t, t + 1, ..., int64 [n, m]. Entries beyond
-            its own position mean nothing. m is 0 if all nodes are on the trunk.
+        prefix: slots by position, int64 [t]. A node at a position p below t sees the first p + 1 of them. An entry is
+            -1 where all layers have windows, and none of the nodes sees this position. suffixes: slots of a node's
+            ancestors, and its own, at positions t, t + 1, ..., int64 [n, m]. Entries beyond its own position mean
+            nothing. m is 0 if all nodes are on the prefix.
         wanted: the nodes whose logits are returned, as indices into the n nodes, int64 [w].
         vocab: only the logits of the first ``vocab`` tokens are needed; None for all tokens.
         source: the result of :meth:`EncodingBackend.encode` for the tree, or what was given to the engine instead. None
@@ -39,8 +39,8 @@ class Segment:
     tokens: NDArray[np.int64]
     positions: NDArray[np.int64]
     slots: NDArray[np.int64]
-    trunk: NDArray[np.int64]
-    branches: NDArray[np.int64]
+    prefix: NDArray[np.int64]
+    suffixes: NDArray[np.int64]
     wanted: NDArray[np.int64]
     vocab: int | None = None
     source: Any = None
@@ -53,7 +53,7 @@ def logits_wanted(segments: list[Segment], vocab_size: int) -> int:
 
 
 class Backend(Protocol):
-    """One loaded model on one device, with one store of keys and values. It knows nothing of strategies and trees."""
+    """One loaded model on one device, with one KV cache. It knows nothing of strategies and trees."""
 
     name: str
     device: torch.device
@@ -68,16 +68,16 @@ class Backend(Protocol):
     has_threads: bool
     """Whether its passes run on its own threads, not on PyTorch's."""
     start_token_ids: list[int] | None
-    """The first tokens of every text of a model with an encoder. None for others: their texts begin with the prompt."""
+    """The first tokens of every sequence of a model with an encoder. None for others, which begin with the prompt."""
 
     def reserve(self, slots: int) -> None:
-        """Make room in the store for at least this many slots, numbered from 0, and keep what is stored.
+        """Make room in the KV cache for at least this many slots, numbered from 0, and keep what is stored.
 
         It waits for a pass in another thread. After a failure it may be tried again.
         """
 
     def forward(self, segments: list[Segment]) -> Tensor:
-        """One pass over all nodes of all segments. It stores the nodes' keys and values.
+        """One forward pass over all nodes of all segments. It stores the nodes' keys and values.
 
         Repeating a pass changes nothing.
 
@@ -86,11 +86,11 @@ class Backend(Protocol):
             is at least the largest ``vocab`` of the segments, and at most vocab_size.
         """
 
-    def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
-        """Answer the wishes of a pass about its logits, float32 [w, v]. All answers come to the CPU together.
+    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
+        """The selections that are requested of a pass's logits, float32 [w, v]. All come to the CPU together.
 
         Args:
-            wishes: slices of the rows, and what to answer about them. They have no functions: these are the engine's.
+            requests: slices of the rows, and what to select from them, without functions, which the engine runs.
         """
 
     def memory_for_caches(self) -> int:
@@ -106,14 +106,14 @@ class AheadBackend(Backend, Protocol):
     def forward_ahead(
         self,
         segments: list[Segment],
-        wishes: Sequence[Wish],
+        requests: Sequence[SelectionRequest],
         beams: Sequence[Beams | None],
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],
         every: int = 1,
-        show: Callable[[list[Answer]], object] | None = None,
-    ) -> list[Answer]:
+        show: Callable[[list[Selection]], object] | None = None,
+    ) -> list[Selection]:
         """Passes over one node, or beams, of each of several trees. Each is over the tokens that the one before chose.
 
         All is as if :meth:`forward` and :meth:`choose` were called for each pass. Fewer passes than asked for are
@@ -121,17 +121,18 @@ class AheadBackend(Backend, Protocol):
 
         Args:
             segments: of one node each, or of beams at one position. They have the slots of the nodes to come, too.
-            wishes: for each segment, about its nodes. The positions of their noise grow by one per pass.
-            beams: for each segment, how its nodes go on as beams. None for one node, whose wish is about one token
-                (``most=1``): it goes on by this token. Wishes about beams are about more tokens than there are beams.
-            passes: the most passes, at least 1. A pass is the last one where the strategy has to look at its answer.
+            requests: for each segment, about its nodes. The positions of their noise grow by one per pass.
+            beams: for each segment, how its nodes go on as beams. None for one node with a request for one token
+                (``top=1``): it goes on by this token. Requests for beams ask for more tokens than there are beams.
+            passes: the most passes, at least 1. A pass is the last one if the strategy has to look at its selection.
             ends: token ids. The pass that chooses one of them is the last.
             halt: int32 [1]. Any thread may change it from 0. Then the pass that runs is the last.
-            every, show: after every this many passes but the last one, call this function with the answers so far. They
-                are valid until it returns. It must not use the backend. An error that it raises ends the passes.
+            every, show: after each ``every`` passes, but not after the last one, ``show`` is called with the selections
+                so far, which are valid until it returns. It must not use the backend. An error that it raises ends the
+                passes.
 
         Returns:
-            For each segment an answer with the rows of each pass. It has the logits of the last pass alone.
+            For each segment a selection with the rows of each pass. It has the logits of the last pass alone.
         """
 
 

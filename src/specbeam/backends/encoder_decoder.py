@@ -16,7 +16,7 @@ from specbeam.backends.contract import Segment
 from specbeam.backends.torch.cache import Seen
 from specbeam.backends.transformers import CausalBackend, PassCache, TransformersBackend
 from specbeam.compat import DecoderPositions
-from specbeam.selection import to_device
+from specbeam.selection.transfer import to_device
 
 MAX_ENCODED_TOKENS = 8192
 """Tokens that the encoder reads together, padding included. A longer prompt is read alone."""
@@ -83,7 +83,7 @@ class EncoderDecoderBackend(TransformersBackend):
             return self._attended(states)
 
     def _states_of(self, sources: list[list[int]]) -> Tensor:
-        """The encoder's output for some texts, [texts, tokens of the longest, features]."""
+        """The encoder's output for some prompts, [prompts, tokens of the longest, features]."""
         ids = pad_sequence([torch.tensor(source) for source in sources], batch_first=True)
         lengths = torch.tensor([len(source) for source in sources])
         is_read = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
@@ -93,12 +93,12 @@ class EncoderDecoderBackend(TransformersBackend):
         ).last_hidden_state
         return states
 
-    def _attended(self, texts: list[Tensor]) -> list[Source]:
-        states = pad_sequence(texts, batch_first=True)
+    def _attended(self, prompts: list[Tensor]) -> list[Source]:
+        states = pad_sequence(prompts, batch_first=True)
         # Run one dummy token to fill transformers' cross-attention cache.
         filled = EncoderDecoderCache(DynamicCache(), DynamicCache())
         self.model(
-            decoder_input_ids=torch.zeros((len(texts), 1), dtype=torch.long, device=self.device),
+            decoder_input_ids=torch.zeros((len(prompts), 1), dtype=torch.long, device=self.device),
             encoder_outputs=BaseModelOutput(states),
             past_key_values=filled,
             use_cache=True,
@@ -106,8 +106,8 @@ class EncoderDecoderBackend(TransformersBackend):
         layers = filled.cross_attention_cache.layers
 
         def own(padded: Tensor, row: int, dim: int) -> Tensor:
-            """A text's part of all texts' output, [1, ...]. A view would keep the whole output in memory."""
-            return padded[row : row + 1].narrow(dim, 0, len(texts[row])).clone()
+            """One prompt's part of the output, [1, ...]. A view would keep the whole output in memory."""
+            return padded[row : row + 1].narrow(dim, 0, len(prompts[row])).clone()
 
         return [
             Source(
@@ -115,7 +115,7 @@ class EncoderDecoderBackend(TransformersBackend):
                 [own(layer.keys, row, 2) for layer in layers],
                 [own(layer.values, row, 2) for layer in layers],
             )
-            for row in range(len(texts))
+            for row in range(len(prompts))
         ]
 
     def _run(self, segments: list[Segment], views: list[Seen], keep: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class EncoderDecoderBackend(TransformersBackend):
         return out.logits[0][keep]
 
     def _source_mask(self, segments: list[Segment]) -> Tensor | None:
-        """Each node sees the source text of its own tree. None if there is only one tree."""
+        """Each node sees the source of its own tree. None if there is only one tree."""
         if len(segments) == 1:
             return None
         nodes = [len(s.tokens) for s in segments]
@@ -148,7 +148,7 @@ class EncoderDecoderBackend(TransformersBackend):
 
 
 def _of_like_length(sources: list[list[int]]) -> list[list[int]]:
-    """The numbers of texts, in groups that the encoder reads together. Padding at most doubles a group's tokens."""
+    """The numbers of prompts, in groups that the encoder reads together. Padding at most doubles a group's tokens."""
     groups: list[list[int]] = []
     for number in sorted(range(len(sources)), key=lambda number: -len(sources[number])):
         length = len(sources[number])

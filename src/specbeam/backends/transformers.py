@@ -31,20 +31,21 @@ from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.files import read_json
 from specbeam.checkpoints.finite import are_finite, not_finite
 from specbeam.errors import SpecbeamError
-from specbeam.selection import Answer, Wish, choose, to_device
+from specbeam.selection import Selection, SelectionRequest, choose
+from specbeam.selection.transfer import to_device
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 OWN_ATTENTION = ("codegen", "falcon", "gptj", "stablelm")
 """Models that do not attend through transformers' common interface, but do follow mask and positions."""
 UNLIMITED_CONTEXT = 1 << 20
-"""Tokens. For models without a longest text, such as models with relative positions."""
+"""Tokens. For models without a context limit, such as models with relative positions."""
 
 _slot_elements: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 _checked: WeakSet[Any] = WeakSet()
 
 
 class LearnedKeyValues(KeyValues):
-    """A store that learns the shape of each layer in the first pass. Layers may lie on several devices."""
+    """A KV cache that learns the shape of each layer in the first pass. Layers may lie on several devices."""
 
     def __init__(self) -> None:
         super().__init__(0, 0, 0, torch.float32, torch.device("cpu"))
@@ -74,7 +75,7 @@ class LearnedKeyValues(KeyValues):
 
 @dataclass(frozen=True, eq=False)
 class ReadPrompt:
-    """A prompt that the model has read already, as the source of a text.
+    """A prompt that was prefilled already, as the source of a tree.
 
     Attributes:
         layers: keys and values of each layer, [kv_heads, tokens, head_dim] each.
@@ -121,7 +122,7 @@ class TransformersBackend(ABC):
         self.vocab_size: int = getattr(model.get_output_embeddings(), "out_features", config.vocab_size)
         self.context_length = _context_length(config)
         self._store = LearnedKeyValues()
-        self._one_pass = Lock()  # the store may move when it grows
+        self._one_pass = Lock()  # the KV cache may move when it grows
         self.slot_bytes = self._measure_slot() * self.dtype.itemsize
 
     @abstractmethod
@@ -211,8 +212,8 @@ class TransformersBackend(ABC):
         return None
 
     @torch.inference_mode()
-    def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
-        return choose(logits, wishes)
+    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
+        return choose(logits, requests)
 
     def memory_for_caches(self) -> int:
         return memory_for_caches(self.device)
@@ -246,7 +247,7 @@ class CausalBackend(TransformersBackend):
                 self._copy_read(s)
             is_new = s.positions >= s.source.length
             wanted = (np.cumsum(is_new) - 1)[s.wanted[is_new[s.wanted]]]
-            nodes = {name: getattr(s, name)[is_new] for name in ("tokens", "positions", "slots", "branches")}
+            nodes = {name: getattr(s, name)[is_new] for name in ("tokens", "positions", "slots", "suffixes")}
             rest.append(replace(s, wanted=wanted, **nodes))
         none = torch.empty(0, self.vocab_size, device=self.device)
         new = super().forward(some) if (some := [s for s in rest if len(s.tokens)]) else none
@@ -260,7 +261,7 @@ class CausalBackend(TransformersBackend):
         return torch.cat(logits)
 
     def _copy_read(self, segment: Segment) -> None:
-        """Store the keys and values of the nodes that were read before."""
+        """Store the keys and values of the nodes that were prefilled before."""
         is_read = segment.positions < segment.source.length
         if is_read.any():
             slots, positions = torch.from_numpy(segment.slots[is_read]), torch.from_numpy(segment.positions[is_read])
@@ -409,8 +410,8 @@ def _resize(model: Any, adapter: Adapter) -> None:
         model.resize_token_embeddings(vocab_sizes[0], mean_resizing=False)
 
 
-def most_tokens(config: Any) -> int:
-    """Tokens of the longest text that transformers' ``generate`` can make. The last one is not read."""
+def context_length_of(config: Any) -> int:
+    """Tokens of the longest sequence that transformers' ``generate`` can make. The last one is not evaluated."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = {rope["rope_type"]} if "rope_type" in rope else {of_layer["rope_type"] for of_layer in rope.values()}
     if kinds and not kinds & {"dynamic", "longrope"}:
@@ -419,9 +420,9 @@ def most_tokens(config: Any) -> int:
 
 
 def _context_length(config: Any) -> int:
-    """Tokens of the longest text for which the model was made."""
+    """Tokens of the longest sequence for which the model was made."""
     rope = getattr(config, "rope_parameters", None) or {}
-    # A longer text would change the rotation of all tokens, also of cached tokens and of the other trees.
+    # A longer sequence would change the rotation of all tokens, also of cached tokens and of the other trees.
     original = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
     length = original or getattr(config, "max_position_embeddings", None)
     return length or UNLIMITED_CONTEXT

@@ -101,7 +101,7 @@ class Budget:
         return evicted
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """The most rows of logits for which a request that is alone has memory."""
         return int(self._logits_bytes / (LOGITS_COPIES * self._row_bytes))
 
@@ -110,12 +110,12 @@ class Budget:
         copied_rows = sum(rows) + (LOGITS_COPIES - 1) * max(rows)
         return copied_rows * self._row_bytes <= self._logits_bytes
 
-    def check(self, least_bytes: int, most_rows: int) -> None:
+    def check(self, least_bytes: int, max_rows: int) -> None:
         """Refuse a request that could not end well, were it alone.
 
         Args:
             least_bytes: of one sequence of full length.
-            most_rows: the most rows of logits at once.
+            max_rows: the most rows of logits at once.
 
         Raises:
             SpecbeamError: says what it needs, and what there is.
@@ -126,10 +126,10 @@ class Budget:
                 f"prompt and max_new_tokens need {slots} cache slots, the engine has {self.cache_tokens}"
                 f"{self._origin}: ask for fewer new tokens or raise max_cache_tokens"
             )
-        if not self.holds_logits([most_rows]):
-            needed = LOGITS_COPIES * most_rows * self._row_bytes
+        if not self.holds_logits([max_rows]):
+            needed = LOGITS_COPIES * max_rows * self._row_bytes
             raise SpecbeamError(
-                f"beams, samples and guesses need {needed / 1e9:.1f} GB for the logits of {most_rows} nodes. "
+                f"beams, samples and draft tokens need {needed / 1e9:.1f} GB for the logits of {max_rows} nodes. "
                 f"There are {self._logits_bytes / 1e9:.1f} GB: ask for fewer beams or samples, or for shorter drafts"
             )
 
@@ -137,7 +137,7 @@ class Budget:
     def too_small(self) -> TooManyNodes:
         """The error of a request that outgrows the memory though it is alone."""
         return TooManyNodes(
-            f"the texts of this request need more than the engine's {self.cache_tokens} cache slots{self._origin}: "
+            f"the sequences of this request need more than the engine's {self.cache_tokens} cache slots{self._origin}: "
             "ask for fewer beams or new tokens, or raise max_cache_tokens"
         )
 

@@ -15,7 +15,7 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 
 NOWHERE = -1
 MIN_TOKENS_AWAITED = 64
-"""Wait for a tree that reads the same tokens, if they are at least this many. To wait takes a pass or more."""
+"""Wait for a tree that prefills the same tokens if they are at least this many: waiting takes a pass or more."""
 MAX_RESERVED_SLOTS = 2 * BLOCK_SLOTS
 """A tree gives back slots of dropped nodes when it has more than this many to use again."""
 
@@ -23,7 +23,7 @@ MAX_RESERVED_SLOTS = 2 * BLOCK_SLOTS
 class Slots:
     """The slots of one tree's nodes. A node gets a slot when it is evaluated, and loses it when it is dropped.
 
-    Segments hold until :meth:`close`, and while this object lives. After that its slots are free.
+    Segments are valid until :meth:`close`, and while this object lives. After that its slots are free.
 
     Args:
         cache: the part of the pool that the engine owns. None for a tree without an engine.
@@ -33,10 +33,10 @@ class Slots:
         used: nodes that have a slot.
         peak: the most slots that were in use at once.
         reused: how many nodes had a slot from the start. After it was closed, it may find its own: these do not count.
-        reserved: slots that only this tree may use, the next one last.
-        begin: the trunk's tokens down to the first node that was prepared, int64 [n]. None before that.
+        reserved: slots reserved for this tree, the next one last.
+        begin: the tokens of the shared prefix, at most down to the first node prepared, int64 [n]. None before that.
         cached: how many of its first tokens the tree has added to the prefix cache.
-        is_fresh: no node was in a pass yet, and the tree may begin with tokens that others read.
+        is_fresh: no node was in a pass yet, and the tree may begin with tokens that others prefill.
     """
 
     def __init__(self, tree: Tree, backend: Backend, cache: EngineCache | None = None, shares: bool = False) -> None:
@@ -57,8 +57,8 @@ class Slots:
         self._first = NOWHERE  # the first node that was prepared
         self._awaited: tuple[Slots, Ints, int] | None = None  # a tree, its begin, and the tokens in common
         self._slot = NO_SLOTS  # by node
-        self._trunk = NO_SLOTS  # slots by position
-        self._placed = 0  # nodes of the trunk that have got slots, which are in _trunk
+        self._prefix = NO_SLOTS  # slots by position
+        self._placed = 0  # nodes of the shared prefix that have got slots, which are in _prefix
         self._unseen = 0  # the first ones of these, which lost their slots because no later node sees them
         self._owner = self.cache.number  # of its slots, unless the engine has freed all of them
 
@@ -82,15 +82,15 @@ class Slots:
         if climbing[0] and NOWHERE not in self._slot[tree.parents(climbing)].tolist():
             return climbing  # a parent was evaluated after its ancestors
         found = [climbing]
-        trunk = tree.trunk
+        prefix = tree.prefix
         while True:
-            climbing = np.unique(tree.parents(climbing[tree.depths(climbing) >= len(trunk)]))
+            climbing = np.unique(tree.parents(climbing[tree.depths(climbing) >= len(prefix)]))
             climbing = climbing[self._slot[climbing] == NOWHERE]
             if not len(climbing):
                 break
             found.append(climbing)
         deepest = tree.depths(np.concatenate(found)).max()
-        rest = trunk[self._placed : deepest + 1]
+        rest = prefix[self._placed : deepest + 1]
         found.append(rest[self._slot[rest] == NOWHERE])
         return np.unique(np.concatenate(found))
 
@@ -100,11 +100,11 @@ class Slots:
 
     def found(self) -> int:
         """How many slots of other trees it would share if it began now."""
-        return self.cache.held(self.tree.tokens(self.tree.trunk[:-1])) if self.shares else 0
+        return self.cache.held(self.tree.tokens(self.tree.prefix[:-1])) if self.shares else 0
 
     def _is_next(self, nodes: Nodes) -> bool | np.bool_:
-        """Whether this is one node, the next one of a sequence without branches. Its ancestors have slots."""
-        if len(nodes) != 1 or not 0 < self._placed == self.tree.trunk_length - 1:
+        """Whether this is one node, the next one of a tree that is a single sequence. Its ancestors have slots."""
+        if len(nodes) != 1 or not 0 < self._placed == self.tree.prefix_length - 1:
             return False
         return nodes[0] == self.tree.tip and self._slot[nodes[0]] == NOWHERE
 
@@ -118,11 +118,11 @@ class Slots:
         """Get ready to evaluate nodes, and return what is :meth:`missing`.
 
         At first, the tree takes the slots of its longest cached prefix. It frees all slots if nodes see ancestors that
-        have lost theirs: then all are to be evaluated again.
+        have lost theirs: then all are to be recomputed.
         """
         if self.begin is None:
             self._first, self._owner = int(nodes.min()), self.cache.number
-            self.begin = self.tree.tokens(self.tree.path(self._first)[: self.tree.trunk_length])
+            self.begin = self.tree.tokens(self.tree.path(self._first)[: self.tree.prefix_length])
             self.is_fresh = self.shares
             _by_tree[id(self.tree), id(self.backend)] = self
             self._take_prefix()
@@ -132,7 +132,7 @@ class Slots:
         return self.missing(nodes)
 
     def await_prefix(self, others: Iterable[Slots]) -> bool:
-        """Wait for another tree that is about to read the same tokens, then take the slots of these tokens.
+        """Wait for another tree that is about to prefill the same tokens, then take the slots of these tokens.
 
         Args:
             others: trees that began before this one.
@@ -152,7 +152,7 @@ class Slots:
         return False
 
     def _farthest(self, others: Iterable[Slots]) -> tuple[Slots, Ints, int] | None:
-        """The tree that reads most of the tokens that this one lacks, its begin, and how many they have in common."""
+        """The tree that prefills most of the tokens that this one lacks, its begin, and how many tokens both share."""
         assert self.begin is not None
         own, farthest, most = self.begin[:-1], None, self._placed + MIN_TOKENS_AWAITED - 1
         for other in others:
@@ -184,18 +184,18 @@ class Slots:
             self.free(placed)
             raise
         tokens, positions = tree.tokens(nodes), tree.depths(nodes)
-        # A draft model may lack some of the target's tokens. Any other token will do, because its guesses are checked.
+        # A draft model may lack some of the target's tokens. Any other token will do: draft tokens are verified.
         if (tokens[0] if is_next else tokens.max()) >= self.backend.vocab_size:
             tokens = np.where(tokens < self.backend.vocab_size, tokens, 0)
         if is_next or positions.max() < self._placed:
-            branches = np.empty((len(nodes), 0), dtype=np.int64)
+            suffixes = np.empty((len(nodes), 0), dtype=np.int64)
         else:
-            branches = self._slot[tree.paths_beyond_trunk(nodes)]
+            suffixes = self._slot[tree.paths_beyond_prefix(nodes)]
         slots = self._slot[nodes]
-        return Segment(tokens, positions, slots, self._trunk[: self._placed], branches, wanted, vocab, source, later)
+        return Segment(tokens, positions, slots, self._prefix[: self._placed], suffixes, wanted, vocab, source, later)
 
     def evaluated(self, pending: Nodes, ahead: int = 0) -> None:
-        """A pass went well. Cache what it has read of the prompt, and free the slots behind windows.
+        """A pass went well. Cache what it has prefilled of the prompt, and free the slots behind windows.
 
         Args:
             pending: nodes that may have a slot, but were not evaluated, ancestors first.
@@ -208,7 +208,7 @@ class Slots:
         if self.shares and self.begin is not None and self.cached < len(self.begin):
             read = min(self._placed, len(self.begin), *self.tree.depths(pending[:1]).tolist())
             if self.cached < read:
-                self.add_prefix(self.tree.trunk[:read])
+                self.add_prefix(self.tree.prefix[:read])
         self._free_unseen(pending)
 
     @locked
@@ -235,8 +235,8 @@ class Slots:
             self.pool.give_back(np.array(spare))
 
     def keep(self, nodes: Nodes) -> None:
-        """Free the slots of all nodes but these, their ancestors and the trunk."""
-        needed = np.union1d(self.tree.trunk, self.tree.paths_beyond_trunk(nodes))
+        """Free the slots of all nodes but these, their ancestors and the shared prefix."""
+        needed = np.union1d(self.tree.prefix, self.tree.paths_beyond_prefix(nodes))
         self.free(np.setdiff1d(np.flatnonzero(self._slot != NOWHERE), needed))
 
     @locked
@@ -249,15 +249,15 @@ class Slots:
         self._reset()
 
     def _free_unseen(self, pending: Nodes) -> None:
-        """Free the slots of the trunk's first nodes, if all layers have windows and no later node sees these nodes."""
+        """Free the slots of the prefix's first nodes, if all layers have windows and no later node sees these nodes."""
         if self.backend.window is None:
             return
         tree = self.tree
-        later = min(self._placed, len(tree.trunk) - 1, *tree.depths(pending[:1]).tolist())  # the tip may be repeated
+        later = min(self._placed, len(tree.prefix) - 1, *tree.depths(pending[:1]).tolist())  # the tip may be repeated
         if (end := self._first_seen(later)) >= self._unseen + BLOCK_SLOTS:
-            self.add_prefix(tree.trunk[:later])
-            self.free(tree.trunk[self._unseen : end])
-            self._trunk[self._unseen : end] = NOWHERE
+            self.add_prefix(tree.prefix[:later])
+            self.free(tree.prefix[self._unseen : end])
+            self._prefix[self._unseen : end] = NOWHERE
             self._unseen = end
 
     @locked
@@ -268,7 +268,7 @@ class Slots:
             path = self.tree.path(self._first)[:-1]
             slots = self.cache.prefixes.use(self.tree.tokens(path))
             self._share(path, slots)
-            self._follow_trunk()
+            self._follow_prefix()
             if not self._was_closed:
                 self.reused = max(self.reused, len(slots))
             self._free_unseen(NO_NODES)
@@ -284,22 +284,22 @@ class Slots:
         if is_other.any():
             self.cache.hold(slots[is_other])
             self._slot[path] = slots
-            self._trunk = self._trunk.copy()  # a segment may be run again
-            self._trunk[: self._placed] = self._slot[self.tree.trunk[: self._placed]]
+            self._prefix = self._prefix.copy()  # a segment may be run again
+            self._prefix[: self._placed] = self._slot[self.tree.prefix[: self._placed]]
             own = own[is_other & (own != NOWHERE)]
             self._count(int(np.count_nonzero(is_other)) - len(own))
             self.pool.give_back(self.cache.let_go(own))
 
     @locked
     def _place_next(self, nodes: Nodes) -> Nodes:
-        """The same as :meth:`_place` for the next node of a sequence without branches, in a few operations."""
+        """The same as :meth:`_place` for the next node of a tree that is a single sequence, in a few operations."""
         at = self._placed
         if not self.reserved:
-            self.reserved = self.pool.lend(1, int(self._trunk[at - 1]), self._owner)[::-1]
-        if at == len(self._trunk):
-            self._trunk = np.resize(self._trunk, 2 * at)
+            self.reserved = self.pool.lend(1, int(self._prefix[at - 1]), self._owner)[::-1]
+        if at == len(self._prefix):
+            self._prefix = np.resize(self._prefix, 2 * at)
         slot = self.reserved.pop()
-        self._slot[nodes[0]] = self._trunk[at] = slot
+        self._slot[nodes[0]] = self._prefix[at] = slot
         self.pool.references[slot] = 1
         self._placed = at + 1
         self.cache.used += 1
@@ -311,7 +311,7 @@ class Slots:
         homeless = nodes[self._slot[nodes] == NOWHERE]
         if len(homeless):
             self._assign(homeless)
-        self._follow_trunk()
+        self._follow_prefix()
         return homeless
 
     @locked
@@ -328,7 +328,7 @@ class Slots:
     def _reserve(self, count: int) -> Ints:
         """Have at least this many slots reserved, and return the next ones."""
         if (more := count - len(self.reserved)) > 0:
-            last = self.reserved[:1] or self._trunk[max(0, self._placed - 1) : self._placed].tolist() or [NOWHERE]
+            last = self.reserved[:1] or self._prefix[max(0, self._placed - 1) : self._placed].tolist() or [NOWHERE]
             self.reserved = [*reversed(self.pool.lend(more, last[0], self._owner)), *self.reserved]
         return np.array(self.reserved[: -count - 1 : -1], dtype=np.int64)
 
@@ -336,18 +336,18 @@ class Slots:
         self.used += more
         self.peak = max(self.peak, self.used)
 
-    def _follow_trunk(self) -> None:
-        """Take in the slots of the nodes that the trunk has grown by."""
-        rest = self.tree.trunk[self._placed :]
+    def _follow_prefix(self) -> None:
+        """Append the slots of the nodes that the shared prefix has grown by."""
+        rest = self.tree.prefix[self._placed :]
         if not len(rest):
             return
         slots = self._slot[rest]
         if slots.min() == NOWHERE:
             slots = slots[: int((slots == NOWHERE).argmax())]
         end = self._placed + len(slots)
-        if end > len(self._trunk):
-            self._trunk = np.resize(self._trunk, 2 * end)
-        self._trunk[self._placed : end] = slots
+        if end > len(self._prefix):
+            self._prefix = np.resize(self._prefix, 2 * end)
+        self._prefix[self._placed : end] = slots
         self._placed = end
 
     def _follow_tree(self, size: int = 0) -> None:

@@ -128,13 +128,13 @@ def add_draft_to(parser: argparse.ArgumentParser) -> None:
     source = add(
         "--draft",
         metavar="SOURCE",
-        help="guesses the next tokens: a smaller model, or ngram or suffix, which look them up in the text so far",
+        help="proposes the next tokens: a smaller model, or ngram or suffix, which look them up in the text so far",
     )
     source.completer = completer(*LOOKUPS)  # type: ignore[attr-defined]
     add("--draft-corpus", metavar="FILE", help="earlier texts for --draft suffix, one per line as for --prompts")
-    add("--num-draft-tokens", type=auto_or_int, metavar="K", help="tokens to guess ahead (default auto)")
-    add("--draft-width", type=auto_or_int, metavar="W", help="guesses per level of the draft tree (default auto)")
-    add("--draft-budget", type=auto_or_int, metavar="N", help="at most N guesses per pass (default auto)")
+    add("--num-draft-tokens", type=auto_or_int, metavar="K", help="the draft length, in tokens (default auto)")
+    add("--draft-width", type=auto_or_int, metavar="W", help="draft tokens per level of the draft tree (default auto)")
+    add("--draft-budget", type=auto_or_int, metavar="N", help="at most N draft tokens per forward pass (default auto)")
 
 
 def auto_or_int(value: str) -> str | int:

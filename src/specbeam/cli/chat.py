@@ -248,11 +248,11 @@ class Chat:
             raise SpecbeamError("/stats: there is no answer yet")
         last, every = self.results[-1], [result.stats for result in self.results]
         note(f"last answer: {summary(last)}")
-        note(f"  {last.stats.reused_tokens:,} of {last.stats.prompt_tokens:,} prompt tokens were kept from before")
+        note(f"  {last.stats.reused_tokens:,} of {last.stats.prompt_tokens:,} prompt tokens were cached")
         drafted, accepted = sum(stats.drafted for stats in every), sum(stats.accepted for stats in every)
-        guesses = f", {accepted / drafted:.0%} of {drafted:,} guesses accepted" if drafted else ""
+        rate = f", {accepted / drafted:.0%} of {drafted:,} draft tokens accepted" if drafted else ""
         new, seconds = sum(stats.new_tokens for stats in every), sum(stats.seconds for stats in every)
-        note(f"all {len(every)} answers: {new:,} tokens, {new / seconds:.1f} tokens/s{guesses}")
+        note(f"all {len(every)} answers: {new:,} tokens, {new / seconds:.1f} tokens/s{rate}")
         used = last.stats.prompt_tokens + last.stats.new_tokens
         note(f"context: {used:,} of {self.lm.backend.context_length:,} tokens")
 

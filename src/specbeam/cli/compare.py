@@ -47,8 +47,8 @@ def add_to(commands: Any) -> None:
         "compare",
         help="compare strategies on a prompt, side by side",
         description="Run each prompt with each strategy, one at a time, and show speed and texts side by side. "
-        "A step is one token, or with beams one token of each beam. Accepted is the share of the guesses that were "
-        "right. Log-prob is the log-probability of the best text, the sum over its tokens. Beam search ranks by the "
+        "A step is one token, or with beams one token of each beam. Accepted is the acceptance rate of the draft "
+        "tokens. Log-prob is the log-probability of the best text, the sum over its tokens. Beam search ranks by the "
         "score in --json, which divides it by length ** length_penalty. Times include the prefill, but not a short "
         "warm-up.",
         conflict_handler="resolve",  # some of generate's options have other defaults here

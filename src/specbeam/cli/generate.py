@@ -344,7 +344,7 @@ def summary(result: Result) -> str:
         parts.append(f"first after {stats.time_to_first_token:.2f} s")
     if stats.drafted or stats.draft_passes:
         parts.append(f"{stats.target_passes} + {stats.draft_passes} passes")
-        parts.append(f"{stats.accepted} of {stats.drafted} guesses accepted")
+        parts.append(f"{stats.accepted} of {stats.drafted} draft tokens accepted")
         parts.append(f"{stats.steps_per_target_pass:.2f} steps per target pass")
     else:
         parts.append(f"{stats.forward_passes} passes")

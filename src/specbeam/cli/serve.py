@@ -102,7 +102,7 @@ def add_to(commands: Any) -> None:
         "--max-pass-seconds",
         type=float,
         metavar="S",
-        help="read prompts beside other requests in chunks that take about this long (default 0.1)",
+        help="prefill prompts beside other requests in chunks that take about this long (default 0.1)",
     )
     limits.add_argument(
         "--timeout", type=float, metavar="S", help="seconds after which a request ends with the text so far"
@@ -240,7 +240,7 @@ def _serve(
         for sentence in caches:
             print(f"specbeam: {sentence} (--max-cache-tokens changes that)", file=sys.stderr, flush=True)
         print(
-            f"specbeam: beside other requests, prompts are read in chunks of about {limits.max_pass_seconds:g} s "
+            f"specbeam: beside other requests, prompts are prefilled in chunks of about {limits.max_pass_seconds:g} s "
             "(--max-pass-seconds changes that)",
             file=sys.stderr,
             flush=True,

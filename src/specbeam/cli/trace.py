@@ -1,4 +1,4 @@
-"""A trace for people: accepted guesses, rejected guesses, and the tokens in their place."""
+"""A trace for people: accepted draft tokens, rejected ones, and the tokens in their place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ END_LENGTH = 60
 def show_trace(rounds: list[dict[str, Any]], colour: bool) -> Iterator[str]:
     """Lines for ``Result.trace``.
 
-    Accepted guesses are green, the first rejected guesses of a round are red, and the model's own token follows.
+    Accepted draft tokens are green, the first rejected ones of a round are red, and the model's own token follows.
     Without colour they are ``+accepted+`` and ``-rejected-``. Beams are listed with their scores after each step.
     Beams that were not evaluated are pale, or say so.
     """
@@ -24,16 +24,16 @@ def show_trace(rounds: list[dict[str, Any]], colour: bool) -> Iterator[str]:
     single = all(len(step) == 1 for step in steps)
     texts: dict[int, str] = {}  # their ends, by node
     for number, one_round in enumerate(rounds, 1):
-        guesses = one_round["drafted"]
+        drafted = one_round["drafted"]
         if single:
             line = "".join(_text(step[0], accepted) for step in one_round["steps"][:-1])
             last = one_round["steps"][-1][0]
             others = [] if last["drafted"] else _rejected_at_the_end(one_round)
-            wrong = "".join(rejected.format(show(guess["text"])) for guess in others)
+            wrong = "".join(rejected.format(show(token["text"])) for token in others)
             yield f"round {number:3}  {line}{wrong}{_text(last, accepted)}"
             continue
-        good = sum(guess["accepted"] for guess in guesses)
-        yield f"round {number:3}  {len(guesses)} guesses, {good} accepted, {len(one_round['steps'])} steps"
+        good = sum(token["accepted"] for token in drafted)
+        yield f"round {number:3}  {len(drafted)} draft tokens, {good} accepted, {len(one_round['steps'])} steps"
         for step in one_round["steps"]:
             for beam in step:
                 line = _line(beam, texts, accepted)
@@ -60,15 +60,15 @@ def _text(beam: dict[str, Any], accepted: str) -> str:
 
 
 def _rejected_at_the_end(one_round: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The rejected guesses in the place of the round's last token."""
-    guesses = one_round["drafted"]
+    """The rejected draft tokens in the place of the round's last token."""
+    drafted = one_round["drafted"]
     above = None
-    for number, guess in enumerate(guesses):
-        if guess["accepted"]:
+    for number, token in enumerate(drafted):
+        if token["accepted"]:
             above = number
-    for guess in guesses:
-        if not guess["accepted"] and guess["parent"] == above:
-            yield guess
+    for token in drafted:
+        if not token["accepted"] and token["parent"] == above:
+            yield token
 
 
 def show(text: str) -> str:

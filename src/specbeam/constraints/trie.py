@@ -1,4 +1,4 @@
-"""A constraint whose allowed texts are written out."""
+"""A constraint that lists the allowed outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class TokenTrie:
     """Allows a list of outputs, such as the identifiers of a catalogue in generative retrieval.
 
     It is built once, in compact arrays. A node is a state; the tokens below it are a sorted run, found by bisection.
-    A text is cut where max_new_tokens ends, and where an output has an end-of-sequence token inside.
+    An output is cut where max_new_tokens ends, and where an output has an end-of-sequence token inside.
 
     Args:
         outputs: the token ids of each allowed output, without an end-of-sequence token. Or an int array [n, length], in

@@ -1,4 +1,4 @@
-"""Beam search and beam sampling. Texts are finished by transformers' rules."""
+"""Beam search and beam sampling. Hypotheses are finished by transformers' rules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding import Answer, Evaluate, Hypothesis, Wish
+from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest
 from specbeam.decoding.candidates import (
     FORBIDDEN_SCORE,
     Candidates,
@@ -18,14 +18,15 @@ from specbeam.decoding.candidates import (
     Scores,
     Top,
     forbid,
-    places_of_highest,
+    highest_indices,
     possible,
 )
 from specbeam.decoding.finished import Finished, normalized
 from specbeam.decoding.search import Search
+from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes
-from specbeam.selection import Beams, changed, highest, to_cpu, to_device
+from specbeam.selection import Beams, changed, highest
+from specbeam.selection.transfer import to_cpu, to_device
 from specbeam.tree import Nodes, Tree
 
 ROUNDING = 1e-5
@@ -33,45 +34,45 @@ ROUNDING = 1e-5
 
 
 class BeamSearch(Search):
-    """Keep the num_beams likeliest unfinished texts; return the best finished ones.
+    """Keep the num_beams likeliest unfinished hypotheses; return the best finished ones.
 
     A step takes the best candidates: enough that num_beams of them are unfinished, however many end. The best
-    unfinished candidates survive as the new beams. The ended candidates among the first num_beams compete for the
-    num_beams places of finished texts, by log-probability / length ** length_penalty.
+    unfinished candidates survive as the new beams. The finished candidates among the first num_beams compete for the
+    num_beams finished hypotheses that are kept, by log-probability / length ** length_penalty.
 
-    Ties are resolved in one way, whatever is known of other beams. Candidates with equal scores are ranked by their
-    beam, then by the score of the token alone, then by its id. Only possible texts take a place of finished texts.
+    Ties are resolved in one way, whatever is known of other beams: candidates with equal scores are ranked by their
+    beam, then by the score of the token alone, then by its id. Only possible hypotheses are kept as finished ones.
 
     Args:
-        wishes: makes the wishes. With noise it is beam sampling: candidates are drawn from the softmax of all scores,
-            without replacement. See Kool et al. 2019, "Stochastic Beams and Where to Find Them", 2.3.
-        num_return_sequences: the number of finished texts to return.
-        early_stopping: True stops when num_beams texts are finished. False stops when the best beam, if it ended now,
-            would not beat the worst of them. "never" stops when the best beam cannot beat it at any length.
+        selector: makes the selection requests. With noise it is beam sampling: candidates are drawn from the softmax of
+            all scores, without replacement (Kool et al. 2019, "Stochastic Beams and Where to Find Them", 2.3).
+        num_return_sequences: the number of finished hypotheses to return.
+        early_stopping: True stops when num_beams hypotheses are finished. False stops when the best beam, if it ended
+            now, would not beat the worst of them. "never" stops when the best beam cannot beat it at any length.
         bounded: no continuation of a beam scores above the beam: candidates are taken by score, and no processor raises
-            a log-probability above 0. Then a step can do without beams whose scores are too low to matter. And the
-            search is over once the num_return_sequences best finished texts score above the bound of every beam. This
-            is the monotonicity of best-first beam search (Meister et al. 2020, 3).
-        distinct: the places of finished texts hold different texts (:meth:`Stopping.text`), of equal ones the best.
-            Each text counts once among the candidates, too.
+            a log-probability above 0. Then a step can do without beams whose scores are too low to matter, and the
+            search is over once the num_return_sequences best finished hypotheses score above the bound of every beam.
+            This is the monotonicity of best-first beam search (Meister et al. 2020, 3).
+        distinct: the finished hypotheses that are kept have different texts (:meth:`Stopping.text`), of equal ones the
+            best. Each text counts once among the candidates, too.
 
     Attributes:
         num_candidates: the candidates of a step, enough that ``num_beams`` of them have not ended.
         length: of the beams, in new tokens.
         max_new_tokens: the greatest length.
-        finished: the places of finished texts.
-        top: the places of the highest scores, with ties in the search's order.
-        only_possible: False for transformers' rules. By these, forbidden texts take places too where candidates are
+        finished: the finished hypotheses that are kept.
+        top: the indices of the highest scores, with ties in the search's order.
+        only_possible: False for transformers' rules. By these, forbidden hypotheses are kept too where candidates are
             few, and end the search under ``early_stopping``.
     """
 
-    top: Top = staticmethod(places_of_highest)
+    top: Top = staticmethod(highest_indices)
     only_possible = True
 
     def __init__(
         self,
         tree: Tree,
-        wishes: Wishes,
+        selector: Selector,
         stop: Stopping,
         num_beams: int,
         num_return_sequences: int = 1,
@@ -81,7 +82,7 @@ class BeamSearch(Search):
         distinct: bool = False,
     ) -> None:
         self.tree = tree
-        self.wishes = wishes
+        self.selector = selector
         self.stop = stop
         self.num_beams = num_beams
         self.num_return_sequences = num_return_sequences
@@ -100,21 +101,21 @@ class BeamSearch(Search):
         self.needs_rows = False
         self.done = False
 
-    def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
-        streams = self.wishes.streams(self.tree, nodes)
-        return self.wishes(self.tree, nodes, guesses, streams, most=self.num_candidates, normalize=True)
+    def selection_request(self, nodes: Nodes, draft_tokens: Any = ()) -> SelectionRequest:
+        streams = self.selector.streams(self.tree, nodes)
+        return self.selector(self.tree, nodes, draft_tokens, streams, top=self.num_candidates, normalize=True)
 
     def evaluation(self) -> Evaluate:
-        beams, wish, ahead, first = self.beams, self.wish(self.beams), 0, int(self.beams[0])
-        if self.length and self.wishes.seed is None and not self.needs_rows:
-            ahead = min(self.wishes.process.unchanged(self.tree, first), self.stop.unchanged(self.tree, first))
+        beams, request, ahead, first = self.beams, self.selection_request(self.beams), 0, int(self.beams[0])
+        if self.length and self.selector.seed is None and not self.needs_rows:
+            ahead = min(self.selector.process.unchanged(self.tree, first), self.stop.unchanged(self.tree, first))
         if not ahead:
-            return Evaluate(beams, wish)
+            return Evaluate(beams, request)
         how = Beams(self.scores, self._unsettled_above(), FORBIDDEN_SCORE / 2)
-        return Evaluate(beams, wish, ahead=ahead, ends=self.stop.eos_token_ids, beams=how)
+        return Evaluate(beams, request, ahead=ahead, ends=self.stop.eos_token_ids, beams=how)
 
     def step(
-        self, answer: Answer | None, known: Mask | None = None, token_penalties: NDArray[np.float32] | None = None
+        self, selection: Selection | None, known: Mask | None = None, token_penalties: NDArray[np.float32] | None = None
     ) -> bool:
         """Replace the beams, as :meth:`Search.step` says.
 
@@ -123,11 +124,11 @@ class BeamSearch(Search):
         """
         rows = self._beam_numbers if known is None else np.flatnonzero(known)
         missing = len(rows) < self.num_beams
-        if answer is None or (missing and not self.bounded):
+        if selection is None or (missing and not self.bounded):
             return False
         if not missing:
-            self.wishes.process.check(self.beams, answer)
-        candidates = self._candidates(answer, rows, token_penalties)
+            self.selector.process.check(self.beams, selection)
+        candidates = self._candidates(selection, rows, token_penalties)
         if candidates is None:
             return False
         survivors, scores = self._survivors(candidates)
@@ -140,25 +141,25 @@ class BeamSearch(Search):
         return True
 
     def _candidates(
-        self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None
+        self, selection: Selection, rows: NDArray[np.int64], token_penalties: NDArray[np.float32] | None
     ) -> Candidates | None:
-        """The best continuations of some of the beams; None if it needs all beams to tell."""
-        if answer.scores.size < self.num_beams:
+        """The best continuations of some of the beams; None if that takes all beams."""
+        if selection.scores.size < self.num_beams:
             return None
         if token_penalties is not None:
-            answer = self._penalized(answer, rows, token_penalties)
-        best = self._best(answer, rows)
-        if answer.noise is None and self._go_on(first := best.take(slice(self.num_beams))):
+            selection = self._penalized(selection, rows, token_penalties)
+        best = self._best(selection, rows)
+        if selection.noise is None and self._go_on(first := best.take(slice(self.num_beams))):
             nodes, none = first.add(self.tree, self.beams), self._none_ended  # the other candidates do not matter
             return Candidates(nodes, first.scores, none, none, texts=None, any_ended=False)
         return self.candidates_at(best.add(self.tree, self.beams), best.scores)
 
-    def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
+    def _best(self, selection: Selection, rows: NDArray[np.int64]) -> Continuations:
         """The best continuations of some of the beams."""
-        scores = answer.scores + self.scores[rows, None]
-        ranks = scores if answer.noise is None else scores + answer.noise
-        best = places_of_highest(ranks.ravel(), self.num_candidates)
-        tokens, log_probs = answer.tokens.ravel()[best], answer.log_probs.ravel()[best]
+        scores = selection.scores + self.scores[rows, None]
+        ranks = scores if selection.noise is None else scores + selection.noise
+        best = highest_indices(ranks.ravel(), self.num_candidates)
+        tokens, log_probs = selection.tokens.ravel()[best], selection.log_probs.ravel()[best]
         return Continuations(rows[best // scores.shape[1]], tokens, scores.ravel()[best], log_probs)
 
     def candidates_at(self, nodes: Nodes, scores: Scores) -> Candidates:
@@ -177,24 +178,26 @@ class BeamSearch(Search):
         no_end = self.stop.unchanged(self.tree, int(self.beams[0])) > 0
         return no_end and self.stop.eos_token_ids.isdisjoint(first.tokens.tolist())
 
-    def _penalized(self, answer: Answer, rows: NDArray[np.int64], token_penalties: NDArray[np.float32]) -> Answer:
-        """The answer that some of the beams would have if the scores of all tokens were lower, float32 [vocab]."""
-        logits, normalizers = answer.logits, to_device(answer.normalizers, answer.logits.device)
-        scores = changed(logits, self.wish(self.beams[rows]), normalizers)
+    def _penalized(
+        self, selection: Selection, rows: NDArray[np.int64], token_penalties: NDArray[np.float32]
+    ) -> Selection:
+        """The selection of some of the beams if the scores of all tokens were lower, float32 [vocab]."""
+        logits, normalizers = selection.logits, to_device(selection.normalizers, selection.logits.device)
+        scores = changed(logits, self.selection_request(self.beams[rows]), normalizers)
         scores = scores - to_device(token_penalties, logits.device)
         tokens = highest(scores, min(self.num_candidates, scores.shape[-1]))
         log_probs = logits.gather(-1, tokens) - normalizers[:, None]
         ((best, found, chosen),) = to_cpu([[scores.gather(-1, tokens), log_probs, tokens]])
-        return replace(answer, tokens=chosen, scores=best, log_probs=found)
+        return replace(selection, tokens=chosen, scores=best, log_probs=found)
 
     def text(self, node: int) -> Hashable:
-        """Equal for finished texts that may not both be returned."""
+        """Equal for finished hypotheses that may not both be returned."""
         return self.stop.text(self.tree, node) if self.distinct else object()
 
     def _survivors(self, candidates: Candidates) -> tuple[NDArray[np.int64], Scores]:
         """Indices of the candidates that become the beams, and their scores.
 
-        At the greatest length all candidates have ended. Groups and traces then show the best texts as beams.
+        At the greatest length all candidates have ended. Groups and traces then show the best of them as beams.
         """
         scores = forbid(candidates.scores, ~candidates.first if candidates.ended.all() else candidates.ended)
         survivors = self.top(scores, self.num_beams)
@@ -215,21 +218,21 @@ class BeamSearch(Search):
         if self.finished.settled(self.scores[0], self.length, self.max_new_tokens):
             return True
         if self.only_possible and not possible(self.scores[0]):
-            return True  # every possible text is finished
+            return True  # every possible sequence is finished
         return self.bounded and bool(self.finished.scores[self.num_return_sequences - 1] > self.reach)
 
     @property
     def reach(self) -> float:
-        """No text that is unfinished now will have a score above this."""
+        """Upper bound on the final score of any hypothesis that is unfinished now."""
         return self._best_score_of(self.scores[0], self.length) if self.bounded else float("inf")
 
     def _best_score_of(self, unfinished: np.float32, length: int) -> float:
-        """No continuation of an unfinished text with this log-probability and length has a score above this."""
+        """Upper bound on the score of any continuation of a hypothesis with this log-probability and length."""
         penalty = self.finished.length_penalty
         return float(normalized(unfinished, self.max_new_tokens if penalty > 0 else length + 1, penalty))
 
     def _unsettled_above(self) -> float:
-        """The search goes on in any case while its best beam scores above this and no text ends.
+        """The search goes on in any case while its best beam scores above this and no beam ends.
 
         The rules of :meth:`_settled` compare scores by length. Between two lengths they are never stricter than at
         both.
@@ -263,7 +266,7 @@ class BeamSearch(Search):
         return self._texts(self.finished.possible)
 
     def places(self) -> list[Hypothesis]:
-        """The texts to return, best first, with the forbidden texts where transformers fills places with these."""
+        """The hypotheses to return, best first, with the forbidden ones that transformers fills up with."""
         return self._texts(self.finished.ended)
 
     def _texts(self, wanted: Mask) -> list[Hypothesis]:

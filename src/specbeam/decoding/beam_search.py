@@ -13,7 +13,7 @@ import numpy as np
 
 from specbeam.decoding import Evaluate, Strategy
 from specbeam.decoding.deferring import Policy
-from specbeam.decoding.drafter import DECLINED, Drafter, Guesses
+from specbeam.decoding.drafter import SKIPPED, Drafter, DraftTokens
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.record import Record
 from specbeam.decoding.search import Known, Search, Step
@@ -60,19 +60,19 @@ def beam_search(
 
 
 def plain_round(search: Search, record: Record, drafter: Drafter | None = None) -> Strategy:
-    """Evaluate all beams. Take the step that the answer is about, and the steps of passes that went ahead.
+    """Evaluate all beams. Take a step with their selection, and the steps of passes that went ahead.
 
     Args:
-        drafter: it proposed nothing, because that would not have paid.
+        drafter: it skipped this round, because drafting would not have paid.
     """
-    answer = yield search.evaluation()
-    for one in answer.passes(len(search.beams)):
+    selection = yield search.evaluation()
+    for one in selection.passes(len(search.beams)):
         if not search.step(one):
             raise RuntimeError("all beams are known, but the search took no step")
-        record.round(rests=drafter is not None)
+        record.round(skipped=drafter is not None)
         record.step(search.beams, search.scores)
         if drafter is not None:
-            drafter.controller.learn(DECLINED, search.tree, steps=[])
+            drafter.controller.learn(SKIPPED, search.tree, steps=[])
         if search.done:
             break
     search.tree.keep(search.beams, search.finished_nodes)
@@ -82,11 +82,11 @@ def plain_round(search: Search, record: Record, drafter: Drafter | None = None) 
 
 def speculative_round(search: Search, record: Record, known: Known, drafter: Drafter) -> Strategy:
     """Evaluate all beams, and draft tokens below them."""
-    guesses = yield from drafter.propose(search.beams, search.scores.astype(np.float64))
-    if guesses.declined and not len(known.nodes):  # then the backend can go ahead
+    draft_tokens = yield from drafter.propose(search.beams, search.scores.astype(np.float64))
+    if draft_tokens.skipped and not len(known.nodes):  # then the backend can go ahead
         return (yield from plain_round(search, record, drafter))
-    steps = yield from verify(search, record, known, known.missing(search.beams), guesses)
-    drafter.controller.learn(guesses, search.tree, [step.beams for step in steps])
+    steps = yield from verify(search, record, known, known.missing(search.beams), draft_tokens)
+    drafter.controller.learn(draft_tokens, search.tree, [step.beams for step in steps])
     yield from search.certain()
     return []
 
@@ -95,31 +95,31 @@ def lazy_round(
     search: LazyBeamSearch, record: Record, known: Known, policy: Policy, drafter: Drafter | None
 ) -> Strategy:
     """Evaluate the beams that the policy chooses, and draft tokens below the best one."""
-    deferred, leading, guesses = search.deferred, search.levels[-1], Guesses()
+    deferred, leading, draft_tokens = search.deferred, search.levels[-1], DraftTokens()
     wanted, tip = np.unique(deferred.nodes[policy.choose(deferred)]), leading.beams[:1]
     if drafter is not None and not (np.isin(tip, wanted).any() and policy.drafts_pay(deferred, len(wanted))):
         drafter = None  # draft tokens go where the search may go on
     if drafter is not None:
-        guesses = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))
-    steps = yield from verify(search, record, known, wanted, guesses)
+        draft_tokens = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))
+    steps = yield from verify(search, record, known, wanted, draft_tokens)
     if drafter is not None:
         best = {step.length: step.beams[:1] for step in [*steps, *search.levels] if step.length > leading.length}
-        drafter.controller.learn(guesses, search.tree, [beam for beam in best.values() if len(beam)])
+        drafter.controller.learn(draft_tokens, search.tree, [beam for beam in best.values() if len(beam)])
     yield from search.certain()
     return []
 
 
 def verify(
-    search: Search, record: Record, known: Known, beams: Nodes, guesses: Guesses
+    search: Search, record: Record, known: Known, beams: Nodes, draft_tokens: DraftTokens
 ) -> Generator[Evaluate, Any, Sequence[Step]]:
-    """Evaluate beams and draft tokens in one forward pass. Take every step that the known answers decide.
+    """Evaluate beams and draft tokens in one forward pass. Take every step that the known selections decide.
 
-    Each is a step of the plain search. Draft tokens that may still become beams keep their answers.
+    Each is a step of the plain search. Draft tokens that may still become beams keep their selections.
     """
-    tree, guessed = search.tree, np.setdiff1d(known.missing(guesses.nodes), beams)
-    nodes = np.union1d(beams, guessed)
-    known.add(nodes, (yield Evaluate(nodes, search.wish(nodes, guessed), or_fewer=True)))
-    record.round(guessed, guesses.declined, nodes)
+    tree, drafted = search.tree, np.setdiff1d(known.missing(draft_tokens.nodes), beams)
+    nodes = np.union1d(beams, drafted)
+    known.add(nodes, (yield Evaluate(nodes, search.selection_request(nodes, drafted), or_fewer=True)))
+    record.round(drafted, draft_tokens.skipped, nodes)
     steps = search.advance(known, nodes)
     record.left_out = search.left_out
     for step in steps:

@@ -1,4 +1,4 @@
-"""The candidates of a step of beam search: continuations of beams, which may become beams or finished texts."""
+"""The candidates of a step of beam search: continuations of beams, which may become beams or finish."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORBIDDEN_SCORE = -1e9
 Scores = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 Top = Callable[[Any, int], NDArray[np.int64]]
-"""The places of the highest of scores [n], in order, given how many."""
+"""Gives the indices of the highest of scores [n], in order, by how many."""
 
 
 @dataclass
@@ -37,9 +37,9 @@ class Continuations:
     scores: Scores
     log_probs: Scores
 
-    def take(self, places: slice) -> Continuations:
-        """The continuations at these places."""
-        return Continuations(self.beams[places], self.tokens[places], self.scores[places], self.log_probs[places])
+    def take(self, which: slice) -> Continuations:
+        """Some of the continuations."""
+        return Continuations(self.beams[which], self.tokens[which], self.scores[which], self.log_probs[which])
 
     def merged_with(self, more: Continuations, count: int) -> Continuations:
         """The best of these and of continuations of other beams. Ties are resolved by the rank of the beam."""
@@ -61,8 +61,8 @@ class Candidates:
         nodes: int64 [k].
         scores: sums of processed log-probabilities, float32 [k].
         ended: bool [k].
-        competing: which candidates may take a place of finished texts, bool [k].
-        texts: equal for candidates that may not both have a place, [k]; None if each is a text of its own.
+        competing: which candidates may be kept as finished hypotheses, bool [k].
+        texts: equal for candidates that may not both be kept, [k]; None if all differ.
         any_ended: whether any of them has ended.
     """
 
@@ -99,12 +99,12 @@ class Candidates:
 
     @property
     def possible(self) -> Mask:
-        """Which candidates are texts in their own right, bool [k]; see :func:`possible`."""
+        """Which candidates are possible sequences, bool [k]; see :func:`possible`."""
         return possible(self.scores)
 
 
-def places_of_highest(scores: NDArray[Any], count: int) -> NDArray[np.int64]:
-    """The places of the highest scores, [n], in order, int64 [count or n]. Ties are resolved by the order given.
+def highest_indices(scores: NDArray[Any], count: int) -> NDArray[np.int64]:
+    """The indices of the highest scores, [n], in order, int64 [count or n]. Ties are resolved by the order given.
 
     Unlike ``torch.topk``, whose order among equal scores depends on ``count`` and on n.
     """
@@ -121,8 +121,8 @@ def forbid(scores: Scores, mask: Mask) -> Scores:
 
 
 def possible(scores: Any) -> Any:
-    """Which scores, float32 [...], FORBIDDEN_SCORE is no part of. No sum of log-probabilities is nearly as low.
+    """Which scores, float32 [...], do not include FORBIDDEN_SCORE. No sum of log-probabilities is nearly as low.
 
-    Forbidden are tokens that a processor masks, beams that only fill up places, and the continuations of both.
+    Forbidden are tokens that a processor masks, beams that only fill up the beam width, and continuations of both.
     """
     return scores > FORBIDDEN_SCORE / 2

@@ -1,4 +1,4 @@
-"""When lazy beam search defers beams, and which of them it evaluates, by the measured costs of passes."""
+"""When lazy beam search defers beams, and which of them it evaluates, by the measured costs of forward passes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ MIN_SAVING = 0.2
 MIN_DRAFTS_SAVING = 0.1
 """Draft below the best beam alone if that is expected to save this share of the seconds to come."""
 FURTHER_TOKENS = 64
-"""Texts are expected to get this much longer at most. A draft that reads the prompt must pay by then."""
+"""Hypotheses are expected to get this much longer at most. A draft that reads the prompt must pay by then."""
 LATER_PASS_COST = 1.5
 """A later pass over deferred beams costs this many passes over one node: it has more nodes, and more steps to take."""
 PRIOR_LOSS, PRIOR_TOKENS = 2.0, 16
-"""Assume that a text lost this much log-probability in this many tokens before its first one."""
+"""Assume that a hypothesis lost this much log-probability in this many tokens before its first one."""
 OVERALL_WEIGHT, RECENT_WEIGHT = 0.6, 0.2
-"""The expected loss per token has these shares of the loss of all tokens so far, and of the last few ones.
+"""The expected log-probability lost per token has these shares of that of all tokens so far, and of the last few.
 
-Together they are below 1, because texts get more certain.
+Together they are below 1, because hypotheses get more certain.
 """
 RECENT_TOKENS = 8
 SIZE_RATIO = 1.25
@@ -56,7 +56,7 @@ class Deferred:
 
     @property
     def best(self) -> int:
-        """The place of the beam that most likely decides something: the best leading one, or without these the best."""
+        """The index of the beam that most likely decides something: the best leading one, or without these the best."""
         return int(np.where(self.leading | ~self.leading.any(), self.scores, -np.inf).argmax())
 
 
@@ -75,7 +75,7 @@ class Policy(Protocol):
         """The beams to evaluate in the next pass, at least one of them, bool [n]."""
 
     def drafts_pay(self, deferred: Deferred, count: int) -> bool:
-        """Whether the drafter should be asked for guesses below the best beam.
+        """Whether to draft below the best beam.
 
         Args:
             count: how many beams are evaluated.
@@ -83,19 +83,18 @@ class Policy(Protocol):
 
 
 class LikelyNeeded:
-    """Defers the beams that the best text will probably not fall below.
+    """Defers the beams that are unlikely to beat the expected final score.
 
-    A beam is needed if the best text loses more log-probability until its end than the beam is below it now. The text
-    is expected to go on losing nearly what it has lost per token so far. The variance of the loss is assumed to be its
-    mean.
+    A beam is needed if the best hypothesis loses more log-probability until its end than the beam is below it now. It
+    is expected to go on losing nearly as much per token as so far. The variance of the loss is assumed to be its mean.
 
     Args:
-        longest: the length of the longest texts, in new tokens.
+        longest: the length of the longest hypotheses, in new tokens.
         num_beams: of the search.
         cost: of a pass.
         plain_cost: of a pass over all beams, without lazy steps.
-        drafts: controls the drafts that go below the best beam. Then each pass of a text that goes on alone can take
-            several steps.
+        drafts: controls the drafts that go below the best beam. Then each pass of a hypothesis that goes on alone can
+            take several steps.
     """
 
     def __init__(
@@ -109,7 +108,7 @@ class LikelyNeeded:
         while self._sizes[-1] < num_beams:
             self._sizes.append(min(num_beams, max(self._sizes[-1] + 1, int(SIZE_RATIO * self._sizes[-1]))))
         self._drafts = drafts
-        self._best = {0: 0.0}  # the score of the best text, by its length, since RECENT_TOKENS ago
+        self._best = {0: 0.0}  # the score of the best hypothesis, by its length, since RECENT_TOKENS ago
 
     def pays(self, scores: Scores, length: int) -> bool:
         costs, chances = self._costs(), self._chances(scores, 0, length)
@@ -181,7 +180,7 @@ class LikelyNeeded:
         """The chances that beams with these scores, float32 [n], are needed. The best one surely is.
 
         Args:
-            best: its place.
+            best: its index.
             length: of the best beam, in new tokens.
         """
         possible = np.maximum(scores.astype(np.float64), FORBIDDEN_SCORE)  # impossible beams score -inf
@@ -193,7 +192,7 @@ class LikelyNeeded:
         return chances
 
     def _loss_per_token(self, score: float, length: int) -> float:
-        """The log-probability that the best text, with this score and length, will probably lose per token."""
+        """The log-probability that the best hypothesis, with this score and length, will probably lose per token."""
         self._best[length] = score
         before = max((known for known in self._best if known <= length - RECENT_TOKENS), default=min(self._best))
         self._best = {known: best for known, best in self._best.items() if known >= before}

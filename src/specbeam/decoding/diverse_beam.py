@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.decoding import Answer, Evaluate, Hypothesis, Wish
+from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.candidates import Mask, Scores
 from specbeam.decoding.search import Search
@@ -17,8 +17,9 @@ from specbeam.tree import NO_NODES, Nodes
 class DiverseBeamSearch(Search):
     """Groups of beams that take their steps one after the other, each kept off the tokens of the groups before it.
 
-    A token loses diversity_penalty for each beam of an earlier group that chose it in the same step. The finished texts
-    of all groups are ranked together (Vijayakumar et al. 2018, "Diverse Beam Search", 3, with Hamming diversity).
+    A token loses diversity_penalty for each beam of an earlier group that chose it in the same step. The finished
+    hypotheses of all groups are ranked together (Vijayakumar et al. 2018, "Diverse Beam Search", 3, with Hamming
+    diversity).
 
     Args:
         groups: the groups' searches over one tree, all with the same number of beams.
@@ -53,21 +54,22 @@ class DiverseBeamSearch(Search):
     def done(self) -> bool:  # type: ignore[override]
         return all(group.done for group in self.groups)
 
-    def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
-        return self.groups[0].wish(nodes, guesses)
+    def selection_request(self, nodes: Nodes, draft_tokens: Any = ()) -> SelectionRequest:
+        return self.groups[0].selection_request(nodes, draft_tokens)
 
     def evaluation(self) -> Evaluate:
-        return Evaluate(self.beams, self.wish(self.beams))
+        return Evaluate(self.beams, self.selection_request(self.beams))
 
-    def step(self, answer: Answer | None, known: Mask | None = None) -> bool:
-        if answer is None or (known is not None and not known.all()):
+    def step(self, selection: Selection | None, known: Mask | None = None) -> bool:
+        if selection is None or (known is not None and not known.all()):
             return False
         chosen: Nodes = NO_NODES
         self.stepped = self.live
-        vocab = answer.logits.shape[-1]
-        for group, rows in zip(self.stepped, np.split(np.arange(len(answer.tokens)), len(self.stepped)), strict=True):
+        vocab = selection.logits.shape[-1]
+        parts = np.split(np.arange(len(selection.tokens)), len(self.stepped))
+        for group, rows in zip(self.stepped, parts, strict=True):
             times_chosen = np.bincount(chosen, minlength=vocab).astype(np.float32)
-            group.step(answer.take(rows), token_penalties=np.float32(self.diversity_penalty) * times_chosen)
+            group.step(selection.take(rows), token_penalties=np.float32(self.diversity_penalty) * times_chosen)
             chosen = np.concatenate([chosen, group.tree.tokens(group.beams)])
         return True
 

@@ -14,52 +14,52 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 @dataclass(frozen=True)
-class Guesses:
-    """Nodes guessed below the tips of one round.
+class DraftTokens:
+    """Nodes drafted below the tips of one round.
 
     Attributes:
         nodes: int64 [n], parents before children.
-        chances: the drafter's estimate of the probability that each becomes part of the text, float64 [n].
-        width: the width that the guesses were chosen with: guesses per level, or chains per beam.
-        declined: there are no guesses because none would have paid. The backend may go ahead.
+        chances: the drafter's estimate of the probability that each is accepted, float64 [n].
+        width: the width that they were chosen with: draft tokens per level, or chains per beam.
+        skipped: there are none, because drafting would not have paid. The backend may go ahead.
         seconds: expected for the draft model's passes.
     """
 
     nodes: Nodes = field(default_factory=lambda: NO_NODES)
     chances: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     width: int = 1
-    declined: bool = False
+    skipped: bool = False
     seconds: float = 0.0
 
 
-DECLINED = Guesses(declined=True)
+SKIPPED = DraftTokens(skipped=True)
 
-Proposal = Generator[Evaluate, Any, Guesses]
+Proposal = Generator[Evaluate, Any, DraftTokens]
 
 
 class DraftController(Protocol):
     """How far one request drafts, by acceptance rates and the costs of passes."""
 
     @property
-    def most_guesses(self) -> int:
-        """The largest number of guesses per pass of the target."""
+    def max_draft_tokens(self) -> int:
+        """The largest number of draft tokens per pass of the target."""
 
     @property
-    def most_drafted(self) -> int:
+    def max_drafted(self) -> int:
         """The largest number of nodes that the draft model evaluates per round."""
 
     @property
-    def most_drafted_at_once(self) -> int:
+    def max_drafted_at_once(self) -> int:
         """The largest number of nodes at which a pass of the draft model needs logits."""
 
     def seconds_per_step(self, steps: int) -> float:
         """Expected seconds per step of rounds that draft below one tip, of which this many steps are to come."""
 
     def skip(self) -> None:
-        """Take in a step without draft tokens below one tip: what was observed there loses weight."""
+        """Take in a step without draft tokens below one tip: its statistics decay to the prior."""
 
-    def learn(self, guesses: Guesses, tree: Tree, steps: list[Nodes]) -> None:
-        """Learn which guesses came true.
+    def learn(self, draft_tokens: DraftTokens, tree: Tree, steps: list[Nodes]) -> None:
+        """Learn which draft tokens were accepted.
 
         Args:
             steps: the tips or the beams after each step of the round, int64 [b] each.
@@ -67,21 +67,21 @@ class DraftController(Protocol):
 
 
 class Drafter(Protocol):
-    """Proposes guesses for one request."""
+    """Proposes draft tokens for one request."""
 
     @property
     def tree(self) -> Tree:
-        """The tree whose nodes it asks its model about: the request's tree, unless it keeps another."""
+        """The tree whose nodes its model evaluates: the request's tree, unless it keeps another."""
 
     @property
     def controller(self) -> DraftController:
         """Decides how far it drafts. The strategy reports the outcome of each round here."""
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
-        """Guess below the tips, int64 [b], whose texts have these scores, float64 [b] (sums of log-probabilities).
+        """Draft below the tips, int64 [b], whose sequences have these scores, float64 [b] (sums of log-probabilities).
 
         The tips are all beams, or the best one alone while lazy beam search defers the others.
 
-        May yield ``Evaluate(nodes, drafting=True)``. Adds guesses with ``tree.guess`` to the request's tree. No guess
-        ends its text, because the target's logits there are not needed.
+        May yield ``Evaluate(nodes, drafting=True)``. Adds draft tokens with ``tree.draft`` to the request's tree. None
+        of them ends its sequence, because the target's logits there are not needed.
         """

@@ -1,4 +1,4 @@
-"""The finished texts of beam search, which compete for their places by transformers' rules."""
+"""The finished hypotheses of beam search, which compete to be kept by transformers' rules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.decoding.candidates import FORBIDDEN_SCORE, Candidates, Top, forbid, places_of_highest
+from specbeam.decoding.candidates import FORBIDDEN_SCORE, Candidates, Top, forbid, highest_indices
 from specbeam.tree import Nodes
 
 
@@ -19,20 +19,23 @@ def normalized(scores: Any, length: int, length_penalty: float) -> Any:
 
 
 class Finished:
-    """The places for finished texts, best first.
+    """The finished hypotheses that are kept, best first.
+
+    Args:
+        places: how many to keep.
 
     Attributes:
-        nodes: the ends of the texts, int64 [places]; -1 where a place is empty.
-        ended: bool [places]. False for empty places, and for unfinished texts. Rounding lets these take empty places.
-        possible: bool [places]. False also for forbidden texts that took a place because there were fewer candidates
+        nodes: their last nodes, int64 [places]; -1 where a place is empty.
+        ended: bool [places]. False for empty places, and for unfinished hypotheses that rounding puts there.
+        possible: bool [places]. False also for forbidden hypotheses that are kept because there were fewer candidates
             than places.
         scores: log-probability / length ** length_penalty, float32 [places].
         texts: as of candidates, [places].
-        full: whether every place has an ended text.
+        full: whether every place has a finished hypothesis.
     """
 
     def __init__(
-        self, places: int, length_penalty: float, early_stopping: bool | str, top: Top = places_of_highest
+        self, places: int, length_penalty: float, early_stopping: bool | str, top: Top = highest_indices
     ) -> None:
         self.nodes: Nodes = np.full(places, -1)
         self.ended = np.zeros(places, dtype=bool)
@@ -45,10 +48,10 @@ class Finished:
         self.full = False
 
     def compete(self, candidates: Candidates, length: int) -> None:
-        """Let candidates compete for the places. Of equal texts, the best keeps its place or gets one.
+        """Let candidates compete to be kept. Of equal texts only the best is.
 
-        Of equal scores, a text that has a place comes first, and then the candidates in their order.
-        Only the first texts among the candidates take part, as many as there are places. The others fill up the beams.
+        Of equal scores, a hypothesis that was kept before comes first, and then the candidates in their order. Only the
+        first candidates with different texts take part, as many as are kept. The others fill up the beams.
         """
         if not candidates.any_ended or (self.early_stopping is True and self.full) or not candidates.competing.any():
             return
@@ -85,12 +88,12 @@ class Finished:
         return self.hope(best_running, length, max_new_tokens) <= worst
 
     def hope(self, best_running: np.float32, length: int, max_new_tokens: int) -> float:
-        """The score that transformers' rules compare with the worst finished text, for the best beam."""
+        """The score that transformers' rules compare with the worst finished hypothesis, for the best beam."""
         hopeful = max_new_tokens if self.early_stopping == "never" and self.length_penalty > 0 else length
         return float(normalized(best_running, hopeful, self.length_penalty))
 
     def copy(self) -> Finished:
-        """The same places, to be changed independently."""
+        """A copy that can be changed independently."""
         same = copy(self)
         same.nodes, same.ended, same.possible = self.nodes.copy(), self.ended.copy(), self.possible.copy()
         same.scores, same.texts = self.scores.copy(), [*self.texts]

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-from specbeam.decoding import Answer, DeadEnd, Evaluate, Hypothesis, Strategy
+from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Selection, Strategy
 from specbeam.decoding.record import Record
+from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes
-from specbeam.selection import MASKED
+from specbeam.selection.warpers import MASKED
 from specbeam.tree import Tree
 
 
-def greedy(tree: Tree, wish: Wishes, stop: Stopping, record: Record) -> Strategy:
+def greedy(tree: Tree, selector: Selector, stop: Stopping, record: Record) -> Strategy:
     """Extend the tree's tip by the likeliest token until something stops it.
 
-    If the wishes have noise, the token with the highest score is a draw, and this is ancestral sampling.
+    If the selection requests have noise, the token with the highest score is a draw, and this is ancestral sampling.
     """
     ended: list[Hypothesis] = []
     while not ended:
-        ended = yield from greedy_round(tree, wish, stop, record)
+        ended = yield from greedy_round(tree, selector, stop, record)
     return ended
 
 
-def greedy_round(tree: Tree, wish: Wishes, stop: Stopping, record: Record, rests: bool = False) -> Strategy:
-    """Append the likeliest token to the text, and the tokens of passes that went ahead. Returns the text if it ends.
+def greedy_round(tree: Tree, selector: Selector, stop: Stopping, record: Record, skipped: bool = False) -> Strategy:
+    """Append the likeliest token, and the tokens of passes that went ahead. Returns the hypothesis if it is finished.
 
     Args:
-        rests: a drafter made no guesses, because none would have paid.
+        skipped: a drafter skipped this round, because drafting would not have paid.
     """
     tip = tree.tip
-    ahead = min(wish.process.unchanged(tree, tip), stop.unchanged(tree, tip))
-    answer = yield Evaluate([tip], wish(tree, [tip]), ahead=ahead, ends=stop.eos_token_ids)
-    for row in range(len(answer.tokens)):  # the first, and those ahead
-        tip = tree.append(tip, *chosen(answer, row))
-        record.round(rests=rests)
+    ahead = min(selector.process.unchanged(tree, tip), stop.unchanged(tree, tip))
+    selection = yield Evaluate([tip], selector(tree, [tip]), ahead=ahead, ends=stop.eos_token_ids)
+    for row in range(len(selection.tokens)):  # the first, and those ahead
+        tip = tree.append(tip, *chosen(selection, row))
+        record.round(skipped=skipped)
         record.step([tip])
         if reason := stop(tree, tip):
             return [Hypothesis(tip, float(tree.scores(tip)), reason)]
@@ -40,12 +40,12 @@ def greedy_round(tree: Tree, wish: Wishes, stop: Stopping, record: Record, rests
     return []
 
 
-def chosen(answer: Answer, row: int = 0) -> tuple[int, float]:
+def chosen(selection: Selection, row: int = 0) -> tuple[int, float]:
     """The highest token of a row, and its log-probability.
 
     Raises:
         DeadEnd: no token was allowed. Functions may have made NaN of that.
     """
-    if not answer.scores[row, 0] > MASKED:
+    if not selection.scores[row, 0] > MASKED:
         raise DeadEnd
-    return int(answer.tokens[row, 0]), float(answer.log_probs[row, 0])
+    return int(selection.tokens[row, 0]), float(selection.log_probs[row, 0])

@@ -1,6 +1,6 @@
 """Lazy beam search: exactly what beam search returns, but only beams that can matter are evaluated.
 
-No continuation of a text scores above the text. So what is known of a step may decide its best candidates, although
+No continuation of a hypothesis scores above it. So the known part of a step may decide its best candidates, although
 some beams before it are *deferred*: known, and not evaluated. See Meister, Vieira and Cotterell 2020, "Best-First Beam
 Search", 3. docs/exactness.md has the proof.
 """
@@ -22,7 +22,7 @@ from specbeam.decoding.search import Known, Step
 from specbeam.tree import NO_NODES, Nodes
 
 NOTHING = float("-inf")
-"""The bound of unknown texts if no text is unknown."""
+"""The bound of unknown hypotheses if there are none."""
 
 
 @dataclass
@@ -30,17 +30,17 @@ class Level:
     """The known part of one step of the plain search.
 
     Attributes:
-        length: of its texts, in new tokens.
+        length: of its hypotheses, in new tokens.
         candidates: the first candidates, in their order.
         beams: the ends of the first beams, int64 [b].
         scores: of these beams, float32 [b].
         expanded: which of these beams are known, bool [b].
-        bound: no unknown candidate scores above this.
-        whole: no candidate is unknown.
-        closed: no unknown candidate is a beam, or takes a place of finished texts.
-        finished: the known texts among the finished ones.
+        bound: upper bound on the score of any unknown candidate.
+        complete: no candidate is unknown.
+        closed: no unknown candidate is a beam, or is kept as a finished hypothesis.
+        finished: the known ones of the finished hypotheses that are kept.
         best: the best continuations of the expanded beams. None if no beam is known.
-        hidden: no unknown finished text up to this length has a log-probability / length ** length_penalty above this.
+        hidden: upper bound on the score of any unknown finished hypothesis up to this length.
     """
 
     length: int
@@ -49,7 +49,7 @@ class Level:
     scores: Scores
     expanded: Mask
     bound: float
-    whole: bool
+    complete: bool
     closed: bool
     finished: Finished
     best: Continuations | None = None
@@ -57,7 +57,7 @@ class Level:
 
     def equals(self, other: Level) -> bool:
         """Whether as much is known of another version of this level."""
-        same = len(self.candidates.nodes) == len(other.candidates.nodes) and self.whole == other.whole
+        same = len(self.candidates.nodes) == len(other.candidates.nodes) and self.complete == other.complete
         bounds = self.bound == other.bound and self.hidden == other.hidden
         return same and bounds and np.array_equal(self.finished.nodes, other.finished.nodes)
 
@@ -68,8 +68,8 @@ class LazyBeamSearch(BeamSearch):
     Decisions stay when more beams become known: the candidates and the beams of a level only grow.
 
     Attributes:
-        levels: the last step that is known as a whole, and those after it. Empty while no beam is deferred.
-        stops: whether the plain search stops after the last level. None if unknown texts decide that.
+        levels: the last step that is known completely, and those after it. Empty while no beam is deferred.
+        stops: whether the plain search stops after the last level. None if unknown hypotheses decide that.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -85,15 +85,11 @@ class LazyBeamSearch(BeamSearch):
         self._decide()
 
     def restart(self) -> None:
-        """Go on with all beams from the last step that is known as a whole."""
+        """Go on with all beams from the last step that is known completely."""
         if self.levels:
             level = self.levels[0]
-            self.beams, self.scores, self.length, self.finished = (
-                level.beams,
-                level.scores,
-                level.length,
-                level.finished,
-            )
+            self.beams, self.scores = level.beams, level.scores
+            self.length, self.finished = level.length, level.finished
             self.levels = []
 
     def advance(self, known: Known, new: Nodes) -> Sequence[Step]:
@@ -118,12 +114,12 @@ class LazyBeamSearch(BeamSearch):
             changed = before is None or not after.equals(before)
             if changed:
                 self.levels[place : place + 1] = [after]
-        del self.levels[place + 1 :]  # with more known texts, the search may be found to stop earlier
+        del self.levels[place + 1 :]  # with more known, the search may be found to stop earlier
         self._decide()
         return self._close()
 
     def _close(self) -> list[Level]:
-        """Forget the levels before the last one that is known as a whole. Return the levels that became certain."""
+        """Drop the levels before the last one that is known completely. Return the levels that became certain."""
         open_levels = [] if self.done else [place for place, level in enumerate(self.levels) if not level.closed]
         last = open_levels[0] - 1 if open_levels else len(self.levels) - 1
         self.left_out += sum(self.num_beams - int(level.expanded.sum()) for level in self.levels[:last])
@@ -160,25 +156,27 @@ class LazyBeamSearch(BeamSearch):
 
     def _decided(self, level: Level, before: Level | None, best: Continuations) -> Level:
         """The part of the next level that the best known continuations decide."""
-        whole, bound = bool(level.expanded.sum() == self.num_beams), NOTHING
-        if not whole:
+        complete, bound = bool(level.expanded.sum() == self.num_beams), NOTHING
+        if not complete:
             bound = self._unknown(level)
             best = best.take(slice(int(np.count_nonzero(best.scores > bound))))
-            whole = len(best.scores) >= self.num_candidates
+            complete = len(best.scores) >= self.num_candidates
         candidates = self._grown(None if before is None else before.candidates, best)
         length = level.length + 1
-        if whole:
+        if complete:
             survivors, scores = self._survivors(candidates)
         else:
             going = candidates.first if length == self.max_new_tokens else ~candidates.ended  # as _survivors has it
-            survivors = np.flatnonzero(going & candidates.possible)[: self.num_beams]  # ended texts may precede others
+            survivors = np.flatnonzero(going & candidates.possible)[: self.num_beams]  # ended ones may precede others
             scores = candidates.scores[survivors]
         beams = candidates.nodes[survivors]
-        closed = whole or len(beams) >= self.num_beams
-        return Level(length, candidates, beams, scores, np.zeros(len(beams), bool), bound, whole, closed, self.finished)
+        closed = complete or len(beams) >= self.num_beams
+        return Level(
+            length, candidates, beams, scores, np.zeros(len(beams), bool), bound, complete, closed, self.finished
+        )
 
     def _unknown(self, level: Level) -> float:
-        """No text that continues an unknown beam of this level, or one that is not expanded, scores above this."""
+        """Upper bound on continuations of the beams of this level that are unknown, or not expanded."""
         unknown = level.bound if len(level.beams) < self.num_beams else NOTHING
         return max([unknown, *level.scores[~level.expanded][:1].tolist()])
 
@@ -191,9 +189,9 @@ class LazyBeamSearch(BeamSearch):
         return more if before is None else before.followed_by(more)
 
     def _compete(self, level: Level, after: Level) -> None:
-        """Let the known candidates of a level compete for the places of finished texts, after those before it."""
+        """Let the known candidates of a level compete with the finished hypotheses of the level before it."""
         after.finished, after.hidden = level.finished, level.hidden
-        if not after.whole and after.candidates.first.sum() < self.num_beams:
+        if not after.complete and after.candidates.first.sum() < self.num_beams:
             penalty = after.finished.length_penalty
             after.hidden = max(after.hidden, float(normalized(np.float32(after.bound), after.length, penalty)))
         if after.candidates.any_ended:
@@ -201,10 +199,10 @@ class LazyBeamSearch(BeamSearch):
             after.finished.compete(after.candidates, after.length)
 
     def _stops(self, level: Level) -> bool | None:
-        """Whether the plain search stops after a level. None if unknown texts decide that."""
+        """Whether the plain search stops after a level. None if unknown hypotheses decide that."""
         if level is self.levels[0]:
             return False
-        if level.length == self.max_new_tokens or (level.whole and bool(level.candidates.ended.all())):
+        if level.length == self.max_new_tokens or (level.complete and bool(level.candidates.ended.all())):
             return True
         if not len(level.beams):
             return None
@@ -218,7 +216,7 @@ class LazyBeamSearch(BeamSearch):
         return False if finished.hope(best, level.length, self.max_new_tokens) > level.hidden else None
 
     def _reach(self, level: Level) -> float:
-        """No text that is unknown or unfinished after a level will have a score above this."""
+        """Upper bound on the final score of any hypothesis that is unknown or unfinished after a level."""
         unfinished = max([NOTHING if level.closed else level.bound, *level.scores[:1].tolist()])
         return max(level.hidden, self._best_score_of(np.float32(unfinished), level.length))
 
@@ -229,7 +227,7 @@ class LazyBeamSearch(BeamSearch):
         return self.levels[-1].hidden if self.stops else self._reach(self.levels[-1])
 
     def _decide(self) -> None:
-        """Compare the known texts with the bounds of the unknown ones."""
+        """Compare the known hypotheses with the bounds of the unknown ones."""
         last = self.levels[-1]
         self.finished, self.stops = last.finished, self._stops(last)
         known = bool(self.finished.scores[self.num_return_sequences - 1] > self.reach)
@@ -274,9 +272,9 @@ class LazyBeamSearch(BeamSearch):
 
     @property
     def finished_nodes(self) -> Nodes:
-        """Texts of the first level have places again if the search goes on from there."""
+        """With the nodes of the first level, which are kept again if the search goes on from there."""
         if not self.levels:
             return super().finished_nodes
         first = self.levels[0].finished
         nodes = np.union1d(first.nodes[first.ended], super().finished_nodes)
-        return nodes[self.tree.live_among(nodes)]  # a text may lose its place, and get it back below the returned ones
+        return nodes[self.tree.live_among(nodes)]  # one may be dropped, and come back below the returned ones

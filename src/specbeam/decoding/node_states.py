@@ -1,4 +1,4 @@
-"""States of texts that are made token by token, so that a state costs the same after any text."""
+"""States of sequences, made token by token, so that a state costs the same after any sequence."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from specbeam.tree import Nodes, Tree
 S = TypeVar("S")
 
 MIN_STATES_TO_FORGET = 64
-"""Remember at least this many states before the first is forgotten."""
+"""Keep at least this many states before the first is dropped."""
 
 
 class NodeStates(Generic[S]):
-    """A state of the text down to each node. It is made of the parent's state and the node's token.
+    """A state of the sequence down to each node, made of the parent's state and the node's token.
 
     Args:
         start: makes the state of the prompt of its token ids, int64 [n].
-        push: makes the state after one more token. It changes no state, since texts may branch.
+        push: makes the state after one more token. It changes no state, since sequences may branch.
     """
 
     def __init__(self, start: Callable[[Nodes], S], push: Callable[[S, int], S]) -> None:
         self._start = start
         self._push = push
         self._states: dict[int, S] = {}
-        self._most_states = MIN_STATES_TO_FORGET
+        self._max_states = MIN_STATES_TO_FORGET
 
     def at(self, tree: Tree, node: int) -> S:
-        """The state of the text down to a live node. Calls must be about one tree."""
+        """The state of the sequence down to a live node. Calls must be about one tree."""
         states, unread = self._states, []
         while node not in states and node >= tree.prompt_length:
             unread.append(node)
             node = int(tree.parents(node))
         if node not in states:
-            states[node] = self._start(tree.tokens(tree.trunk[: node + 1]))
+            states[node] = self._start(tree.tokens(tree.prefix[: node + 1]))
         state = states[node]
         for node in reversed(unread):
             state = states[node] = self._push(state, int(tree.tokens(node)))
-        if len(states) > self._most_states:
+        if len(states) > self._max_states:
             self._forget(tree)
         return state
 
     def _forget(self, tree: Tree) -> None:
-        """Remember only the states that further ones are made of, or that may be asked for again."""
+        """Keep only the states that further ones are made of, or that may be asked for again."""
         needed = {}
         for node in tree.kept.tolist():
             while node not in self._states and node >= tree.prompt_length:
@@ -51,4 +51,4 @@ class NodeStates(Generic[S]):
             if node in self._states:
                 needed[node] = self._states[node]
         self._states = needed
-        self._most_states = max(MIN_STATES_TO_FORGET, 2 * len(needed))
+        self._max_states = max(MIN_STATES_TO_FORGET, 2 * len(needed))

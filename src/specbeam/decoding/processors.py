@@ -17,12 +17,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.decoding import Answer
+from specbeam.decoding import Selection
+from specbeam.decoding.bans import BadWords, RepeatedNgrams
 from specbeam.decoding.constraint_mask import ConstraintMask, packed
 from specbeam.decoding.node_states import NodeStates
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
-from specbeam.selection import MASKED, Edit, to_device
+from specbeam.selection import Edit
+from specbeam.selection.transfer import to_device
+from specbeam.selection.warpers import MASKED
 from specbeam.tree import Nodes, Tree
 
 FORCES_AND_FORBIDS = (
@@ -45,7 +48,7 @@ class Processors:
     Args:
         vocab_size: of the target.
         of_checkpoint: processors of transformers that the checkpoint asks for (:func:`processors_of_checkpoint`).
-        device: of the texts that functions of the caller get.
+        device: of the token ids that functions of the caller get.
 
     Attributes:
         forbids: some tokens may be forbidden whatever their scores, so a drafter can avoid them.
@@ -87,14 +90,14 @@ class Processors:
         ends = self.eos_token_ids and self.min_new_tokens
         self._looks_at_texts = bool(penalties or self.forbids or self.functions)
         self.is_plain = not (self._looks_at_texts or ends or self.logit_bias)
-        self._dead_ends: set[int] = set()  # guesses at which prefix_allowed_tokens_fn allows no token
+        self._dead_ends: set[int] = set()  # draft tokens after which prefix_allowed_tokens_fn allows no token
 
-    def __call__(self, tree: Tree, nodes: Any, guesses: Any = ()) -> dict[str, Any]:
-        """The processors at nodes, int [n], as attributes of a wish.
+    def __call__(self, tree: Tree, nodes: Any, draft_tokens: Any = ()) -> dict[str, Any]:
+        """The processors at nodes, int [n], as attributes of a selection request.
 
         Args:
-            guesses: which of the nodes are guesses. The target may never choose such a text, and no token may be
-                allowed there.
+            draft_tokens: which of the nodes are draft tokens. The target may never choose such a sequence, and no token
+                may be allowed there.
 
         Raises:
             SpecbeamError: ``prefix_allowed_tokens_fn`` gave something that is no token ids.
@@ -103,11 +106,11 @@ class Processors:
             return {}
         nodes = np.asarray(nodes, dtype=np.int64)
         changes: dict[str, Any] = {"edits": tuple(self._edits(tree, nodes))}
-        allowed = self._allowed(tree, nodes, guesses)
+        allowed = self._allowed(tree, nodes, draft_tokens)
         if allowed is not None:
             changes["allowed"] = allowed
         if self.functions:
-            changes["functions"] = (partial(self._call, tree, nodes, np.isin(nodes, guesses)),)
+            changes["functions"] = (partial(self._call, tree, nodes, np.isin(nodes, draft_tokens)),)
         if self.has_one_end:
             changes["one_of"] = tuple(self.eos_token_ids)
         return changes
@@ -122,7 +125,7 @@ class Processors:
         return too_short - 1 if too_short > 0 else sys.maxsize
 
     def forbidden(self, tree: Tree, nodes: Nodes, tokens: Nodes) -> NDArray[np.bool_]:
-        """Which tokens may not follow guessed nodes, whatever their scores, bool [n]: a token for each of n nodes."""
+        """Which tokens may not follow drafted nodes, whatever their scores, bool [n]: a token for each of n nodes."""
         forbidden = np.zeros(len(nodes), dtype=bool)
         allowed = self._allowed(tree, nodes, nodes)
         if allowed is not None:
@@ -132,20 +135,20 @@ class Processors:
             forbidden[rows[banned == tokens[rows]]] = True
         return forbidden
 
-    def check(self, nodes: Nodes, answer: Answer) -> None:
-        """Refuse beams that ``prefix_allowed_tokens_fn`` leaves without any token, and beams of NaN that were guesses.
+    def check(self, nodes: Nodes, selection: Selection) -> None:
+        """Refuse beams that ``prefix_allowed_tokens_fn`` leaves without any token, and beams of NaN that were drafted.
 
         Raises:
             SpecbeamError: one of the beams, int64 [n], is left without any by the function alone, or all of them are by
                 the processors together; or a function returned NaN for one.
         """
-        if self.functions and np.isnan(answer.scores[:, :1]).any():
+        if self.functions and np.isnan(selection.scores[:, :1]).any():
             raise _not_a_number("logits_processor")
         if self.prefix_allowed_tokens_fn is None:
             return
         if not self._dead_ends.isdisjoint(nodes.tolist()):
             raise _no_token_ids([], self.vocab_size)
-        if not (answer.scores[:, :1] > MASKED).any():
+        if not (selection.scores[:, :1] > MASKED).any():
             raise SpecbeamError(
                 "prefix_allowed_tokens_fn allows only tokens that other options forbid: allow another token there"
             )
@@ -165,7 +168,7 @@ class Processors:
             yield Edit("ban", rows.astype(np.int32), tokens.astype(np.int32))
 
     def _penalties(self, tree: Tree, nodes: Nodes) -> Iterator[Edit]:
-        """Repetition penalty for all tokens of the text, then frequency and presence penalty for the new ones.
+        """Repetition penalty for all tokens of the sequence, then frequency and presence penalty for the new ones.
 
         The latter two are OpenAI's (its API reference).
         """
@@ -180,27 +183,27 @@ class Processors:
             penalties = -(self.frequency_penalty * counts[there] + self.presence_penalty)
             yield Edit("add", rows[there], tokens[there], penalties.astype(np.float32))
 
-    def _allowed(self, tree: Tree, nodes: Nodes, guesses: Any) -> NDArray[np.uint8] | None:
+    def _allowed(self, tree: Tree, nodes: Nodes, draft_tokens: Any) -> NDArray[np.uint8] | None:
         """Which tokens the masks allow, as packed bits, uint8 [n, ceil(vocab / 8)]; None if there are no masks."""
         allowed = None if self.constraint is None else self.constraint(tree, nodes)
         if self.prefix_allowed_tokens_fn is None:
             return allowed
-        by_function, guessed = [], np.isin(nodes, guesses)
+        by_function, drafted = [], np.isin(nodes, draft_tokens)
         for row, node in enumerate(nodes.tolist()):
             input_ids = to_device(tree.tokens(tree.path(node)), self.device)
             tokens = self.prefix_allowed_tokens_fn(0, input_ids)
-            index = _token_ids(tokens, self.vocab_size, some=not guessed[row])
+            index = _token_ids(tokens, self.vocab_size, some=not drafted[row])
             by_function.append(packed(index, self.vocab_size))
             if not len(index):
                 self._dead_ends.add(node)
         return np.stack(by_function) if allowed is None else np.stack(by_function) & allowed
 
-    def _call(self, tree: Tree, nodes: Nodes, guessed: NDArray[np.bool_], scores: Tensor) -> Tensor:
-        """Call the functions on all nodes of one depth at once, since their texts are equally long.
+    def _call(self, tree: Tree, nodes: Nodes, drafted: NDArray[np.bool_], scores: Tensor) -> Tensor:
+        """Call the functions on all nodes of one depth at once, since their sequences are equally long.
 
-        A guess that no token may follow keeps its scores: functions may count on some token that is allowed. If one
-        function forbids all tokens, later ones may return NaN. A guess keeps that: it is an error once the guess is
-        chosen. A draft may have fewer tokens than the target. Functions see its other tokens as forbidden.
+        A draft token that no token may follow keeps its scores: functions may count on some token that is allowed. If
+        one function forbids all tokens, later ones may return NaN. A draft token keeps that: it is an error once it is
+        accepted. A draft model may have fewer tokens than the target. Functions see the others as forbidden.
 
         Raises:
             SpecbeamError: a function of the caller returned scores of another shape, NaN, or no tokens.
@@ -208,11 +211,11 @@ class Processors:
         columns = scores.shape[-1]
         scores = torch.nn.functional.pad(scores, (0, max(0, self.vocab_size - columns)), value=MASKED)
         scores = scores.clone() if columns >= self.vocab_size else scores
-        alive = np.flatnonzero((scores > MASKED).any(-1).cpu().numpy() | ~guessed)
+        alive = np.flatnonzero((scores > MASKED).any(-1).cpu().numpy() | ~drafted)
         for rows, ids in _by_length(tree, nodes[alive]):
             input_ids = to_device(ids, scores.device)
             at = to_device(alive[rows], scores.device)
-            chosen = to_device(~guessed[alive[rows]], scores.device)
+            chosen = to_device(~drafted[alive[rows]], scores.device)
             here = scores[at]
             for function in self.functions:
                 here = function(input_ids, shaped := here)
@@ -248,7 +251,7 @@ def _edit(kind: Literal["add", "repeat", "ban"], rows: NDArray[np.int64], tokens
 
 
 def _by_length(tree: Tree, nodes: Nodes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """For each length of the texts down to nodes: the indices of these nodes, int64 [n], and the texts [n, length]."""
+    """For each length of the sequences down to nodes: their rows, int64 [n], and their tokens, int64 [n, length]."""
     depths = tree.depths(nodes)
     for depth in np.unique(depths):
         rows = np.flatnonzero(depths == depth)
@@ -280,7 +283,7 @@ def processors_of_checkpoint(
     No processor among these raises a log-probability above 0. A negative token id stands for no token.
 
     Args:
-        prompt_length: the number of tokens that the text begins with. With an encoder these are its start tokens.
+        prompt_length: the number of tokens that the sequence begins with. With an encoder these are its start tokens.
 
     Raises:
         SpecbeamError: the file has a value that transformers refuses, or forces a token that the model lacks.
@@ -308,7 +311,7 @@ def processors_of_checkpoint(
 
 
 def _in_vocabulary(name: str, value: Any, vocab_size: int) -> list[Any]:
-    """The token ids of an option, or its words, without tokens that no text can contain.
+    """The token ids of an option, or its words, without tokens that no sequence can contain.
 
     Raises:
         ValueError: a value is no token id, or a token is to be forced, and the vocabulary lacks it.
@@ -325,7 +328,7 @@ def _in_vocabulary(name: str, value: Any, vocab_size: int) -> list[Any]:
 
 
 class Counts(NamedTuple):
-    """The distinct tokens of a text, and how often each came after the prompt. Arrays are never changed.
+    """The distinct tokens of a sequence, and how often each came after the prompt. Arrays are never changed.
 
     Attributes:
         tokens: ascending, int32 [n].
@@ -351,90 +354,6 @@ class Counts(NamedTuple):
         tokens[:at], tokens[at], tokens[at + 1 :] = self.tokens[:at], token, self.tokens[at:]
         counts[:at], counts[at], counts[at + 1 :] = self.counts[:at], 1, self.counts[at:]
         return Counts(tokens, counts)
-
-
-class RepeatedNgrams:
-    """Bans the tokens that would end an n-gram that the text has already (Paulus et al. 2018, 2.5).
-
-    The trunk's n-grams are remembered as it grows. The others are compared: they begin in its last tokens, or beyond.
-    """
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self._ends: dict[tuple[int, ...], dict[int, int]] = {}  # by begun n-gram: where each token first ends one
-        self._read = 0  # tokens of the trunk
-
-    def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        depths = tree.depths(nodes)
-        if self.size > depths.max(initial=-1) + 1:  # a text with its next token holds no two of them
-            return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-        self._read_trunk(tree)
-        begun = tree.last_tokens(nodes, self.size - 1)
-        pairs = [
-            (row, token)
-            for row, (ngram, depth) in enumerate(zip(begun.tolist(), depths.tolist(), strict=True))
-            for token, end in self._ends.get(tuple(ngram), {}).items()
-            if end <= depth
-        ]
-        found = [np.array(pairs, dtype=np.int64).reshape(-1, 2).T]
-        last = tree.tokens(tree.trunk[max(0, tree.trunk_length - self.size + 1) :])
-        for depth in {*depths.tolist()}:
-            if depth >= tree.trunk_length:
-                at = np.flatnonzero(depths == depth)
-                beyond = tree.tokens(tree.paths_beyond_trunk(nodes[at]))
-                ids = np.concatenate([np.broadcast_to(last, (len(at), len(last))), beyond], axis=1)
-                rows, tokens = repeated_ngrams(ids, self.size)
-                found.append(np.stack([at[rows], tokens]))
-        rows, tokens = np.concatenate(found, axis=1)
-        return rows, tokens
-
-    def _read_trunk(self, tree: Tree) -> None:
-        begin = max(0, self._read - self.size + 1)
-        tokens = tree.tokens(tree.trunk[begin:]).tolist()
-        for end in range(max(self._read - begin, self.size - 1), len(tokens)):
-            ngram = tuple(tokens[end - self.size + 1 : end])
-            self._ends.setdefault(ngram, {}).setdefault(tokens[end], begin + end)
-        self._read = tree.trunk_length
-
-
-def repeated_ngrams(ids: NDArray[np.int64], size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The tokens that would end an n-gram that a text has already, and their rows. ``ids`` are int64 [n, length]."""
-    n, length = ids.shape
-    if length < size:
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64)
-    begun = ids[:, length - size + 1 :]
-    same = np.ones((n, length - size + 1), dtype=bool)
-    for column in range(size - 1):
-        same &= ids[:, column : length - size + 1 + column] == begun[:, column : column + 1]
-    rows, at = np.nonzero(same)
-    return rows, ids[rows, at + size - 1]
-
-
-class BadWords:
-    """Bans the last token of each word where the text ends with the word's other tokens.
-
-    Args:
-        words: token ids of each. A word that is one end token alone is left out, as in transformers.
-    """
-
-    def __init__(self, words: Sequence[Sequence[int]], eos_token_ids: frozenset[int]) -> None:
-        kept = [word for word in words if not (len(word) == 1 and word[0] in eos_token_ids)]
-        self.groups = []  # by length, shortest first: tokens before the last, int64 [n, length - 1], and the last [n]
-        for length in sorted({len(word) for word in kept}):
-            table = np.array([word for word in kept if len(word) == length], dtype=np.int64)
-            self.groups.append((table[:, :-1], table[:, -1]))
-
-    def __call__(self, tree: Tree, nodes: Nodes) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        rows, tokens = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
-        longest = tree.depths(nodes).max(initial=-1) + 1
-        for begins, last in self.groups:
-            if begins.shape[1] > longest:  # and so are the words of the groups after it
-                break
-            ends = tree.last_tokens(nodes, begins.shape[1])
-            row, word = np.nonzero((ends[:, None] == begins).all(-1))
-            rows.append(row)
-            tokens.append(last[word])
-        return np.concatenate(rows), np.concatenate(tokens)
 
 
 def _token_ids(tokens: Any, vocab_size: int, some: bool) -> NDArray[np.int64]:

@@ -12,68 +12,68 @@ from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 class Record:
-    """Always counts. Remembers the rounds only for a trace.
+    """Always counts. Keeps the rounds only for a trace.
 
     Args:
         decode: makes the text of token ids, for a trace. None for no trace.
 
     Attributes:
-        steps: tokens added to a text, or steps of beam search.
-        drafted: guesses that the target checked.
-        accepted: guesses that became part of the text, or a beam.
-        rounds: passes of the target that the strategy waited for.
+        steps: tokens added to a sequence, or steps of beam search.
+        drafted: draft tokens that the target verified.
+        accepted: draft tokens that became part of the sequence, or of a beam.
+        rounds: forward passes of the target that the strategy waited for.
         left_out: beams of steps that the target did not evaluate.
-        rested: rounds without guesses because none would have paid.
-        checks: for each round with guesses, how many were accepted in it.
-        positions: for each position after the known tokens, how many guesses the target checked, and how many of them
-            were accepted.
-        trace: the rounds as plain data (see :class:`specbeam.Result`); None if they are not remembered.
+        skipped: rounds that skipped drafting, because it would not have paid.
+        checks: for each round with draft tokens, how many were accepted in it.
+        positions: for each position after the known tokens, how many draft tokens the target verified, and how many of
+            them were accepted.
+        trace: the rounds as plain data (see :class:`specbeam.Result`); None if they are not kept.
     """
 
     def __init__(self, tree: Tree, decode: Callable[[list[int]], str] | None = None) -> None:
-        self.steps = self.drafted = self.accepted = self.left_out = self.rounds = self.rested = 0
+        self.steps = self.drafted = self.accepted = self.left_out = self.rounds = self.skipped = 0
         self.checks: list[int] = []
         self.positions: list[list[int]] = []
         self.trace: list[dict[str, Any]] | None = None if decode is None else []
         self._tree = tree
-        self._guesses: dict[int, int] = {}  # the positions of guesses that may still be accepted, by node
+        self._draft_tokens: dict[int, int] = {}  # positions of tokens that may still be accepted, by node
         self._text = cache(lambda token: "" if decode is None else decode([token]))
-        self._drafted: dict[int, dict[str, Any]] = {}  # all guesses in the trace, by node
+        self._drafted: dict[int, dict[str, Any]] = {}  # all draft tokens in the trace, by node
         self._shown: set[int] = set()  # nodes in the trace that may still be dropped
         self._ended: set[int] = set()
         self._ends = {tree.prompt_length - 1: 0}  # the number of the beam that ends at a node, after the last step
         self._ahead: dict[int, int] = {}  # the same for beams in the trace whose steps were not certain
         self._taken = 0  # rounds of the trace
 
-    def round(self, guesses: Nodes = NO_NODES, rests: bool = False, evaluated: Any = None) -> None:
-        """Begin a round, in which the target checks these guesses.
+    def round(self, draft_tokens: Nodes = NO_NODES, skipped: bool = False, evaluated: Any = None) -> None:
+        """Begin a round, in which the target verifies these draft tokens.
 
         Args:
-            rests: the drafter made no guesses, because none would have paid.
-            evaluated: the nodes of the pass, guesses included. None for the ends of the texts.
+            skipped: the drafter skipped it, because drafting would not have paid.
+            evaluated: the nodes of the pass, draft tokens included. None for the ends of the sequences.
         """
         self.rounds += 1
-        self.rested += rests
-        if self._guesses:
-            self._guesses = {node: at for node, at in self._guesses.items() if self._tree.is_live(node)}
-        if len(guesses):
-            self.drafted += len(guesses)
+        self.skipped += skipped
+        if self._draft_tokens:
+            self._draft_tokens = {node: at for node, at in self._draft_tokens.items() if self._tree.is_live(node)}
+        if len(draft_tokens):
+            self.drafted += len(draft_tokens)
             self.checks.append(0)
-            for node, parent in zip(guesses.tolist(), self._tree.parents(guesses).tolist(), strict=True):
-                at = self._guesses[node] = self._guesses.get(parent, -1) + 1
+            for node, parent in zip(draft_tokens.tolist(), self._tree.parents(draft_tokens).tolist(), strict=True):
+                at = self._draft_tokens[node] = self._draft_tokens.get(parent, -1) + 1
                 if at == len(self.positions):
                     self.positions.append([0, 0])
                 self.positions[at][0] += 1
         if self.trace is not None:
             nodes = sorted(self._ends) if evaluated is None else np.unique(evaluated).tolist()
-            guessed = self._traced_guesses(guesses)
-            self.trace.append({"evaluated": nodes, "drafted": guessed, "steps": [], "ahead": []})
+            drafted = self._traced_draft_tokens(draft_tokens)
+            self.trace.append({"evaluated": nodes, "drafted": drafted, "steps": [], "ahead": []})
 
     def step(self, nodes: Any, scores: Any = None) -> None:
-        """Record one step: the texts now end at these nodes. A single text is one beam.
+        """Record one step: the sequences now end at these nodes. A single sequence is one beam.
 
         Args:
-            scores: of the texts. None for the sums of their log-probabilities.
+            scores: of the sequences. None for the sums of their log-probabilities.
         """
         self.steps += 1
         self._accept(nodes)
@@ -96,8 +96,8 @@ class Record:
         """Complete the trace of the round. None if there was no round since the last call.
 
         Args:
-            certain: the nodes that joined the text to be returned.
-            ended: the ends of finished texts.
+            certain: the nodes that joined the sequence to be returned.
+            ended: the ends of finished hypotheses.
         """
         if self.trace is None or self._taken == len(self.trace):
             return None
@@ -117,7 +117,7 @@ class Record:
         return [{"token_id": i, "text": self._text(i), "log_prob": value} for i, value in log_probs.items()]
 
     def acceptance_histogram(self) -> list[int] | None:
-        """How many rounds with guesses accepted 0 of them, 1, 2, and so on; None without such rounds."""
+        """How many rounds with draft tokens accepted 0 of them, 1, 2, and so on; None without such rounds."""
         return np.bincount(self.checks).tolist() if self.checks else None
 
     def evaluated(self, num_beams: int) -> float | None:
@@ -125,24 +125,24 @@ class Record:
         return 1 - self.left_out / (num_beams * self.steps) if num_beams > 1 and self.steps else None
 
     def draft_note(self) -> str | None:
-        """Why a drafter made no guesses, or hardly any; None if it was used, and before the first round."""
+        """Why a drafter proposed no tokens, or hardly any; None if it was used, and before the first round."""
         if not self.rounds:
             return None
         if not self.drafted:
-            if self.rested:
-                return "draft made no guesses: none would have paid"
-            return "draft made no guess: it found no likely continuation"
-        if 2 * self.rested > self.rounds:
-            return f"draft made no guesses in {self.rested} of {self.rounds} passes: none would have paid"
+            if self.skipped:
+                return "draft proposed no tokens: that would not have paid"
+            return "draft proposed no tokens: it found no likely continuation"
+        if 2 * self.skipped > self.rounds:
+            return f"draft proposed no tokens in {self.skipped} of {self.rounds} passes: that would not have paid"
         return None
 
     def _accept(self, beams: Any) -> None:
-        if self._guesses:
-            accepted = self._guesses.keys() & {*map(int, beams)}
+        if self._draft_tokens:
+            accepted = self._draft_tokens.keys() & {*map(int, beams)}
             self.accepted += len(accepted)
             self.checks[-1] += len(accepted)
             for node in accepted:
-                self.positions[self._guesses.pop(node)][1] += 1
+                self.positions[self._draft_tokens.pop(node)][1] += 1
 
     def _token(self, node: int) -> dict[str, Any]:
         token = int(self._tree.tokens(node))
@@ -151,15 +151,15 @@ class Record:
     def _log_prob(self, node: int) -> dict[str, Any]:
         return {"log_prob": float(self._tree.log_probs(node))}
 
-    def _traced_guesses(self, guesses: Nodes) -> list[dict[str, Any]]:
-        number = {node: i for i, node in enumerate(guesses.tolist())}
+    def _traced_draft_tokens(self, draft_tokens: Nodes) -> list[dict[str, Any]]:
+        number = {node: i for i, node in enumerate(draft_tokens.tolist())}
         traced = []
         for node in number:
-            guess = self._token(node)
-            parent = guess["after"]
-            guess |= {"parent": number.get(parent), "beam": self._number(parent), "accepted": False}
-            traced.append(guess)
-            self._drafted[node] = guess
+            draft_token = self._token(node)
+            parent = draft_token["after"]
+            draft_token |= {"parent": number.get(parent), "beam": self._number(parent), "accepted": False}
+            traced.append(draft_token)
+            self._drafted[node] = draft_token
         self._shown.update(number)
         return traced
 
@@ -169,13 +169,13 @@ class Record:
         return beams
 
     def _traced_beam(self, node: int, score: float) -> dict[str, Any]:
-        guess = self._drafted.get(node)
-        if guess is not None:
-            guess["accepted"] = True
+        draft_token = self._drafted.get(node)
+        if draft_token is not None:
+            draft_token["accepted"] = True
         if self._tree.is_live(node):  # a beam may be dropped before its step is certain
             self._shown.add(node)
         beam = self._token(node) | self._log_prob(node)
-        return beam | {"beam": self._number(beam["after"]), "drafted": guess is not None, "score": score}
+        return beam | {"beam": self._number(beam["after"]), "drafted": draft_token is not None, "score": score}
 
     def _number(self, node: int) -> int | None:
         return self._ends.get(node, self._ahead.get(node))

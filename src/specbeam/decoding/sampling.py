@@ -7,16 +7,16 @@ import numpy as np
 from specbeam.decoding import Evaluate, Hypothesis, Strategy
 from specbeam.decoding.greedy import chosen
 from specbeam.decoding.record import Record
+from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes
 from specbeam.errors import TooManyNodes
 from specbeam.tree import Tree
 
 
-def sample_several(tree: Tree, wish: Wishes, stop: Stopping, record: Record, count: int) -> Strategy:
-    """Independent samples, each with its own noise. Texts that agree so far share their nodes, first the prompt's.
+def sample_several(tree: Tree, selector: Selector, stop: Stopping, record: Record, count: int) -> Strategy:
+    """Independent samples, each with its own noise. Samples that agree so far share their nodes, first the prompt's.
 
-    Where the memory cannot hold all texts, half of them wait until the others have ended.
+    Where the memory cannot hold all samples, half of them wait until the others have ended.
     """
     tips = np.full(count, tree.tip)
     growing, waiting = np.arange(count), np.arange(0)
@@ -25,12 +25,12 @@ def sample_several(tree: Tree, wish: Wishes, stop: Stopping, record: Record, cou
         growing = growing[np.argsort(tips[growing], kind="stable")]  # in the order in which the logits lie
         before = tips[growing]
         try:
-            answer = yield Evaluate(before, wish(tree, before, streams=growing), or_fewer=len(growing) > 1)
+            selection = yield Evaluate(before, selector(tree, before, streams=growing), or_fewer=len(growing) > 1)
         except TooManyNodes:
             half = len(growing) // 2
             growing, waiting = growing[:half], np.concatenate([growing[half:], waiting])
             continue
-        drawn = [(tip, *chosen(answer, row)) for row, tip in enumerate(before.tolist())]
+        drawn = [(tip, *chosen(selection, row)) for row, tip in enumerate(before.tolist())]
         continued = {(tip, token): log_prob for tip, token, log_prob in drawn}
         parents, tokens = np.array([*continued], dtype=np.int64).T
         children = dict(zip(continued, tree.add(parents, tokens, [*continued.values()]).tolist(), strict=True))

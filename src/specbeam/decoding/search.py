@@ -1,4 +1,4 @@
-"""What the loop of beam search needs: a search that takes steps, and the answers that are known."""
+"""What the loop of beam search needs: a search that takes steps, and the selections that are known."""
 
 from __future__ import annotations
 
@@ -10,51 +10,51 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding import Answer, Evaluate, Hypothesis, Wish
+from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest
 from specbeam.decoding.candidates import Mask, Scores
 from specbeam.selection import gather
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 class Known:
-    """Known answers, by node."""
+    """Known selections, by node."""
 
     def __init__(self) -> None:
-        self._rows: dict[int, tuple[Answer, int]] = {}  # an answer about several nodes, and the node's row there
+        self._rows: dict[int, tuple[Selection, int]] = {}  # a selection at several nodes, and the node's row there
 
     @property
     def nodes(self) -> Nodes:
         return np.array(sorted(self._rows), dtype=np.int64)
 
     def missing(self, nodes: Nodes) -> Nodes:
-        """The nodes without known answers, each once, ascending."""
+        """The nodes without known selections, each once, ascending."""
         return np.array(sorted({*nodes.tolist()} - self._rows.keys()), dtype=np.int64)
 
-    def add(self, nodes: Nodes, answer: Answer) -> None:
-        """Add the answer at nodes."""
-        self._rows.update((node, (answer, row)) for row, node in enumerate(nodes.tolist()))
+    def add(self, nodes: Nodes, selection: Selection) -> None:
+        """Add the selection at nodes."""
+        self._rows.update((node, (selection, row)) for row, node in enumerate(nodes.tolist()))
 
     def forget(self, nodes: Nodes) -> None:
-        """Forget these nodes, whether they are known or not."""
+        """Drop these nodes, whether they are known or not."""
         for node in nodes.tolist():
             self._rows.pop(node, None)
 
-    def keep(self, nodes: Nodes, whole_rows: bool) -> None:
-        """Forget all nodes but these. They must be known.
+    def keep(self, nodes: Nodes, with_logits: bool) -> None:
+        """Drop all nodes but these. They must be known.
 
         Args:
-            whole_rows: keep copies of their rows of logits, too.
+            with_logits: keep copies of their rows of logits, too.
         """
         self._rows = {node: self._rows[node] for node in nodes.tolist()}
-        if whole_rows:
-            self._rows = {node: (answer.copy(row), 0) for node, (answer, row) in self._rows.items()}
+        if with_logits:
+            self._rows = {node: (selection.copy(row), 0) for node, (selection, row) in self._rows.items()}
 
     def among(self, nodes: Nodes) -> NDArray[np.bool_]:
-        """Which of the nodes have known answers, bool [n]."""
+        """Which of the nodes have known selections, bool [n]."""
         return np.array([node in self._rows for node in nodes.tolist()], dtype=bool)
 
-    def at(self, nodes: Nodes) -> Answer:
-        """The answer at known nodes."""
+    def at(self, nodes: Nodes) -> Selection:
+        """The selection at known nodes."""
         return gather([self._rows[node] for node in nodes.tolist()])
 
 
@@ -67,7 +67,7 @@ class Step(Protocol):
 
     @property
     def beams(self) -> Nodes:
-        """The ends of the unfinished texts, int64 [b]."""
+        """The ends of the unfinished hypotheses, int64 [b]."""
 
     @property
     def scores(self) -> Scores:
@@ -104,19 +104,19 @@ class Search(ABC):
     levels: Sequence[Step] = ()
 
     @abstractmethod
-    def wish(self, nodes: Nodes, guesses: Any = ()) -> Wish:
-        """The wish of a step at beams, or at guesses that may become beams, int64 [n]."""
+    def selection_request(self, nodes: Nodes, draft_tokens: Any = ()) -> SelectionRequest:
+        """The request of a step at beams, or at draft tokens that may become beams, int64 [n]."""
 
     @abstractmethod
     def evaluation(self) -> Evaluate:
         """All beams, and how the search goes on by itself, if it can."""
 
     @abstractmethod
-    def step(self, answer: Answer | None, known: Mask | None = None) -> bool:
+    def step(self, selection: Selection | None, known: Mask | None = None) -> bool:
         """Replace the beams by continuations of beams.
 
         Args:
-            answer: to the wish at the known beams; None if no beam is known.
+            selection: at the known beams; None if no beam is known.
             known: which beams are known, bool [b]; None means all.
 
         Returns:
@@ -124,16 +124,16 @@ class Search(ABC):
         """
 
     def advance(self, known: Known, new: Nodes) -> Sequence[Step]:
-        """Take every step that the known answers decide, and return these steps.
+        """Take every step that the known selections decide, and return these steps.
 
         Args:
-            new: the nodes whose answers became known.
+            new: the nodes whose selections became known.
         """
         steps = []
         while not self.done:
             evaluated = known.among(self.beams)
-            answer = known.at(self.beams[evaluated]) if evaluated.any() else None
-            if not self.step(answer, evaluated):
+            selection = known.at(self.beams[evaluated]) if evaluated.any() else None
+            if not self.step(selection, evaluated):
                 break
             self.left_out += int((~evaluated).sum())
             steps.append(Taken(self.length, self.beams, self.scores))
@@ -141,7 +141,7 @@ class Search(ABC):
 
     @property
     def growing(self) -> Nodes:
-        """The nodes below which texts may be added."""
+        """The nodes below which sequences may grow."""
         return self.beams
 
     @property
@@ -152,12 +152,12 @@ class Search(ABC):
     @property
     @abstractmethod
     def finished_nodes(self) -> Nodes:
-        """The ends of the finished texts, int64 [n]."""
+        """The ends of the finished hypotheses that are kept, int64 [n]."""
 
     @abstractmethod
     def certain(self) -> Iterator[Hypothesis]:
-        """The next best finished texts that became certain since the last call."""
+        """The next best finished hypotheses that became certain since the last call."""
 
     @abstractmethod
     def hypotheses(self) -> list[Hypothesis]:
-        """The finished texts to return, best first."""
+        """The finished hypotheses to return, best first."""

@@ -1,8 +1,8 @@
-"""Speculative decoding: a drafter guesses how the text goes on, and one pass of the target checks all guesses.
+"""Speculative decoding: a drafter proposes tokens, and one forward pass of the target verifies all of them.
 
 Greedy search keeps its tokens (Leviathan et al. 2023; Chen et al. 2023). So does sampling: the noise of a draw does not
-depend on the guesses. A guess is right if it is the token that is drawn there anyway. See Daliri, Musco and Suresh
-2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
+depend on the draft, and a draft token is accepted if it is the token that is drawn there anyway. See Daliri, Musco and
+Suresh 2024, "Coupling without Communication and Drafter-Invariant Speculative Decoding".
 """
 
 from __future__ import annotations
@@ -13,48 +13,51 @@ from specbeam.decoding import Evaluate, Hypothesis, Strategy
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.greedy import chosen, greedy, greedy_round
 from specbeam.decoding.record import Record
+from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes
 from specbeam.errors import NotFinite, TooManyNodes
 from specbeam.tree import Tree
 
 
-def speculative(tree: Tree, wish: Wishes, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:
-    """Choose tokens as the plain method does, for as long as they were guessed; the answers are all there.
+def speculative(tree: Tree, selector: Selector, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:
+    """Choose tokens as the plain method does, for as long as they were drafted: their selections are all there.
 
-    Where the memory cannot hold guesses, or logits are not finite, the text goes on without guesses: plain decoding may
-    never meet these logits.
+    Where the memory cannot hold draft tokens, or logits are not finite, decoding goes on without drafts: plain decoding
+    may never meet these logits.
     """
     ended: list[Hypothesis] = []
     while not ended:
         try:
-            ended = yield from speculative_round(tree, wish, stop, record, drafter)
+            ended = yield from speculative_round(tree, selector, stop, record, drafter)
         except (NotFinite, TooManyNodes):
             tree.keep(tree.tip)
-            ended = yield from greedy(tree, wish, stop, record)
+            ended = yield from greedy(tree, selector, stop, record)
     return ended
 
 
-def speculative_round(tree: Tree, wish: Wishes, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:
-    """Evaluate the tip and guesses below it. Choose every token whose answer is known. Returns the text if it ends."""
+def speculative_round(tree: Tree, selector: Selector, stop: Stopping, record: Record, drafter: Drafter) -> Strategy:
+    """Evaluate the tip and draft tokens below it. Choose every token whose selection is known.
+
+    Returns the hypothesis if it is finished.
+    """
     tip = tree.tip
-    guesses = yield from drafter.propose(np.array([tip]), tree.scores([tip]))
-    if guesses.declined:  # then the backend can go ahead
-        ended = yield from greedy_round(tree, wish, stop, record, rests=True)
+    draft_tokens = yield from drafter.propose(np.array([tip]), tree.scores([tip]))
+    if draft_tokens.skipped:  # then the backend can go ahead
+        ended = yield from greedy_round(tree, selector, stop, record, skipped=True)
         for _ in range(int(tree.depths(tree.tip) - tree.depths(tip))):
-            drafter.controller.learn(guesses, tree, steps=[])
+            drafter.controller.learn(draft_tokens, tree, steps=[])
         return ended
-    nodes = np.sort(np.array([tip, *guesses.nodes]))
-    answer = yield Evaluate(nodes, wish(tree, nodes, guesses.nodes), or_fewer=True)
+    nodes = np.sort(np.array([tip, *draft_tokens.nodes]))
+    selection = yield Evaluate(nodes, selector(tree, nodes, draft_tokens.nodes), or_fewer=True)
     rows = {node: row for row, node in enumerate(nodes.tolist())}
-    record.round(guesses.nodes, guesses.declined, nodes)
+    record.round(draft_tokens.nodes, draft_tokens.skipped, nodes)
     steps = []
     while (row := rows.get(tip)) is not None:
-        tip = tree.append(tip, *chosen(answer, row))
+        tip = tree.append(tip, *chosen(selection, row))
         record.step([tip])
         steps.append(np.array([tip]))
         if reason := stop(tree, tip):
             return [Hypothesis(tip, float(tree.scores(tip)), reason)]
-    drafter.controller.learn(guesses, tree, steps)
+    drafter.controller.learn(draft_tokens, tree, steps)
     tree.keep(tip)
     return []

@@ -15,11 +15,11 @@ from specbeam.tree import Nodes, Tree
 class Stopping:
     """Ends a sequence at an end-of-sequence token, after a stop string, or at the maximum length.
 
-    The ends of one tree's texts are remembered, so that a stop string costs the same after any text.
+    The ends of one tree's texts are kept, so that a stop string costs the same after any text.
 
     Args:
         eos_token_ids: tokens that end the sequence.
-        max_length: the largest number of tokens, prompt and generated text together.
+        max_length: the largest number of tokens, prompt and generated tokens together.
         stop_strings: strings that end the sequence when its text contains one.
         decode: makes text of token ids. It writes special tokens out with ``skip_special_tokens=False``. None without a
             tokenizer. Then there are no stop strings.
@@ -59,7 +59,7 @@ class Stopping:
         return "length" if tree.depths(node) + 1 >= self.max_length else None
 
     def unchanged(self, tree: Tree, node: int) -> int:
-        """After how many further tokens below this node, at most, only an end token can have ended the text."""
+        """After how many further tokens below this node, at most, only an end token can have ended the sequence."""
         return 0 if self.stop_strings else self.max_length - int(tree.depths(node)) - 2
 
     def text(self, tree: Tree, node: int) -> str | tuple[int, ...]:

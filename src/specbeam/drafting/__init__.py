@@ -1,6 +1,6 @@
-"""Drafters guess how a text goes on, so that the target can check many guesses in one pass."""
+"""Drafters propose draft tokens, so that the target can verify many tokens in one forward pass."""
 
-from specbeam.decoding.drafter import DECLINED as DECLINED
+from specbeam.decoding.drafter import SKIPPED as SKIPPED
 from specbeam.decoding.drafter import Drafter as Drafter
-from specbeam.decoding.drafter import Guesses as Guesses
+from specbeam.decoding.drafter import DraftTokens as DraftTokens
 from specbeam.decoding.drafter import Proposal as Proposal

@@ -1,4 +1,4 @@
-"""Guesses that come as lists of tokens, from a lookup or from another vocabulary, become nodes of the tree."""
+"""Draft tokens that come as lists, from a lookup or from another vocabulary, become nodes of the tree."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from numpy.typing import NDArray
 
 from specbeam.decoding.processors import Processors
 from specbeam.decoding.stopping import Stopping
-from specbeam.drafting import Guesses
+from specbeam.drafting import DraftTokens
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 
 class Chains:
     """Puts chains of tokens below tips.
 
-    A chain ends before a token that is forbidden, that would end the text, or that has no room.
+    A chain ends before a token that is forbidden, that would end the sequence, or that has no room.
 
     Args:
-        most: the largest number of guesses per pass.
+        most: the largest number of draft tokens per forward pass.
     """
 
     def __init__(self, tree: Tree, process: Processors, stop: Stopping, vocab_size: int, most: int) -> None:
@@ -29,18 +29,18 @@ class Chains:
         self.vocab_size = vocab_size
         self.most = most
 
-    def guess(
+    def draft(
         self,
         tips: Nodes,
         chains: list[list[list[int]]],
         width: int,
         chances: Callable[[int], NDArray[np.float64]],
-    ) -> Guesses:
-        """Guess chains below each tip, the likeliest first. Chains with the same beginning share its nodes.
+    ) -> DraftTokens:
+        """Draft chains below each tip, the likeliest first. Chains with the same beginning share its nodes.
 
         Args:
             width: the most chains below each tip.
-            chances: that guesses become part of the text, by level, for a depth, float64 [depth].
+            chances: that draft tokens are accepted, by level, for a depth, float64 [depth].
         """
         tree = self.tree
         parents = np.repeat(tips, [len(below) for below in chains])
@@ -52,13 +52,13 @@ class Chains:
             tokens = np.array([chain[column] if len(chain) > column else 0 for chain in below], dtype=np.int64)
             goes_on &= self._allowed(parents, tokens)
             below = [chain for chain, on in zip(below, goes_on, strict=True) if on]
-            parents = tree.guess(parents[goes_on], tokens[goes_on])
+            parents = tree.draft(parents[goes_on], tokens[goes_on])
             nodes = np.concatenate([nodes, parents])
             column += 1
         _, first = np.unique(nodes, return_index=True)
         nodes = nodes[np.sort(first)][: self.most]
         levels = tree.depths(nodes) - tree.depths(tips[0]) - 1
-        return Guesses(nodes, chances(column)[levels], width=width)
+        return DraftTokens(nodes, chances(column)[levels], width=width)
 
     def _allowed(self, parents: Nodes, tokens: Nodes) -> np.ndarray:
         allowed = (tokens < self.vocab_size) & ~np.isin(tokens, sorted(self.stop.eos_token_ids))

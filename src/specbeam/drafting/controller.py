@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import DECLINED, Guesses
+from specbeam.drafting import SKIPPED, DraftTokens
 from specbeam.drafting.acceptance import DECAY, PRIOR_WEIGHT, SKIP_DECAY, Acceptance
 from specbeam.drafting.sizes import Shape, Sizes
 from specbeam.tree import Nodes, Tree
@@ -81,19 +81,19 @@ class Controller:
         self._matched = TYPICAL_MATCH if matches else None
 
     @property
-    def most_guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """The most draft tokens in a pass of the target."""
-        return max(drafts.sizes.most_guesses for drafts in self._drafts.values())
+        return max(drafts.sizes.max_draft_tokens for drafts in self._drafts.values())
 
     @property
-    def most_drafted(self) -> int:
+    def max_drafted(self) -> int:
         """The most nodes that a draft model evaluates in a round. Some may not become draft tokens."""
-        return max(drafts.sizes.most_drafted for drafts in self._drafts.values())
+        return max(drafts.sizes.max_drafted for drafts in self._drafts.values())
 
     @property
-    def most_drafted_at_once(self) -> int:
+    def max_drafted_at_once(self) -> int:
         """The most nodes at which a pass of a draft model needs logits."""
-        return max(drafts.sizes.most_drafted_at_once for drafts in self._drafts.values())
+        return max(drafts.sizes.max_drafted_at_once for drafts in self._drafts.values())
 
     def shape(self, num_tips: int, steps: float = math.inf, matched: int | None = None) -> Shape:
         """Begin a round: the width and the draft length that promise the most. A length of 0 is no draft.
@@ -106,11 +106,11 @@ class Controller:
         self._now, self._matched = self._drafts.get(num_tips, self._all), matched
         return self._now.sizes.within_budget(*self._best(self._now, steps, matched)[1])
 
-    def no_draft(self) -> Guesses:
+    def no_draft(self) -> DraftTokens:
         """No draft tokens. The backend may go ahead, unless lookups paid lately: the next token may have a match."""
         now = self._now
         lookups_pay = self._matched is not None and now.seconds < now.steps * self._plain(now.sizes.num_tips)
-        return Guesses() if lookups_pay else DECLINED
+        return DraftTokens() if lookups_pay else SKIPPED
 
     def chances(self, depth: int) -> NDArray[np.float64]:
         """The chances that this round's chains are accepted down to each level, float64 [depth]."""
@@ -139,12 +139,12 @@ class Controller:
             return 0
         if sizes.num_draft_tokens is not None and sizes.draft_width is not None:
             return len(level)
-        guesses, tokens = self._best_count(chances, spent)
-        rate = tokens / (spent + self._target(1 + guesses))
-        one_more_guess = self._target(2 + guesses) - self._target(1 + guesses)
+        draft_tokens, tokens = self._best_count(chances, spent)
+        rate = tokens / (spent + self._target(1 + draft_tokens))
+        one_more_draft_token = self._target(2 + draft_tokens) - self._target(1 + draft_tokens)
         nodes = 0
         for chance in level.tolist():
-            cost = self.draft_cost(nodes + 1) - self.draft_cost(nodes) + one_more_guess
+            cost = self.draft_cost(nodes + 1) - self.draft_cost(nodes) + one_more_draft_token
             if self._trust * chance <= rate * cost:
                 break
             nodes += 1
@@ -153,8 +153,8 @@ class Controller:
     def worthwhile(self, chances: NDArray[np.float64], spent: float) -> int:
         """How many of the likeliest draft tokens to verify, after this many seconds of drafting."""
         sizes = self._now.sizes
-        wanted = len(chances) if sizes.guesses_are_fixed else self._best_count(chances, spent)[0]
-        return min(wanted, sizes.most_guesses)
+        wanted = len(chances) if sizes.draft_tokens_are_fixed else self._best_count(chances, spent)[0]
+        return min(wanted, sizes.max_draft_tokens)
 
     def seconds_per_step(self, steps: int) -> float:
         """Expected seconds per step of rounds that draft below one tip, of which this many steps are to come."""
@@ -165,24 +165,25 @@ class Controller:
         return of_latest + self.draft_cost(self._unread) / steps
 
     def skip(self, num_tips: int = 1) -> None:
-        """Take in a step without draft tokens: observations below this number of tips lose weight."""
+        """Take in a step without draft tokens: statistics below this number of tips decay to the prior."""
         drafts = self._drafts[num_tips]
         drafts.acceptance.skip()
         drafts.seconds *= SKIP_DECAY
         drafts.steps *= SKIP_DECAY
         self._unread += num_tips
 
-    def learn(self, guesses: Guesses, tree: Tree, steps: list[Nodes]) -> None:
+    def learn(self, draft_tokens: DraftTokens, tree: Tree, steps: list[Nodes]) -> None:
         """Learn which draft tokens were accepted, from the tips or the beams after each step of the round."""
         now, sizes = self._now, self._now.sizes
-        if guesses.declined:
+        if draft_tokens.skipped:
             return self.skip(sizes.num_tips)
         self._unread = 0
-        now.seconds = DECAY * now.seconds + guesses.seconds + self._target(sizes.num_tips + len(guesses.nodes))
+        count = len(draft_tokens.nodes)
+        now.seconds = DECAY * now.seconds + draft_tokens.seconds + self._target(sizes.num_tips + count)
         now.steps = DECAY * now.steps + max(1, len(steps))
-        if not len(guesses.nodes):
+        if not count:
             return None  # a lookup found nothing, or nothing was likely: that says nothing about the next round
-        depths = tree.depths(guesses.nodes)
+        depths = tree.depths(draft_tokens.nodes)
         levels = int(depths.max() - depths.min()) + 1
         accepted = min(levels, max(0, len(steps) - 1))
         proposed = min(levels, accepted + 1)  # no level below a rejected one was verified
@@ -190,12 +191,12 @@ class Controller:
             for level, bucket in enumerate(self._buckets(now, 0, proposed, self._matched).tolist()):
                 now.acceptance.learn(bucket, level < accepted, 1)
         elif sizes.is_tree:
-            now.acceptance.learn(0, accepted, float(guesses.chances.sum()))
+            now.acceptance.learn(0, accepted, float(draft_tokens.chances.sum()))
         else:
-            needed = [_needed_width(guesses, tree, tips, sizes.chains) for tips in steps[:accepted]]
+            needed = [_needed_width(draft_tokens, tree, tips, sizes.chains) for tips in steps[:accepted]]
             for bucket, width in enumerate(sizes.widths):
                 # A wider level might have had the missing token. It is as likely that it would not.
-                missed = (proposed - accepted) * (1.0 if width <= max(guesses.width, sizes.widths[0]) else 0.5)
+                missed = (proposed - accepted) * (1.0 if width <= max(draft_tokens.width, sizes.widths[0]) else 0.5)
                 now.acceptance.learn(bucket, sum(width >= one for one in needed), accepted + missed)
         return None
 
@@ -209,11 +210,11 @@ class Controller:
         for width in sizes.widths:
             chosen = 1 + np.cumsum(self._surviving(drafts, width, sizes.depths[-1], matched))
             for depth in filter(None, sizes.depths):
-                guesses = sizes.guesses(width, depth)
-                if guesses > sizes.most_guesses and best[1]:
+                draft_tokens = sizes.draft_tokens(width, depth)
+                if draft_tokens > sizes.max_draft_tokens and best[1]:
                     break
                 drafting = self.draft_cost(sizes.num_tips) + (depth - 1) * self.draft_cost(width)
-                cost = (drafting + self._target(sizes.num_tips + guesses)) / chosen[depth - 1] + reading
+                cost = (drafting + self._target(sizes.num_tips + draft_tokens)) / chosen[depth - 1] + reading
                 if cost < least:
                     least, best = float(cost), (width, depth)
         return (least if best[1] else plain), best
@@ -242,7 +243,7 @@ class Controller:
     def _best_count(self, chances: NDArray[np.float64], spent: float) -> tuple[int, float]:
         """The number of draft tokens that gives the most tokens per second, and the tokens that it gives."""
         tokens = 1 + self._trust * np.cumsum(np.concatenate([[0.0], np.sort(chances)[::-1]]))
-        rates = tokens / [spent + self._target(1 + guesses) for guesses in range(len(tokens))]
+        rates = tokens / [spent + self._target(1 + draft_tokens) for draft_tokens in range(len(tokens))]
         best = int(rates.argmax())
         return best, float(tokens[best])
 
@@ -254,10 +255,10 @@ def _prior(sizes: Sizes, matches: bool) -> NDArray[np.float64]:
     return np.full(len(sizes.widths), 1.0 if sizes.is_tree else LEVEL_PRIOR)
 
 
-def _needed_width(guesses: Guesses, tree: Tree, tips: Nodes, chains: bool) -> int:
+def _needed_width(draft_tokens: DraftTokens, tree: Tree, tips: Nodes, chains: bool) -> int:
     """How wide a level had to be to contain these tips, or the beams after a step."""
     if chains:
         return 1  # it is not known which chain was accepted: the first is the likeliest
-    depths = tree.depths(guesses.nodes)  # the levels of the draft's search, each the likeliest first
-    among = guesses.nodes[depths == depths[np.isin(guesses.nodes, tips)].max(initial=0)]
+    depths = tree.depths(draft_tokens.nodes)  # the levels of the draft's search, each the likeliest first
+    among = draft_tokens.nodes[depths == depths[np.isin(draft_tokens.nodes, tips)].max(initial=0)]
     return 1 + int(np.flatnonzero(np.isin(among, tips)).max(initial=0))

@@ -1,4 +1,4 @@
-"""Guesses of a smaller model."""
+"""Draft tokens of a smaller model."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding import Answer, Evaluate
+from specbeam.decoding import Evaluate, Selection
 from specbeam.decoding.deferring import FURTHER_TOKENS
+from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes
-from specbeam.drafting import DECLINED, Guesses, Proposal
+from specbeam.drafting import SKIPPED, DraftTokens, Proposal
 from specbeam.drafting.controller import Controller
 from specbeam.tree import NO_NODES, Nodes, Tree
 
 MAX_RECENT_TOKENS, RECENT_TOKENS_SHARE = 512, 0.97
-"""Guess among the first token ids of the vocabulary, enough of them to contain this share of the latest tokens."""
+"""Draft among the first token ids of the vocabulary, enough of them to contain this share of the latest tokens."""
 MIN_RECENT_TOKENS = 32
-"""Guess among all token ids as long as the text has fewer tokens than this."""
+"""Draft among all token ids as long as the sequence has fewer tokens than this."""
 MIN_COMPARED_TOKENS = 4
 """A drawn token's chance is judged by the distance to this many tokens of the highest ranks."""
 VOCAB_STEP = 4096
-"""The number of token ids to guess among is a multiple of this."""
+"""The number of token ids to draft among is a multiple of this."""
 
 
 class ModelDrafter:
-    """Guesses the texts that the draft model's own beam search finds below the tips.
+    """Proposes the hypotheses that the draft model's own beam search finds below the tips.
 
-    Below one tip it guesses the nodes with the highest cumulative probability, as many as pay (EAGLE-2, Li et al.
-    2024, section 4.2). Below several beams the guesses are whole levels, because a step of beam search needs all
-    of its beams.
+    Below one tip it proposes the nodes with the highest cumulative probability, as many as pay (EAGLE-2, Li et al.
+    2024, section 4.2). Below several beams it proposes whole levels, because a step of beam search needs all of its
+    beams.
 
     Args:
-        wish: the request's wishes. Its processors and its noise hold for the draft as for the target.
+        selector: of the request. Its processors and its noise hold for the draft model as for the target.
         vocab_size: of the target.
         context: the most tokens that the draft can read.
         special: token ids that are not text, such as the separators of chat templates.
@@ -43,7 +43,7 @@ class ModelDrafter:
     def __init__(
         self,
         tree: Tree,
-        wish: Wishes,
+        selector: Selector,
         stop: Stopping,
         vocab_size: int,
         context: int,
@@ -51,7 +51,7 @@ class ModelDrafter:
         controller: Controller,
     ) -> None:
         self.tree = tree
-        self.wish = wish
+        self.selector = selector
         self.stop = stop
         self.vocab_size = vocab_size
         self.context = context
@@ -63,7 +63,7 @@ class ModelDrafter:
         steps = self.stop.max_length - 1 - int(self.tree.depths(tips).max())
         width, depth = self.controller.shape(len(tips), max(1, min(steps, FURTHER_TOKENS)))
         if not depth:
-            return DECLINED
+            return SKIPPED
         if len(tips) == 1:
             return (yield from self._likeliest(tips, scores))
         return (yield from self._beams(tips, scores, width, depth))
@@ -84,7 +84,7 @@ class ModelDrafter:
             depth += 1
         likeliest = np.argsort(-totals, kind="stable")[: controller.worthwhile(chances, spent)]
         likeliest.sort()  # parents first again: no parent is missing, because a child is never likelier than it
-        return Guesses(nodes[likeliest], chances[likeliest], seconds=spent)
+        return DraftTokens(nodes[likeliest], chances[likeliest], seconds=spent)
 
     def _beams(self, tips: Nodes, scores: NDArray[np.float64], width: int, depth: int) -> Proposal:
         level, first = np.unique(tips, return_index=True)
@@ -95,7 +95,7 @@ class ModelDrafter:
                 break
             level, at = yield from self._next_level(level, at, width, vocab)
             nodes = np.concatenate([nodes, level])
-        return Guesses(nodes[: self.controller.most_guesses], width=width)
+        return DraftTokens(nodes[: self.controller.max_draft_tokens], width=width)
 
     def _next_level(
         self, level: Nodes, at: NDArray[np.float64], width: int, vocab: int, normalized: bool = False
@@ -104,43 +104,43 @@ class ModelDrafter:
 
         Args:
             normalized: no score may be above 0, because it is a chance. Beam search adds up the raised scores as they
-                are, so guesses below beams need these.
+                are, so draft tokens below beams need these.
         """
-        draws = self.wish.seed is not None
-        wish = self.wish(
+        draws = self.selector.seed is not None
+        request = self.selector(
             self.tree,
             level,
-            guesses=level,
-            streams=0 if normalized else self.wish.streams(self.tree, level),
-            most=min(max(width, MIN_COMPARED_TOKENS) + len(self._eos), vocab),  # EOS is no guess: nothing can follow it
+            draft_tokens=level,
+            streams=0 if normalized else self.selector.streams(self.tree, level),
+            top=min(max(width, MIN_COMPARED_TOKENS) + len(self._eos), vocab),  # EOS is no draft: nothing can follow it
             vocab=vocab,
             normalize=not (draws and normalized),
-            total=normalized and self.wish.process.raises,
+            total=normalized and self.selector.process.raises,
         )
-        answer: Answer = yield Evaluate(level, wish, drafting=True)
-        scores = answer.scores.astype(np.float64)
-        ranks = scores if answer.noise is None else scores + answer.noise
+        selection: Selection = yield Evaluate(level, request, drafting=True)
+        scores = selection.scores.astype(np.float64)
+        ranks = scores if selection.noise is None else scores + selection.noise
         if draws and normalized:
             scores = ranks = log_chances(ranks)
-        elif answer.totals is not None:
-            scores = ranks = np.where(np.isfinite(scores), scores - answer.totals[:, None], -np.inf)
-        usable = np.isfinite(ranks) & ~np.isin(answer.tokens, self._eos)
+        elif selection.totals is not None:
+            scores = ranks = np.where(np.isfinite(scores), scores - selection.totals[:, None], -np.inf)
+        usable = np.isfinite(ranks) & ~np.isin(selection.tokens, self._eos)
         ranks = np.where(usable, at[:, None] + ranks, -np.inf)
         order = np.argsort(-ranks, axis=None, kind="stable")[:width]
         likeliest = order[ranks.flat[order] > -np.inf]
         parents = level[likeliest // ranks.shape[1]]
         totals = (at[:, None] + scores).flat[likeliest]
-        return self.tree.guess(parents, answer.tokens.flat[likeliest]), totals
+        return self.tree.draft(parents, selection.tokens.flat[likeliest]), totals
 
     def _vocab(self) -> int:
-        """How many of the first token ids to guess among: the draft's head then computes logits for these alone.
+        """How many of the first token ids to draft among: the draft's head then computes logits for these alone.
 
         Byte-pair merges are ordered by frequency, so nearly all of a text consists of the vocabulary's first tokens
         (FR-Spec, Zhao et al. 2025). The latest tokens show how many that are.
         """
-        if self.wish.process.raises:  # the caller's function should see no scores masked by us
+        if self.selector.process.raises:  # the caller's function should see no scores masked by us
             return self.vocab_size
-        recent = self.tree.tokens(self.tree.trunk[-MAX_RECENT_TOKENS:])
+        recent = self.tree.tokens(self.tree.prefix[-MAX_RECENT_TOKENS:])
         recent = recent[~np.isin(recent, self.special)]
         if len(recent) < MIN_RECENT_TOKENS:
             return self.vocab_size

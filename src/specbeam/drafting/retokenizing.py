@@ -1,4 +1,4 @@
-"""Guesses of a model with another vocabulary, by way of text (universal assisted generation)."""
+"""Draft tokens of a model with another vocabulary, by way of text (universal assisted generation)."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.decoding import Evaluate, Wish
+from specbeam.decoding import Evaluate, SelectionRequest
 from specbeam.detokenizing import INCOMPLETE, Detokenizer, TextEnd
-from specbeam.drafting import DECLINED, Guesses, Proposal
+from specbeam.drafting import SKIPPED, DraftTokens, Proposal
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.controller import Controller
 from specbeam.drafting.encoding import EncodedEnd, extend, shorten
@@ -40,8 +40,8 @@ class RetokenizingDrafter:
     """Continues the text at a tip greedily with the draft.
 
     The text is encoded with the draft's tokenizer, and the continuation with the target's. The second encoding may be
-    a poor guess, but never leads to a wrong text, because guesses are checked. Each round decodes and encodes the end
-    of the text only, where the target's new tokens are.
+    a poor draft, but never leads to a wrong text, because draft tokens are verified. Each round decodes and encodes the
+    end of the text only, where the target's new tokens are.
 
     Args:
         tree, chains, controller: of the request.
@@ -68,7 +68,7 @@ class RetokenizingDrafter:
         self.encode, self.decode = both_ways(target)
         self.draft_encode, self.draft_decode = both_ways(draft)
         self.context = draft.backend.context_length
-        prompt = self.decode(tree.tokens(tree.trunk).tolist())
+        prompt = self.decode(tree.tokens(tree.prefix).tolist())
         for name, lm in (("target", target), ("draft", draft)):
             encode, decode = both_ways(lm)
             if decode(encode(prompt)) != prompt:
@@ -89,29 +89,29 @@ class RetokenizingDrafter:
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         width, depth = self.controller.shape(len(tips))
         if not depth:
-            return DECLINED
+            return SKIPPED
         tips = np.unique(tips)
         if not self._places:
             self._places = {self.text_tree.prompt_length - 1: self._place_of_prompt()}
         self._places = {tip: self._read(tip, depth) for tip in tips.tolist()}
         able = {tip: place for tip, place in self._places.items() if self._can_continue(place, depth)}
         if not able:
-            return Guesses()
+            return DraftTokens()
         places = self._places.values()
-        # New text may change the tokens of a window, so the trunk must not grow into it.
+        # New text may change the tokens of a window, so the shared prefix must not grow into it.
         windows = [self._above(place.node, len(place.encoded.ids) - place.encoded.apart) for place in places]
         self.tree.keep([*(place.node for place in places), *(max(node, 0) for node in windows)])
         going = np.array([place.node for place in able.values()])
         tokens: list[NDArray[np.int64]] = []
         for _ in range(depth):
-            answer = yield Evaluate(going, Wish(), drafting=True)
-            tokens.append(answer.tokens[:, 0])
-            going = self.tree.guess(going, tokens[-1])
+            selection = yield Evaluate(going, SelectionRequest(), drafting=True)
+            tokens.append(selection.tokens[:, 0])
+            going = self.tree.draft(going, tokens[-1])
         continued = dict(zip(able, np.stack(tokens, axis=1).tolist(), strict=True))
         found = [
             [self._continuation(able[tip].encoded, continued[tip])] if tip in able else [] for tip in tips.tolist()
         ]
-        return self.chains.guess(tips, found, width, self.controller.chances)
+        return self.chains.draft(tips, found, width, self.controller.chances)
 
     def _can_continue(self, place: Place, depth: int) -> bool:
         """The text ends with a character, and the draft's context has room for this many more tokens."""
@@ -165,7 +165,7 @@ class RetokenizingDrafter:
 
     def _descend(self, node: int, ids: tuple[int, ...]) -> int:
         for token in ids:
-            node = int(self.tree.guess(node, token)[0])
+            node = int(self.tree.draft(node, token)[0])
         return node
 
     def _continuation(self, end: EncodedEnd, more: list[int]) -> list[int]:

@@ -6,9 +6,9 @@ from specbeam.options import MAX_DRAFT_SIZES
 
 MAX_ADAPTIVE_DEPTH = 12
 """Tokens drafted ahead, where ``num_draft_tokens`` adapts."""
-MAX_ADAPTIVE_GUESSES = 128
+MAX_ADAPTIVE_DRAFT_TOKENS = 128
 """Draft tokens per pass of the target, where sizes adapt."""
-MAX_ADAPTIVE_GUESSES_PER_BEAM = 8
+MAX_ADAPTIVE_DRAFT_TOKENS_PER_BEAM = 8
 """The same for many beams, if that is more."""
 
 Shape = tuple[int, int]
@@ -52,18 +52,18 @@ class Sizes:
         adaptive = [1] if one_width else [1, 2] if chains else levels
         self.widths = adaptive if draft_width is None else [draft_width]
         self.depths = [*range(MAX_ADAPTIVE_DEPTH + 1)] if num_draft_tokens is None else [num_draft_tokens]
-        self._most_adaptive = max(MAX_ADAPTIVE_GUESSES, MAX_ADAPTIVE_GUESSES_PER_BEAM * n)
+        self._max_adaptive = max(MAX_ADAPTIVE_DRAFT_TOKENS, MAX_ADAPTIVE_DRAFT_TOKENS_PER_BEAM * n)
         if draft_budget is None:
             self._fit_into(room)
 
     def _fit_into(self, room: int) -> None:
         """Leave out the sizes that adapt and have more draft tokens than there is room for."""
         least_depth = self.num_draft_tokens or 1
-        self.widths = [w for w in self.widths if self.guesses(w, least_depth) <= room] or self.widths[:1]
+        self.widths = [w for w in self.widths if self.draft_tokens(w, least_depth) <= room] or self.widths[:1]
         if self.num_draft_tokens is None:
-            deepest = room // self.guesses(self.widths[0], 1)
+            deepest = room // self.draft_tokens(self.widths[0], 1)
             self.depths = self.depths[: 1 + (deepest if self.draft_width is None else max(1, deepest))]
-        self._most_adaptive = min(self._most_adaptive, max(room, self.guesses(self.widths[0], least_depth)))
+        self._max_adaptive = min(self._max_adaptive, max(room, self.draft_tokens(self.widths[0], least_depth)))
 
     @property
     def is_tree(self) -> bool:
@@ -71,26 +71,26 @@ class Sizes:
         return self.num_tips == 1 and not self.chains
 
     @property
-    def guesses_are_fixed(self) -> bool:
+    def draft_tokens_are_fixed(self) -> bool:
         """Whether a width or a budget was asked for: the target then verifies as many draft tokens as that allows."""
         return self.draft_width is not None or self.draft_budget is not None
 
     @property
-    def most_guesses(self) -> int:
+    def max_draft_tokens(self) -> int:
         """The most draft tokens in a pass of the target."""
-        most = self.guesses(self.widths[-1], self.depths[-1])
+        most = self.draft_tokens(self.widths[-1], self.depths[-1])
         if self.draft_budget is not None:
             return min(most, self.draft_budget)
         fixed = self.num_draft_tokens is not None and self.draft_width is not None
-        return min(most, MAX_DRAFT_SIZES["draft_budget"] if fixed else self._most_adaptive)
+        return min(most, MAX_DRAFT_SIZES["draft_budget"] if fixed else self._max_adaptive)
 
     @property
-    def most_drafted(self) -> int:
+    def max_drafted(self) -> int:
         """The most nodes that a draft model evaluates in a round. Some may not become draft tokens."""
         return self.widths[-1] * self.depths[-1]
 
     @property
-    def most_drafted_at_once(self) -> int:
+    def max_drafted_at_once(self) -> int:
         """The most nodes at which a pass of a draft model needs logits: of one level."""
         return self.num_tips if self.chains else max(self.num_tips, self.widths[-1])
 
@@ -103,9 +103,9 @@ class Sizes:
         """A shape, made smaller if it has more draft tokens than are allowed."""
         if not depth:
             return self.none
-        most = self.most_guesses
-        return min(width, most), min(depth, max(1, most // self.guesses(width, 1)))
+        most = self.max_draft_tokens
+        return min(width, most), min(depth, max(1, most // self.draft_tokens(width, 1)))
 
-    def guesses(self, width: int, depth: int) -> int:
+    def draft_tokens(self, width: int, depth: int) -> int:
         """The number of draft tokens in a shape."""
         return width * depth * (self.num_tips if self.chains else 1)

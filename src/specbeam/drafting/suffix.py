@@ -1,7 +1,7 @@
-"""Guesses from a suffix automaton over the text so far, and over earlier texts if given.
+"""Draft tokens from a suffix automaton over the sequence so far, and over earlier texts if given.
 
-The automaton always knows the longest suffix of the text that occurred before. It also counts the tokens that followed
-(SAM decoding, Hu et al. 2024).
+The automaton always knows the longest suffix of the sequence that occurred before. It also counts the tokens that
+followed (SAM decoding, Hu et al. 2024).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from specbeam.prompts import encode
 from specbeam.tree import Nodes, Tree
 
 SEPARATOR = -1
-"""Stands between texts. It is no token, so nothing is guessed across it."""
+"""Stands between texts. It is no token, so nothing is drafted across it."""
 MAX_COUNTED_SUFFIXES = 64
-"""Count a new token for this many of the suffixes before it, the longest first: repetitive texts have very many."""
+"""Count a new token for this many of the suffixes before it, the longest first: repetitive sequences have very many."""
 MIN_CHANCE = 0.01
-"""Guess nothing less likely than this."""
+"""Draft nothing less likely than this."""
 
 Match = tuple[int, int]
-"""A state, and the length of the text's suffix that it matches, in tokens."""
+"""A state, and the length of the sequence's suffix that it matches, in tokens."""
 
 
 class SuffixAutomaton:
-    """The smallest automaton of all substrings of a text, extended token by token (Blumer et al. 1985).
+    """The smallest automaton of all substrings of a sequence, extended token by token (Blumer et al. 1985).
 
     A state stands for the substrings that end at the same positions. State 0 is the empty substring.
 
@@ -49,18 +49,18 @@ class SuffixAutomaton:
         self._last = 0
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens to the text."""
+        """Append tokens to the sequence."""
         for token in tokens:
             self._append(token)
 
     @property
     def repeated(self) -> Match:
-        """The longest suffix of the text that also occurs elsewhere in it."""
+        """The longest suffix of the sequence that also occurs elsewhere in it."""
         state = max(self._link[self._last], 0)
         return state, self._length[state]
 
     def follow(self, match: Match, token: int) -> Match:
-        """The longest suffix of another text that occurs in the automaton's text, after one more token of the other."""
+        """The longest suffix of another sequence that occurs in the automaton's, after one more token of the other."""
         state, length = match
         while state and token not in self.next[state]:
             state = self._link[state]
@@ -108,7 +108,7 @@ class SuffixAutomaton:
 
 
 class SuffixDrafter:
-    """For each tip, guesses what followed the longest suffix of its text that occurred before.
+    """For each tip, proposes the tokens after the longest suffix of its sequence that occurred before.
 
     Args:
         earlier: an automaton over earlier texts, shared by requests. It is not changed.
@@ -121,23 +121,23 @@ class SuffixDrafter:
         self.chains = chains
         self.controller = controller
         self._own = SuffixAutomaton()
-        self._read = 0  # tokens of the trunk that the automaton has
+        self._read = 0  # tokens of the shared prefix that the automaton has
         self._earlier = earlier
         self._earlier_match: Match = (0, 0)
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
-        self._read_trunk()
+        self._read_prefix()
         matched = self._longest_match(int(tips[0]))[1][1]
         width, depth = self.controller.shape(len(tips), matched=matched)
         if not depth:
             return self.controller.no_draft()
         tips = np.unique(tips)
         found = [[*self._likeliest(int(tip), width * depth, depth)] for tip in tips]
-        return self.chains.guess(tips, found, width, self.controller.chances)
+        return self.chains.draft(tips, found, width, self.controller.chances)
         yield  # never reached: it makes this a generator, as every drafter's propose is
 
-    def _read_trunk(self) -> None:
-        tokens = self.tree.tokens(self.tree.trunk[self._read :]).tolist()
+    def _read_prefix(self) -> None:
+        tokens = self.tree.tokens(self.tree.prefix[self._read :]).tolist()
         self._read += len(tokens)
         self._own.extend(tokens)
         if self._earlier is not None:
@@ -145,7 +145,7 @@ class SuffixDrafter:
                 self._earlier_match = self._earlier.follow(self._earlier_match, token)
 
     def _longest_match(self, tip: int) -> tuple[SuffixAutomaton, Match]:
-        """The longest end of a tip's text that occurred before, and the automaton that knows it."""
+        """The longest suffix of a tip's sequence that occurred before, and the automaton that knows it."""
         branch = self.tree.tokens(self.tree.path(tip)[self._read :]).tolist()
         match, elsewhere = self._own.repeated, self._earlier_match
         for token in branch:

@@ -1,4 +1,4 @@
-"""Costs of passes: measured where passes of about the same size have run and estimated elsewhere, or given."""
+"""Costs of forward passes: measured where passes of about the same size have run and estimated elsewhere, or given."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class PassCosts(Protocol):
         """The nodes of a pass that takes about this long: whole tiles, at least one."""
 
     def add(self, nodes: int, seconds: float) -> None:
-        """Take in a pass that has run."""
+        """Record a pass that has run."""
 
 
 class Costs(Protocol):
@@ -54,7 +54,7 @@ class Costs(Protocol):
         """The costs of a backend's passes.
 
         Args:
-            ahead: of passes that the backend runs by itself, several at a time. There is no Python between them.
+            ahead: of passes that the backend runs by itself, several at a time, without Python between them.
         """
 
 
@@ -104,7 +104,7 @@ class PassTimes:
         self._node_seconds: float | None = None  # of the latest passes over a tile or more
 
     def add(self, nodes: int, seconds: float) -> None:
-        """Take in a measured pass."""
+        """Record a measured pass."""
         if nodes >= TILE_NODES:
             latest, before = seconds / nodes, self._node_seconds or seconds / nodes
             self._node_seconds = min(max(latest, before / MAX_NODE_COST_RATIO), before * MAX_NODE_COST_RATIO)
@@ -127,8 +127,8 @@ class PassTimes:
     def nodes_within(self, seconds: float) -> int:
         """The nodes of a pass that takes about this long: whole tiles, at least one.
 
-        A node costs more the longer the texts are. So only the latest passes say how much. Their whole time counts as
-        their nodes', which is careful: a part of it does not grow with the nodes.
+        A node costs more the longer the sequences are, so only the latest passes count. Their whole time is attributed
+        to their nodes, which is conservative: a part of it does not grow with the nodes.
         """
         tiles = round(seconds / self._node_seconds / TILE_NODES) if self._node_seconds else 0
         return max(1, tiles) * TILE_NODES
@@ -148,7 +148,7 @@ class PassTimes:
         """
         if self._otherwise is not None and all(one.size != _size(max(1, nodes)) for one in self._measured):
             return self._otherwise.expected(nodes)
-        expected = self._expected  # in a round, all requests ask about the same few sizes
+        expected = self._expected  # in an iteration, all requests ask about the same few sizes
         if nodes not in expected:
             expected[nodes] = self._estimate(nodes)
         return expected[nodes]
@@ -189,8 +189,8 @@ def _slope(below: Measured, above: Measured) -> float:
 class SharedCost:
     """One request's cost of a pass that other requests share, in seconds.
 
-    Its nodes cost what they add to the pass. The pass itself has to be run for all: each request bears an equal part.
-    So a guess pays if it brings the request more than its time would bring all requests.
+    Its nodes cost what they add to the pass. The pass itself has to be run for all, so each request bears an equal
+    part. A draft token thus pays if its expected gain exceeds the delay to all requests.
     """
 
     def __init__(self, times: PassCosts) -> None:
@@ -198,7 +198,7 @@ class SharedCost:
         self._other_nodes, self._requests = 0, 1
 
     def join(self, other_nodes: int, requests: int) -> None:
-        """Take in the number of requests in the latest pass, and the nodes that the others bring to the next one."""
+        """Record the number of requests in the latest pass, and the nodes that the others bring to the next one."""
         self._other_nodes, self._requests = other_nodes, requests
 
     def __call__(self, nodes: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from specbeam.decoding.drafter import Drafter
-from specbeam.decoding.wishes import Wishes, warpers_of
+from specbeam.decoding.selector import Selector, warpers_of
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.controller import Controller, Cost
 from specbeam.drafting.model import ModelDrafter
@@ -40,7 +40,7 @@ def make_drafter(
         draft: has passed :func:`check_draft`.
         prompt_length: in tokens.
         draft_cost: of the draft model's passes for this request; None for lookups.
-        room: the most guesses whose logits fit into memory.
+        room: the most draft tokens whose logits fit into memory.
 
     Raises:
         SpecbeamError: the draft has another vocabulary, which text cannot bridge.
@@ -63,7 +63,7 @@ def make_drafter(
     controller = Controller(sizes, setup.cost, setup.plain_cost, draft_cost, unread, matches=not is_model)
     if isinstance(draft, LanguageModel) and shares_tokenizer:
         return _make_model_drafter(setup, lm, draft, controller)
-    chains = Chains(setup.tree, setup.wish.process, setup.stop, lm.backend.vocab_size, controller.most_guesses)
+    chains = Chains(setup.tree, setup.selector.process, setup.stop, lm.backend.vocab_size, controller.max_draft_tokens)
     if isinstance(draft, LanguageModel):
         return RetokenizingDrafter(setup.tree, chains, controller, lm, draft)
     if draft == "ngram":
@@ -76,7 +76,9 @@ def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, c
     added = {} if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
     return ModelDrafter(
         setup.tree,
-        setup.wish if setup.wish.seed is None else Wishes(setup.wish.process, _draft_warpers(options), setup.wish.seed),
+        setup.selector
+        if setup.selector.seed is None
+        else Selector(setup.selector.process, _draft_warpers(options), setup.selector.seed),
         setup.stop,
         lm.backend.vocab_size,
         draft.backend.context_length,
@@ -86,7 +88,7 @@ def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, c
 
 
 def _draft_warpers(options: Options) -> dict[str, Any]:
-    """The warpers of the distribution that guesses are drawn from."""
+    """The warpers of the distribution that draft tokens are drawn from."""
     temperature = options.temperature if options.draft_temperature is None else options.draft_temperature
     top_k = options.top_k if options.draft_top_k is None else options.draft_top_k
     return warpers_of(replace(options, temperature=temperature, top_k=top_k))
@@ -133,7 +135,7 @@ def _check_draft_model(lm: LanguageModel, draft: LanguageModel) -> None:
         )
     if (begins := lm.backend.start_token_ids) != (other := draft.backend.start_token_ids):
         raise SpecbeamError(
-            f"the draft {draft.source} begins its texts with the token ids {other}, but the model with {begins} "
+            f"the draft {draft.source} begins its sequences with the token ids {other}, but the model with {begins} "
             "(None: with the prompt): give a draft of the same kind"
         )
     if begins is not None and not draft.shares_tokenizer(lm):

@@ -1,7 +1,7 @@
 """The engine: requests of many kinds share forward passes.
 
-A request is a strategy, a generator that asks for logits at nodes of its tree. Each round the engine gathers the nodes
-that live requests ask for, runs one forward pass, and hands back the logits. It alone owns memory and batching.
+A request is a strategy, a generator that asks for logits at nodes of its tree. In each iteration the engine gathers the
+nodes that live requests ask for, runs one forward pass, and hands back the logits. It alone owns memory and batching.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from specbeam.engine.scheduler import Scheduler
 from specbeam.engine.strategies import MakeStrategy
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
+from specbeam.fork_guard import fork_guard
 from specbeam.interrupts import HeldInterrupts
 from specbeam.model import LanguageModel
 from specbeam.options import Options
 from specbeam.prompts import Prompt, encode, room
-from specbeam.whole_steps import whole_step
 
 Key = TypeVar("Key")
 
@@ -38,30 +38,30 @@ class Engine:
     Args:
         lm: the model.
         max_requests: the most requests that share a pass. The others wait their turn.
-        max_batch_tokens: the most nodes per pass. Longer prompts are read in chunks, so that they do not hold up the
-            requests that are generating.
-        max_cache_tokens: cache slots for the keys and values of all live requests together. When they would not
-            suffice, the youngest request pauses: it gives up its slots and is read again later, to the same result. One
-            text of full length has to fit: then a request finishes, whatever its beams and its draft would need. By
-            default all engines of the process share a quarter of its memory, or four fifths of the GPU's free memory.
+        max_batch_tokens: the most nodes per pass. Longer prompts are prefilled in chunks, so that they do not hold up
+            the requests that are generating. max_cache_tokens: cache slots for the keys and values of all live requests
+            together. When they would not suffice, the newest request is preempted: it gives up its slots, and they are
+            recomputed later, to the same result. One sequence of full length has to fit: then a request finishes,
+            whatever its beams and its draft would need. By default all engines of the process share a quarter of its
+            memory, or four fifths of the GPU's free memory.
         max_waiting: the most requests that wait beside ``max_requests`` others. ``submit`` refuses further requests.
-        max_pass_seconds: about how long a pass that reads prompts may take while other requests are live. Prompts are
-            then read in smaller chunks, by the times of the latest passes. A chunk has at least 8 tokens. Beside many
+        max_pass_seconds: about how long a pass with prefill may take while other requests are live. Prompts are then
+            prefilled in smaller chunks, by the times of the latest passes. A chunk has at least 8 tokens. Beside many
             requests it may take as long as they do. No result changes. By default only ``max_batch_tokens`` counts.
-        costs: what passes cost, by which the engine decides how far to draft, which beams to defer, and how many passes
-            to run at once. No result depends on it. By default passes are measured, and all engines of the process
-            share what they measure. With a :class:`specbeam.engine.CostTable` for each backend, counts of passes and
-            nodes are the same in every run, too: ``costs=lambda backend, ahead=False: CostTable(seconds)``.
+            costs: the cost model, by which the engine decides how far to draft, which beams to defer, and how many
+            passes to run at once. No result depends on it. By default passes are measured, and all engines of the
+            process share the measurements. With a :class:`specbeam.engine.CostTable` for each backend, counts of passes
+            and nodes are the same in every run, too: ``costs=lambda backend, ahead=False: CostTable(seconds)``.
 
-    A request begins with the longest beginning of its prompt that an earlier or a live request of the engine has read.
+    A request begins with the longest prefix of its prompt that an earlier or a live request of the engine has computed.
     This may be a system prompt, a conversation so far, or a document that is asked about twice. The request shares the
-    keys and values of these tokens, and no result changes (``Stats.reused_tokens``, ``Options.share_prefix``). Memory
-    that no live request needs keeps them. The least recently used text goes first.
+    keys and values of these tokens, and no result changes (``Stats.reused_tokens``, ``Options.share_prefix``). Cached
+    prefixes stay in memory that no live request needs, and the least recently used one is evicted first.
 
-    A round is one pass of each draft model in use, and one of the target. Where requests need only the token that was
-    chosen, a backend may run several passes: new and cancelled requests still wait for one. Every live request advances
-    in each pass of the model that it waits for, unless more than ``max_batch_tokens`` requests take turns. The target
-    waits for drafts while they are made, which takes at most as many passes as the longest draft has tokens.
+    An iteration is one pass of each draft model in use, and one of the target model. Where requests need only the token
+    that was chosen, a backend may run several passes: new and cancelled requests still wait for one. Every live request
+    advances in each pass of the model that it waits for, unless more than ``max_batch_tokens`` requests take turns. The
+    target waits for drafts while they are made, which takes at most as many passes as the longest draft has tokens.
 
     ``submit`` and ``Request.cancel`` may be called from any thread, ``step`` and ``run`` from one thread at a time.
     ``with engine:`` runs it in a thread of its own (:meth:`start`). Then threads and tasks of asyncio wait for their
@@ -140,19 +140,19 @@ class Engine:
             options: an :class:`Options` or a mapping of its fields.
             system: a system message to put before text or messages.
             raw: do not apply the model's chat template.
-            draft: guesses how the text goes on, so that one pass of the model can check many tokens. Give a loaded
+            draft: proposes how the text goes on, so that one pass of the model can verify many tokens. Give a loaded
                 model or its source, "ngram" or "suffix" (lookups in the text so far), or the automaton that
                 :func:`specbeam.suffix_automaton` made of earlier texts. A source is loaded at its first use, and kept
                 with this model. A draft changes how fast the text comes, not which text comes (docs/exactness.md).
             strategy: a decoding method of your own, used in place of the one that the options name. It is called with a
                 :class:`specbeam.engine.Setup` and the drafter or None, and returns a
-                :data:`specbeam.decoding.Strategy`. It keeps at most ``num_beams`` unfinished texts.
+                :data:`specbeam.decoding.Strategy`. It keeps at most ``num_beams`` unfinished sequences.
             priority: waiting requests with lower numbers start first, and equal ones in the order of submission. Yet
                 one start in eight belongs to the request that has waited longest. Live requests share passes equally.
             timeout: seconds after which the request ends before the next pass, with the text so far and the
                 ``finish_reason`` "timeout". They count from now, waiting included.
-            source: goes to the backend with each pass over the text, in place of its encoder's output
-                (:attr:`specbeam.backends.contract.Segment.source`). The text shares no keys and values then.
+            source: goes to the backend with each pass of the request, in place of its encoder's output
+                (:attr:`specbeam.backends.contract.Segment.source`). The request shares no keys and values then.
 
         Raises:
             QueueFull: ``max_requests`` and ``max_waiting`` allow no further request at present.
@@ -223,7 +223,7 @@ class Engine:
             wakeups=self._wakeups,
             costs=self._scheduler.costs,
         )
-        self._budget.check(state.least_bytes, state.most_rows)
+        self._budget.check(state.least_bytes, state.max_rows)
         return state
 
     def run(self) -> None:
@@ -255,7 +255,7 @@ class Engine:
             yield from finished
 
     def step(self) -> bool:
-        """One round: admit requests, evaluate nodes, advance strategies. Returns whether there is more to do.
+        """One iteration: admit requests, evaluate nodes, advance strategies. Returns whether there is more to do.
 
         Raises:
             SpecbeamError: the engine runs in a thread of its own.
@@ -267,7 +267,7 @@ class Engine:
             )
         with self._scheduler.interrupts:
             try:
-                return self._do_round()
+                return self._do_iteration()
             except BaseException as error:
                 if self._scheduler.is_changing:
                     found = type(error).__name__
@@ -283,7 +283,7 @@ class Engine:
         Raises:
             SpecbeamError: it runs already.
         """
-        self._thread.start(self._do_round)
+        self._thread.start(self._do_iteration)
         return self
 
     def stop(self, grace: float | None = None) -> None:
@@ -306,14 +306,14 @@ class Engine:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.stop(None if error is None else 0)
 
-    def _do_round(self) -> bool:
+    def _do_iteration(self) -> bool:
         try:
-            return self._round()
+            return self._iterate()
         finally:
             self._wakeups.send()
 
-    @whole_step
-    def _round(self) -> bool:
+    @fork_guard
+    def _iterate(self) -> bool:
         scheduler = self._scheduler
         scheduler.is_changing = True
         scheduler.take_new()
@@ -348,15 +348,15 @@ class Engine:
 
     @property
     def kept_tokens(self) -> int:
-        """Cache slots of the target that keep texts for later requests. Live requests take them when they need them."""
+        """Cache slots of the target with cached prefixes that no request holds. Live requests take them if needed."""
         return self._budget.target.kept
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of the texts that are kept for later requests, on the target and on draft models."""
+        """Bytes of cached prefixes that no request holds, on the target and on draft models."""
         return self._budget.kept_bytes
 
     @property
     def max_cache_tokens(self) -> int:
-        """The most cache slots that live requests and kept texts may take together."""
+        """The most cache slots that live requests and cached prefixes may take together."""
         return self._budget.cache_tokens

@@ -11,7 +11,7 @@ from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
-from specbeam.whole_steps import InterpreterEnds, whole_step
+from specbeam.fork_guard import InterpreterEnds, fork_guard
 
 logger = logging.getLogger("specbeam")
 SECONDS_FOR_ANOTHER = 0.0005
@@ -21,27 +21,27 @@ MAX_SECONDS_FOR_OTHERS = 0.01
 
 
 class EngineThread:
-    """Runs the rounds of an engine in a thread of its own, between :meth:`start` and :meth:`stop`.
+    """Runs the iterations of an engine in a thread of its own, between :meth:`start` and :meth:`stop`.
 
-    It is a daemon thread, so a program that does not stop it ends all the same. Whoever takes the lock is in a whole
-    step: a fork meanwhile would leave it locked in the child.
+    It is a daemon thread, so a program that does not stop it ends all the same. The lock is taken only under the fork
+    guard: a fork meanwhile would leave it locked in the child.
     """
 
     def __init__(self, scheduler: Scheduler, wakeups: Wakeups) -> None:
         self._scheduler = scheduler
         self._wakeups = wakeups
-        self._lock = threading.Lock()  # of submit, start and stop. Rounds do without it
+        self._lock = threading.Lock()  # of submit, start and stop. Iterations do without it
         self._has_work = threading.Event()
         self._is_stopping = False  # it takes no new requests
         self._is_cancelling = False  # nothing is evaluated any more
         self._failure: str | None = None  # how an error ended the thread, or the engine
 
-    @whole_step
-    def start(self, do_round: Callable[[], bool]) -> None:
+    @fork_guard
+    def start(self, iterate: Callable[[], bool]) -> None:
         """Start the thread.
 
         Args:
-            do_round: does one round of the engine, and returns whether there is more to do.
+            iterate: runs one iteration of the engine, and returns whether there is more to do.
 
         Raises:
             SpecbeamError: it runs already.
@@ -53,11 +53,11 @@ class EngineThread:
             self._failure = None
             self._has_work = threading.Event()
             self._has_work.set()
-            thread = threading.Thread(target=self._work, args=[do_round], name="specbeam-engine", daemon=True)
-            self._wakeups.thread = thread  # first: its rounds ask whether it runs
+            thread = threading.Thread(target=self._work, args=[iterate], name="specbeam-engine", daemon=True)
+            self._wakeups.thread = thread  # first: its iterations ask whether it runs
             thread.start()
 
-    @whole_step
+    @fork_guard
     def add(self, request: RequestState) -> None:
         """Queue a request, and wake the thread if there is one.
 
@@ -91,7 +91,7 @@ class EngineThread:
         self._begin_to_stop(thread, cancel=True)
         thread.join()
 
-    @whole_step
+    @fork_guard
     def _begin_to_stop(self, thread: threading.Thread, cancel: bool) -> None:
         with self._lock:
             if thread is self._wakeups.thread:
@@ -99,17 +99,17 @@ class EngineThread:
                 self._is_cancelling |= cancel
                 self._has_work.set()
 
-    def _work(self, do_round: Callable[[], bool]) -> None:
+    def _work(self, iterate: Callable[[], bool]) -> None:
         try:
             while not (self._is_stopping and self._scheduler.is_empty):
                 self._has_work.wait()
                 self._wait_for_others()
-                self._has_work.clear()  # before a round looks for new requests
+                self._has_work.clear()  # before an iteration looks for new requests
                 more = True
                 while more:
                     if self._is_cancelling:
                         self._cancel_all()
-                    more = do_round()
+                    more = iterate()
             self.end()
         except InterpreterEnds:
             pass
@@ -125,11 +125,11 @@ class EngineThread:
             seen = waiting
             time.sleep(SECONDS_FOR_ANOTHER)
 
-    @whole_step
+    @fork_guard
     def _cancel_all(self) -> None:
         self._scheduler.cancel_all()
 
-    @whole_step
+    @fork_guard
     def end(self, failure: str | None = None) -> None:
         """Note that no thread runs any more. After a failure all requests fail, and no further ones are taken."""
         with self._lock:

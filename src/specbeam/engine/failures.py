@@ -5,6 +5,9 @@ from __future__ import annotations
 import traceback
 
 import torch
+from torch import Tensor
+
+from specbeam.errors import NotFinite, SpecbeamError
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -18,3 +21,20 @@ def forget_frames(error: Exception) -> Exception:
         error.add_note("".join(traceback.format_tb(error.__traceback__)))
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
+
+
+def out_of_memory(nodes: int) -> SpecbeamError:
+    """There was no memory for a request alone, with this many nodes in its tree."""
+    return SpecbeamError(
+        f"out of memory with {nodes} nodes in the request's tree: ask for fewer new tokens, a shorter prompt, or a "
+        "smaller dtype"
+    )
+
+
+def not_finite(source: str, length: int, logits: Tensor) -> NotFinite:
+    """The logits of a node, float32 [vocab], are not finite, after this many tokens."""
+    found = "NaN" if logits.isnan().any() else "+inf" if logits.amax() > 0 else "-inf alone"
+    return NotFinite(
+        f"no token has a probability after {length} tokens, because the logits of {source} hold {found}: "
+        "check its weights, or give dtype='float32' if numbers overflow"
+    )

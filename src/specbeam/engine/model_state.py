@@ -8,7 +8,11 @@ from specbeam.backends.contract import Backend
 from specbeam.cache.budget import Budget
 from specbeam.cache.pool import BLOCK_SLOTS
 from specbeam.cache.slots import Slots
+from specbeam.decoding.drafter import Drafter
+from specbeam.drafting.retokenizing import RetokenizingDrafter
+from specbeam.engine.drafters import Draft
 from specbeam.engine.setup import Setup
+from specbeam.model import LanguageModel
 from specbeam.tree import Nodes, Tree
 
 
@@ -18,16 +22,16 @@ class ModelState:
     Args:
         budget: of the engine.
         prompt_ids: the prompt's token ids. A model with an encoder reads them before the first pass.
-        guesses: the most guesses per round. Where slots are short, the request does without them.
-        most_rows: the most nodes whose logits are needed at once.
+        draft_tokens: the most draft tokens per round. Where slots are short, the request does without them.
+        max_rows: the most nodes whose logits are needed at once.
         prompt_length: the prompt's length in tokens of this model, if these are others.
         source: in place of the encoder's output.
 
     Attributes:
         slots: of its tree.
-        least_bytes: bytes that it needs for one text of full length.
+        least_bytes: bytes that it needs for one sequence of full length.
         passes: forward passes that the request took part in.
-        answered: passes that completed the logits of a wish of the strategy. Other passes read parts of a prompt.
+        completed: passes that completed what the strategy asked for. Other passes prefill parts of a prompt.
         seconds: the request's share of the time of its passes, by its share of their nodes.
         nodes: nodes evaluated for the request.
         source: the encoder's output for the prompt, or what was given. None until the encoder has read it.
@@ -41,15 +45,15 @@ class ModelState:
         prompt_ids: list[int],
         backend: Backend,
         tree: Tree,
-        guesses: int,
-        most_rows: int,
+        draft_tokens: int,
+        max_rows: int,
         prompt_length: int = 0,
         source: Any = None,
     ) -> None:
         self.backend = backend
         self.tree = tree
-        self.most_rows = most_rows
-        self.passes = self.answered = self.nodes = 0
+        self.max_rows = max_rows
+        self.passes = self.completed = self.nodes = 0
         self.seconds = 0.0
         self.source = self._given_source = source
         self._encoder_prompt = None if backend.start_token_ids is None else prompt_ids
@@ -57,25 +61,25 @@ class ModelState:
         # After another source, equal tokens have other keys and values.
         shares = setup.options.share_prefix and self._encoder_prompt is None and source is None
         self.slots = Slots(tree, backend, budget.cache_of(backend), shares)
-        texts, new_tokens = setup.options.num_texts, setup.stop.max_length - setup.tree.prompt_length
-        self._most_nodes = texts + guesses  # of a round
-        # Texts may share only the prompt. If they do not fit together, they are evaluated one after the other.
-        shared = max(len(prompt_ids), tree.prompt_length, prompt_length) + (new_tokens if texts == 1 else 0)
-        own = 0 if texts == 1 else new_tokens
+        sequences, new_tokens = setup.options.num_texts, setup.stop.max_length - setup.tree.prompt_length
+        self._max_nodes = sequences + draft_tokens  # of a round
+        # Sequences may share only the prompt. If they do not fit together, they are evaluated one after the other.
+        shared = max(len(prompt_ids), tree.prompt_length, prompt_length) + (new_tokens if sequences == 1 else 0)
+        own = 0 if sequences == 1 else new_tokens
         self.least_bytes = (min(shared, self._lasting(shared) + budget.max_batch_tokens) + own) * backend.slot_bytes
-        self._used_before = self._answered_before = 0  # it was closed
+        self._used_before = self._completed_before = 0  # it was closed
 
     def close(self) -> None:
-        """Free the slots. It may begin again, and evaluates then what it needs."""
+        """Free the slots. It may begin again, and then recomputes the nodes that it needs."""
         self._used_before = self.slots.used or self._used_before
-        self._answered_before = self.answered
+        self._completed_before = self.completed
         self.source = self._given_source
         self.slots.close()
 
     def lose(self, nodes: int) -> None:
-        """A pass over some nodes showed that a slot may hold numbers that are not finite: all are to be read again.
+        """A pass over some nodes showed that a slot may hold numbers that are not finite: all are to be recomputed.
 
-        So are the slots of other requests that it began with.
+        So is the prefix that it shared with other requests.
         """
         self.passes += 1
         self.nodes += nodes
@@ -89,8 +93,8 @@ class ModelState:
 
     @property
     def is_reading(self) -> bool:
-        """Whether it reads a text, as no pass has answered the strategy since it began."""
-        return self.answered == self._answered_before
+        """Whether it prefills or recomputes: no pass has completed what the strategy asked for since it began."""
+        return self.completed == self._completed_before
 
     def evaluated(self, nodes: Nodes, pending: Nodes, ahead: int) -> None:
         """A pass over these nodes went well.
@@ -103,18 +107,38 @@ class ModelState:
         self.nodes += len(nodes) * (1 + ahead)
         self.slots.evaluated(pending, ahead * len(nodes))
 
-    def round_bytes(self, pending: Nodes) -> int:
-        """Bytes that it needs for one more round, beside the bytes that it holds.
+    def next_bytes(self, pending: Nodes) -> int:
+        """Bytes that it needs for one more iteration, beside the bytes that it holds.
 
         Args:
             pending: the nodes that it is to evaluate next. Other nodes of the tree may never be: deferred beams.
         """
-        trunk, used = self.tree.trunk_length, self.slots.used
-        lasting = self.tree.live - trunk + self._lasting(trunk)
+        prefix, used = self.tree.prefix_length, self.slots.used
+        lasting = self.tree.live - prefix + self._lasting(prefix)
         if evaluated := used or self._used_before:
             lasting = min(lasting, evaluated + len(pending))
-        return max(0, lasting + self._most_nodes - used) * self.backend.slot_bytes
+        return max(0, lasting + self._max_nodes - used) * self.backend.slot_bytes
 
-    def _lasting(self, trunk: int) -> int:
-        """The most slots that a trunk of this length keeps beyond a pass."""
-        return trunk if self.backend.window is None else min(trunk, self.backend.window + BLOCK_SLOTS)
+    def _lasting(self, prefix: int) -> int:
+        """The most slots that a shared prefix of this length keeps beyond a pass."""
+        return prefix if self.backend.window is None else min(prefix, self.backend.window + BLOCK_SLOTS)
+
+
+def model_states(
+    budget: Budget,
+    setup: Setup,
+    lm: LanguageModel,
+    prompt_ids: list[int],
+    draft: Draft | None,
+    drafter: Drafter | None,
+    source: Any,
+) -> list[ModelState]:
+    """A request on the target and, if it has one, on the draft model."""
+    draft_tokens = 0 if drafter is None else drafter.controller.max_draft_tokens
+    rows = setup.options.num_texts + draft_tokens
+    states = [ModelState(budget, setup, prompt_ids, lm.backend, setup.tree, draft_tokens, rows, source=source)]
+    if isinstance(draft, LanguageModel) and drafter is not None:
+        length = drafter.prompt_length if isinstance(drafter, RetokenizingDrafter) else len(prompt_ids)
+        drafted, rows = drafter.controller.max_drafted, drafter.controller.max_drafted_at_once
+        states.append(ModelState(budget, setup, prompt_ids, draft.backend, drafter.tree, drafted, rows, length))
+    return states

@@ -14,7 +14,7 @@ from specbeam.engine.setup import Setup
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
 from specbeam.results import Piece, Result, Sequence, Stats, TopLogProbs
-from specbeam.selection import Answer
+from specbeam.selection import Selection
 from specbeam.streaming import TextStream
 from specbeam.tree import Nodes
 
@@ -78,7 +78,7 @@ class Output:
     def stream(self, target: ModelState, draft: ModelState | None) -> None:
         """Hand out the nodes that have become certain, and for a trace the round."""
         tree = self._setup.tree
-        nodes = tree.trunk[self._streamed :]
+        nodes = tree.prefix[self._streamed :]
         one_round = self._setup.record.end_round(nodes, tree.finished)
         if len(nodes) or one_round is not None:
             tokens, log_probs, top_logprobs = self._tokens(nodes)
@@ -86,15 +86,15 @@ class Output:
             trace = self._trace(one_round, text, target, draft)
             self._request.give(Piece(text, tokens, log_probs, top_logprobs, trace=trace))
 
-    def show(self, answer: Answer) -> None:
-        """Hand out tokens that passes ahead have chosen for a text, before its strategy adds them to the tree.
+    def show(self, selection: Selection) -> None:
+        """Hand out tokens that passes ahead have chosen for a sequence, before its strategy adds them to the tree.
 
         Args:
-            answer: of all passes since the text's tip.
+            selection: of all passes since the tip of the sequence.
         """
-        shown = self._streamed - self._setup.tree.trunk_length
-        tokens: list[int] = answer.tokens[shown:, 0].tolist()
-        log_probs: list[float] = answer.log_probs[shown:, 0].tolist()
+        shown = self._streamed - self._setup.tree.prefix_length
+        tokens: list[int] = selection.tokens[shown:, 0].tolist()
+        log_probs: list[float] = selection.log_probs[shown:, 0].tolist()
         self._request.give(Piece(self._take(tokens), tokens, log_probs))
 
     def find(self, hypothesis: Hypothesis) -> None:
@@ -144,15 +144,15 @@ class Output:
         before, self._spent = self._spent, Spent.of(target, draft)
         one_round["text"] = text
         one_round["pass"] = {**asdict(self._spent - before), "seconds": time.perf_counter() - self._submitted}
-        # The guesses of a round may still be accepted later: the caller's copy stays as it is.
-        return [{**one_round, "drafted": [{**guess} for guess in one_round["drafted"]]}]
+        # Draft tokens of a round may still be accepted later: the caller's copy stays as it is.
+        return [{**one_round, "drafted": [{**draft_token} for draft_token in one_round["drafted"]]}]
 
     def _likeliest(self, node: int) -> list[dict[str, Any]]:
         """The likeliest tokens after a node, as they are in a trace. Under a constraint, whether it masks each."""
         assert self.alternatives is not None
         log_probs = self.alternatives.after(node)
         likeliest = self._setup.record.tokens(log_probs)
-        if (constraint := self._setup.wish.process.constraint) is not None:
+        if (constraint := self._setup.selector.process.constraint) is not None:
             allowed = constraint.allows(self._setup.tree, node, log_probs)
             for token in likeliest:
                 token["masked"] = not allowed[token["token_id"]]
@@ -186,7 +186,7 @@ class Output:
         top_logprobs = []
         for before, token, log_prob in zip(tree.parents(nodes).tolist(), tokens, log_probs, strict=True):
             row = self.alternatives.after(before)
-            # A token has one log-probability. Beam search may round it in another way than the row.
+            # A token has one log-probability, which beam search may round differently from the row.
             top_logprobs.append({**row, token: log_prob} if token in row else {**row})
         return tokens, log_probs, top_logprobs
 
@@ -209,7 +209,7 @@ class Output:
             drafted=record.drafted,
             accepted=record.accepted,
             acceptance_rate=record.accepted / record.drafted if record.drafted else None,
-            steps_per_target_pass=record.steps / target.answered if target.answered else None,
+            steps_per_target_pass=record.steps / target.completed if target.completed else None,
             peak_memory=self._lm.backend.peak_memory(),
             precision=self._lm.precision,
             draft_note=record.draft_note() if drafted else None,

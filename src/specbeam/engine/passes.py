@@ -17,7 +17,7 @@ from torch import Tensor
 from specbeam.backends.contract import AheadBackend, EncodingBackend
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.engine.scheduler import Batch, Scheduler
-from specbeam.selection import Answer
+from specbeam.selection import Selection
 
 NO_LOGITS = torch.empty(0, 0)
 NORMALIZERS = attrgetter("normalizers")
@@ -26,10 +26,10 @@ NORMALIZERS = attrgetter("normalizers")
 def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool:
     """Evaluate a batch in one pass, and let each request go on with its logits.
 
-    If the pass fails, its halves are tried. A request that fails alone is ended. If there is no memory for it while
-    others are live, the youngest is paused instead. Before that, cached prefixes are evicted.
+    If the pass fails, its halves are tried, and a request that fails alone is ended. If it fails for lack of memory,
+    cached prefixes are evicted instead, and then the newest of several live requests is preempted.
 
-    A request whose logits are not finite is tried alone. Where one mask is over all trees, another tree's NaN may have
+    A request whose logits are not finite is tried alone: where one mask is over all trees, another tree's NaN may have
     come in, since 0 times NaN is NaN.
 
     Args:
@@ -42,17 +42,17 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     alone: Batch = []
     backend, start = batch[0][0].backend, time.perf_counter()  # a request that goes on may ask its other model
     try:
-        logits, parts, answers, passes = _forward(batch, scheduler)
+        logits, parts, selections, passes = _forward(batch, scheduler)
     except Exception as error:
         failure = forget_frames(error)
     else:
         with _one_thread() if one_torch_thread else nullcontext():
-            if _are_finite(answers):
-                for (request, nodes), rows, own in zip(batch, parts, answers, strict=True):
+            if _are_finite(selections):
+                for (request, nodes), rows, own in zip(batch, parts, selections, strict=True):
                     request.receive(nodes, logits, rows, own, passes - 1)
             else:
-                alone = _receive_sound(batch, logits, parts, answers, passes - 1)
-        # The time includes the use of the logits by the requests: choosing among them has a cost, too.
+                alone = _receive_sound(batch, logits, parts, selections, passes - 1)
+        # The time includes the use of the logits by the requests: the selections have a cost, too.
         seconds = (time.perf_counter() - start) / passes
         scheduler.costs(backend, ahead=passes > 1).add(sum(len(nodes) for _, nodes in batch), seconds)
         scheduler.succeeded()
@@ -73,12 +73,12 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     return fine
 
 
-def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], list[list[Answer]], int]:
+def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], list[list[Selection]], int]:
     """Run a pass, or several where the backend goes on by itself.
 
     Returns:
-        The logits, float32 [n, vocab], each request's rows of them, and the answers to its wishes about them. Last, the
-        number of passes. If several were allowed, there are no logits, and answers have rows for each pass.
+        The logits, float32 [n, vocab], each request's rows of them, and the selections that it asked for. Last, the
+        number of passes. If several were allowed, there are no logits, and selections have rows for each pass.
     """
     backend = batch[0][0].backend
     start = time.perf_counter()
@@ -90,41 +90,49 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], l
             state.source = source
     segments = [request.segment(nodes, passes - 1) for request, nodes in batch]
     parts = [slice(*ends) for ends in pairwise(accumulate((len(s.wanted) for s in segments), initial=0))]
-    wishes = [request.wishes(nodes) for request, nodes in batch]
-    asked = [(part, wish) for part, some in zip(parts, wishes, strict=True) for wish in some]
+    requested = [request.selection_requests(nodes) for request, nodes in batch]
+    asked = [(part, one) for part, some in zip(parts, requested, strict=True) for one in some]
     if passes > 1:
         ends = frozenset[int]().union(*(request.ends for request, _ in batch))
-        own_wishes, beams = [wish for _, wish in asked], [request.beams for request, _ in batch]
+        about_nodes, beams = [one for _, one in asked], [request.beams for request, _ in batch]
         every = scheduler.passes_unseen(batch)
-        show = partial(_show, batch, scheduler) if every < passes and any(one.is_read for one, _ in batch) else None
+        show = (
+            partial(_show, batch, scheduler)
+            if every < passes and any(one.request.is_read for one, _ in batch)
+            else None
+        )
         with scheduler.passing():
             found = cast(AheadBackend, backend).forward_ahead(
-                segments, own_wishes, beams, passes, ends, scheduler.news, every, show
+                segments, about_nodes, beams, passes, ends, scheduler.halt, every, show
             )
         logits, passes = NO_LOGITS, len(found[0].tokens) // len(segments[0].tokens)
     else:
         with scheduler.passing():
             logits = backend.forward(segments)
             found = backend.choose(logits, asked) if asked else []
-            if logits.is_cuda and not asked:  # answers wait for the device
+            if logits.is_cuda and not asked:  # selections wait for the device
                 torch.cuda.synchronize(logits.device)
-    answers = iter(found)
+    selections = iter(found)
     seconds = time.perf_counter() - start
     together = sum(len(s.tokens) for s in segments)
-    ahead = [max(1, len(s.wanted)) for s in segments]  # nodes of the next pass, roughly: who reads a prompt brings one
+    ahead = [max(1, len(s.wanted)) for s in segments]  # nodes of the next pass, roughly: one in prefill
     for (request, nodes), own in zip(batch, ahead, strict=True):
         request.spend(seconds * len(nodes) / together, sum(ahead) - own, len(batch))
-    return logits, parts, [[*islice(answers, len(some))] for some in wishes], passes
+    return logits, parts, [[*islice(selections, len(some))] for some in requested], passes
 
 
-def _are_finite(answers: list[list[Answer]]) -> bool:
-    """Whether all requests have answers, all about finite logits. All at once: for each, Python would take a while."""
-    return all(answers) and bool(np.isfinite(np.concatenate([*map(NORMALIZERS, chain.from_iterable(answers))])).all())
+def _are_finite(selections: list[list[Selection]]) -> bool:
+    """Whether all requests have selections, all from finite logits. Checked together: one by one is slow in Python."""
+    return all(selections) and bool(
+        np.isfinite(np.concatenate([*map(NORMALIZERS, chain.from_iterable(selections))])).all()
+    )
 
 
-def _receive_sound(batch: Batch, logits: Tensor, parts: list[slice], answers: list[list[Answer]], ahead: int) -> Batch:
+def _receive_sound(
+    batch: Batch, logits: Tensor, parts: list[slice], selections: list[list[Selection]], ahead: int
+) -> Batch:
     """Let the requests go on whose logits are finite. Returns the part of the batch that has to be tried alone."""
-    found, alone = list(zip(batch, parts, answers, strict=True)), Batch()
+    found, alone = list(zip(batch, parts, selections, strict=True)), Batch()
     all_sound = all(request.is_sound(logits, rows, own) for (request, _), rows, own in found)
     for (request, nodes), rows, own in found:  # without rows, nobody can tell
         if all_sound or (rows.start < rows.stop and request.is_sound(logits, rows, own)):
@@ -136,12 +144,12 @@ def _receive_sound(batch: Batch, logits: Tensor, parts: list[slice], answers: li
     return alone
 
 
-def _show(batch: Batch, scheduler: Scheduler, answers: list[Answer]) -> None:
-    """Hand out what passes that go ahead have chosen so far to its readers."""
-    for (request, nodes), answer in zip(batch, answers, strict=True):
-        if request.is_read and request.can_show(nodes):
-            request.show(answer)
-    scheduler.wakeups.send(in_round=True)
+def _show(batch: Batch, scheduler: Scheduler, selections: list[Selection]) -> None:
+    """Stream the tokens that passes ahead have chosen so far."""
+    for (request, nodes), selection in zip(batch, selections, strict=True):
+        if request.request.is_read and request.can_show(nodes):
+            request.show(selection)
+    scheduler.wakeups.send(in_iteration=True)
 
 
 def _one_thread() -> Any:

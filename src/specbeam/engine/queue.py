@@ -51,7 +51,7 @@ class Queue:
             yield request
 
     def put_back(self, request: RequestState) -> None:
-        """Queue a paused request again, at its old place."""
+        """Queue a preempted request again, at its old place."""
         line = self._lines.setdefault(request.priority, deque())
         place = 0
         while place < len(line) and line[place].number < request.number:

@@ -38,8 +38,8 @@ class Request:
 
     Attributes:
         prompt_ids: the prompt's token ids.
-        max_length: the most tokens of prompt and text together.
-        is_read: somebody has asked for its pieces. Until then tokens may wait for later ones, for the sake of speed.
+        max_length: the most tokens of the sequence, prompt included.
+        is_read: somebody has asked for its pieces. Until then tokens may wait for later ones, which is faster.
         found: finished sequences that nobody has taken yet, best first. Each comes as soon as it is certain.
         done: there is a result or an error.
     """
@@ -64,7 +64,7 @@ class Request:
         self._state: Unfinished | None = state  # the engine's, until the request is done
         self._wakeups = wakeups
         self._end_waiters: Waiters = {}
-        self._news_waiters: Waiters = {}  # for a piece, or the end
+        self._output_waiters: Waiters = {}  # for a piece, or the end
 
     @property
     def pieces(self) -> deque[Piece]:
@@ -129,16 +129,16 @@ class Request:
                     callback(pieces.popleft())
             finally:
                 if not done or pieces:
-                    self._call_later(self._news_waiters, take, self._has_news, call_soon)
+                    self._call_later(self._output_waiters, take, self._has_output, call_soon)
 
-        self._call_later(self._news_waiters, take, self._has_news, call_soon)
+        self._call_later(self._output_waiters, take, self._has_output, call_soon)
 
     def __iter__(self) -> Iterator[Piece]:
         return self
 
     def __next__(self) -> Piece:
         while (piece := self._take()) is None:
-            self._sleep(self._news_waiters, self._has_news)
+            self._sleep(self._output_waiters, self._has_output)
         return piece
 
     def __await__(self) -> Generator[Any, None, Result]:
@@ -152,7 +152,7 @@ class Request:
     async def __anext__(self) -> Piece:
         try:
             while (piece := self._take()) is None:
-                await self._sleep_in_loop(self._news_waiters, self._has_news)
+                await self._sleep_in_loop(self._output_waiters, self._has_output)
         except StopIteration:
             raise StopAsyncIteration from None
         return piece
@@ -165,27 +165,27 @@ class Request:
 
     @property
     def used_slots(self) -> int:
-        """Cache slots in use on the target. A request that waits, is paused or is done uses none."""
+        """Cache slots in use on the target. A request that waits, was preempted or is done uses none."""
         return 0 if (state := self._state) is None else state.used_slots
 
     # The engine's thread calls these.
 
     @property
     def can_be_shown(self) -> bool:
-        """Whether its readers can take pieces in the middle of a round, because none of them needs this thread."""
+        """Whether its readers can take pieces in the middle of an iteration, because none of them needs this thread."""
         return self._wakeups.engine_runs and not self._is_read_here
 
     def give(self, piece: Piece) -> None:
         """Hand out a piece."""
         self._pieces.append(piece)
-        if self._news_waiters:
-            self._wakeups.add(self._news_waiters)
+        if self._output_waiters:
+            self._wakeups.add(self._output_waiters)
 
     def end(self) -> None:
         """Note that there is a result or an error."""
         self.done = True
         self._state = None
-        for waiters in (self._news_waiters, self._end_waiters):
+        for waiters in (self._output_waiters, self._end_waiters):
             if waiters:
                 self._wakeups.add(waiters)
 
@@ -195,7 +195,7 @@ class Request:
         assert self.outcome is not None
         return self.outcome
 
-    def _has_news(self) -> bool:
+    def _has_output(self) -> bool:
         return self.done or bool(self._pieces)
 
     def _take(self) -> Piece | None:

@@ -7,31 +7,29 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from specbeam.backends.contract import Backend, Segment
 from specbeam.cache.budget import Budget
 from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.alternatives import Alternatives
-from specbeam.drafting.retokenizing import RetokenizingDrafter
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafters import Draft, make_drafter
-from specbeam.engine.failures import forget_frames, is_out_of_memory
-from specbeam.engine.model_state import ModelState
+from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
+from specbeam.engine.model_state import ModelState, model_states
 from specbeam.engine.output import Output
 from specbeam.engine.request import Request
 from specbeam.engine.setup import make_setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy
 from specbeam.engine.wakeups import Wakeups
+from specbeam.engine.wanted_rows import WantedRows
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.selection import Answer, Beams, Wish, select, to_device
+from specbeam.selection import Beams, Selection, SelectionRequest, select
 from specbeam.tree import NO_NODES, Nodes
 
 
@@ -74,39 +72,26 @@ class RequestState:
         self._setup = setup = make_setup(lm, prompt_ids, options, costs)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
-        num_texts = setup.options.num_texts
-        room = max(0, budget.most_rows - num_texts)  # for guesses
+        room = max(0, budget.max_rows - setup.options.num_texts)  # for draft tokens
         self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
         self._drafter = None
         if draft is not None:
             self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), self._draft_cost, room)
-        guesses = 0 if self._drafter is None else self._drafter.controller.most_guesses
-        make_state = partial(ModelState, budget, setup, prompt_ids)
-        self._target = make_state(lm.backend, setup.tree, guesses, num_texts + guesses, source=source)
-        self._draft: ModelState | None = None
-        if isinstance(draft, LanguageModel) and self._drafter is not None:
-            length = self._drafter.prompt_length if isinstance(self._drafter, RetokenizingDrafter) else len(prompt_ids)
-            controller = self._drafter.controller
-            guesses, rows = controller.most_drafted, controller.most_drafted_at_once
-            self._draft = make_state(draft.backend, self._drafter.tree, guesses, rows, prompt_length=length)
-        self._states = [self._target] if self._draft is None else [self._target, self._draft]
+        self._states = model_states(budget, setup, lm, prompt_ids, draft, self._drafter, source)
+        self._target, self._draft = self._states[0], self._states[1] if len(self._states) > 1 else None
         self._trees = [*{state.tree for state in self._states}]
         self._state = self._target  # on the model that is to evaluate the pending nodes
         self._make_strategy = strategy or make_strategy
         self._strategy: Strategy | None = None
-        self._wanted = NO_NODES  # nodes that the strategy asked about
-        self._asked = NO_NODES  # the same ones in ascending order, as their rows of logits come
-        self._part = NO_NODES  # the asked nodes that are evaluated now: all of them, unless memory is short
-        self._wish: Wish | None = None  # what it asked; None for the logits
+        self._rows = WantedRows(NO_NODES)
         self._step = Evaluate(NO_NODES)  # the latest of the strategy
-        self._received: list[Tensor] = []
-        self._has_read_again = False  # because logits were not finite
+        self._was_recomputed = False  # because logits were not finite
         self._show_error: Exception | None = None
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """The most nodes whose logits it needs at once."""
-        return max(state.most_rows for state in self._states)
+        return max(state.max_rows for state in self._states)
 
     @property
     def source_bytes(self) -> int:
@@ -115,13 +100,13 @@ class RequestState:
 
     @property
     def least_bytes(self) -> int:
-        """Bytes that it needs for one text of full length, without a draft."""
+        """Bytes that it needs for one sequence of full length, without a draft."""
         return self._target.least_bytes + self._target.source_bytes
 
     @property
-    def round_bytes(self) -> int:
-        """Bytes that it needs for one more round, beside the bytes that it holds."""
-        return sum(state.round_bytes(self.pending if state is self._state else NO_NODES) for state in self._states)
+    def next_bytes(self) -> int:
+        """Bytes that it needs for one more iteration, beside the bytes that it holds."""
+        return sum(state.next_bytes(self.pending if state is self._state else NO_NODES) for state in self._states)
 
     def found_bytes(self) -> int:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
@@ -133,7 +118,7 @@ class RequestState:
 
     @property
     def is_reading(self) -> bool:
-        """Whether the model that it needs next reads its prompt, or its text again after a pause."""
+        """Whether the model that it needs next prefills its prompt, or recomputes its cache after a preemption."""
         return self._state.is_reading
 
     @property
@@ -152,16 +137,16 @@ class RequestState:
         return self._state.backend
 
     def open(self) -> None:
-        """Begin the strategy or, after a pause, evaluate again the nodes that it needs."""
+        """Begin the strategy or, after a preemption, recompute the nodes that it needs."""
         with self._failing_alone():
             if self._strategy is None:
                 self._strategy = self._make_strategy(self._setup, self._drafter)
                 self._advance(None)
             else:
-                self._received = []
-                self._evaluate(self._asked)
+                self._rows.restart()
+                self._evaluate(self._rows.ascending)
 
-    def pause(self) -> None:
+    def preempt(self) -> None:
         """Free all slots until :meth:`open`."""
         for state in self._states:
             state.close()
@@ -179,7 +164,7 @@ class RequestState:
             trees = (state.slots for one in others for state in one._states if state.backend is self.backend)
             if self._state.slots.await_prefix(trees):
                 return True
-            self._evaluate(self._part)
+            self._evaluate(self._rows.part)
         return False
 
     @property
@@ -199,30 +184,25 @@ class RequestState:
             with self._failing_alone():
                 self._finish([Hypothesis(tree.tip, float(tree.scores(tree.tip)), finish_reason)])
 
-    def most_ahead(self, nodes: Nodes) -> int:
+    def max_ahead(self, nodes: Nodes) -> int:
         """How many further passes its backend may run by itself after one over some pending nodes.
 
         Each is over the tokens that the one before chose.
         """
         if not self._step.ahead or self._setup.record.trace is not None or self._alternatives is not None:
             return 0
-        are_all = len(nodes) == len(self.pending) == len(self._asked) and self._asked is self._wanted
-        return self._step.ahead if are_all and self._is_whole else 0
-
-    @property
-    def is_read(self) -> bool:
-        """Whether somebody takes its text as it comes."""
-        return self.request.is_read
+        are_all = len(nodes) == len(self.pending) == len(self._rows.ascending)
+        return self._step.ahead if are_all and self._rows.in_order and self._rows.is_whole else 0
 
     def can_show(self, nodes: Nodes) -> bool:
         """Whether tokens can be handed out while passes go ahead. Without beams, each chosen token is certain."""
         return self.request.can_be_shown and self.beams is None and nodes[-1] == self._setup.tree.tip
 
-    def show(self, answer: Answer) -> None:
+    def show(self, selection: Selection) -> None:
         """Hand out the tokens that passes ahead have chosen so far. An error ends the request after these passes."""
         if self._show_error is None:
             try:
-                self._output.show(answer)
+                self._output.show(selection)
             except Exception as error:
                 self._show_error = error
 
@@ -238,16 +218,14 @@ class RequestState:
 
     def segment(self, nodes: Nodes, ahead: int = 0) -> Segment:
         """The request's part of a pass over some of its pending nodes, or of ``ahead`` more passes."""
-        if len(nodes) == len(self._part) == len(self.pending) and not self._received:  # all of them, no ancestors
-            wanted = np.arange(len(nodes))
-        else:
-            first, end = self._part.searchsorted((nodes[0], nodes[-1] + 1))
-            wanted = nodes.searchsorted(self._part[first:end])
-        vocab, state = None if self._wish is None else self._wish.vocab, self._state
+        no_ancestors = len(nodes) == len(self.pending) == len(self._rows.part) and self._rows.is_whole
+        wanted = np.arange(len(nodes)) if no_ancestors else self._rows.among(nodes)
+        request, state = self._step.selection_request, self._state
+        vocab = None if request is None else request.vocab
         return state.slots.segment(nodes, wanted, vocab, state.source, ahead)
 
     def spend(self, seconds: float, other_nodes: int, requests: int) -> None:
-        """Take in its latest pass.
+        """Record its latest pass.
 
         Args:
             seconds: its share of the pass's time.
@@ -259,118 +237,105 @@ class RequestState:
             if cost is not None:
                 cost.join(other_nodes, requests)
 
-    def wishes(self, nodes: Nodes) -> list[Wish]:
-        """The wishes about the logits at the wanted ones among some pending nodes.
+    def selection_requests(self, nodes: Nodes) -> list[SelectionRequest]:
+        """The selection requests about the logits at the wanted ones among some pending nodes.
 
         Empty as long as others are pending, or if the strategy wants the rows in another order than they come in.
         """
-        in_order = self._asked is self._wanted
-        return self._wishes() if len(nodes) == len(self.pending) and in_order and self._is_whole else []
+        is_last = len(nodes) == len(self.pending)
+        return self._selection_requests() if is_last and self._rows.in_order and self._rows.is_whole else []
 
-    @property
-    def _is_whole(self) -> bool:
-        """Whether no rows of the step come before those at the pending nodes, or after them."""
-        return not self._received and len(self._part) == len(self._asked)
+    def is_sound(self, logits: Tensor, rows: slice, selections: list[Selection]) -> bool:
+        """Whether it can go on with its rows of logits, or with the selections from them.
 
-    def is_sound(self, logits: Tensor, rows: slice, answers: list[Answer]) -> bool:
-        """Whether it can go on with its rows of logits, or with the answers about them.
-
-        No text depends on the logits of a draft model.
+        No result depends on the logits of a draft model.
         """
         if self.drafting or self._step.any_logits:
             return True
-        if answers:
-            return answers[0].finite
+        if selections:
+            return selections[0].finite
         return rows.start == rows.stop or bool(logits[rows].amax(-1).isfinite().all())
 
-    def receive(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer], ahead: int = 0) -> None:
+    def receive(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection], ahead: int = 0) -> None:
         """Take the logits at the wanted ones among some pending nodes. After the last one, let the strategy go on.
 
         Args:
             logits: of a whole pass, float32 [n, vocab].
             rows: of these nodes.
-            answers: to the :meth:`wishes` about these logits.
-            ahead: how many further passes the backend has run by itself. The answers have rows for each of them.
+            selections: for the :meth:`selection_requests` about these logits.
+            ahead: how many further passes the backend has run by itself. The selections have rows for each of them.
         """
         with self._failing_alone():
-            self._take(nodes, logits, rows, answers, ahead)
+            self._take(nodes, logits, rows, selections, ahead)
 
-    def _take(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer], ahead: int) -> None:
+    def _take(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection], ahead: int) -> None:
         state = self._state
         self.pending = self.pending[len(nodes) :]
         state.evaluated(nodes, self.pending, ahead)
-        if len(self.pending) or self._part[-1] < self._asked[-1]:
-            if rows.start < rows.stop:  # a view would keep the logits of the whole pass
-                self._received.append(logits[rows].clone())
+        if len(self.pending) or not self._rows.is_last_part:
+            self._rows.add(logits[rows])
             if not len(self.pending):
-                self._evaluate(self._unanswered)
+                self._evaluate(self._rows.rest)
             return
-        state.answered += 1 + ahead
-        if not answers:
-            logits = torch.cat([*self._received, logits[rows]]) if self._received else logits[rows]
-            self._received = []
-            if self._asked is not self._wanted:
-                logits = logits[to_device(self._asked.searchsorted(self._wanted), logits.device)]
-            answers = self.backend.choose(logits, [(slice(0, len(logits)), wish) for wish in self._wishes()])
+        state.completed += 1 + ahead
+        if not selections:
+            logits = self._rows.complete(logits[rows])
+            rows = slice(0, len(logits))
+            selections = self.backend.choose(logits, [(rows, one) for one in self._selection_requests()])
         if (alternatives := self._alternatives) is not None:
-            alternatives.add(self._wanted, answers.pop())
-        self._advance(self._answer(answers[0]) if answers else logits)
+            alternatives.add(self._rows.nodes, selections.pop())
+        self._advance(self._selection(selections[0]) if selections else logits)
 
-    def refuse(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> None:
+    def refuse(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection]) -> None:
         """Its logits at wanted ones among some pending nodes are not finite, and its pass was over no other tree.
 
-        The first time it reads all its tokens again. After that the strategy asks for other nodes, or the request ends.
+        The first time its whole cache is recomputed. After that the strategy asks for other nodes, or the request ends.
         Arguments are as for :meth:`receive`.
         """
         with self._failing_alone():
-            problem = self._not_finite(nodes, logits, rows, answers)
-            self._received = []
+            problem = self._not_finite(nodes, logits, rows, selections)
+            self._rows.restart()
             self._state.lose(len(nodes))
-            if self._has_read_again:
+            if self._was_recomputed:
                 self._advance(problem)
             else:
-                self._evaluate(self._asked)
-            self._has_read_again = True
+                self._evaluate(self._rows.ascending)
+            self._was_recomputed = True
 
-    def _not_finite(self, nodes: Nodes, logits: Tensor, rows: slice, answers: list[Answer]) -> NotFinite:
-        wanted = self._part[np.isin(self._part, nodes)]
-        highest = answers[0].normalizers if answers else logits[rows].amax(-1).cpu().numpy()
+    def _not_finite(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection]) -> NotFinite:
+        wanted = nodes[self._rows.among(nodes)]
+        highest = selections[0].normalizers if selections else logits[rows].amax(-1).cpu().numpy()
         passes, row = divmod(int(np.flatnonzero(~np.isfinite(highest))[0]), len(wanted))
-        there = (answers[0].logits if answers else logits[rows])[row]  # a backend that goes ahead stops there
-        found = "NaN" if there.isnan().any() else "+inf" if there.amax() > 0 else "-inf alone"
+        there = (selections[0].logits if selections else logits[rows])[row]  # a backend that goes ahead stops there
         length = int(self._setup.tree.depths(wanted[row])) + 1 + passes
-        return NotFinite(
-            f"no token has a probability after {length} tokens, because the logits of {self._lm.source} hold {found}: "
-            "check its weights, or give dtype='float32' if numbers overflow"
-        )
+        return not_finite(self._lm.source, length, there)
 
     @property
     def _alternatives(self) -> Alternatives | None:
         """The memory for the likeliest tokens at the wanted nodes, if they were asked for."""
         return None if self.drafting else self._output.alternatives
 
-    def _wishes(self) -> list[Wish]:
-        """The strategy's wish, if it has one, and then the wish for alternatives, if they were asked for."""
-        wishes = []
-        if self._wish is not None:
-            wishes.append(Wish(most=0, vocab=self._wish.vocab) if self._wish.functions else self._wish)
+    def _selection_requests(self) -> list[SelectionRequest]:
+        """The strategy's selection request, if it has one, then the one for alternatives, if they were asked for."""
+        requests = []
+        if (own := self._step.selection_request) is not None:
+            requests.append(SelectionRequest(top=0, vocab=own.vocab) if own.functions else own)
         if self._alternatives is not None:
-            wishes.append(self._alternatives.wish)
-        return wishes
+            requests.append(self._alternatives.selection_request)
+        return requests
 
-    def _answer(self, answer: Answer) -> Answer:
-        """The answer to the strategy's wish. A caller's functions run here: they get all scores, and may fail."""
+    def _selection(self, selection: Selection) -> Selection:
+        """The selection for the strategy. A caller's functions run here: they get all scores, and may fail."""
         if self._show_error is not None:
             raise self._show_error
-        return select(answer.logits, self._wish, answer.normalizers) if self._wish and self._wish.functions else answer
+        if (own := self._step.selection_request) is None or not own.functions:
+            return selection
+        return select(selection.logits, own, selection.normalizers)
 
     def fail(self, error: Exception) -> None:
         """End the request with an error."""
         if is_out_of_memory(error):
-            error = SpecbeamError(
-                f"out of memory with {len(self._setup.tree)} nodes in the request's tree: ask for fewer new tokens, a "
-                "shorter prompt, or a smaller dtype"
-            )
+            error = out_of_memory(len(self._setup.tree))
         self.request.outcome = forget_frames(error)
         self._release()
 
@@ -385,8 +350,8 @@ class RequestState:
     def make_do(self, budget: Budget) -> None:
         """Get along with the memory, which cannot hold the pending nodes although no other request is live.
 
-        The draft model's cache goes, and so do guesses and deferred levels, which the strategy can do without. Where
-        the nodes of a plain step do not fit together, they are evaluated in parts.
+        The draft model's cache is freed, and so are draft tokens and deferred levels, which the strategy can do
+        without. Where the nodes of a plain step do not fit together, they are evaluated in parts.
         """
         with self._failing_alone():
             if self._draft is not None and self._draft in self._states:
@@ -400,10 +365,10 @@ class RequestState:
     def _take_part(self, budget: Budget) -> None:
         """Evaluate only as many of the nodes as have the memory for all their ancestors, and the rest afterwards.
 
-        No other node of the tree keeps its slot, so the nodes of the next part may need some ancestors evaluated again.
-        One node always fits: the engine has memory for a text of full length.
+        No other node of the tree keeps its slot, so the nodes of the next part may need some ancestors recomputed. One
+        node always fits: the engine has memory for a sequence of full length.
         """
-        slots, part = self._target.slots, self._unanswered
+        slots, part = self._target.slots, self._rows.rest
         room = (budget.cache_bytes - self.source_bytes) // self._target.backend.slot_bytes
         while True:
             slots.keep(part)
@@ -414,11 +379,15 @@ class RequestState:
         if slots.used + min(len(self.pending), budget.max_batch_tokens) > room:
             raise budget.too_small
 
-    def _advance(self, answer: Answer | Tensor | TooManyNodes | NotFinite | None) -> None:
-        """Let the strategy take an answer and name the next nodes, or finish."""
+    def _advance(self, selection: Selection | Tensor | TooManyNodes | NotFinite | None) -> None:
+        """Let the strategy take a selection and name the next nodes, or finish."""
         assert self._strategy is not None
         try:
-            step = self._strategy.throw(answer) if isinstance(answer, SpecbeamError) else self._strategy.send(answer)
+            step = (
+                self._strategy.throw(selection)
+                if isinstance(selection, SpecbeamError)
+                else self._strategy.send(selection)
+            )
             while isinstance(step, Hypothesis) or (step.drafting and self._draft not in self._states):
                 if isinstance(step, Hypothesis):
                     self._output.find(step)
@@ -432,31 +401,22 @@ class RequestState:
             self._finish([])
             return
         finally:
-            if isinstance(answer, Answer):
-                answer.sources = ()  # strategies may remember answers, but no logits
+            if isinstance(selection, Selection):
+                selection.sources = ()  # strategies may remember selections, but no logits
         self._release_dropped()
         self.drafting = step.drafting
         self._state = self._states[1] if step.drafting else self._target
         self._step = step
-        self._wanted, self._wish = np.asarray(step.nodes, dtype=np.int64), step.wish
-        wanted = self._wanted.tolist()
-        ascending = sorted({*wanted})
-        self._asked = self._wanted if wanted == ascending else np.array(ascending, dtype=np.int64)
-        self._received = []
-        self._evaluate(self._asked)
+        self._rows = WantedRows(step.nodes)
+        self._evaluate(self._rows.ascending)
         self._output.stream(self._target, self._draft)
 
     def _evaluate(self, part: Nodes) -> None:
         """Let some of the nodes that the strategy asked about be pending, with their ancestors that have no slot."""
-        self._part, self.pending = part, self._state.slots.prepare(part)
-
-    @property
-    def _unanswered(self) -> Nodes:
-        """The nodes that the strategy asked about and whose rows of logits have not come."""
-        return self._asked[sum(map(len, self._received)) :]
+        self._rows.part, self.pending = part, self._state.slots.prepare(part)
 
     def _release_dropped(self) -> None:
-        """Take back the slots of nodes that no text needs any more."""
+        """Take back the slots of nodes that no sequence needs any more."""
         for tree in self._trees:
             if len(dropped := tree.take_dropped()):
                 for state in self._states:
@@ -465,11 +425,11 @@ class RequestState:
 
     def _finish(self, hypotheses: list[Hypothesis]) -> None:
         self._output.finish(hypotheses, self._target, self._draft, drafted=self._drafter is not None)
-        self._cache_text(hypotheses[0].node)
+        self._cache_sequence(hypotheses[0].node)
         self._release()
 
-    def _cache_text(self, node: int) -> None:
-        """Cache the best text for requests that begin with it."""
+    def _cache_sequence(self, node: int) -> None:
+        """Cache the best sequence for requests that begin with it."""
         for state in self._states:
             tree = state.tree
             end = node if tree is self._setup.tree else int(tree.kept[tree.depths(tree.kept).argmax()])
@@ -483,6 +443,6 @@ class RequestState:
         for state in self._states:
             state.close()
         self.pending = NO_NODES
-        self._received = []
+        self._rows.restart()
         self._strategy = None
         self._drafter = None

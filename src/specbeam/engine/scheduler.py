@@ -27,16 +27,16 @@ Batch = list[tuple[RequestState, Nodes]]
 """Pending nodes of live requests, all of them for the same model."""
 
 EQUAL_SHARE = 0.5
-"""This share of a pass is divided equally among its requests. The rest goes to those with the fewest pending nodes."""
+"""This share of a pass is divided equally. The rest goes first to requests with few pending nodes."""
 MIN_READING_SHARE = 0.5
-"""Prompts get at least this share of a pass's time, where a pass without them takes long."""
+"""Prefill gets at least this share of a pass's time, where a pass without it takes long."""
 MAX_OVERTAKING_REQUESTS = 32
 """At most this many requests start before one that came first and waits for memory."""
 MAX_PASSES_AT_ONCE = 8
 MAX_SECONDS_AT_ONCE = 0.1
 """When the backend goes on by itself, tokens come several at a time. These are limits for that."""
 MAX_SECONDS_UNSEEN = 0.02
-"""While somebody reads a text, a token waits at most this long for later ones. It reaches its reader within 25 ms."""
+"""While a text is streamed, a token waits at most this long for later ones. It reaches its reader within 25 ms."""
 PASSES_BEFORE_LARGER = 64
 """After a batch that was too large, this many passes succeed before larger ones are tried again."""
 
@@ -45,16 +45,16 @@ class Cancelled(deque[RequestState]):
     """Requests to be ended before the next pass.
 
     Args:
-        news: becomes 1 with each of them.
+        halt: becomes 1 with each of them.
     """
 
-    def __init__(self, news: NDArray[np.int32]) -> None:
+    def __init__(self, halt: NDArray[np.int32]) -> None:
         super().__init__()
-        self._news = news
+        self._halt = halt
 
     def append(self, request: RequestState) -> None:
         super().append(request)
-        self._news[0] = 1
+        self._halt[0] = 1
 
 
 class Scheduler:
@@ -70,9 +70,9 @@ class Scheduler:
         wakeups: of the clients.
         costs: as given.
         cancelled: requests to be ended before the next pass. Any thread may append to it.
-        news: int32 [1], not 0 if something has come since the round began that is to be looked at before the next pass.
-        interrupts: wait while a round of the main thread is not in a pass.
-        is_changing: a round is not in a pass. An error that leaves it then ends the engine.
+        halt: int32 [1], not 0 if something has come since the iteration began that must be seen before the next pass.
+        interrupts: wait while an iteration in the main thread is not in a pass.
+        is_changing: an iteration is not in a pass. An error that leaves it then ends the engine.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class Scheduler:
         self.budget = budget
         self.wakeups = wakeups
         self.costs = costs
-        self.news = np.zeros(1, dtype=np.int32)
-        self.cancelled = Cancelled(self.news)
+        self.halt = np.zeros(1, dtype=np.int32)
+        self.cancelled = Cancelled(self.halt)
         self.interrupts = HeldInterrupts()
         self.is_changing = False
         self._queue = Queue()
@@ -117,7 +117,7 @@ class Scheduler:
         request.number = next(self._numbers)
         self._unfinished[request] = None
         self._queue.add(request)
-        self.news[0] = 1
+        self.halt[0] = 1
 
     def check_for_place(self) -> None:
         """Refuse a request if the queue is full.
@@ -148,7 +148,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Requests that wait for their turn."""
-        return max(0, len(self._unfinished) - len(self._live))  # in a round, live requests may have ended
+        return max(0, len(self._unfinished) - len(self._live))  # in an iteration, live requests may have ended
 
     @property
     def used_slots(self) -> int:
@@ -156,8 +156,8 @@ class Scheduler:
         return self.budget.target.used
 
     def take_new(self) -> None:
-        """Give the requests that were submitted since the last round their places in the queue."""
-        self.news[0] = 0
+        """Give the requests that were submitted since the last iteration their places in the queue."""
+        self.halt[0] = 0
         for request in self._queue.take_new():
             self._next_deadline = min(self._next_deadline, request.deadline)
 
@@ -177,7 +177,7 @@ class Scheduler:
             self._end_early(request, "cancelled")
 
     def fail_all(self, failure: str) -> None:
-        """End all requests with an error of their own, and forget all that was read, whatever state it is in."""
+        """End all requests with an error of their own, and free all slots, whatever state they are in."""
         self.budget.clear()
         for request in self._unfinished:
             if not request.done:
@@ -192,7 +192,7 @@ class Scheduler:
         self._unfinished.pop(request, None)
 
     def drop_done(self) -> None:
-        """Forget live requests that are done."""
+        """Drop live requests that are done."""
         for request in (done := [request for request in self._live if request.done]):
             del self._live[request]
             self._unfinished.pop(request, None)
@@ -205,8 +205,8 @@ class Scheduler:
         self.drop_done()
         if self._is_full or not self._queue:
             return
-        needed = self.budget.held + sum(one.round_bytes for one in self._live)
-        rows = [one.most_rows for one in self._live]
+        needed = self.budget.held + sum(one.next_bytes for one in self._live)
+        rows = [one.max_rows for one in self._live]
         place = 0
         while not self._is_full and len(self._live) < self.max_requests:
             request = self._queue.at(place)
@@ -215,8 +215,8 @@ class Scheduler:
             if request.done:  # ended early
                 self._queue.remove(request)
             elif self._fits(request, needed, rows):
-                needed += request.round_bytes + request.source_bytes
-                rows.append(request.most_rows)
+                needed += request.next_bytes + request.source_bytes
+                rows.append(request.max_rows)
                 self._turns += 1
                 request.last_turn = self._turns  # behind the requests that are live already
                 for overtaken in islice(self._queue, place):
@@ -231,20 +231,20 @@ class Scheduler:
         self._count_sources()
 
     def _fits(self, request: RequestState, needed: int, rows: list[int]) -> bool:
-        """Whether there is memory for a round of the live requests and this one. A request alone always tries.
+        """Whether there is memory for an iteration of the live requests and this one. A request alone always tries.
 
         Args:
             needed, rows: bytes and rows of logits that the live requests need.
         """
         if not rows:
             return True
-        if not self.budget.holds_logits([*rows, request.most_rows]):
+        if not self.budget.holds_logits([*rows, request.max_rows]):
             return False
-        lacking = needed + request.round_bytes + request.source_bytes - self.budget.room
+        lacking = needed + request.next_bytes + request.source_bytes - self.budget.room
         return lacking <= 0 or lacking <= request.found_bytes()
 
     def gather(self) -> list[Batch]:
-        """The passes of the next round: of each draft model, then of the target.
+        """The passes of the next iteration: of each draft model, then of the target.
 
         The target waits for drafts, so that one pass serves all.
         """
@@ -264,8 +264,9 @@ class Scheduler:
     def _waits_for(self, drafts: list[Batch]) -> bool:
         """Whether the target waits for these passes of draft models.
 
-        It does not wait for a draft that reads a long prompt, nor for requests that began to draft later than the wait.
-        So it waits for at most as many rounds as the longest draft has tokens, whatever requests come and go.
+        It does not wait for a draft model that prefills a long prompt, nor for requests that began to draft later than
+        the wait. So it waits for at most as many iterations as the longest draft has tokens, whatever requests come and
+        go.
         """
         drafting = {one for batch in drafts for one, nodes in batch if len(nodes) == len(one.pending)}
         if self._awaited:
@@ -296,7 +297,7 @@ class Scheduler:
         return [(request, request.pending[:count]) for request, count in zip(requests, taken, strict=True) if count]
 
     def _reading_nodes(self, backend: Backend, others: int) -> int:
-        """The most nodes of prompts for a pass beside other nodes, so that these do not wait for long."""
+        """The most prompt nodes for a pass beside other nodes, so that these do not wait for long."""
         assert self.max_pass_seconds is not None
         without = self.costs(backend, ahead=True)
         least = without.expected(max(1, others)) if without.knows(others) else 0.0
@@ -305,7 +306,7 @@ class Scheduler:
 
     @contextmanager
     def passing(self) -> Iterator[None]:
-        """A pass runs in here. It can be repeated, so it may be left at any moment."""
+        """A pass runs in here. As it can be repeated, it may be left at any moment."""
         self.is_changing = False
         try:
             with self.interrupts.released():
@@ -318,18 +319,18 @@ class Scheduler:
     def passes_at_once(self, batch: Batch) -> int:
         """How many passes the backend may run by itself. Each is over the tokens that the one before has chosen.
 
-        More than one only if all live requests take part, and can go on without a look at their tokens. If ``news``
-        come meanwhile, the pass that runs is the last.
+        More than one only if all live requests take part, and can go on without a look at their tokens. If ``halt`` is
+        set meanwhile, the pass that runs is the last.
         """
         backend = batch[0][0].backend
         if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):
             return 1
-        most = min(MAX_PASSES_AT_ONCE, *(1 + request.most_ahead(nodes) for request, nodes in batch))
+        most = min(MAX_PASSES_AT_ONCE, *(1 + request.max_ahead(nodes) for request, nodes in batch))
         if most > 1:
             seconds = min(MAX_SECONDS_AT_ONCE, self._next_deadline - time.monotonic())
             nodes = sum(len(nodes) for _, nodes in batch)
             most = min(most, int(seconds / self.costs(backend, ahead=True).expected(nodes)))
-            if read := [one for one in batch if one[0].is_read]:
+            if read := [one for one in batch if one[0].request.is_read]:
                 unseen = self.passes_unseen(batch)
                 can_show = all(request.can_show(nodes) for request, nodes in read)
                 most = most // unseen * unseen or most if can_show else min(most, unseen)
@@ -340,7 +341,7 @@ class Scheduler:
         return most
 
     def passes_unseen(self, batch: Batch) -> int:
-        """After how many passes that go ahead the tokens of texts that somebody reads are to be handed out."""
+        """After how many passes ahead the tokens of streamed texts are to be handed out."""
         nodes = sum(len(nodes) for _, nodes in batch)
         times = self.costs(batch[0][0].backend, ahead=True)
         return 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1
@@ -349,9 +350,9 @@ class Scheduler:
         self.budget.source_bytes = sum(request.source_bytes for request in self._live)
 
     def _make_room(self, batches: list[Batch]) -> list[Batch]:
-        """Evict prefixes, then pause the youngest requests, while slots would outgrow the memory.
+        """Evict prefixes, then preempt the newest requests, while slots would outgrow the memory.
 
-        Paused requests are left out of the passes.
+        Preempted requests are left out of the passes.
         """
         while True:
             room = self.budget.room if len(self._live) > 1 else self.budget.cache_bytes
@@ -363,35 +364,35 @@ class Scheduler:
             self.budget.evict(room)
             if room >= 0:
                 return [batch for batch in batches if batch]
-            if not self.pause_youngest():
+            if not self.preempt_newest():
                 (request,) = self._live
                 request.make_do(self.budget)
                 return []
             batches = [self.still_live(batch) for batch in batches]
 
     def find_memory(self) -> bool:
-        """A pass found no memory: evict prefixes, or pause the youngest request. Returns whether it could."""
-        return self.budget.evict() or self.pause_youngest()
+        """A pass found no memory: evict prefixes, or preempt the newest request. Returns whether it could."""
+        return self.budget.evict() or self.preempt_newest()
 
-    def pause_youngest(self) -> bool:
-        """Take the keys and values of the youngest request. It goes on once another has ended.
+    def preempt_newest(self) -> bool:
+        """Take the slots of the newest request. It goes on once another has ended.
 
-        Its nodes are evaluated again then, with the same results. It waits at its old place. So the oldest request is
-        never paused, and ends.
+        Its cache is then recomputed, with the same results. It waits at its old place in the queue, so the oldest
+        request is never preempted, and ends.
 
         Returns:
-            Whether a request was paused: there must be another.
+            Whether a request was preempted: there must be another.
         """
         self._is_full = len(self._live) > 1
         if self._is_full:
-            youngest = max(self._live, key=lambda one: one.number)
-            youngest.pause()
-            self._queue.put_back(youngest)
-            del self._live[youngest]
+            newest = max(self._live, key=lambda one: one.number)
+            newest.preempt()
+            self._queue.put_back(newest)
+            del self._live[newest]
         return self._is_full
 
     def still_live(self, batch: Batch) -> Batch:
-        """A batch without the requests that were paused."""
+        """A batch without the requests that were preempted."""
         return [(request, nodes) for request, nodes in batch if request in self._live]
 
     def succeeded(self) -> None:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from specbeam.decoding.processors import Processors, check_token_ids, processors_of_checkpoint
 from specbeam.decoding.record import Record
+from specbeam.decoding.selector import Selector, some_seed, warpers_of
 from specbeam.decoding.stopping import Stopping
-from specbeam.decoding.wishes import Wishes, some_seed, warpers_of
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.errors import SpecbeamError
 from specbeam.model import LanguageModel
@@ -22,18 +22,18 @@ class Setup:
 
     Attributes:
         options: with the checkpoint's defaults filled in.
-        tree: the prompt, or what the texts of an encoder-decoder model begin with.
-        wish: makes the wishes: what to ask for at nodes, with the request's processors, warpers and noise.
-        stop: decides where texts end.
-        record: counts guesses, and remembers rounds for the trace.
+        tree: the prompt, or the start tokens of an encoder-decoder model.
+        selector: makes the selection requests at nodes, with the request's processors, warpers and noise.
+        stop: decides where sequences end.
+        record: counts draft tokens, and remembers rounds for the trace.
         cost: of the target's passes for this request, in which it may evaluate any number of nodes.
-        goes_ahead: whether the backend goes ahead in passes without guesses, if it can.
-        plain_cost: of passes without guesses.
+        goes_ahead: whether the backend goes ahead in passes without draft tokens, if it can.
+        plain_cost: of passes without draft tokens.
     """
 
     options: Options
     tree: Tree
-    wish: Wishes
+    selector: Selector
     stop: Stopping
     record: Record
     cost: SharedCost
@@ -74,7 +74,7 @@ def make_setup(lm: LanguageModel, prompt_ids: list[int], options: Options, costs
     return Setup(
         options=options,
         tree=tree,
-        wish=Wishes(process, *((warpers_of(options), some_seed(options.seed)) if options.samples else ())),
+        selector=Selector(process, *((warpers_of(options), some_seed(options.seed)) if options.samples else ())),
         stop=stop,
         record=Record(tree, lm.decode_token if options.trace else None),
         cost=SharedCost(costs(backend)),

@@ -25,7 +25,7 @@ MakeStrategy = Callable[[Setup, Drafter | None], Strategy]
 
 def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
     """The strategy that the options ask for: greedy search, sampling or beam search, speculative with a drafter."""
-    options, tree, wish, stop, record = setup.options, setup.tree, setup.wish, setup.stop, setup.record
+    options, tree, selector, stop, record = setup.options, setup.tree, setup.selector, setup.stop, setup.record
     if options.num_beams > 1:
         pays = options.num_beams >= MIN_LAZY_BEAMS if drafter is None else drafter.tree is setup.tree
         if not (pays and may_be_lazy(setup)):
@@ -35,10 +35,10 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
         policy = LikelyNeeded(longest, options.num_beams, setup.cost, setup.plain_cost, drafts)
         return beam_search(search, record, drafter, policy)
     if drafter is not None:
-        return speculative(tree, wish, stop, record, drafter)
+        return speculative(tree, selector, stop, record, drafter)
     if options.num_return_sequences > 1:
-        return sample_several(tree, wish, stop, record, options.num_return_sequences)
-    return greedy(tree, wish, stop, record)
+        return sample_several(tree, selector, stop, record, options.num_return_sequences)
+    return greedy(tree, selector, stop, record)
 
 
 def may_be_lazy(setup: Setup) -> bool:
@@ -46,10 +46,10 @@ def may_be_lazy(setup: Setup) -> bool:
 
     Sizes of drafts that were asked for are sizes below all beams.
     """
-    options, process = setup.options, setup.wish.process
+    options, process = setup.options, setup.selector.process
     fixed = any(options.draft_size(name) is not None for name in ("num_draft_tokens", "draft_width", "draft_budget"))
     calls = options.prefix_allowed_tokens_fn is not None or bool(process.functions)
-    counts = options.early_stopping is True  # finished texts
+    counts = options.early_stopping is True  # finished hypotheses
     return (
         options.bound_rule
         and options.num_beams > 1
@@ -68,7 +68,7 @@ def make_search(setup: Setup, kind: Callable[..., BeamSearch] = BeamSearch) -> B
     search = partial(
         kind,
         setup.tree,
-        setup.wish,
+        setup.selector,
         setup.stop,
         num_return_sequences=options.num_return_sequences,
         length_penalty=1.0 if options.length_penalty is None else options.length_penalty,
@@ -77,7 +77,7 @@ def make_search(setup: Setup, kind: Callable[..., BeamSearch] = BeamSearch) -> B
     )
     groups = options.num_beam_groups
     if groups == 1:
-        bounded = options.bound_rule and not options.samples and not setup.wish.process.raises
+        bounded = options.bound_rule and not options.samples and not setup.selector.process.raises
         return search(options.num_beams, bounded=bounded)
     size = options.num_beams // groups
     return DiverseBeamSearch([search(size, bounded=False) for _ in range(groups)], options.diversity_penalty)

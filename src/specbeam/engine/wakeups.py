@@ -1,8 +1,9 @@
 """Wakes the clients that wait for requests: threads, tasks of asyncio, and callbacks.
 
 A client registers a function, and how it is to be called: at once, or by an event loop's ``call_soon_threadsafe``. A
-client that does not wait costs nothing. All calls of a round that go the same way are handed over as one. While passes
-go ahead, clients may be called in the middle of a round. Functions that run in the engine's thread wait for its end.
+client that does not wait costs nothing. All calls of an iteration that go the same way are handed over as one. While
+passes go ahead, clients may be called in the middle of an iteration, but functions that run in the engine's thread wait
+for its end.
 
 There are no locks: a thread that held one while it waits for the interpreter would stop the engine. A client registers
 first and then looks again, and the engine gives first and then looks for clients. So no wake-up is lost.
@@ -31,7 +32,7 @@ def call_now(function: Callable[..., object], *args: Any) -> None:
 
 
 def wake_thread(function: Callable[..., object], *args: Any) -> None:
-    """Wake another thread that sleeps. Unlike a callback this is short, so it may come in the middle of a round."""
+    """Wake another thread that sleeps. Unlike a callback this is short, so it may come within an iteration."""
     call_now(function, *args)
 
 
@@ -52,18 +53,18 @@ class Wakeups:
         return (thread := self.thread) is not None and thread.is_alive()
 
     def add(self, waiters: Waiters) -> None:
-        """Note that these clients are to be called after the round. The engine's thread calls this."""
+        """Note that these clients are to be called after the iteration. The engine's thread calls this."""
         for wake in list(waiters):  # a copy, because any thread may add and remove clients meanwhile
             if (call_soon := waiters.pop(wake, None)) is not None:
                 self._calls[call_soon].append(wake)
 
-    def send(self, in_round: bool = False) -> None:
-        """Call the clients of the round.
+    def send(self, in_iteration: bool = False) -> None:
+        """Call the clients of the iteration.
 
         Args:
-            in_round: the round goes on. Leave functions that run in this thread to its end.
+            in_iteration: the iteration goes on. Leave functions that run in this thread to its end.
         """
-        later = self._calls.pop(call_now, []) if in_round else []
+        later = self._calls.pop(call_now, []) if in_iteration else []
         while self._calls:
             call_soon, wakes = self._calls.popitem()
             try:

@@ -26,7 +26,7 @@ from transformers.generation import (
 )
 
 from specbeam.backends.encoder_decoder import backend_of
-from specbeam.backends.transformers import check_weights, most_tokens
+from specbeam.backends.transformers import check_weights, context_length_of
 from specbeam.compat import argument_of_generate
 from specbeam.engine import Engine, Request
 from specbeam.errors import SpecbeamError
@@ -128,14 +128,14 @@ def generate(
 ) -> Any:
     """Decode as ``model.generate`` does: to be given to it as ``custom_generate``, which calls it with these arguments.
 
-    Greedy search and beam search return what transformers returns; with a draft too, in fewer passes of the model, and
-    for beams as well. Samples have the same distribution, but other draws. ``torch.manual_seed`` makes them repeatable.
+    Greedy search and beam search return what transformers returns; with a draft too, in fewer forward passes, and for
+    beams as well. Samples have the same distribution, but other draws. ``torch.manual_seed`` makes them repeatable.
     Samples of one prompt share its pass. A text ends where the model's context ends.
 
     Logits processors, ``prefix_allowed_tokens_fn`` and stopping criteria get the token ids that transformers gives
     them, padding included. The texts of a call have the same length and prompt. They may be in any order, so these
     functions must depend on their arguments alone. A stopping criterion may also depend on the time. It is called after
-    each new token, and not for guesses.
+    each new token, and not for draft tokens.
 
     Args:
         assistant_model: a draft model: a loaded model of transformers. transformers warns that beams ignore it, because
@@ -190,7 +190,7 @@ def generate(
     copies = max(beams, returned)  # transformers has repeated each prompt
     if model.config.is_encoder_decoder:
         lm.backend.start_token_ids = input_ids[0].tolist()
-    lm.backend.context_length = most_tokens(model.config.get_text_config())
+    lm.backend.context_length = context_length_of(model.config.get_text_config())
     prompts = Prompts(
         cast(Any, lm.backend), input_ids, copies, beams > 1, generation_config, inputs_tensor, model_kwargs
     )

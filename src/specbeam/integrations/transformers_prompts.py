@@ -1,8 +1,8 @@
 """The prompts of one call of transformers' ``generate``, and the cache that it leaves.
 
-The engine reads prompts of token ids itself. The model's own forward reads other prompts, as in transformers. These
-have embeddings, types of tokens or unusual positions, or they begin in a cache. It also reads a prompt whose keys and
-values the caller gets. Texts then go on from these keys and values (:class:`ReadPrompt`).
+The engine prefills prompts of token ids itself. The model's own forward prefills other prompts, as in transformers:
+prompts that have embeddings, types of tokens or unusual positions, or that begin in a cache, and prompts whose keys and
+values the caller gets. Sequences then go on from these keys and values (:class:`ReadPrompt`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Prompt:
     """The prompt of one row of the batch.
 
     Attributes:
-        token_ids: the beginning of its text, or the encoder's prompt. 0 where there is only an embedding.
+        token_ids: the beginning of its sequence, or the encoder's prompt. 0 where there is only an embedding.
         padding: how many tokens of padding come before them in the row. None if they are not the rest of the row.
         source: for :meth:`specbeam.Engine.submit`. None where the engine reads the token ids.
     """
@@ -55,7 +55,7 @@ class Prompts:
         arguments: of the model's forward, as ``generate`` has prepared them.
 
     Attributes:
-        cache: keeps the keys and values of the texts. None if nobody asks for it.
+        cache: keeps the keys and values of the sequences. None if nobody asks for it.
         rows: the prompts of all rows, or one for each of some rows that have the same.
         have_ids: whether all token ids are known.
 
@@ -83,7 +83,7 @@ class Prompts:
         refuse(has_beams and is_callers, "past_key_values with beams")
         wanted = is_callers or (not has_beams and bool(generation_config.return_dict_in_generate))
         self.cache: Cache | None = given if wanted else None
-        repeats = wanted and not is_callers and _is_dynamic(given)  # each prompt is read once, and its cache repeated
+        repeats = wanted and not is_callers and _is_dynamic(given)  # prefill each prompt once, and repeat its cache
         self._every = slice(None, None, 1 if wanted and not repeats else copies)
         self.have_ids = True
         if isinstance(backend, EncoderDecoderBackend):
@@ -98,7 +98,7 @@ class Prompts:
         return self.rows[number * len(self.rows) // rows]
 
     def kept(self, tree: Tree, nodes: Nodes) -> KeysAndValues:
-        """A copy of the keys and values of a live text's nodes."""
+        """A copy of the keys and values of a live sequence's nodes."""
         return self._backend.keys_and_values(slots_of(tree, self._backend).at(nodes))
 
     def fill_cache(self, texts: Sequence[KeysAndValues]) -> None:

@@ -1,8 +1,8 @@
 """The steps of one request as transformers' ``generate`` has them: their scores, and the stopping criteria after each.
 
-The request runs as any other. :class:`Steps` observes its strategy: the answers of the target, and the steps. A text
-takes a step where its rule for the end is asked, beams where the search does. So guesses of a draft are neither
-recorded nor shown to a stopping criterion.
+The request runs as any other. :class:`Steps` observes its strategy: the selections of the target, and the steps. A
+single sequence takes a step where its rule for the end is asked, beams where the search does. So draft tokens are
+neither recorded nor shown to a stopping criterion.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from specbeam.decoding import Answer, Evaluate, Hypothesis, Strategy, Wish
+from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest, Strategy
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
 from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores
@@ -39,7 +39,7 @@ class Details:
     Attributes:
         scores, logits: whether to record them.
         any_logits: go on where the logits are not finite: a processor replaces them.
-        keep: copies keys and values of a live text's nodes. None if nobody asks for them.
+        keep: copies keys and values of a live sequence's nodes. None if nobody asks for them.
         num_candidates: the candidates per beam. Each end token of the configuration counts, even if it is -1 or there
             twice.
     """
@@ -69,7 +69,7 @@ class Steps:
             logits.
         logits: the model's logits of each step, float32 [1, vocab] each. Without beams only.
         kept: the keys and values of all new tokens but the last. Without beams only.
-        beam_indices: for each text that beam search returns, the numbers of the beams that its tokens continue.
+        beam_indices: for each hypothesis that beam search returns, the numbers of the beams that its tokens continue.
     """
 
     def __init__(self, row: Row, criteria: Sequence[Any], details: Details) -> None:
@@ -82,7 +82,7 @@ class Steps:
         self._details = details
         self._has_beams = row.num_beams > 1
         self._recorded = (details.scores or details.logits) and not self._has_beams
-        self._rows: dict[int, int] = {}  # of the target's latest answer, by node
+        self._rows: dict[int, int] = {}  # of the target's latest selection, by node
         self._latest = torch.empty(0), torch.empty(0)  # scores and logits of these rows
 
     def strategy(self, setup: Setup, drafter: Drafter | None) -> Strategy:
@@ -94,22 +94,22 @@ class Steps:
         return self._observed(setup.tree, strategy)
 
     def _observed(self, tree: Tree, strategy: Strategy) -> Strategy:
-        """The same strategy. The target's latest answer is known, and the keys and values of its text are kept."""
+        """The same strategy. The target's latest selection is kept, and so are its sequence's keys and values."""
         step = next(strategy)
         try:
             while True:
                 if isinstance(step, Evaluate):
                     step.any_logits |= self._details.any_logits
                 try:
-                    answer = yield step
+                    selection = yield step
                 except SpecbeamError as problem:
                     step = strategy.throw(problem)
                     continue
                 if self._recorded and isinstance(step, Evaluate) and not step.drafting:
-                    assert step.wish is not None
+                    assert step.selection_request is not None
                     self._rows = {int(node): row for row, node in enumerate(step.nodes)}
-                    self._latest = changed_rows(answer, step.wish), answer.logits
-                step = strategy.send(answer)
+                    self._latest = changed_rows(selection, step.selection_request), selection.logits
+                step = strategy.send(selection)
         except StopIteration as finished:
             texts: list[Hypothesis] = finished.value
         if self._details.keep is not None:
@@ -117,7 +117,7 @@ class Steps:
         return texts
 
     def _step(self, tree: Tree, node: int) -> bool:
-        """Record the step by which a single text got its last node. Returns whether it meets a stopping criterion."""
+        """Record the step by which a single sequence got its last node. Returns whether it meets a criterion."""
         if self._recorded:
             row = self._rows[int(tree.parents(node))]
             scores, logits = (of_all[row : row + 1] for of_all in self._latest)
@@ -128,12 +128,12 @@ class Steps:
         return bool(self._criteria) and bool(self._met(tree, np.array([node]))[0])
 
     def _beam_search(self, setup: Setup, drafter: Drafter | None) -> Strategy:
-        """Our beam search with the candidates of transformers, and with all its places.
+        """Our beam search with the candidates of transformers, and with all its finished hypotheses.
 
-        Where fewer texts are possible than beams, transformers returns forbidden texts, too.
+        Where fewer hypotheses are possible than beams, transformers returns forbidden ones, too.
 
         Raises:
-            SpecbeamError: not enough texts come to an end. The result of transformers then depends on the batch.
+            SpecbeamError: not enough hypotheses finish. The result of transformers then depends on the batch.
         """
         search = make_search(setup, partial(TransformersBeamSearch, self.scores if self._details.scores else None))
         assert isinstance(search, TransformersBeamSearch)
@@ -150,7 +150,7 @@ class Steps:
         return texts
 
     def _met(self, tree: Tree, nodes: Nodes) -> NDArray[np.bool_]:
-        """Which of the texts that end at nodes of one depth meet a stopping criterion, bool [n]."""
+        """Which of the sequences that end at nodes of one depth meet a stopping criterion, bool [n]."""
         scores = tuple(self.scores) if self._details.scores else None
         ask = self._row.whole(lambda input_ids: self._criteria(input_ids, scores))
         input_ids = torch.from_numpy(tree.tokens(tree.paths(nodes))).to(self._row.input_ids.device)
@@ -162,23 +162,23 @@ class Steps:
         return cast(NDArray[np.bool_], met.cpu().numpy())
 
 
-def changed_rows(answer: Answer, wish: Wish) -> Tensor:
-    """The scores of all tokens that a wish makes of the logits, float32 [n, vocab]."""
-    return changed(answer.logits, wish, torch.from_numpy(answer.normalizers).to(answer.logits.device))
+def changed_rows(selection: Selection, request: SelectionRequest) -> Tensor:
+    """The scores that a selection request makes of all logits, float32 [n, vocab]."""
+    return changed(selection.logits, request, torch.from_numpy(selection.normalizers).to(selection.logits.device))
 
 
 def topk(scores: NDArray[np.float32], k: int) -> NDArray[np.int64]:
-    """The places of the k highest scores of [n], int64 [k], with ties in the order of transformers' function."""
+    """The indices of the k highest scores of [n], int64 [k], with ties in the order of transformers' function."""
     return torch.from_numpy(scores).topk(k).indices.numpy()
 
 
 @dataclass(eq=False, slots=True)
 class Continued:
-    """A text by the beams that its tokens continue. Places may hold the same text by several beams.
+    """A hypothesis by the beams that its tokens continue. Several may have the same tokens by different beams.
 
     Attributes:
         beam: the number of the beam that the last token continues.
-        before: the text without this token.
+        before: the hypothesis without this token.
     """
 
     beam: int
@@ -198,8 +198,8 @@ class Continued:
 class TransformersBeamSearch(BeamSearch):
     """Beam search by all rules of transformers: it ranks the scores of all tokens of all beams with ``topk``.
 
-    The order of ``topk`` among equal scores depends on how many there are. So every beam has to be evaluated. Where
-    candidates are few, forbidden ones take places of finished texts.
+    The order of ``topk`` among equal scores depends on how many there are, so every beam has to be evaluated. Where
+    candidates are few, forbidden ones are kept as finished hypotheses.
 
     Args:
         kept: gets the scores of each step. None if nobody asks for them.
@@ -216,16 +216,16 @@ class TransformersBeamSearch(BeamSearch):
         self._continued: list[int] = []  # beams, by candidate
 
     def beam_indices(self) -> list[list[int]]:
-        """The numbers of the beams that the tokens of each text of :meth:`places` continue."""
+        """The numbers of the beams that the tokens of each hypothesis of :meth:`places` continue."""
         places = np.flatnonzero(self.finished.ended)[: self.num_return_sequences]
         return [cast(Continued, self.finished.texts[place]).beams for place in places]
 
-    def step(self, answer: Answer | None, known: Mask | None = None, token_penalties: Any = None) -> bool:
-        if answer is None or (known is not None and not known.all()):
+    def step(self, selection: Selection | None, known: Mask | None = None, token_penalties: Any = None) -> bool:
+        if selection is None or (known is not None and not known.all()):
             return False
         if self._kept is not None:
-            self._kept.append(changed_rows(answer, self.wish(self.beams)))
-        return super().step(answer, known, token_penalties)
+            self._kept.append(changed_rows(selection, self.selection_request(self.beams)))
+        return super().step(selection, known, token_penalties)
 
     def _go_on(self, first: Continuations) -> bool:
         return False  # ``topk`` ranks the candidates once more
@@ -239,8 +239,8 @@ class TransformersBeamSearch(BeamSearch):
         self._of_beams = [cast(list[Continued], candidates.texts)[place] for place in survivors]
         return survivors, scores
 
-    def _best(self, answer: Answer, rows: NDArray[np.int64]) -> Continuations:
-        best = super()._best(answer, rows) if answer.noise is not None else self._topk(answer)
+    def _best(self, selection: Selection, rows: NDArray[np.int64]) -> Continuations:
+        best = super()._best(selection, rows) if selection.noise is not None else self._topk(selection)
         if not best.scores.max() < np.inf:  # inf, and NaN: transformers' -1e9 forbids nothing there
             raise SpecbeamError(
                 f"logits_processor, sequence_bias or exponential_decay_length_penalty raised the score of a text to "
@@ -249,23 +249,24 @@ class TransformersBeamSearch(BeamSearch):
         self._continued = best.beams.tolist()
         return best
 
-    def _topk(self, answer: Answer) -> Continuations:
-        log_probs = answer.logits.log_softmax(-1)  # its bits are transformers', and ties depend on them
+    def _topk(self, selection: Selection) -> Continuations:
+        log_probs = selection.logits.log_softmax(-1)  # its bits are transformers', and ties depend on them
         beams = torch.from_numpy(self.scores).to(log_probs.device)[:, None]
-        scores = (changed(log_probs, self.wish(self.beams), torch.zeros_like(log_probs[:, 0])) + beams).flatten()
+        request = self.selection_request(self.beams)
+        scores = (changed(log_probs, request, torch.zeros_like(log_probs[:, 0])) + beams).flatten()
         best, chosen = scores.topk(min(self.num_candidates, len(scores)))
         beam, token = np.divmod(chosen.cpu().numpy(), log_probs.shape[-1])
         return Continuations(beam, token, best.cpu().numpy(), log_probs.flatten()[chosen].cpu().numpy())
 
 
 class ObservedStopping(Stopping):
-    """Also ends texts that meet a caller's criterion.
+    """Also ends sequences that meet a caller's criterion.
 
     Args:
         stop: without stop strings.
-        met: which of the texts that end at nodes meet a criterion, bool [n]. Beam search asks once per step.
-        step: takes the step of a single text that ends at a node, and returns whether it meets a criterion. None for
-            beams: there a call is about the reason why a text has ended.
+        met: which of the sequences that end at nodes meet a criterion, bool [n]. Beam search asks once per step.
+        step: takes the step of a single sequence that ends at a node, and returns whether it meets a criterion. None
+            for beams: there a call is about the reason why a hypothesis has ended.
     """
 
     def __init__(

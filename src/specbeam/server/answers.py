@@ -113,7 +113,7 @@ class Answer(ABC):
             yield from enumerate(texts[: plan.n], start // plan.draws * plan.n)
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """The frames of the stream. Frames of one round of the engine come together."""
+        """The frames of the stream. Frames of one iteration of the engine come together."""
         head = json.dumps({**self._head, "object": self.chunk_kind}, ensure_ascii=False)[:-1]
         tail = ',"usage":null}\n\n' if self.fields.includes_usage else "}\n\n"
 
@@ -126,9 +126,9 @@ class Answer(ABC):
         results: dict[int, Result] = {}
         has_begun: set[int] = set()
         is_first = True
-        async for news in self.call.news():
+        async for received in self.call.pieces():
             written: list[str] = []
-            for number, piece in news:
+            for number, piece in received:
                 if piece is None:
                     continue
                 if number not in has_begun:

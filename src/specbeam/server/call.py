@@ -28,7 +28,7 @@ from specbeam.server.models import ServedModel
 
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code, by which clients know that they have to shorten the conversation."""
-News = list[tuple[int, Piece | None]]
+Pieces = list[tuple[int, Piece | None]]
 """Pieces with the number of their request. None at the end of a request."""
 
 
@@ -189,19 +189,19 @@ class Call:
         except Exception as error:
             raise self._refusal(error) from error
 
-    async def news(self) -> AsyncIterator[News]:
-        """The pieces of all requests as they come: the pieces of a round of the engine come together.
+    async def pieces(self) -> AsyncIterator[Pieces]:
+        """The pieces of all requests as they come: the pieces of an iteration of the engine come together.
 
         Raises:
             Refusal: a request failed.
         """
         loop = asyncio.get_running_loop()
-        news: News = []
-        has_news = asyncio.Event()
+        received: Pieces = []
+        has_pieces = asyncio.Event()
 
         def take(number: int, piece: Piece | None) -> None:
-            news.append((number, piece))
-            has_news.set()
+            received.append((number, piece))
+            has_pieces.set()
 
         def end(number: int, _: Request) -> None:
             take(number, None)
@@ -211,9 +211,9 @@ class Call:
             request.add_done_callback(partial(end, number), loop.call_soon_threadsafe)
         unfinished = len(self.requests)
         while unfinished:
-            await has_news.wait()
-            has_news.clear()
-            taken, news[:] = [*news], []
+            await has_pieces.wait()
+            has_pieces.clear()
+            taken, received[:] = [*received], []
             for number, piece in taken:
                 if piece is None:
                     unfinished -= 1

@@ -112,7 +112,7 @@ class Decoding(Fields):
     user: str | None = Field(None, description="Accepted, and has no effect.")
     metadata: dict[str, str] | None = Field(None, description="Accepted, and has no effect.")
     safety_identifier: str | None = Field(None, description="Accepted, and has no effect.")
-    prompt_cache_key: str | None = Field(None, description="Accepted: prompts share what was read in any case.")
+    prompt_cache_key: str | None = Field(None, description="Accepted: prefixes are shared in any case.")
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
         None, description="Accepted, and has no effect."
     )

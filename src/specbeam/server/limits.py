@@ -24,9 +24,9 @@ class Limits:
         max_requests: requests that share a pass. A request for several texts counts once for each text, and a beam
             search once.
         max_waiting: requests that wait beside them.
-        max_cache_tokens: cache slots of each model, for live requests and kept texts together; None for enough slots
-            for ``max_requests`` typical requests (:func:`specbeam.server.models.default_caches`).
-        max_pass_seconds: about how long a pass that reads prompts may take beside other requests
+        max_cache_tokens: cache slots of each model, for live requests and cached prefixes together; None for enough
+            slots for ``max_requests`` typical requests (:func:`specbeam.server.models.default_caches`).
+        max_pass_seconds: about how long a pass that prefills prompts may take beside other requests
             (:class:`specbeam.Engine`).
         timeout: seconds after which a request ends with the text so far; None for never.
 

@@ -18,20 +18,20 @@ FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 2
 BETWEEN_TOKENS_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 COUNTS = {
     "prompt_tokens": "Tokens of prompts.",
-    "reused_tokens": "Tokens of prompts that another request had read.",
-    "target_passes": "Passes of the model, counted for each request that took part.",
-    "draft_passes": "Passes of draft models, counted for each request that took part.",
-    "drafted": "Guesses that the model checked.",
-    "accepted": "Guesses that became part of a text, or of a beam.",
+    "reused_tokens": "Tokens of prompts that were in the prefix cache.",
+    "target_passes": "Forward passes of the model, counted for each request that took part.",
+    "draft_passes": "Forward passes of draft models, counted for each request that took part.",
+    "drafted": "Draft tokens that the target model verified.",
+    "accepted": "Draft tokens that were accepted.",
 }
 """Statistics of a request (:class:`specbeam.Stats`) that are added up."""
 LOADS = {
     "specbeam_live_requests": "Requests that share passes now.",
     "specbeam_waiting_requests": "Requests that wait for a place.",
     "specbeam_cache_tokens": "Slots of the KV cache that live requests use.",
-    "specbeam_kept_tokens": "Slots of the KV cache that keep texts for later requests.",
-    "specbeam_kept_bytes": "Bytes of the kept texts, also on draft models.",
-    "specbeam_max_cache_tokens": "The most slots of the KV cache, used and kept together.",
+    "specbeam_kept_tokens": "Slots of the KV cache that hold cached prefixes.",
+    "specbeam_kept_bytes": "Bytes of the cached prefixes, also of draft models.",
+    "specbeam_max_cache_tokens": "The most slots of the KV cache, live and cached together.",
 }
 """The fields of :class:`specbeam.server.models.Load`."""
 

@@ -50,7 +50,7 @@ BLOCK_BYTES = 128
 MAX_BLOCKS = 512
 """Only the first blocks of a prompt are compared."""
 MAX_OWNED_BLOCKS = 100_000
-"""The router forgets the blocks that were used longest ago."""
+"""The router drops the blocks that were used longest ago."""
 MAX_ONGOING_REQUESTS = 1_000_000
 """Ray Serve's limit for a replica. The application has its own, and answers with status 429."""
 MAX_UNCOUNTED = 10_000
@@ -78,7 +78,7 @@ class Asked:
     Attributes:
         scope: of ASGI, without what cannot go to another process.
         body: the whole body.
-        blocks: hashes of the beginnings of the prompt, each one block longer than the one before.
+        blocks: hashes of the prefixes of the prompt, each one block longer than the one before.
         request_id: for the replica's log.
     """
 
@@ -103,7 +103,7 @@ class State(NamedTuple):
 
 
 def blocks_of(body: bytes) -> list[bytes]:
-    """Hashes of the beginnings of a request's prompt, as vLLM's prefix cache chains the hashes of its blocks.
+    """Hashes of the prefixes of a request's prompt, as vLLM's prefix cache chains the hashes of its blocks.
 
     A turn of a conversation repeats the messages before it. So it has their hashes, too.
     """
@@ -198,7 +198,7 @@ class Replica:
         yield []
         bodies = [asked.body]
         messages: list[Message] = []
-        has_news, has_gone = asyncio.Event(), asyncio.Event()
+        has_chunks, has_gone = asyncio.Event(), asyncio.Event()
 
         async def receive() -> Message:
             if bodies:
@@ -209,15 +209,15 @@ class Replica:
         async def send(message: Message) -> None:
             messages.append(message)
             if message.get("more_body", False):  # the last message goes with the notes
-                has_news.set()
+                has_chunks.set()
 
         scope: Scope = {**asked.scope, "specbeam": {"id": asked.request_id}}
         answering = asyncio.ensure_future(self._app(scope, receive, send))
-        answering.add_done_callback(lambda _: has_news.set())
+        answering.add_done_callback(lambda _: has_chunks.set())
         try:
             while not answering.done():
-                await has_news.wait()
-                has_news.clear()
+                await has_chunks.wait()
+                has_chunks.clear()
                 if messages and not answering.done():
                     taken, messages[:] = [*messages], []
                     yield taken

@@ -205,7 +205,7 @@ class Answer:
         return chat_log_probs(self._call.model.texts, part.token_ids, part.log_probs, part.top_logprobs)
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """The events of the stream. Events of one round of the engine come together."""
+        """The events of the stream. Events of one iteration of the engine come together."""
         place = {"item_id": self._message_id, "output_index": 0, "content_index": 0}
         begun = self._response("in_progress", [])
         yield (
@@ -215,9 +215,9 @@ class Answer:
             + self._event("response.content_part.added", **place, part=_output_text("", []))
         )
         result = None
-        async for news in self._call.news():
+        async for received in self._call.pieces():
             events = b""
-            for _, piece in news:
+            for _, piece in received:
                 if piece is None:
                     continue
                 log_probs = self._log_probs(piece)

@@ -1,4 +1,4 @@
-"""``/rounds/chat`` and ``/rounds/completions``: the rounds of the engine, one event each, while they happen.
+"""``/rounds/chat`` and ``/rounds/completions``: the rounds of a search, one event each, while they happen.
 
 They take the bodies of OpenAI's endpoints, so everything that shapes a text works here.
 """
@@ -65,8 +65,8 @@ class Rounds:
         (request,) = call.requests
         draft = plan.draft if plan.draft is None or isinstance(plan.draft, str) else plan.draft.source
         yield frame(begin(call.model.lm, request.prompt_ids, plan.options, draft or NO_DRAFT))
-        async for news in call.news():
-            pieces = [piece for _, piece in news if piece is not None]
+        async for received in call.pieces():
+            pieces = [piece for _, piece in received if piece is not None]
             made = [frame(event) for piece in pieces for event in rounds(piece.trace or [])]
             made += [frame(end(piece.result)) for piece in pieces if piece.result is not None]
             if made:

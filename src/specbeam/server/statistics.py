@@ -23,7 +23,7 @@ SUMS = (
 
 
 def token_counts(call: Call, results: Sequence[Result]) -> tuple[int, int, int]:
-    """The tokens of the prompts, of all texts that were generated, and of the prompts that were not read again.
+    """The tokens of the prompts, of all texts that were generated, and of the prompts in the prefix cache.
 
     The prompt of several texts counts once.
     """

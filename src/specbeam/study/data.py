@@ -75,7 +75,7 @@ def _rows_of(data: Data) -> Iterator[Row]:
         records: Iterator[Any] = _of_hub(data)
         kind = data.format if data.format != "auto" else "table"
     else:
-        kind = data.format if data.format != "auto" else _guess(path)
+        kind = data.format if data.format != "auto" else _format_of(path)
         records = _lines(path) if kind == "text" else _records(path)
     reader: dict[str, Callable[[Data, Any, int], Row]] = {
         "table": _of_table,
@@ -89,7 +89,7 @@ def _rows_of(data: Data) -> Iterator[Row]:
         yield reader[kind](data, record, i)
 
 
-def _guess(path: Path) -> str:
+def _format_of(path: Path) -> str:
     """The format of a file."""
     if not _suffix(path) or _suffix(path) == ".txt":
         return "text"

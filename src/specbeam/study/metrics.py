@@ -163,10 +163,10 @@ def of_corpus(records: Iterable[Record]) -> dict[str, float]:
 
 
 def acceptance_by_position(records: Iterable[Record], confidence: float = 0.95) -> list[dict[str, Any]]:
-    """How many guesses were drafted, and how many accepted, at each depth below the text or the beam.
+    """How many tokens were drafted, and how many accepted, at each depth below the text or the beam.
 
     Position 1 is directly below. "low" and "high" are the ends of Wilson's interval of accepted / drafted (1927), which
-    takes guesses for independent.
+    takes draft tokens for independent.
     """
     counts = [record["stats"]["acceptance_by_position"] or [] for record in finished(records)]
     found = []

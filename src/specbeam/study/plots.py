@@ -184,7 +184,7 @@ def pareto(points: list[tuple[float, float]]) -> list[int]:
 
 
 def acceptance(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot | None:
-    """How often the first, second, third guess after the known tokens is accepted, and of how many guesses."""
+    """How often the first, second, third draft token after the known tokens is accepted, and of how many."""
     lines = {
         method: places
         for method, counts in summary.get("acceptance_by_position", {}).items()
@@ -216,27 +216,25 @@ def acceptance(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
         axes.set_xticks(ticks)
         axes.margins(x=0.04)
-        axes.set_xlabel("place after the last known token, and the number of guesses", labelpad=6 + 10 * len(lines))
+        axes.set_xlabel("position in the draft, and number of draft tokens", labelpad=6 + 10 * len(lines))
         axes.set_ylabel("accepted")
         _label_ends(figure, axes, ends, narrow)
 
     def described(method: str, places: list[dict[str, Any]]) -> str:
         ends = places[:1] + places[1:][-1:]
         return f"{method}: " + ", ".join(
-            f"{p['share']:.0%} of {p['drafted']:,} at place {p['position']} ({p['low']:.0%}–{p['high']:.0%})"
+            f"{p['share']:.0%} of {p['drafted']:,} at position {p['position']} ({p['low']:.0%}–{p['high']:.0%})"
             for p in ends
         )
 
     return _plot(
         "acceptance",
-        "Guesses accepted, by place",
-        "The share of guesses that became part of the text, by how far ahead they were made. The bars are Wilson's "
-        "intervals, as of independent guesses, and the numbers below the axis count the guesses. A guess is accepted "
-        "only if all those before it were; long drafts are made where they are likely to be right, so a line may rise "
-        "all the same.",
-        "Line plot of the share of guesses accepted by place. "
-        + "; ".join(described(m, p) for m, p in lines.items())
-        + ".",
+        "Acceptance rate, by position",
+        "The share of draft tokens that were accepted, by their position in the draft. The bars are Wilson's "
+        "intervals, as of independent tokens, and the numbers below the axis count the draft tokens. A draft token is "
+        "accepted only if all before it were. Long drafts are made where acceptance is likely, so a line may rise all "
+        "the same.",
+        "Line plot of the acceptance rate by position. " + "; ".join(described(m, p) for m, p in lines.items()) + ".",
         draw,
     )
 

@@ -16,22 +16,22 @@ MAX_PIECES_PER_SAMPLE = 400
 
 
 @dataclass(frozen=True)
-class Guess:
+class DraftToken:
     text: str
     accepted: bool
 
 
 @dataclass(frozen=True)
 class Branch:
-    """Guesses that follow one another.
+    """Draft tokens that follow one another.
 
     Attributes:
         beam: the number of the beam that they follow, from 1; None for a single text.
-        shared: how many of the guesses an earlier branch shows.
+        shared: how many of the tokens an earlier branch shows.
     """
 
     beam: int | None
-    guesses: list[Guess]
+    tokens: list[DraftToken]
     shared: int = 0
 
 
@@ -41,7 +41,7 @@ class Own:
 
     Attributes:
         step: the step of beam search, from 1; None for a single text.
-        place: the rejected guesses that they replace.
+        place: the rejected draft tokens that they replace.
     """
 
     step: int | None
@@ -111,7 +111,7 @@ def chosen(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str,
     if drafted:
         worst = min(drafted, key=accepted_share)
         if all(record is not worst for _, record in found):
-            found.append(("the fewest guesses accepted", worst))
+            found.append(("the fewest draft tokens accepted", worst))
     return found
 
 
@@ -120,7 +120,7 @@ def accepted_share(record: Mapping[str, Any]) -> float:
 
 
 def gain(record: Mapping[str, Any]) -> float:
-    """Tokens per pass. A high acceptance rate alone says little: there may be few guesses."""
+    """Tokens per pass. A high acceptance rate alone says little: there may be few draft tokens."""
     return (record.get("stats") or {}).get("steps_per_target_pass") or 0.0
 
 
@@ -128,7 +128,7 @@ def sample(record: Mapping[str, Any], why: str) -> Sample:
     """The sample that shows a generation.
 
     The trace shows a generation of its own, which may draft differently, since drafts adapt to measured times. So its
-    passes and guesses are counted in the trace.
+    passes and draft tokens are counted in the trace.
     """
     trace = record.get("trace") or []
     stats = record.get("stats") or {}
@@ -136,8 +136,8 @@ def sample(record: Mapping[str, Any], why: str) -> Sample:
     facts = [several(stats["new_tokens"], "token")] if stats.get("new_tokens") else []
     if passes := len(trace) or stats.get("target_passes"):
         facts.append(f"{passes:,} {'pass' if passes == 1 else 'passes'} of the target")
-    if guesses := [guess["accepted"] for entry in trace for guess in entry["drafted"]]:
-        facts.append(f"{sum(guesses):,} of {len(guesses):,} guesses accepted")
+    if accepted := [token["accepted"] for entry in trace for token in entry["drafted"]]:
+        facts.append(f"{sum(accepted):,} of {len(accepted):,} draft tokens accepted")
     rounds = sorted((i for i, one in enumerate(trace) if one["drafted"]), key=lambda i: -instructive(trace[i]))
     pieces = align(origins(record), record["text"])
     return Sample(
@@ -155,18 +155,18 @@ def sample(record: Mapping[str, Any], why: str) -> Sample:
 
 
 def instructive(entry: Mapping[str, Any]) -> int:
-    """How instructive a round is: most if it has accepted and rejected guesses, and several steps."""
-    return len({guess["accepted"] for guess in entry["drafted"]}) + (len(entry["steps"]) > 1)
+    """How instructive a round is: most if it has accepted and rejected draft tokens, and several steps."""
+    return len({token["accepted"] for token in entry["drafted"]}) + (len(entry["steps"]) > 1)
 
 
 def shown_round(place: int, entry: Mapping[str, Any], beams: bool) -> Round:
-    """One pass of the target: the guesses as branches, and the tokens that no draft proposed."""
+    """One pass of the target: the draft tokens as branches, and the tokens that no draft proposed."""
     found = branches(entry["drafted"], beams)
     own = []
     for step, ends in enumerate([*entry["steps"], *ahead(entry)], 1):
         tokens = [*dict.fromkeys(visible(end["text"]) for end in ends if not end["drafted"])]
         if tokens:
-            rejected = [] if beams else [visible(guess["text"]) for guess in beside(entry["drafted"])]
+            rejected = [] if beams else [visible(token["text"]) for token in beside(entry["drafted"])]
             own.append(Own(step if beams else None, tokens, rejected))
     return Round(place, found[:MAX_BRANCHES_PER_ROUND], max(0, len(found) - MAX_BRANCHES_PER_ROUND), own)
 
@@ -183,10 +183,10 @@ def ahead(entry: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
 
 
 def branches(drafted: list[Mapping[str, Any]], beams: bool) -> list[Branch]:
-    """A tree of guesses as its paths from root to leaf, the paths with the most accepted guesses first."""
+    """A tree of draft tokens as its paths from root to leaf, the paths with the most accepted tokens first."""
     below: dict[int | None, list[int]] = {}
-    for place, guess in enumerate(drafted):
-        below.setdefault(guess["parent"], []).append(place)
+    for place, token in enumerate(drafted):
+        below.setdefault(token["parent"], []).append(place)
     leaves: list[list[int]] = []
     paths = [[root] for root in reversed(below.get(None, []))]
     while paths:
@@ -199,16 +199,16 @@ def branches(drafted: list[Mapping[str, Any]], beams: bool) -> list[Branch]:
     seen: set[int] = set()
     for path in leaves:
         beam = drafted[path[0]]["beam"] if beams else None
-        guesses = [Guess(visible(drafted[place]["text"]), drafted[place]["accepted"]) for place in path]
-        found.append(Branch(None if beam is None else beam + 1, guesses, sum(place in seen for place in path)))
+        tokens = [DraftToken(visible(drafted[place]["text"]), drafted[place]["accepted"]) for place in path]
+        found.append(Branch(None if beam is None else beam + 1, tokens, sum(place in seen for place in path)))
         seen.update(path)
     return found
 
 
 def beside(drafted: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The rejected guesses that follow the last accepted one."""
-    last = max((place for place, guess in enumerate(drafted) if guess["accepted"]), default=None)
-    return [guess for guess in drafted if not guess["accepted"] and guess["parent"] == last]
+    """The rejected draft tokens that follow the last accepted one."""
+    last = max((place for place, token in enumerate(drafted) if token["accepted"]), default=None)
+    return [token for token in drafted if not token["accepted"] and token["parent"] == last]
 
 
 def origins(record: Mapping[str, Any]) -> list[tuple[str, bool]]:

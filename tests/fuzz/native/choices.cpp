@@ -1,4 +1,4 @@
-// Fuzzes wishes about logits. Any number of threads and any instruction set must give the bits of one thread with
+// Fuzzes requests about logits. Any number of threads and any instruction set must give the bits of one thread with
 // portable instructions, and refuse the same choices.
 
 #include <cmath>
@@ -23,7 +23,7 @@ template <class T> struct Array {
 
 struct Arrays {
   Array<float> logits, edit_values, log_probs, scores, given_log_probs, normalizers, totals;
-  Array<Wish> wishes;
+  Array<SelectionRequest> requests;
   Array<Edit> edits;
   Array<int32_t> edit_rows, edit_tokens;
   Array<int64_t> one_of, given, tokens;
@@ -31,8 +31,8 @@ struct Arrays {
   Array<uint32_t> streams, positions;
   Array<double> noise;
 
-  void make_room(int64_t most, int64_t rows) {
-    tokens.make(most), log_probs.make(most), scores.make(most), noise.make(most);
+  void make_room(int64_t top, int64_t rows) {
+    tokens.make(top), log_probs.make(top), scores.make(top), noise.make(top);
     given_log_probs.make(given.size), normalizers.make(rows), totals.make(rows);
   }
 };
@@ -57,7 +57,7 @@ Choice choice_of(Input &in, Arrays &a) {
     a.logits.items[i] = float(int64_t(random >> 40) % 1000) / 50;
   }
   for (int i = 0; i < 20; i++) a.logits.items[in.ConsumeIntegralInRange<int64_t>(0, a.logits.size - 1)] = score_of(in);
-  std::vector<Wish> wishes;
+  std::vector<SelectionRequest> requests;
   std::vector<Edit> edits;
   std::vector<int32_t> edit_rows, edit_tokens;
   std::vector<float> edit_values;
@@ -65,18 +65,18 @@ Choice choice_of(Input &in, Arrays &a) {
   std::vector<uint8_t> allowed;
   std::vector<uint32_t> streams, positions;
   for (int64_t i = in.ConsumeIntegralInRange(0, 4); i > 0; i--) {
-    Wish w{};
-    w.rows = in.number(0, c.logit_rows);
-    w.first_row = in.number(0, c.logit_rows - std::min(std::max<int64_t>(w.rows, 0), c.logit_rows));
-    const int64_t rows = std::min(std::max<int64_t>(w.rows, 0), c.logit_rows);
-    w.vocab = in.ConsumeBool() ? c.logit_columns : in.number(1, c.logit_columns);
-    const int64_t vocab = std::min(std::max<int64_t>(w.vocab, 1), c.logit_columns);
-    w.most = in.number(0, in.ConsumeBool() ? vocab : std::min<int64_t>(vocab, 3));
-    w.most_place = c.most_count, c.most_count += rows * std::min(std::max<int64_t>(w.most, 0), vocab);
-    w.row_place = in.rarely() ? in.wild() : c.row_count, c.row_count += rows;
-    w.given = in.number(0, 2), w.given_place = int64_t(given.size());
+    SelectionRequest r{};
+    r.rows = in.number(0, c.logit_rows);
+    r.first_row = in.number(0, c.logit_rows - std::min(std::max<int64_t>(r.rows, 0), c.logit_rows));
+    const int64_t rows = std::min(std::max<int64_t>(r.rows, 0), c.logit_rows);
+    r.vocab = in.ConsumeBool() ? c.logit_columns : in.number(1, c.logit_columns);
+    const int64_t vocab = std::min(std::max<int64_t>(r.vocab, 1), c.logit_columns);
+    r.top = in.number(0, in.ConsumeBool() ? vocab : std::min<int64_t>(vocab, 3));
+    r.top_place = c.top_count, c.top_count += rows * std::min(std::max<int64_t>(r.top, 0), vocab);
+    r.row_place = in.rarely() ? in.wild() : c.row_count, c.row_count += rows;
+    r.given = in.number(0, 2), r.given_place = int64_t(given.size());
     for (int64_t j = 0; j < rows * 2; j++) given.push_back(in.number(0, vocab - 1));
-    w.edits_begin = int64_t(edits.size());
+    r.edits_begin = int64_t(edits.size());
     for (int64_t j = in.ConsumeIntegralInRange(0, 3); rows && j > 0; j--) {
       Edit e{in.number(ADD, BAN), int64_t(edit_rows.size()), 0, int64_t(edit_values.size())};
       for (int64_t k = in.ConsumeIntegralInRange(0, 5); k > 0; k--) {
@@ -86,32 +86,32 @@ Choice choice_of(Input &in, Arrays &a) {
       e.end = in.rarely() ? in.wild() : int64_t(edit_rows.size());
       edits.push_back(e);
     }
-    w.edits_end = in.rarely() ? in.wild() : int64_t(edits.size());
-    w.one_of_begin = int64_t(one_of.size());
+    r.edits_end = in.rarely() ? in.wild() : int64_t(edits.size());
+    r.one_of_begin = int64_t(one_of.size());
     for (int64_t j = in.ConsumeIntegralInRange(0, 3); j > 0; j--) one_of.push_back(in.number(0, vocab + 3));
-    w.one_of_end = in.rarely() ? in.wild() : int64_t(one_of.size());
-    w.allowed_place = in.ConsumeBool() ? int64_t(allowed.size()) : -1;
-    for (int64_t j = 0; w.allowed_place >= 0 && j < rows * ((vocab + 7) / 8); j++)
+    r.one_of_end = in.rarely() ? in.wild() : int64_t(one_of.size());
+    r.allowed_place = in.ConsumeBool() ? int64_t(allowed.size()) : -1;
+    for (int64_t j = 0; r.allowed_place >= 0 && j < rows * ((vocab + 7) / 8); j++)
       allowed.push_back(in.ConsumeBool() ? 255 : in.ConsumeIntegral<uint8_t>());
-    w.noise_place = in.ConsumeBool() ? int64_t(streams.size()) : -1;
-    for (int64_t j = 0; w.noise_place >= 0 && j < rows; j++)
+    r.noise_place = in.ConsumeBool() ? int64_t(streams.size()) : -1;
+    for (int64_t j = 0; r.noise_place >= 0 && j < rows; j++)
       streams.push_back(in.ConsumeIntegral<uint32_t>()), positions.push_back(in.ConsumeIntegral<uint32_t>());
-    w.normalize = in.number(0, 1), w.total = in.number(0, 1);
-    w.top_k = in.ConsumeBool() ? in.number(0, vocab + 3) : 0;
-    w.temperature = in.ConsumeBool() ? 1 : in.rarely() ? in.ConsumeFloatingPoint<double>() : 0.7;
-    w.top_p = in.ConsumeBool() ? 1 : in.rarely() ? in.ConsumeFloatingPoint<double>() : in.ConsumeProbability<double>();
-    w.min_p = in.ConsumeBool() ? 0 : in.rarely() ? in.ConsumeFloatingPoint<double>() : in.ConsumeProbability<double>();
-    w.seed = in.ConsumeIntegral<uint64_t>();
-    wishes.push_back(w);
+    r.normalize = in.number(0, 1), r.total = in.number(0, 1);
+    r.top_k = in.ConsumeBool() ? in.number(0, vocab + 3) : 0;
+    r.temperature = in.ConsumeBool() ? 1 : in.rarely() ? in.ConsumeFloatingPoint<double>() : 0.7;
+    r.top_p = in.ConsumeBool() ? 1 : in.rarely() ? in.ConsumeFloatingPoint<double>() : in.ConsumeProbability<double>();
+    r.min_p = in.ConsumeBool() ? 0 : in.rarely() ? in.ConsumeFloatingPoint<double>() : in.ConsumeProbability<double>();
+    r.seed = in.ConsumeIntegral<uint64_t>();
+    requests.push_back(r);
   }
-  a.wishes.take(wishes), a.edits.take(edits), a.edit_rows.take(edit_rows), a.edit_tokens.take(edit_tokens);
+  a.requests.take(requests), a.edits.take(edits), a.edit_rows.take(edit_rows), a.edit_tokens.take(edit_tokens);
   a.edit_values.take(edit_values), a.one_of.take(one_of), a.given.take(given), a.allowed.take(allowed);
   a.streams.take(streams), a.positions.take(positions);
-  a.make_room(c.most_count, c.row_count);
-  c.wish_count = a.wishes.size, c.edit_count = a.edits.size, c.entry_count = a.edit_rows.size;
+  a.make_room(c.top_count, c.row_count);
+  c.request_count = a.requests.size, c.edit_count = a.edits.size, c.entry_count = a.edit_rows.size;
   c.value_count = a.edit_values.size, c.one_of_count = a.one_of.size, c.given_count = a.given.size;
   c.allowed_bytes = a.allowed.size, c.noise_count = a.streams.size;
-  c.logits = a.logits.items.get(), c.wishes = a.wishes.items.get(), c.edits = a.edits.items.get();
+  c.logits = a.logits.items.get(), c.requests = a.requests.items.get(), c.edits = a.edits.items.get();
   c.edit_rows = a.edit_rows.items.get(), c.edit_tokens = a.edit_tokens.items.get();
   c.edit_values = a.edit_values.items.get(), c.one_of = a.one_of.items.get(), c.given = a.given.items.get();
   c.allowed = a.allowed.items.get(), c.streams = a.streams.items.get(), c.positions = a.positions.items.get();
@@ -149,15 +149,15 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   check(!wrong || *wrong);
   CHECK(same(before.data(), arrays.logits.items.get(), arrays.logits.size));
   Choice again = choice;
-  others.given.make(arrays.given.size), others.make_room(choice.most_count, choice.row_count);
+  others.given.make(arrays.given.size), others.make_room(choice.top_count, choice.row_count);
   give_room(again, others);
   check(use("portable"));
   const char *other_wrong = specbeam_choose(simple, &again);
   CHECK(!wrong == !other_wrong);
   if (wrong) return 0;
-  for (int64_t i = 0; i < choice.most_count; i++) CHECK(choice.tokens[i] == again.tokens[i]);
-  CHECK(same(choice.log_probs, again.log_probs, choice.most_count));
-  CHECK(same(choice.scores, again.scores, choice.most_count));
+  for (int64_t i = 0; i < choice.top_count; i++) CHECK(choice.tokens[i] == again.tokens[i]);
+  CHECK(same(choice.log_probs, again.log_probs, choice.top_count));
+  CHECK(same(choice.scores, again.scores, choice.top_count));
   CHECK(same(choice.normalizers, again.normalizers, choice.row_count));
   CHECK(same(choice.totals, again.totals, choice.row_count));
   CHECK(same(choice.given_log_probs, again.given_log_probs, choice.given_count));

@@ -8,8 +8,8 @@
 namespace specbeam {
 
 constexpr size_t MAX_PARAMETER_BYTES = 1 << 18;
-constexpr int MOST_OUTPUTS = 600;  // two threads multiply two blocks of weights at once if there are 512 outputs
-constexpr int LONGEST_TEXT = 700;  // attention reads texts in splits of 256 positions
+constexpr int MOST_OUTPUTS = 600;      // two threads multiply two blocks of weights at once if there are 512 outputs
+constexpr int LONGEST_SEQUENCE = 700;  // attention reads sequences in splits of 256 positions
 
 struct Parameters {
   std::vector<std::unique_ptr<uint8_t[]>> kept;
@@ -36,7 +36,7 @@ inline ModelConfig config_of(Input &in) {
   for (auto [size, most] :
        {std::pair{&c.vocab, wide}, {&c.hidden, 70}, {&c.inner, wide}, {&c.layers, 3}, {&c.head_dim, 40}})
     *size = in.number(1, most);
-  c.context = in.number(8, in.ConsumeIntegralInRange(0, 7) ? 64 : LONGEST_TEXT);
+  c.context = in.number(8, in.ConsumeIntegralInRange(0, 7) ? 64 : LONGEST_SEQUENCE);
   if (in.rarely()) c.heads = in.wild();
   if (in.rarely()) c.kv_heads = in.wild();
   for (int64_t *flag : {&c.layer_norm, &c.gated, &c.parallel, &c.whole_cache}) *flag = in.number(0, 1);

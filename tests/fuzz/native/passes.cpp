@@ -5,16 +5,16 @@
 
 #include "boundary.h"
 #include "models.h"
-#include "texts.h"
+#include "trees.h"
 
 using namespace specbeam;
 
 namespace {
 
 // The logits of one node, in a pass over its path in slots of its own.
-std::vector<float> logits_alone(Input &in, void *model, const Text &text, Slots &taken, int64_t node, int64_t vocab) {
-  Text alone;
-  for (const int64_t n : text.path(node)) {
+std::vector<float> logits_alone(Input &in, void *model, const Tree &tree, Slots &taken, int64_t node, int64_t vocab) {
+  Tree alone;
+  for (const int64_t n : tree.path(node)) {
     int64_t slot = free_slot(in, taken);
     if (slot < 0) {
       slot = int64_t(taken.size());
@@ -23,7 +23,7 @@ std::vector<float> logits_alone(Input &in, void *model, const Text &text, Slots 
     }
     taken[size_t(slot)] = true;
     const auto parent = int64_t(alone.nodes.size()) - 1;
-    alone.nodes.push_back({text.nodes[size_t(n)].token, parent, parent + 1, slot});
+    alone.nodes.push_back({tree.nodes[size_t(n)].token, parent, parent + 1, slot});
   }
   const auto [s, arrays] = segment_of(alone, 0, INT64_MAX);
   const auto last = int64_t(alone.nodes.size()) - 1;
@@ -45,21 +45,23 @@ void spoil(Input &in, std::vector<Segment> &segments, std::vector<Arrays> &array
     case 1: a.positions[n] = in.number(0, 20); break;
     case 2: a.slots[n] = in.number(0, 100); break;
     case 3:
-      if (s.trunk_length) a.trunk[in.ConsumeIntegralInRange<int64_t>(0, s.trunk_length - 1)] = in.number(0, 100);
+      if (s.prefix_length) a.prefix[in.ConsumeIntegralInRange<int64_t>(0, s.prefix_length - 1)] = in.number(0, 100);
       break;
     case 4:
-      if (s.branch_columns)
-        a.branches[in.ConsumeIntegralInRange<int64_t>(0, s.nodes * s.branch_columns - 1)] = in.number(0, 100);
+      if (s.suffix_columns)
+        a.suffixes[in.ConsumeIntegralInRange<int64_t>(0, s.nodes * s.suffix_columns - 1)] = in.number(0, 100);
       break;
-    case 5: (in.ConsumeBool() ? s.trunk_length : s.branch_columns) = in.ConsumeBool() ? below_zero() : INT64_MAX; break;
+    case 5:
+      (in.ConsumeBool() ? s.prefix_length : s.suffix_columns) = in.ConsumeBool() ? below_zero() : INT64_MAX;
+      break;
     case 6: s.nodes = in.ConsumeIntegralInRange<int64_t>(INT64_MIN, 0); break;
     case 7: (in.ConsumeBool() ? s.tokens : in.ConsumeBool() ? s.positions : s.slots) = nullptr; break;
-    case 8: (in.ConsumeBool() ? s.trunk : s.branches) = nullptr; break;
+    case 8: (in.ConsumeBool() ? s.prefix : s.suffixes) = nullptr; break;
     default: wanted.push_back(in.wild());
   }
 }
 
-void passes(Input &in, void *model, const ModelConfig &c, int64_t window, std::vector<Text> &texts) {
+void passes(Input &in, void *model, const ModelConfig &c, int64_t window, std::vector<Tree> &trees) {
   Slots taken;
   while (in.remaining_bytes() > 0) {
     std::vector<Segment> segments;
@@ -71,12 +73,12 @@ void passes(Input &in, void *model, const ModelConfig &c, int64_t window, std::v
     check(refused == (slots > MOST_SLOTS));
     if (!refused && slots > int64_t(taken.size())) taken.resize(size_t(slots));
     if (in.rarely() && !specbeam_cache_release(model, in.wild(), in.number(0, 0)))
-      for (Text &text : texts) forget(in, model, text, taken);
-    for (size_t t = 0; t < texts.size(); t++) {
-      Text &text = texts[t];
-      if (in.rarely()) forget(in, model, text, taken);
+      for (Tree &tree : trees) evict(in, model, tree, taken);
+    for (size_t t = 0; t < trees.size(); t++) {
+      Tree &tree = trees[t];
+      if (in.rarely()) evict(in, model, tree, taken);
       if (in.rarely()) continue;
-      auto [segment, of_segment] = grow(in, text, taken, c, in.ConsumeBool());
+      auto [segment, of_segment] = grow(in, tree, taken, c, in.ConsumeBool());
       if (!segment.nodes) continue;
       drop_unseen(in, segment, of_segment, window);
       segments.push_back(segment), arrays.push_back(std::move(of_segment)), owners.push_back(t);
@@ -105,7 +107,7 @@ void passes(Input &in, void *model, const ModelConfig &c, int64_t window, std::v
         specbeam_forward(model, segments_exactly.get(), count, wanted_exactly.get(), wanted_count, vocab, logits.get());
     check(!wrong || *wrong);
     if (spoiled) {  // the trees here may differ from the cache
-      for (Text &text : texts) forget(in, model, text, taken);
+      for (Tree &tree : trees) evict(in, model, tree, taken);
       continue;
     }
     if (wrong) std::fprintf(stderr, "refused: %s\n", wrong);
@@ -115,9 +117,9 @@ void passes(Input &in, void *model, const ModelConfig &c, int64_t window, std::v
     int64_t node = wanted[chosen];
     size_t which = 0;
     while (node >= segments[which].nodes) node -= segments[which++].nodes;
-    const Text &text = texts[owners[which]];
-    node += int64_t(text.nodes.size()) - segments[which].nodes;
-    const auto alone = logits_alone(in, model, text, taken, node, vocab);
+    const Tree &tree = trees[owners[which]];
+    node += int64_t(tree.nodes.size()) - segments[which].nodes;
+    const auto alone = logits_alone(in, model, tree, taken, node, vocab);
     CHECK(same(alone.data(), logits.get() + int64_t(chosen) * vocab, vocab));
   }
 }
@@ -139,14 +141,14 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
   const int64_t window = fill(in, parameters, model, c);
   const char *missing = specbeam_model_incomplete(model);
   check(!missing || *missing);
-  std::vector<Text> texts(in.ConsumeIntegralInRange<size_t>(1, 3));
+  std::vector<Tree> trees(in.ConsumeIntegralInRange<size_t>(1, 3));
   if (missing) {
     const int64_t zero = 0;
     specbeam_cache_reserve(model, 1);
     const Segment s{1, 1, 0, &zero, &zero, &zero, &zero, nullptr};
     check(specbeam_forward(model, &s, 1, &zero, 1, 1, nullptr));
   } else {
-    passes(in, model, c, window, texts);
+    passes(in, model, c, window, trees);
   }
   specbeam_model_delete(model);
   return 0;

@@ -28,9 +28,9 @@ from specbeam.backends.devices import memory_for_caches, peak_memory
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
 from specbeam.errors import SpecbeamError
+from specbeam.fork_guard import fork_guard
 from specbeam.machine import usable_processors
-from specbeam.selection import Answer, Beams, Wish
-from specbeam.whole_steps import whole_step
+from specbeam.selection import Beams, Selection, SelectionRequest
 
 logger = logging.getLogger("specbeam")
 
@@ -91,7 +91,7 @@ class CpuBackend:
             if wrong := self._library.specbeam_cache_reserve(self._model, slots):
                 raise MemoryError(wrong.decode())
 
-    @whole_step
+    @fork_guard
     def forward(self, segments: list[Segment]) -> Tensor:
         starts = accumulate((len(s.tokens) for s in segments), initial=0)
         wanted = np.concatenate([start + s.wanted for start, s in zip(starts, segments, strict=False)], dtype=np.int64)
@@ -107,22 +107,22 @@ class CpuBackend:
             raise RuntimeError(f"a pass was refused: {wrong.decode()}")
         return torch.from_numpy(logits)
 
-    @whole_step
+    @fork_guard
     def forward_ahead(
         self,
         segments: list[Segment],
-        wishes: Sequence[Wish],
+        requests: Sequence[SelectionRequest],
         beams: Sequence[Beams | None],
         passes: int,
         ends: Collection[int],
         halt: NDArray[np.int32],
         every: int = 1,
-        show: Callable[[list[Answer]], object] | None = None,
-    ) -> list[Answer]:
+        show: Callable[[list[Selection]], object] | None = None,
+    ) -> list[Selection]:
         rows = [slice(*both) for both in pairwise(accumulate((len(s.tokens) for s in segments), initial=0))]
-        asked = list(zip(rows, wishes, strict=True))
+        asked = list(zip(rows, requests, strict=True))
         vocab = logits_wanted(segments, self.vocab_size)
-        if any(needs_torch(wish) or wish.most > vocab for wish in wishes):
+        if any(needs_torch(request) or request.top > vocab for request in requests):
             return self.choose(self.forward(segments), asked)
         logits = torch.empty(rows[-1].stop, vocab)
         choice = Choice(logits, asked, passes)
@@ -134,7 +134,7 @@ class CpuBackend:
         def show_all(so_far: int) -> int:
             try:
                 assert show is not None
-                show(choice.answers_ahead(so_far))
+                show(choice.selections_ahead(so_far))
             except BaseException as error:  # it cannot pass through native code
                 failures.append(error)
             return not failures
@@ -160,11 +160,11 @@ class CpuBackend:
             raise RuntimeError(f"passes were refused: {wrong.decode()}")
         if failures:
             raise failures.pop()
-        return choice.answers_ahead(int(done[0]))
+        return choice.selections_ahead(int(done[0]))
 
-    def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
+    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
         with self._one_pass:
-            return choose(self._library, self._model, logits, wishes)
+            return choose(self._library, self._model, logits, requests)
 
     def memory_for_caches(self) -> int:
         return memory_for_caches(self.device)
@@ -289,14 +289,14 @@ def _structs(segments: Sequence[Segment]) -> tuple[NDArray[np.int64], list[NDArr
     tokens, positions, slots = map(address, kept)
     rows, start = [], 0
     for s in segments:
-        n, columns = s.branches.shape
+        n, columns = s.suffixes.shape
         if not len(s.tokens) == len(s.positions) == len(s.slots) == n:
             raise RuntimeError("a pass was refused: a segment has arrays of different lengths")
-        trunk = np.ascontiguousarray(s.trunk, np.int64)
-        branches = np.ascontiguousarray(s.branches, np.int64)
-        kept += [trunk, branches]
-        places = tokens + start, positions + start, slots + start, address(trunk), address(branches)
-        rows.append((n, len(trunk), columns, *places))
+        prefix = np.ascontiguousarray(s.prefix, np.int64)
+        suffixes = np.ascontiguousarray(s.suffixes, np.int64)
+        kept += [prefix, suffixes]
+        places = tokens + start, positions + start, slots + start, address(prefix), address(suffixes)
+        rows.append((n, len(prefix), columns, *places))
         start += n * INT64_BYTES
     return np.array(rows, dtype=np.int64), kept
 

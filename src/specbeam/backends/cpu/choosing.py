@@ -1,4 +1,4 @@
-"""Answers wishes in native code: fills the structures of native/select.h, and makes the answers."""
+"""Selections in native code: fills the structures of native/select.h, and reads the results."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, WishStruct, address
-from specbeam.selection import Answer, Wish, select
+from specbeam.backends.cpu.library import ChoiceStruct, EditStruct, SelectionRequestStruct, address
+from specbeam.selection import Selection, SelectionRequest, select
 
 EDIT_KINDS = {"add": 0, "repeat": 1, "ban": 2}
 """As ``EditKind`` in native/select.h."""
-WISH_DTYPE, EDIT_DTYPE = np.dtype(WishStruct), np.dtype(EditStruct)
+REQUEST_DTYPE, EDIT_DTYPE = np.dtype(SelectionRequestStruct), np.dtype(EditStruct)
 CHOICE_FIELDS = [field[0] for field in ChoiceStruct._fields_]
 """All of them are as long as an int64."""
-NORMALIZERS_ALONE = Wish(most=0)
+NORMALIZERS_ALONE = SelectionRequest(top=0)
 
 
-def choose(native: ctypes.CDLL, model: int, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
-    """Answer the wishes of a pass, as :func:`specbeam.selection.choose` does.
+def choose(
+    native: ctypes.CDLL, model: int, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]
+) -> list[Selection]:
+    """The selections that are requested of a pass, as by :func:`specbeam.selection.choose`.
 
     Args:
         native: the library of the model.
@@ -30,16 +32,16 @@ def choose(native: ctypes.CDLL, model: int, logits: Tensor, wishes: Sequence[tup
         logits: float32 [rows, vocab] on the CPU.
 
     Raises:
-        RuntimeError: a wish does not fit to the logits.
+        RuntimeError: a request does not fit the logits.
     """
-    choice = Choice(logits.contiguous(), wishes)
+    choice = Choice(logits.contiguous(), requests)
     if wrong := native.specbeam_choose(model, choice.address):
-        raise RuntimeError(f"a wish was refused: {wrong.decode()}")
-    return choice.answers()
+        raise RuntimeError(f"a selection request was refused: {wrong.decode()}")
+    return choice.selections()
 
 
 class Choice:
-    """The native structure of the wishes of a pass, and the arrays that it points into.
+    """The native structure of the selection requests of a pass, and the arrays that it points into.
 
     Args:
         logits: float32 [rows, vocab] on the CPU, in one piece.
@@ -49,20 +51,21 @@ class Choice:
         address: of the structure.
 
     Raises:
-        ValueError: a wish does not fit to the logits.
+        ValueError: a request does not fit the logits.
     """
 
-    def __init__(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]], passes: int = 1) -> None:
-        self.logits, self.wishes, self.passes = logits, wishes, passes
+    def __init__(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]], passes: int = 1) -> None:
+        self.logits, self.requests, self.passes = logits, requests, passes
         columns = logits.shape[1]
         parts = Parts(columns)
         self.fields = [
-            parts.add(rows, NORMALIZERS_ALONE if needs_torch(wish) else wish, wish.vocab) for rows, wish in wishes
+            parts.add(rows, NORMALIZERS_ALONE if needs_torch(request) else request, request.vocab)
+            for rows, request in requests
         ]
-        most, rows_of_all, given = parts.most_count, parts.row_count, parts.given.size
-        noises = most if parts.streams.size else 0
+        top, rows_of_all, given = parts.top_count, parts.row_count, parts.given.size
+        noises = top if parts.streams.size else 0
         inputs = {
-            "wishes": np.array(self.fields, WISH_DTYPE),
+            "requests": np.array(self.fields, REQUEST_DTYPE),
             "edits": np.array(parts.edits, EDIT_DTYPE),
             "edit_rows": parts.edit_rows.array(),
             "edit_tokens": parts.edit_tokens.array(),
@@ -73,12 +76,12 @@ class Choice:
             "streams": parts.streams.array(),
             "positions": parts.positions.array(),
         }
-        space = Space(passes * (8 * (most + noises) + 4 * (2 * most + given + 2 * rows_of_all)))
+        space = Space(passes * (8 * (top + noises) + 4 * (2 * top + given + 2 * rows_of_all)))
         outputs = {
-            "tokens": space.take(passes * most, np.int64),
+            "tokens": space.take(passes * top, np.int64),
             "noise": space.take(passes * noises, np.float64),
-            "log_probs": space.take(passes * most, np.float32),
-            "scores": space.take(passes * most, np.float32),
+            "log_probs": space.take(passes * top, np.float32),
+            "scores": space.take(passes * top, np.float32),
             "given_log_probs": space.take(passes * given, np.float32),
             "normalizers": space.take(passes * rows_of_all, np.float32),
             "totals": space.take(passes * rows_of_all, np.float32),
@@ -86,7 +89,7 @@ class Choice:
         values = {
             "logit_rows": logits.shape[0],
             "logit_columns": columns,
-            "wish_count": len(inputs["wishes"]),
+            "request_count": len(inputs["requests"]),
             "edit_count": len(inputs["edits"]),
             "entry_count": len(inputs["edit_rows"]),
             "value_count": len(inputs["edit_values"]),
@@ -94,7 +97,7 @@ class Choice:
             "given_count": given,
             "allowed_bytes": len(inputs["allowed"]),
             "noise_count": len(inputs["streams"]),
-            "most_count": most,
+            "top_count": top,
             "row_count": rows_of_all,
             "logits": logits.data_ptr(),
             **{name: address(array) for name, array in inputs.items()},
@@ -105,55 +108,57 @@ class Choice:
         self._outputs = [array for array, _ in outputs.values()]
         self.address = address(self._struct)
 
-    def answers(self) -> list[Answer]:
-        """The answers about the logits of one pass."""
+    def selections(self) -> list[Selection]:
+        """The selections from the logits of one pass."""
         tokens, noise, log_probs, scores, given_log_probs, normalizers, totals = self._outputs
         columns = self.logits.shape[1]
-        answers = []
-        for (rows, wish), fields in zip(self.wishes, self.fields, strict=True):
-            _, n, vocab, most, at, width, given_at, row, *_ = fields
+        selections = []
+        for (rows, request), fields in zip(self.requests, self.fields, strict=True):
+            _, n, vocab, top, at, width, given_at, row, *_ = fields
             here = self.logits if vocab == columns else self.logits[:, :vocab]
             of_rows = normalizers[row : row + n]
-            if needs_torch(wish):
-                answers.append(select(here[rows], wish, of_rows))
+            if needs_torch(request):
+                selections.append(select(here[rows], request, of_rows))
                 continue
-            end, shape = at + n * most, (n, most)
-            answers.append(
-                Answer(
+            end, shape = at + n * top, (n, top)
+            selections.append(
+                Selection(
                     tokens[at:end].reshape(shape),
                     log_probs[at:end].reshape(shape),
                     scores[at:end].reshape(shape),
                     of_rows,
-                    None if wish.noise is None else noise[at:end].reshape(shape),
-                    None if wish.given is None else given_log_probs[given_at : given_at + n * width].reshape(n, width),
-                    totals[row : row + n] if wish.total else None,
+                    None if request.noise is None else noise[at:end].reshape(shape),
+                    None
+                    if request.given is None
+                    else given_log_probs[given_at : given_at + n * width].reshape(n, width),
+                    totals[row : row + n] if request.total else None,
                     ((here, rows),),
                 )
             )
-        return answers
+        return selections
 
-    def answers_ahead(self, done: int) -> list[Answer]:
-        """The answers about the logits of the passes that were done. Only the last one has its logits."""
+    def selections_ahead(self, done: int) -> list[Selection]:
+        """The selections from the logits of the passes that were done. Only the last one has its logits."""
         by_pass = [array.reshape(self.passes, -1)[:done] for array in self._outputs]
         tokens, noise, log_probs, scores, _, normalizers, totals = by_pass
         columns = self.logits.shape[1]
-        answers = []
-        for (rows, wish), (_, n, vocab, most, at, _, _, row, *_) in zip(self.wishes, self.fields, strict=True):
-            found, of_rows, shape = slice(at, at + n * most), slice(row, row + n), (done * n, most)
+        selections = []
+        for (rows, request), (_, n, vocab, top, at, _, _, row, *_) in zip(self.requests, self.fields, strict=True):
+            found, of_rows, shape = slice(at, at + n * top), slice(row, row + n), (done * n, top)
             here = self.logits if vocab == columns else self.logits[:, :vocab]
-            answers.append(
-                Answer(
+            selections.append(
+                Selection(
                     tokens[:, found].reshape(shape),
                     log_probs[:, found].reshape(shape),
                     scores[:, found].reshape(shape),
                     normalizers[:, of_rows].reshape(-1),
-                    None if wish.noise is None else noise[:, found].reshape(shape),
+                    None if request.noise is None else noise[:, found].reshape(shape),
                     None,
-                    totals[:, of_rows].reshape(-1) if wish.total else None,
+                    totals[:, of_rows].reshape(-1) if request.total else None,
                     ((here, rows),),
                 )
             )
-        return answers
+        return selections
 
 
 class Space:
@@ -172,16 +177,16 @@ class Space:
         return array, at
 
 
-def needs_torch(wish: Wish) -> bool:
-    return bool(wish.functions) or wish.typical_p is not None
+def needs_torch(request: SelectionRequest) -> bool:
+    return bool(request.functions) or request.typical_p is not None
 
 
 class Parts:
-    """The parts of all wishes, joined.
+    """The parts of all selection requests, joined.
 
     Attributes:
         edits: the fields of each ``EditStruct``.
-        most_count, row_count: the numbers of the highest tokens, and of rows, of all wishes.
+        top_count, row_count: the numbers of the highest tokens, and of rows, of all requests.
     """
 
     def __init__(self, columns: int) -> None:
@@ -191,58 +196,58 @@ class Parts:
         self.one_of: list[int] = []
         self.given, self.allowed = Joined(np.int64), Joined(np.uint8)
         self.streams, self.positions = Joined(np.uint32), Joined(np.uint32)
-        self.most_count = self.row_count = 0
+        self.top_count = self.row_count = 0
 
-    def add(self, rows: slice, wish: Wish, vocab: int | None) -> tuple[Any, ...]:
-        """Add a wish's parts. Returns the fields of its ``WishStruct``."""
+    def add(self, rows: slice, request: SelectionRequest, vocab: int | None) -> tuple[Any, ...]:
+        """Add a request's parts. Returns the fields of its ``SelectionRequestStruct``."""
         n = rows.stop - rows.start
         vocab = self.columns if vocab is None else min(vocab, self.columns)
-        most = min(wish.most, vocab)
-        most_place, row_place = self.most_count, self.row_count
-        self.most_count += n * most
+        top = min(request.top, vocab)
+        top_place, row_place = self.top_count, self.row_count
+        self.top_count += n * top
         self.row_count += n
         given = given_place = edits = one_of = seed = 0
         allowed_place = noise_place = -1
-        if wish.given is not None:
-            given, given_place = wish.given.shape[1], self.given.add(wish.given, (n, wish.given.shape[1]))
-        if wish.edits:
+        if request.given is not None:
+            given, given_place = request.given.shape[1], self.given.add(request.given, (n, request.given.shape[1]))
+        if request.edits:
             edits = len(self.edits)
-            for edit in wish.edits:
+            for edit in request.edits:
                 begin, values = self.edit_rows.add(edit.rows), self.edit_values.size
                 self.edit_tokens.add(edit.tokens, edit.rows.shape)
                 if edit.kind != "ban":
                     self.edit_values.add(edit.values, edit.rows.shape)
                 self.edits.append((EDIT_KINDS[edit.kind], begin, self.edit_rows.size, values))
-        if wish.one_of:
+        if request.one_of:
             one_of = len(self.one_of)
-            self.one_of += wish.one_of
-        if wish.allowed is not None:
+            self.one_of += request.one_of
+        if request.allowed is not None:
             width = -(-vocab // 8)  # a mask of the target's tokens may be about a draft with fewer
-            allowed_place = self.allowed.add(wish.allowed[:, :width], (n, width))
-        if wish.noise is not None:
-            seed, noise_place = wish.noise.seed, self.streams.add(wish.noise.streams, (n,))
-            self.positions.add(wish.noise.positions, (n,))
+            allowed_place = self.allowed.add(request.allowed[:, :width], (n, width))
+        if request.noise is not None:
+            seed, noise_place = request.noise.seed, self.streams.add(request.noise.streams, (n,))
+            self.positions.add(request.noise.positions, (n,))
         return (
             rows.start,
             n,
             vocab,
-            most,
-            most_place,
+            top,
+            top_place,
             given,
             given_place,
             row_place,
             edits,
-            edits + len(wish.edits),
+            edits + len(request.edits),
             one_of,
-            one_of + len(wish.one_of),
+            one_of + len(request.one_of),
             allowed_place,
             noise_place,
-            wish.normalize,
-            wish.total,
-            wish.top_k or 0,
-            1.0 if wish.temperature is None else wish.temperature,
-            1.0 if wish.top_p is None else wish.top_p,
-            wish.min_p or 0.0,
+            request.normalize,
+            request.total,
+            request.top_k or 0,
+            1.0 if request.temperature is None else request.temperature,
+            1.0 if request.top_p is None else request.top_p,
+            request.min_p or 0.0,
             seed,
         )
 
@@ -261,7 +266,7 @@ class Joined:
             ValueError: the array has another shape.
         """
         if shape is not None and array.shape != shape:
-            raise ValueError(f"a part of a wish has the shape {array.shape}, not {shape}")
+            raise ValueError(f"a part of a selection request has the shape {array.shape}, not {shape}")
         place = self.size
         self.arrays.append(array.ravel())
         self.size += array.size

@@ -45,13 +45,13 @@ class SegmentStruct(ctypes.Structure):
 
     _fields_ = [
         ("nodes", c_int64),
-        ("trunk_length", c_int64),
-        ("branch_columns", c_int64),
+        ("prefix_length", c_int64),
+        ("suffix_columns", c_int64),
         ("tokens", c_void_p),
         ("positions", c_void_p),
         ("slots", c_void_p),
-        ("trunk", c_void_p),
-        ("branches", c_void_p),
+        ("prefix", c_void_p),
+        ("suffixes", c_void_p),
     ]
 
 
@@ -61,11 +61,11 @@ class EditStruct(ctypes.Structure):
     _fields_ = [(name, c_int64) for name in ("kind", "begin", "end", "values")]
 
 
-class WishStruct(ctypes.Structure):
-    """``Wish`` of native/select.h."""
+class SelectionRequestStruct(ctypes.Structure):
+    """``SelectionRequest`` of native/select.h."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("first_row", "rows", "vocab", "most", "most_place", "given", "given_place")),
+        *((name, c_int64) for name in ("first_row", "rows", "vocab", "top", "top_place", "given", "given_place")),
         *((name, c_int64) for name in ("row_place", "edits_begin", "edits_end", "one_of_begin", "one_of_end")),
         *((name, c_int64) for name in ("allowed_place", "noise_place", "normalize", "total", "top_k")),
         *((name, c_double) for name in ("temperature", "top_p", "min_p")),
@@ -77,10 +77,10 @@ class ChoiceStruct(ctypes.Structure):
     """``Choice`` of native/select.h."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("logit_rows", "logit_columns", "wish_count", "edit_count", "entry_count")),
+        *((name, c_int64) for name in ("logit_rows", "logit_columns", "request_count", "edit_count", "entry_count")),
         *((name, c_int64) for name in ("value_count", "one_of_count", "given_count", "allowed_bytes", "noise_count")),
-        *((name, c_int64) for name in ("most_count", "row_count")),
-        *((name, c_void_p) for name in ("logits", "wishes", "edits", "edit_rows", "edit_tokens", "edit_values")),
+        *((name, c_int64) for name in ("top_count", "row_count")),
+        *((name, c_void_p) for name in ("logits", "requests", "edits", "edit_rows", "edit_tokens", "edit_values")),
         *((name, c_void_p) for name in ("one_of", "given", "allowed", "streams", "positions", "tokens", "log_probs")),
         *((name, c_void_p) for name in ("scores", "noise", "given_log_probs", "normalizers", "totals")),
     ]
@@ -92,7 +92,7 @@ class AheadStruct(ctypes.Structure):
     _fields_ = [("slots", c_void_p), ("scores", c_void_p), ("best_above", c_double), ("all_above", c_double)]
 
 
-STRUCTURES = (ModelConfigStruct, SegmentStruct, EditStruct, WishStruct, ChoiceStruct, AheadStruct)
+STRUCTURES = (ModelConfigStruct, SegmentStruct, EditStruct, SelectionRequestStruct, ChoiceStruct, AheadStruct)
 
 SHOW = ctypes.CFUNCTYPE(c_int32, c_int64)
 """Is called during passes ahead with the number of passes so far. Returns 0 if there is to be no further one."""
@@ -183,7 +183,7 @@ def library(isa: str = BASELINE) -> ctypes.CDLL:
 
 
 def offsets() -> dict[str, int]:
-    """The offset of each field, such as "Wish.top_k", and the size of each structure, such as "Wish"."""
+    """The offset of each field, such as "Segment.nodes", and the size of each structure, such as "Segment"."""
     found = {}
     for structure in STRUCTURES:
         owner = structure.__name__.removesuffix("Struct")

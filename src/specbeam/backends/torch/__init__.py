@@ -15,7 +15,8 @@ from specbeam.backends.torch.cache import KeyValues, index, seen_by
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
 from specbeam.backends.torch.weights import load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
-from specbeam.selection import Answer, Wish, choose, to_device
+from specbeam.selection import Selection, SelectionRequest, choose
+from specbeam.selection.transfer import to_device
 
 
 class TorchBackend:
@@ -47,11 +48,11 @@ class TorchBackend:
         load_weights(self.model, checkpoint, self.device, self.dtype)
         self._windows = {layer.window for layer in config.layers}
         self._store = self.new_store()
-        self._one_pass = Lock()  # the store may move when it grows
+        self._one_pass = Lock()  # the KV cache may move when it grows
         self.slot_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
 
     def new_store(self) -> KeyValues:
-        """An empty store for keys and values of this model."""
+        """An empty KV cache for this model."""
         config = self.model.config
         return KeyValues(config.num_layers, config.num_kv_heads, config.head_dim, self.dtype, self.device)
 
@@ -84,8 +85,8 @@ class TorchBackend:
         )
 
     @torch.inference_mode()
-    def choose(self, logits: Tensor, wishes: Sequence[tuple[slice, Wish]]) -> list[Answer]:
-        return choose(logits, wishes)
+    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
+        return choose(logits, requests)
 
     def memory_for_caches(self) -> int:
         return memory_for_caches(self.device)

@@ -1,4 +1,4 @@
-"""The store of keys and values of a model that runs in PyTorch, and the part of it that a segment sees."""
+"""The KV cache of a model that runs in PyTorch, and the part of it that a segment sees."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Segment
-from specbeam.selection import to_device
+from specbeam.selection.transfer import to_device
 
 MIN_CAPACITY = 64
 """Slots."""
@@ -81,22 +81,22 @@ class Seen(NamedTuple):
 def seen_by(segment: Segment) -> Seen:
     """The slots that the nodes of a segment see."""
     positions = segment.positions
-    trunk = segment.trunk[: positions.max() + 1]
-    end = len(trunk)
-    above = np.flatnonzero(trunk >= 0)  # others lie before the windows of all nodes
-    trunk = trunk[above]
-    on_trunk = above <= positions[:, None]
-    if not segment.branches.shape[1]:
-        return Seen(trunk, above, None if len(positions) == 1 else on_trunk)
-    beyond = np.arange(end, end + segment.branches.shape[1])
+    prefix = segment.prefix[: positions.max() + 1]
+    end = len(prefix)
+    above = np.flatnonzero(prefix >= 0)  # others lie before the windows of all nodes
+    prefix = prefix[above]
+    in_prefix = above <= positions[:, None]
+    if not segment.suffixes.shape[1]:
+        return Seen(prefix, above, None if len(positions) == 1 else in_prefix)
+    beyond = np.arange(end, end + segment.suffixes.shape[1])
     row, column = np.nonzero(beyond <= positions[:, None])
-    slots, first, at = np.unique(segment.branches[row, column], return_index=True, return_inverse=True)
-    on_branches = np.zeros((len(positions), len(slots)), dtype=bool)
-    on_branches[row, at] = True
+    slots, first, at = np.unique(segment.suffixes[row, column], return_index=True, return_inverse=True)
+    in_suffixes = np.zeros((len(positions), len(slots)), dtype=bool)
+    in_suffixes[row, at] = True
     return Seen(
-        np.concatenate([trunk, slots]),
+        np.concatenate([prefix, slots]),
         np.concatenate([above, beyond[column[first]]]),
-        None if len(positions) == 1 else np.concatenate([on_trunk, on_branches], axis=1),
+        None if len(positions) == 1 else np.concatenate([in_prefix, in_suffixes], axis=1),
     )
 
 

@@ -6,11 +6,11 @@ const VIEWS = [["tree", "Tree"], ["race", "Race"], ["branch", "Branch"], ["chat"
 const whole = (least, most) => ({ kind: "number", least, most, step: 1 });
 const FIELDS = [
   { name: "model", label: "Model", kind: "choice", wide: true, help: "The model that decides every token." },
-  { name: "draft", label: "Draft", kind: "choice", help: "Guesses tokens ahead. It saves passes and changes no text." },
+  { name: "draft", label: "Draft", kind: "choice", help: "Proposes tokens ahead. It saves passes and changes no text." },
   { name: "num_beams", label: "Beams", ...whole(1, 64), start: 4, help: "Texts that grow side by side. 1 is greedy search or sampling." },
   { name: "max_tokens", label: "New tokens", ...whole(1, 4096), start: 48, help: "The text ends after this many tokens at the latest." },
-  { name: "num_draft_tokens", label: "Guesses in a row", kind: "auto", least: 1, most: 64, help: "How far the draft looks ahead. Empty: as far as it pays.", needs: "draft" },
-  { name: "draft_width", label: "Guesses side by side", kind: "auto", least: 1, most: 64, help: "How many continuations are guessed. Empty: as many as pay.", needs: "draft" },
+  { name: "num_draft_tokens", label: "Draft length", kind: "auto", least: 1, most: 64, help: "How far the draft looks ahead. Empty: as far as it pays.", needs: "draft" },
+  { name: "draft_width", label: "Draft width", kind: "auto", least: 1, most: 64, help: "How many continuations are drafted. Empty: as many as pay.", needs: "draft" },
   { name: "temperature", label: "Temperature", kind: "number", least: 0, most: 2, step: 0.1, start: 0, help: "0 takes the likeliest token. Higher ones draw more freely.", more: true },
   { name: "top_p", label: "Top p", kind: "number", least: 0.01, most: 1, step: 0.01, help: "Draw among the likeliest tokens that have this probability together.", more: true },
   { name: "top_k", label: "Top k", ...whole(0, 1000), help: "Draw among this many likeliest tokens. 0 means all.", more: true },
@@ -27,13 +27,13 @@ const REPEAT = "Repeat this: \"The tea is in the red box, the sugar is in the bl
 const LIST = "Repeat this list: red, green, blue, yellow, black, white, brown, pink, purple, orange.";
 const CITIES = ["Rome is the capital of Italy.", "The capital of Italy is Rome.", "Milan is the capital of Italy.", "The capital of Italy is Milan."].join("\n");
 const PRESETS = [
-  { title: "Copied words are guessed", about: "One text. The n-gram draft guesses whole phrases, and one pass accepts many.", prompt: REPEAT, as: "chat", num_beams: 1, draft: "ngram", max_tokens: 48 },
-  { title: "Beams with a draft", about: "Four beams share the guesses. Green ones save a pass.", prompt: REPEAT, as: "chat", num_beams: 4, draft: "ngram", num_draft_tokens: 4, draft_width: 4, max_tokens: 40 },
+  { title: "Copied words are drafted", about: "One text. The n-gram draft proposes whole phrases, and one pass accepts many of their tokens.", prompt: REPEAT, as: "chat", num_beams: 1, draft: "ngram", max_tokens: 48 },
+  { title: "Beams with a draft", about: "Four beams share the draft tokens. Green ones save a pass.", prompt: REPEAT, as: "chat", num_beams: 4, draft: "ngram", num_draft_tokens: 4, draft_width: 4, max_tokens: 40 },
   { title: "Beams disagree", about: "Four beams without a draft: see which one survives.", prompt: "The best thing about the sea is", as: "raw", num_beams: 4, draft: "none", max_tokens: 24 },
   { title: "A wide search", about: "Sixteen beams. Zoom out to see the river.", prompt: "Once upon a time", as: "raw", num_beams: 16, draft: "none", max_tokens: 40 },
   { title: "Beams that wait", about: "Sixteen beams. Dotted ones wait, and some are never evaluated.", prompt: LIST, as: "chat", num_beams: 16, draft: "ngram", max_tokens: 48 },
   { title: "Only these answers", about: "Tokens that the answers do not allow are masked, however likely they are.", prompt: "Which city is the capital of Italy?", as: "chat", num_beams: 4, draft: "none", structured_outputs: CITIES, max_tokens: 12 },
-  { title: "A drawn text", about: "Temperature 0.8 with guesses: the same seed draws the same text.", prompt: "Write one sentence about autumn.", as: "chat", num_beams: 1, draft: "ngram", temperature: 0.8, seed: 7, max_tokens: 40 },
+  { title: "A drawn text", about: "Temperature 0.8 with a draft: the same seed draws the same text.", prompt: "Write one sentence about autumn.", as: "chat", num_beams: 1, draft: "ngram", temperature: 0.8, seed: 7, max_tokens: 40 },
 ];
 const LIKELIEST = 10;
 const DEFERRED = "It was not evaluated. None of its continuations scores above it, so they cannot matter, or not yet.";
@@ -317,7 +317,7 @@ function TreePanel({ run, onBranch, setSays, setError }) {
     <div class="stage">
       <div class="canvas" ref=${box} tabindex="0" role="application" aria-label="Tree of the search. Arrow keys go from token to token, plus and minus zoom, 0 shows all. The text view below has the same facts."></div>
       ${!run && html`<div class="empty"><p>Beams grow here.</p><p>Take an example, or write a prompt.</p></div>`}
-      ${run && !run.phases.length && run.isLive && html`<div class="empty"><p>The model reads the prompt.</p></div>`}
+      ${run && !run.phases.length && run.isLive && html`<div class="empty"><p>The model prefills the prompt.</p></div>`}
       ${hovered && !selected && html`<${Tip} run=${run} hovered=${hovered} box=${box.current} />`}
       ${selected && html`<${Details} run=${run} node=${selected} onBranch=${onBranch} close=${() => view.current.select(null)} />`}
     </div>
@@ -330,10 +330,10 @@ function TreePanel({ run, onBranch, setSays, setError }) {
 function Numbers({ run }) {
   const passes = run ? run.targetPasses : 0;
   const cells = [
-    ["tokens/s", run && run.tokensPerSecond ? run.tokensPerSecond.toFixed(1) : "–", "Steps per second, after the prompt was read"],
+    ["tokens/s", run && run.tokensPerSecond ? run.tokensPerSecond.toFixed(1) : "–", "Steps per second, after the prefill"],
     ["passes", run ? `${passes}${run.draftPasses ? ` + ${run.draftPasses}` : ""}` : "–", "Passes of the model, and of a draft model"],
     ["steps per pass", passes ? (run.length / passes).toFixed(2) : "–", "1 without a draft"],
-    ["guesses accepted", run && run.drafted ? `${run.accepted} of ${run.drafted}` : "–", "Each accepted guess saves work of a pass"],
+    ["draft tokens accepted", run && run.drafted ? `${run.accepted} of ${run.drafted}` : "–", "Each accepted draft token saves work of a pass"],
     ...(run && run.evaluatedShare ? [["beams evaluated", `${Math.round(100 * run.evaluatedShare)} %`, "The other beams cannot matter, or not yet"]] : []),
   ];
   return html`<dl class="numbers">${cells.map(([name, value, help]) => html`<div key=${name} title=${help}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>`;
@@ -346,7 +346,7 @@ function Agreed({ run }) {
 }
 
 function Legend({ run }) {
-  const kinds = [["best", "the text"], ["live", "beam"], ...(run?.hasDeferred ? [["deferred", "deferred beam", DEFERRED]] : []), ["accepted", "accepted guess"], ["rejected", "rejected guess"], ["guess", "guess"], ["pruned", "dropped beam"], ...(run?.hasMasks ? [["masked", "masked token"]] : [])];
+  const kinds = [["best", "the text"], ["live", "beam"], ...(run?.hasDeferred ? [["deferred", "deferred beam", DEFERRED]] : []), ["accepted", "accepted draft token"], ["rejected", "rejected draft token"], ["drafted", "draft token"], ["pruned", "dropped beam"], ...(run?.hasMasks ? [["masked", "masked token"]] : [])];
   return html`<ul class="legend" aria-label="Colours">${kinds.map(([kind, name, help]) => html`<li key=${kind} title=${help}><i class=${kind}></i>${name}</li>`)}<li class="note">thick line: likely token</li></ul>`;
 }
 
@@ -392,7 +392,7 @@ function Facts({ run, node, choose }) {
   const likeliest = run.likeliest.get(node.parent.id) || [];
   const isAmong = !likeliest.length || node.logProb === null || likeliest.some((one) => one.token_id === node.token);
   const tokens = isAmong ? likeliest : [...likeliest, { token_id: node.token, text: node.text, log_prob: node.logProb }];
-  const state = node.kind === "masked" ? ["masked", "masked by the constraint"] : node.isRejected ? ["rejected", "rejected guess"] : node.isAccepted ? ["accepted", "accepted guess"] : node.kind === "guess" ? ["guess", "guess"] : run.isDeferred(node) ? ["deferred", "deferred beam"] : node.isDropped ? ["pruned", "dropped beam"] : ["live", node.isEnd ? "end of a text" : run.width > 1 ? "beam" : "chosen by the model"];
+  const state = node.kind === "masked" ? ["masked", "masked by the constraint"] : node.isRejected ? ["rejected", "rejected draft token"] : node.isAccepted ? ["accepted", "accepted draft token"] : node.kind === "drafted" ? ["drafted", "draft token"] : run.isDeferred(node) ? ["deferred", "deferred beam"] : node.isDropped ? ["pruned", "dropped beam"] : ["live", node.isEnd ? "end of a text" : run.width > 1 ? "beam" : "chosen by the model"];
   const instead = node.isRejected ? node.parent.children.find((one) => one.kind === "beam") : null;
   return html`<h3 class="token">${shown(node.text)}</h3>
     <p class=${`state ${state[0]}`}>${state[1]}${node.rank >= 0 && run.beams.length > 1 ? `, number ${node.rank + 1}` : ""}</p>
@@ -413,8 +413,8 @@ function Details({ run, node, onBranch, close }) {
   return html`<aside class="details" aria-label="The token">
     <button class="close" aria-label="Close" onClick=${close}>✕</button>
     <${Facts} run=${run} node=${node} choose=${onBranch && !run.isLive ? (token) => onBranch(run, node, token) : null} />
-    ${onBranch && node.kind !== "guess" && node.kind !== "masked" && html`<button class="go" disabled=${run.isLive} onClick=${() => onBranch(run, node)}>Go on after this token</button>`}
-    ${onBranch && html`<p class="help">${run.isLive ? "Once the search is over, a token here goes on from its place." : "Take one of the tokens, and the text goes on with it. What came before is not read again."}</p>`}
+    ${onBranch && node.kind !== "drafted" && node.kind !== "masked" && html`<button class="go" disabled=${run.isLive} onClick=${() => onBranch(run, node)}>Go on after this token</button>`}
+    ${onBranch && html`<p class="help">${run.isLive ? "Once the search is over, a token here goes on from its place." : "Take one of the tokens, and the text goes on with it. What came before is cached."}</p>`}
   </aside>`;
 }
 
@@ -430,7 +430,7 @@ function AsText({ run }) {
   const isDeferred = (beam) => { const node = run.nodes.get(beam.node); return node && run.isDeferred(node); };
   return html`<details class="as-text" onToggle=${(e) => setOpen(e.target.open)}><summary>The same as text</summary>
     ${isOpen && html`<ol class="rounds" tabindex="0" aria-label="Rounds">${rounds.map((one, i) => html`<li key=${i}>
-      ${one.drafted.length > 0 && html`<p>Guessed: ${one.drafted.map((guess, j) => { const node = run.nodes.get(guess.node); return html`<span key=${j} class=${node?.isAccepted ? "accepted" : "rejected"}>${text(guess)} (${node?.isAccepted ? "accepted" : "rejected"})${j < one.drafted.length - 1 ? ", " : "."}</span>`; })}</p>`}
+      ${one.drafted.length > 0 && html`<p>Drafted: ${one.drafted.map((token, j) => { const node = run.nodes.get(token.node); return html`<span key=${j} class=${node?.isAccepted ? "accepted" : "rejected"}>${text(token)} (${node?.isAccepted ? "accepted" : "rejected"})${j < one.drafted.length - 1 ? ", " : "."}</span>`; })}</p>`}
       ${one.steps.map(possible).map((step, k) => html`<p key=${k}>${step.length > 1 ? "Beams: " : "Token: "}${step.map((beam, j) => html`<span key=${j}>${text(beam)} ${percent(beam.log_prob)}, score ${beam.score.toFixed(3)}${isDeferred(beam) ? ", not evaluated" : ""}${j < step.length - 1 ? "; " : "."}</span>`)}</p>`)}
       ${(one.ahead || []).length > 0 && html`<p>Ahead of the steps that are certain: ${possible(one.ahead).map((beam) => `${text(beam)} ${percent(beam.log_prob)}, score ${beam.score.toFixed(3)}`).join("; ")}.</p>`}
       ${maskedOf(one).length > 0 && html`<p>Masked by the constraint: ${maskedOf(one).map((token) => `${text(token)} ${percent(token.log_prob)}`).join("; ")}.</p>`}
@@ -549,10 +549,10 @@ function BranchPage(all) {
   return html`<div class="split">
     <${Controls} ...${all} onGo=${onGo} run=${run} go="Write" />
     <section class="panel" aria-label="Branches">
-      <p class="intro">Click a token to see what else could stand there. Take another one, and the text goes on from it. What came before is not read again.</p>
+      <p class="intro">Click a token to see what else could stand there. Take another one, and the text goes on from it. What came before is cached.</p>
       ${run?.begin && html`<div class="page">
         <p class="story"><span class="prompt">${run.promptText}</span>${path.map((node) => html`<span key=${node.id}>${node.text.trim() && node.text.match(/^\s*/)[0]}<button class=${`word ${node === selected ? "selected" : ""} ${node.isAccepted ? "accepted" : ""}`} disabled=${run.isLive} aria-pressed=${node === selected} title=${node.logProb === null ? "" : percent(node.logProb)} onClick=${() => choose(node === selected ? null : node)}>${node.text.trimStart() || shown(node.text)}</button>${node.text.trim() ? "" : node.text}</span>`)}</p>
-        ${run.end && html`<p class="help">${reused ? `${reused} of ${run.end.stats.prompt_tokens} tokens before the new text were not read again.` : `The prompt of ${run.end.stats.prompt_tokens} tokens was read.`} The new text took ${run.end.stats.target_passes} passes.</p>`}
+        ${run.end && html`<p class="help">${reused ? `${reused} of ${run.end.stats.prompt_tokens} tokens before the new text were cached.` : `The prompt of ${run.end.stats.prompt_tokens} tokens was prefilled.`} The new text took ${run.end.stats.target_passes} passes.</p>`}
       </div>`}
       ${!run && html`<div class="empty inline"><p>Write something first.</p></div>`}
       ${selected && html`<div class="card"><${Facts} run=${run} node=${selected} choose=${(token) => goOn(run, selected, token)} /><button class="go" onClick=${() => goOn(run, selected)}>Go on after this token</button></div>`}
@@ -607,7 +607,7 @@ function ChatPage(all) {
           ${message.role === "user" && !live && html`<button class="quiet" onClick=${() => { setEditing(i); setDraft(message.content); document.getElementById("message").focus(); }}>Edit</button>`}
           ${message.run && message.run === last.run && !live && html`<button class="quiet" onClick=${again}>Regenerate</button>`}
           ${message.run && message.run.phases.length > 0 && html`<button class="quiet" aria-expanded=${shownTree === message.run} onClick=${() => showTree(shownTree === message.run ? null : message.run)}>How was this made?</button>`}
-          ${message.run?.end && html`<small>${message.run.end.stats.new_tokens} tokens in ${message.run.end.stats.target_passes} passes${message.run.end.stats.drafted ? `, ${message.run.end.stats.accepted} of ${message.run.end.stats.drafted} guesses accepted` : ""}</small>`}
+          ${message.run?.end && html`<small>${message.run.end.stats.new_tokens} tokens in ${message.run.end.stats.target_passes} passes${message.run.end.stats.drafted ? `, ${message.run.end.stats.accepted} of ${message.run.end.stats.drafted} draft tokens accepted` : ""}</small>`}
         </p>
         ${shownTree === message.run && message.run && html`<${TreePanel} run=${message.run} onBranch=${branchFrom(all)} setSays=${setSays} setError=${all.setError} />`}
       </li>`)}</ol>

@@ -8,7 +8,7 @@ export const possible = (step) => step.filter((beam) => beam.score > LEAST_NUMBE
 export class Run {
   constructor() {
     this.events = [];
-    this.phases = []; // [event, "draft" | "decide"]: a round is shown in two phases, so that guesses are seen before their fate
+    this.phases = []; // [event, "draft" | "decide"]: a round is shown in two phases, so that draft tokens are seen before their fate
     this.error = null;
     this.isLive = true;
     this.begin = null;
@@ -85,11 +85,11 @@ export class Run {
     if (!parent) return null;
     node = {
       id: entry.node, parent, depth: parent.depth + 1, token: entry.token_id, text: entry.text, children: [],
-      kind: "guess", rank: -1, logProb: null, score: null, isGuess: false, phase: this.at, round: this.rounds,
+      kind: "drafted", rank: -1, logProb: null, score: null, isDrafted: false, phase: this.at, round: this.rounds,
       isAccepted: false, isRejected: false, isDropped: false, isCertain: false, isEnd: false, isEvaluated: false,
     };
     const column = (this.columns[node.depth] ||= []);
-    this.setBelow(node, column, parent.lane); // a chain of guesses is a straight line
+    this.setBelow(node, column, parent.lane); // a chain of draft tokens is a straight line
     parent.children.push(node);
     this.nodes.set(node.id, node);
     column.push(node);
@@ -104,7 +104,7 @@ export class Run {
     while (taken.has(node.lane)) node.lane++;
   }
 
-  // The row of a node: its rank. Guesses that are no beams, and ended texts, stand below the beams.
+  // The row of a node: its rank. Draft tokens that are no beams, and finished hypotheses, stand below the beams.
   rowOf(node) {
     return node.rank >= 0 ? node.rank : this.rowsOfBeams(node.depth) + node.lane;
   }
@@ -132,9 +132,9 @@ export class Run {
 
   draft(event) {
     this.rounds++;
-    for (const guess of event.drafted) {
-      const node = this.add(guess);
-      if (node) { node.isGuess = true; node.isRejected = false; }
+    for (const token of event.drafted) {
+      const node = this.add(token);
+      if (node) { node.isDrafted = true; node.isRejected = false; }
     }
     this.drafted += event.drafted.length;
   }
@@ -169,7 +169,7 @@ export class Run {
       if (!node) continue;
       node.isEnd = true;
       node.logProb = entry.log_prob;
-      if (node.kind === "guess") node.kind = "end";
+      if (node.kind === "drafted") node.kind = "end";
       if (node.score === null) node.score = (node.parent.score || 0) + entry.log_prob;
     }
     for (const id of event.dropped) {
@@ -177,7 +177,7 @@ export class Run {
       if (node) {
         node.isDropped = true;
         node.phase = this.at;
-        if (node.isGuess && !node.isAccepted) node.isRejected = true;
+        if (node.isDrafted && !node.isAccepted) node.isRejected = true;
       }
     }
     for (const id of event.certain) {
@@ -198,7 +198,7 @@ export class Run {
   take(beam, rank) {
     const node = this.add(beam);
     if (!node) return null;
-    if (node.isGuess && !node.isAccepted) { node.isAccepted = true; node.phase = this.at; this.accepted++; }
+    if (node.isDrafted && !node.isAccepted) { node.isAccepted = true; node.phase = this.at; this.accepted++; }
     if (node.kind !== "beam" && node.isEvaluated) this.evaluatedBeams++;
     Object.assign(node, { kind: "beam", lane: -1, rank, logProb: beam.log_prob, score: beam.score });
     return node;
@@ -247,7 +247,7 @@ export class Run {
     this.isWhole = true;
     const path = this.pathOf(this.end.sequences[0].token_ids);
     this.best = new Set(path);
-    for (const node of this.nodes.values()) if (node.isGuess && !node.isAccepted) node.isRejected = true;
+    for (const node of this.nodes.values()) if (node.isDrafted && !node.isAccepted) node.isRejected = true;
   }
 
   // The nodes of a text, from its tokens.
@@ -255,7 +255,7 @@ export class Run {
     const path = [];
     let node = this.root;
     for (const token of tokens) {
-      const same = node ? node.children.filter((child) => child.token === token && child.kind !== "guess") : [];
+      const same = node ? node.children.filter((child) => child.token === token && child.kind !== "drafted") : [];
       node = same.find((child) => !child.isDropped) || same[0]; // a search that went back has added it again
       if (!node) break;
       path.push(node);

@@ -356,7 +356,7 @@ export class TreeView {
   kindOf(node) {
     if (node.kind === "masked") return "masked";
     if (node.isRejected) return node.round === this.run.rounds ? "rejected" : "rejected past";
-    if (node.kind === "guess") return node.round === this.run.rounds ? "guess" : "guess past";
+    if (node.kind === "drafted") return node.round === this.run.rounds ? "drafted" : "drafted past";
     if (this.run.best.has(node) || (!this.run.isWhole && node.isCertain)) return node.isAccepted ? "best accepted" : "best";
     if (this.run.isDeferred(node)) return "deferred";
     if (node.isDropped || (this.run.isWhole && !this.isReturned(node))) return node.isAccepted ? "pruned accepted" : "pruned";
@@ -366,11 +366,11 @@ export class TreeView {
   isReturned(node) { return this.run.width === 1 && node.kind === "beam"; }
 }
 
-const ORDER = ["masked", "deferred", "guess past", "pruned", "pruned accepted", "rejected past", "rejected", "guess", "live", "accepted", "best", "best accepted"];
+const ORDER = ["masked", "deferred", "drafted past", "pruned", "pruned accepted", "rejected past", "rejected", "drafted", "live", "accepted", "best", "best accepted"];
 
 // A node in words, for people who do not see the picture.
 export function inWords(run, node) {
-  const state = node.kind === "masked" ? "masked by the constraint" : node.isRejected ? "rejected guess" : node.isAccepted ? "accepted guess" : node.kind === "guess" ? "guess" : node.isEnd ? "end of a text" : run.isDeferred(node) ? "deferred beam, not evaluated" : "chosen by the model";
+  const state = node.kind === "masked" ? "masked by the constraint" : node.isRejected ? "rejected draft token" : node.isAccepted ? "accepted draft token" : node.kind === "drafted" ? "draft token" : node.isEnd ? "end of a text" : run.isDeferred(node) ? "deferred beam, not evaluated" : "chosen by the model";
   const fate = run.best.has(node) ? ", on the best path" : node.isDropped ? ", dropped" : "";
   const p = node.logProb === null ? "" : `, probability ${percent(node.logProb)}${node.score === null ? "" : `, path score ${node.score.toFixed(3)}`}`;
   return `Step ${node.depth}, token “${shown(node.text)}”: ${state}${fate}${p}`;

@@ -230,7 +230,7 @@ const char *specbeam_forward(void *model, const Segment *segments, int64_t count
   return reason;
 }
 
-// Answers wishes. Returns the error, or null. The logits are not changed.
+// Makes the selections. Returns the error, or null. The logits are not changed.
 const char *specbeam_choose(void *model, const Choice *choice) {
   auto &loaded = *static_cast<Loaded *>(model);
   if (const char *reason = wrong(*choice)) return reason;
@@ -242,21 +242,21 @@ const char *specbeam_choose(void *model, const Choice *choice) {
   }
 }
 
-// Runs up to `passes` passes over texts, or over the beams of texts. Each pass is over the tokens that the one before
-// has chosen. It is the last one if a text has no allowed token, or if its token is one of `ends`. So is the pass in
+// Runs up to `passes` passes over sequences, or over beams. Each pass is over the tokens that the one before has
+// chosen. It is the last one if a sequence has no allowed token, or if its token is one of `ends`. So is the pass in
 // which another thread changes `halt` from 0. Returns the error, or null; then `done` is the number of passes. After an
 // error the slots of the last pass are empty.
 //
 // After every `every` passes but the last one, `show` is called with the number of passes so far, unless it is null.
 // Their results are in their places then. If it returns 0, there is no further pass.
 //
-// The choice has a wish for each segment, about its nodes. The positions of its noise go on by one. Each pass
+// The choice has a request for each segment, about its nodes. The positions of its noise go on by one. Each pass
 // overwrites the logits, which are the choice's. Its results lie in the places of `choice`, plus the number of the pass
 // times the sizes.
 //
-// Each segment has one node, or beams at one position. Beams have wishes about m tokens, more than there are beams.
-// Their continuations are ranked by their sums, score of the beam plus score of the token. The best of these are the
-// next beams, ties resolved by the beam's number, then by the token's place in its row. The pass is the last one if
+// Each segment has one node, or beams at one position. The requests for beams ask for more tokens than there are beams.
+// Continuations are ranked by their sums, score of the beam plus score of the token. The best of these are the next
+// beams, ties resolved by the beam's number, then by the token's place in its row. The pass is the last one if
 // - a sum is not a number,
 // - one of the next beams is a token of `ends`,
 // - the best sum is not above best_above, or the sum of a next beam is not above all_above.
@@ -273,9 +273,9 @@ const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t
   const int64_t nodes = choice->logit_rows;
   const auto is_end = [=](int64_t token) { return std::find(ends, ends + end_count, token) != ends + end_count; };
   try {
-    std::vector<GrowingText> texts;
-    texts.reserve(count);
-    for (int64_t i = 0; i < count; i++) texts.emplace_back(segments[i], choice->wishes[i], ahead[i], passes);
+    std::vector<Continuation> continuations;
+    continuations.reserve(count);
+    for (int64_t i = 0; i < count; i++) continuations.emplace_back(segments[i], choice->requests[i], ahead[i], passes);
     std::vector<Segment> next(segments, segments + count);
     std::vector<int64_t> rows(nodes);
     std::iota(rows.begin(), rows.end(), 0);
@@ -285,17 +285,17 @@ const char *specbeam_forward_ahead(void *model, const Segment *segments, int64_t
     bool goes_on = true;
     for (*done = 0; goes_on && *done < passes; ++*done) {
       for (int64_t i = 0; i < count; i++) {
-        if (*done) texts[i].grow();
-        next[i] = texts[i].nodes();
+        if (*done) continuations[i].grow();
+        next[i] = continuations[i].nodes();
       }
       if (const char *reason =
               specbeam_forward(model, next.data(), count, rows.data(), nodes, own.logit_columns, logits))
         return reason;
       if (const char *reason = specbeam_choose(model, &own)) return reason;
-      for (GrowingText &text : texts) goes_on &= text.choose(own, is_end);
+      for (Continuation &one : continuations) goes_on &= one.choose(own, is_end);
       for (uint32_t &position : drawn) position++;
-      own.tokens += own.most_count, own.log_probs += own.most_count, own.scores += own.most_count;
-      if (own.noise_count) own.noise += own.most_count;
+      own.tokens += own.top_count, own.log_probs += own.top_count, own.scores += own.top_count;
+      if (own.noise_count) own.noise += own.top_count;
       own.given_log_probs += own.given_count, own.normalizers += own.row_count, own.totals += own.row_count;
       const int64_t so_far = *done + 1;
       if (show && goes_on && so_far < passes && so_far % every == 0) goes_on = show(so_far);

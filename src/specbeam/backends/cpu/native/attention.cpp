@@ -209,8 +209,8 @@ template <bool WHOLE> class Work {
   // a slot. Then any slot will do.
   void find(int64_t node, int64_t from, int64_t to) {
     while (from < to) {
-      const bool on_trunk = start + from < segment.trunk_length;
-      const int64_t stop = on_trunk ? std::min(to, segment.trunk_length - start) : to;
+      const bool on_prefix = start + from < segment.prefix_length;
+      const int64_t stop = on_prefix ? std::min(to, segment.prefix_length - start) : to;
       const int64_t *path = segment.path(tile.first + node, start + from);
       for (int64_t t = from; t < stop; t++) slots[t] = std::max<int64_t>(path[t - from], 0);
       from = stop;
@@ -229,7 +229,7 @@ template <bool WHOLE> class Work {
     const int64_t first = (next == &item ? split + 1 : next->split) * SPLIT;
     const Segment &s = *a.tiles[next->tile].segment;
     next_base = a.cache.first_block(a.layer, next->kv_head);
-    next_slots = s.trunk + first, next_count = std::min(SPLIT, s.trunk_length - first);
+    next_slots = s.prefix + first, next_count = std::min(SPLIT, s.prefix_length - first);
   }
 
   // Prefetches the keys and values of some more slots of the next split. These requests are spread over the whole
@@ -283,8 +283,8 @@ template <bool WHOLE> class Work {
     if (from >= to) return;
     look_ahead(split);
     // All nodes share the slots up to here. One node shares all slots with itself.
-    const int64_t shared = tile.count == 1 ? to : std::clamp((segment.trunk_length - start) / LANES * LANES, from, to);
-    const int64_t all_shared = segment.trunk_length - start >= to ? to : shared;
+    const int64_t shared = tile.count == 1 ? to : std::clamp((segment.prefix_length - start) / LANES * LANES, from, to);
+    const int64_t all_shared = segment.prefix_length - start >= to ? to : shared;
     score(0, tile.count, deepest, from, all_shared);
     for (int64_t n = 0; n < tile.count; n++)
       if (all_shared < end[n]) score(n, n + 1, n, std::max(all_shared, begin[n] / LANES * LANES), end[n]);

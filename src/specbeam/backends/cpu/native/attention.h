@@ -8,8 +8,8 @@
 
 namespace specbeam {
 
-// A text is read in splits of this many positions. Each split has its own softmax, and a node's splits are joined in
-// order. So the order of all additions depends on the node's position alone, and threads can share a long text.
+// A sequence is read in splits of this many positions. Each split has its own softmax, and a node's splits are joined
+// in order. So the order of all additions depends on the node's position alone, and threads can share a long sequence.
 constexpr int64_t SPLIT = 256;
 
 // The size of a row's result for a split: a value of `width` features, and two numbers more. It is whole cache lines.

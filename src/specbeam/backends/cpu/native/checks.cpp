@@ -51,14 +51,15 @@ const char *incomplete(const Model &m) {
   return nullptr;
 }
 
-// The first array that a segment lacks, or null. A trunk may be longer than the cache: nodes before all windows need no
-// slots.
+// The first array that a segment lacks, or null. A prefix may be longer than the cache: nodes before all windows need
+// no slots.
 static const char *missing(const Segment &s) {
   if (!s.tokens || !s.positions || !s.slots || s.nodes < 1) return "a segment is empty";
   if (s.nodes > INT32_MAX) return "there are too many nodes";
-  if (s.trunk_length < 0 || s.trunk_length > INT32_MAX || (s.trunk_length && !s.trunk)) return "a trunk is missing";
-  if (s.branch_columns < 0 || s.branch_columns > INT32_MAX || (s.branch_columns && !s.branches))
-    return "the branches are missing";
+  if (s.prefix_length < 0 || s.prefix_length > INT32_MAX || (s.prefix_length && !s.prefix))
+    return "a prefix is missing";
+  if (s.suffix_columns < 0 || s.suffix_columns > INT32_MAX || (s.suffix_columns && !s.suffixes))
+    return "the suffixes are missing";
   return nullptr;
 }
 
@@ -70,12 +71,12 @@ const char *wrong(const Model &m, const Cache &cache, const Segment *segments, i
   for (const Segment *s = segments; s < segments + count; s++) {
     if (const char *reason = missing(*s)) return reason;
     if (s->nodes > INT32_MAX / 2 - nodes) return "there are too many nodes";
-    if (s->branch_columns > cache.capacity) return "the branches are longer than the cache";
+    if (s->suffix_columns > cache.capacity) return "the suffixes are longer than the cache";
     for (int64_t n = 0; n < s->nodes; n++) {
       if (s->tokens[n] < 0 || s->tokens[n] >= c.vocab) return "a token is not in the vocabulary";
       if (s->slots[n] < 0 || s->slots[n] >= cache.capacity) return "a slot is not in the cache";
-      if (s->positions[n] < 0 || s->positions[n] >= s->trunk_length + s->branch_columns)
-        return "a position is beyond the trunk and the branches";
+      if (s->positions[n] < 0 || s->positions[n] >= s->prefix_length + s->suffix_columns)
+        return "a position is beyond the prefix and the suffixes";
       if (m.positions && s->positions[n] >= c.context) return "a position is beyond the context";
     }
     nodes += s->nodes;
@@ -95,10 +96,10 @@ const char *wrong_ancestors(const Model &m, const Cache &cache, const Segment *s
     const char *const reason = "a node sees a slot that is empty or holds a node of another position";
     int64_t seen = *least;  // the first position that a node sees in any layer
     for (const Layer &layer : m.layers) seen = std::min(seen, first_seen(*least, layer.window));
-    for (int64_t p = 0; p < std::min(*deepest + 1, s->trunk_length); p++)
-      if (!holds(s->trunk[p], p) && (p >= seen || s->trunk[p] != Segment::NO_SLOT)) return reason;
+    for (int64_t p = 0; p < std::min(*deepest + 1, s->prefix_length); p++)
+      if (!holds(s->prefix[p], p) && (p >= seen || s->prefix[p] != Segment::NO_SLOT)) return reason;
     for (int64_t n = 0; n < s->nodes; n++) {
-      for (int64_t p = s->trunk_length; p <= s->positions[n]; p++)
+      for (int64_t p = s->prefix_length; p <= s->positions[n]; p++)
         if (!holds(*s->path(n, p), p)) return reason;
       if (*s->path(n, s->positions[n]) != s->slots[n]) return "a node does not see its own slot";
     }
@@ -114,18 +115,18 @@ static bool inside(int64_t first, int64_t rows, int64_t columns, int64_t size) {
 }
 
 const char *wrong(const Choice &c) {
-  for (int64_t size : {c.logit_rows, c.wish_count, c.edit_count, c.entry_count, c.value_count, c.one_of_count,
-                       c.given_count, c.allowed_bytes, c.noise_count, c.most_count, c.row_count})
+  for (int64_t size : {c.logit_rows, c.request_count, c.edit_count, c.entry_count, c.value_count, c.one_of_count,
+                       c.given_count, c.allowed_bytes, c.noise_count, c.top_count, c.row_count})
     if (size < 0 || size > INT64_MAX / 64) return "a size is negative or too large";
   if (c.logit_columns < 1 || c.logit_columns > INT32_MAX) return "a row of logits is not between 1 and 2^31 - 1 long";
   if (!inside(0, c.logit_rows, c.logit_columns, INT64_MAX / 64)) return "there are too many logits";
   const auto given = [](int64_t size, auto... addresses) { return !size || (... && addresses); };
-  if (!given(c.logit_rows, c.logits) || !given(c.wish_count, c.wishes) || !given(c.edit_count, c.edits) ||
+  if (!given(c.logit_rows, c.logits) || !given(c.request_count, c.requests) || !given(c.edit_count, c.edits) ||
       !given(c.entry_count, c.edit_rows, c.edit_tokens) || !given(c.value_count, c.edit_values) ||
       !given(c.one_of_count, c.one_of) || !given(c.given_count, c.given, c.given_log_probs) ||
       !given(c.allowed_bytes, c.allowed) || !given(c.noise_count, c.streams, c.positions) ||
-      !given(c.most_count, c.tokens, c.log_probs, c.scores) || !given(c.row_count, c.normalizers, c.totals) ||
-      (c.noise_count && !given(c.most_count, c.noise)))
+      !given(c.top_count, c.tokens, c.log_probs, c.scores) || !given(c.row_count, c.normalizers, c.totals) ||
+      (c.noise_count && !given(c.top_count, c.noise)))
     return "an array is missing";
   const auto negative = [](int64_t token) { return token < 0; };
   if (std::any_of(c.one_of, c.one_of + c.one_of_count, negative) ||
@@ -137,60 +138,61 @@ const char *wrong(const Choice &c) {
     if (e->kind != BAN && !inside(e->values, e->end - e->begin, 1, c.value_count)) return "an edit lacks values";
   }
   int64_t rows = 0, entries = 0;
-  for (const Wish *w = c.wishes; w != c.wishes + c.wish_count; w++) {
-    if (!inside(w->first_row, w->rows, 1, c.logit_rows)) return "a wish has rows that the logits lack";
-    if ((rows += w->rows) > INT32_MAX) return "there are too many rows";
-    if (w->vocab < 1 || w->vocab > c.logit_columns) return "a wish has a vocabulary that the logits lack";
-    if (w->most < 0 || w->most > w->vocab) return "a wish has more tokens than the vocabulary";
-    if (!inside(w->row_place, w->rows, 1, c.row_count)) return "there is no room for the sums of a wish";
-    if (!inside(w->most_place, w->rows, w->most, c.most_count)) return "there is no room for the tokens of a wish";
-    if (!inside(w->given_place, w->rows, w->given, c.given_count)) return "a wish lacks given tokens";
-    for (int64_t i = 0; i < w->rows * w->given; i++)
-      if (const int64_t token = c.given[w->given_place + i]; token < 0 || token >= w->vocab)
+  for (const SelectionRequest *r = c.requests; r != c.requests + c.request_count; r++) {
+    if (!inside(r->first_row, r->rows, 1, c.logit_rows)) return "a request has rows that the logits lack";
+    if ((rows += r->rows) > INT32_MAX) return "there are too many rows";
+    if (r->vocab < 1 || r->vocab > c.logit_columns) return "a request has a vocabulary that the logits lack";
+    if (r->top < 0 || r->top > r->vocab) return "a request has more tokens than the vocabulary";
+    if (!inside(r->row_place, r->rows, 1, c.row_count)) return "there is no room for the sums of a request";
+    if (!inside(r->top_place, r->rows, r->top, c.top_count)) return "there is no room for the tokens of a request";
+    if (!inside(r->given_place, r->rows, r->given, c.given_count)) return "a request lacks given tokens";
+    for (int64_t i = 0; i < r->rows * r->given; i++)
+      if (const int64_t token = c.given[r->given_place + i]; token < 0 || token >= r->vocab)
         return "a given token is not in the vocabulary";
-    if (w->edits_begin < 0 || w->edits_begin > w->edits_end || w->edits_end > c.edit_count) return "a wish lacks edits";
-    if (w->one_of_begin < 0 || w->one_of_begin > w->one_of_end || w->one_of_end > c.one_of_count)
-      return "a wish lacks the tokens of one_of";
-    for (const Edit *e = c.edits + w->edits_begin; e != c.edits + w->edits_end; e++) {
+    if (r->edits_begin < 0 || r->edits_begin > r->edits_end || r->edits_end > c.edit_count)
+      return "a request lacks edits";
+    if (r->one_of_begin < 0 || r->one_of_begin > r->one_of_end || r->one_of_end > c.one_of_count)
+      return "a request lacks the tokens of one_of";
+    for (const Edit *e = c.edits + r->edits_begin; e != c.edits + r->edits_end; e++) {
       if ((entries += e->end - e->begin) > INT32_MAX) return "there are too many entries of edits";
       for (int64_t i = e->begin; i < e->end; i++)
-        if (c.edit_rows[i] < 0 || c.edit_rows[i] >= w->rows) return "an edit has a row that its wish lacks";
+        if (c.edit_rows[i] < 0 || c.edit_rows[i] >= r->rows) return "an edit has a row that its request lacks";
     }
-    if (w->allowed_place != -1 && !inside(w->allowed_place, w->rows, (w->vocab + 7) / 8, c.allowed_bytes))
-      return "a wish lacks a part of its mask";
-    if (w->noise_place != -1 && !inside(w->noise_place, w->rows, 1, c.noise_count))
-      return "a wish lacks streams or positions";
-    if ((w->normalize != 0 && w->normalize != 1) || (w->total != 0 && w->total != 1))
+    if (r->allowed_place != -1 && !inside(r->allowed_place, r->rows, (r->vocab + 7) / 8, c.allowed_bytes))
+      return "a request lacks a part of its mask";
+    if (r->noise_place != -1 && !inside(r->noise_place, r->rows, 1, c.noise_count))
+      return "a request lacks streams or positions";
+    if ((r->normalize != 0 && r->normalize != 1) || (r->total != 0 && r->total != 1))
       return "a flag is neither 0 nor 1";
-    if (!(w->temperature > 0) || !std::isfinite(w->temperature)) return "the temperature is not a positive number";
-    if (float(w->temperature) == 0) return "the temperature is too small for float32";
-    if (w->top_k < 0) return "top_k is negative";
-    if (!(w->top_p >= 0 && w->top_p <= 1) || !(w->min_p >= 0 && w->min_p <= 1))
+    if (!(r->temperature > 0) || !std::isfinite(r->temperature)) return "the temperature is not a positive number";
+    if (float(r->temperature) == 0) return "the temperature is too small for float32";
+    if (r->top_k < 0) return "top_k is negative";
+    if (!(r->top_p >= 0 && r->top_p <= 1) || !(r->min_p >= 0 && r->min_p <= 1))
       return "top_p or min_p is not in [0, 1]";
   }
   return nullptr;
 }
 
-static const char *wrong(const Segment &s, const Wish &w, const Ahead &a, int64_t passes) {
+static const char *wrong(const Segment &s, const SelectionRequest &r, const Ahead &a, int64_t passes) {
   if (const char *reason = missing(s)) return reason;
-  if (int64_t room; __builtin_mul_overflow(s.nodes, s.branch_columns + passes, &room))
-    return "the branches are too long";
-  if (w.rows != s.nodes) return "there is not one wish for the nodes of each segment";
-  if (a.scores ? w.most <= s.nodes : s.nodes != 1 || w.most != 1)
-    return "a wish is neither about one token of one node, nor about more tokens than there are beams";
+  if (int64_t room; __builtin_mul_overflow(s.nodes, s.suffix_columns + passes, &room))
+    return "the suffixes are too long";
+  if (r.rows != s.nodes) return "there is not one request for the nodes of each segment";
+  if (a.scores ? r.top <= s.nodes : s.nodes != 1 || r.top != 1)
+    return "a request is neither about one token of one node, nor about more tokens than there are beams";
   if (passes > 1 && !a.slots) return "the slots of the nodes to come are missing";
   for (int64_t n = 0; n < s.nodes; n++)
-    if (s.positions[n] != s.trunk_length + s.branch_columns - 1)
-      return "a node is not at the end of its trunk or of its branch";
+    if (s.positions[n] != s.prefix_length + s.suffix_columns - 1)
+      return "a node is not at the end of its prefix or of its suffix";
   return nullptr;
 }
 
 const char *wrong(const Segment *segments, int64_t count, const Choice &choice, const Ahead *ahead, int64_t passes) {
-  if (choice.wish_count != count) return "there is not one wish for the nodes of each segment";
+  if (choice.request_count != count) return "there is not one request for the nodes of each segment";
   int64_t nodes = 0;
   for (int64_t i = 0; i < count; i++) {
-    if (const char *reason = wrong(segments[i], choice.wishes[i], ahead[i], passes)) return reason;
-    if (choice.wishes[i].first_row != nodes) return "the wishes are not in the order of the segments";
+    if (const char *reason = wrong(segments[i], choice.requests[i], ahead[i], passes)) return reason;
+    if (choice.requests[i].first_row != nodes) return "the requests are not in the order of the segments";
     nodes += segments[i].nodes;
   }
   if (choice.logit_rows != nodes) return "there are not as many rows of logits as nodes";

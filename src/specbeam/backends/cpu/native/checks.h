@@ -17,12 +17,13 @@ const char *wrong(const Model &, const Cache &, const Segment *, int64_t count, 
                   int64_t wanted_count);
 
 // The first error in the ancestors of the nodes. The slot of an ancestor must hold a node of its position. An ancestor
-// on the trunk may lack a slot if it lies before all windows of all nodes.
+// on the prefix may lack a slot if it lies before all windows of all nodes.
 const char *wrong_ancestors(const Model &, const Cache &, const Segment *, int64_t count);
 
 const char *wrong(const Choice &);
 
-// The first error in segments that go on by themselves, about which the choice has the wishes. The choice has no error.
+// The first error in segments that go on by themselves, about which the choice has the requests. The choice has no
+// error.
 const char *wrong(const Segment *, int64_t count, const Choice &, const Ahead *, int64_t passes);
 
 }  // namespace specbeam

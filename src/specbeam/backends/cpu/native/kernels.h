@@ -15,7 +15,7 @@ void delete_workspace(Workspace *);
 void forward(const Model &, const Cache &, Threads &, Workspace &, const Segment *, int64_t count,
              const int64_t *wanted, int64_t wanted_count, int64_t vocab, float *logits);
 
-// Answers wishes.
+// Makes the selections.
 void choose(const Choice &, Threads &);
 
 // out[rows, outputs] = values[rows, columns] times the transposed matrix

@@ -28,18 +28,20 @@ constexpr Field FIELDS[] = {
     AT(ModelConfig, parallel), AT(ModelConfig, whole_cache), AT(ModelConfig, norm_eps),
     AT(ModelConfig, attention_scale), AT(ModelConfig, embedding_scale), AT(ModelConfig, attention_softcap),
     AT(ModelConfig, logits_softcap),
-    SIZE(Segment), AT(Segment, nodes), AT(Segment, trunk_length), AT(Segment, branch_columns), AT(Segment, tokens),
-    AT(Segment, positions), AT(Segment, slots), AT(Segment, trunk), AT(Segment, branches),
+    SIZE(Segment), AT(Segment, nodes), AT(Segment, prefix_length), AT(Segment, suffix_columns), AT(Segment, tokens),
+    AT(Segment, positions), AT(Segment, slots), AT(Segment, prefix), AT(Segment, suffixes),
     SIZE(Edit), AT(Edit, kind), AT(Edit, begin), AT(Edit, end), AT(Edit, values),
-    SIZE(Wish), AT(Wish, first_row), AT(Wish, rows), AT(Wish, vocab), AT(Wish, most), AT(Wish, most_place),
-    AT(Wish, given), AT(Wish, given_place), AT(Wish, row_place), AT(Wish, edits_begin), AT(Wish, edits_end),
-    AT(Wish, one_of_begin), AT(Wish, one_of_end), AT(Wish, allowed_place), AT(Wish, noise_place),
-    AT(Wish, normalize), AT(Wish, total), AT(Wish, top_k), AT(Wish, temperature), AT(Wish, top_p), AT(Wish, min_p),
-    AT(Wish, seed),
-    SIZE(Choice), AT(Choice, logit_rows), AT(Choice, logit_columns), AT(Choice, wish_count), AT(Choice, edit_count),
+    SIZE(SelectionRequest), AT(SelectionRequest, first_row), AT(SelectionRequest, rows), AT(SelectionRequest, vocab),
+    AT(SelectionRequest, top), AT(SelectionRequest, top_place), AT(SelectionRequest, given),
+    AT(SelectionRequest, given_place), AT(SelectionRequest, row_place), AT(SelectionRequest, edits_begin),
+    AT(SelectionRequest, edits_end), AT(SelectionRequest, one_of_begin), AT(SelectionRequest, one_of_end),
+    AT(SelectionRequest, allowed_place), AT(SelectionRequest, noise_place), AT(SelectionRequest, normalize),
+    AT(SelectionRequest, total), AT(SelectionRequest, top_k), AT(SelectionRequest, temperature),
+    AT(SelectionRequest, top_p), AT(SelectionRequest, min_p), AT(SelectionRequest, seed),
+    SIZE(Choice), AT(Choice, logit_rows), AT(Choice, logit_columns), AT(Choice, request_count), AT(Choice, edit_count),
     AT(Choice, entry_count), AT(Choice, value_count), AT(Choice, one_of_count), AT(Choice, given_count),
-    AT(Choice, allowed_bytes), AT(Choice, noise_count), AT(Choice, most_count), AT(Choice, row_count),
-    AT(Choice, logits), AT(Choice, wishes), AT(Choice, edits), AT(Choice, edit_rows), AT(Choice, edit_tokens),
+    AT(Choice, allowed_bytes), AT(Choice, noise_count), AT(Choice, top_count), AT(Choice, row_count),
+    AT(Choice, logits), AT(Choice, requests), AT(Choice, edits), AT(Choice, edit_rows), AT(Choice, edit_tokens),
     AT(Choice, edit_values), AT(Choice, one_of), AT(Choice, given), AT(Choice, allowed), AT(Choice, streams),
     AT(Choice, positions), AT(Choice, tokens), AT(Choice, log_probs), AT(Choice, scores), AT(Choice, noise),
     AT(Choice, given_log_probs), AT(Choice, normalizers), AT(Choice, totals),
@@ -54,7 +56,8 @@ extern "C" {
 
 int32_t specbeam_abi_version() { return ABI_VERSION; }
 
-// The offset of a field, such as "Wish.top_k", or the size of a structure, such as "Wish". -1 for another name.
+// The offset of a field, such as "SelectionRequest.top_k", or the size of a structure, such as "SelectionRequest". -1
+// for another name.
 int64_t specbeam_offset(const char *name) {
   for (const Field &field : FIELDS)
     if (!std::strcmp(name, field.name)) return field.offset;

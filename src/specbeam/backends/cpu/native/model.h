@@ -69,7 +69,7 @@ struct Layer {
   int64_t rope = -1, window = 0;  // rope: an index into Model::ropes, or -1; window: 0 if attention has no window
 };
 
-// The first position of a text that a node at this position sees.
+// The first position of a sequence that a node at this position sees.
 inline int64_t first_seen(int64_t position, int64_t window) {
   return window && position >= window ? position + 1 - window : 0;
 }
@@ -85,11 +85,11 @@ struct Model {
 // The features of a head in a cache, padded to whole vectors.
 inline int64_t padded(int64_t head_dim) { return (head_dim + 15) / 16 * 16; }
 
-// Keys and values of all texts of a model: [block of slots, layer, kv head, keys and values, SLOTS_PER_BLOCK, padded
-// head_dim]. They are float32, or whole numbers: keys of 16 bits and values of 8 bits, with two scales per slot. Keys
-// lie in panels of PANEL_SLOTS slots: [lane of 32 bits, slot], and the scales of keys and of values follow as two more
-// lanes. So a vector holds the same lane of the keys of neighbouring slots. Memory is reserved once and never moves.
-// The system gives a page when it is first written.
+// Keys and values of all sequences of a model: [block of slots, layer, kv head, keys and values, SLOTS_PER_BLOCK,
+// padded head_dim]. They are float32, or whole numbers: keys of 16 bits and values of 8 bits, with two scales per slot.
+// Keys lie in panels of PANEL_SLOTS slots: [lane of 32 bits, slot], and the scales of keys and of values follow as two
+// more lanes. So a vector holds the same lane of the keys of neighbouring slots. Memory is reserved once and never
+// moves. The system gives a page when it is first written.
 class Cache {
  public:
   static constexpr int64_t SLOTS_PER_BLOCK = 256, PANEL_SLOTS = 16;
@@ -99,7 +99,7 @@ class Cache {
   const int64_t keys, head;        // bytes of a block for a head's keys; for its keys and values
   const int64_t block;             // bytes of a block
   int64_t capacity = 0;            // all slots in use are below it
-  std::vector<int32_t> positions;  // [capacity], of each slot's node in the text; EMPTY: no node
+  std::vector<int32_t> positions;  // [capacity], of each slot's node in its sequence; EMPTY: no node
   static constexpr int32_t EMPTY = -1;
 
   explicit Cache(const ModelConfig &c)
@@ -177,16 +177,16 @@ class Cache {
 
 // The nodes of one tree in a pass: see backends/contract.py. SegmentStruct in library.py mirrors this structure.
 struct Segment {
-  int64_t nodes, trunk_length, branch_columns;
+  int64_t nodes, prefix_length, suffix_columns;
   const int64_t *tokens, *positions, *slots;  // [nodes]
-  const int64_t *trunk;     // [trunk_length], the slots of the ancestors that all nodes share; NO_SLOT: not seen
-  const int64_t *branches;  // [nodes, branch_columns], the slots of each node's further ancestors
+  const int64_t *prefix;    // [prefix_length], the slots of the ancestors that all nodes share; NO_SLOT: not seen
+  const int64_t *suffixes;  // [nodes, suffix_columns], the slots of each node's further ancestors
 
   static constexpr int64_t NO_SLOT = -1;
 
-  // The slots of a node's ancestors from a position of the text on, up to the end of the trunk or of the branch.
+  // The slots of a node's ancestors from a position on, up to the end of the prefix or of the suffix.
   const int64_t *path(int64_t node, int64_t position) const {
-    return position < trunk_length ? trunk + position : branches + node * branch_columns + position - trunk_length;
+    return position < prefix_length ? prefix + position : suffixes + node * suffix_columns + position - prefix_length;
   }
 };
 

@@ -24,7 +24,7 @@ namespace {
 constexpr int64_t SWEEP_BYTES = 256 * 1024;  // of int8 activations, per sweep over the weights
 constexpr int64_t ROWS_PER_TILE = 96;        // at most, of queries that read keys and values together
 constexpr int64_t BLOCKS_PER_THREAD = 16;    // at least, of a product whose items are several blocks
-constexpr int64_t ITEMS_PER_THREAD = 8;      // at least, of attention, where a text is long enough
+constexpr int64_t ITEMS_PER_THREAD = 8;      // at least, of attention, where a sequence is long enough
 
 // The distance of a buffer's rows: an odd number of cache lines. So the lines of neighbouring rows have different
 // places in a cache. A multiple of 64 lines would give all rows the same few places.

@@ -1,6 +1,6 @@
-// Chooses tokens by rows of logits, in the order of operations of selection.py. A row's answer depends on the row and
-// its wish alone. It has the same bits on every instruction set: no multiplication is fused, and vectors are as wide on
-// all.
+// Selections from rows of logits, in the order of operations of selection/. A row's selection depends on the row and
+// its request alone. It has the same bits on every instruction set: no multiplication is fused, and vectors are as wide
+// on all.
 
 #include "select.h"
 
@@ -214,47 +214,48 @@ struct Entry {
 class Row {
  public:
   // helpers: threads to share the row's pieces with, or null
-  Row(const Choice &choice, const Wish &wanted, int64_t number, const Entry *first, const Entry *last, Threads *helpers)
+  Row(const Choice &choice, const SelectionRequest &wanted, int64_t number, const Entry *first, const Entry *last,
+      Threads *helpers)
       : c(choice),
-        wish(wanted),
+        request(wanted),
         row(number),
-        vocab(wish.vocab),
+        vocab(request.vocab),
         entries(first),
         entries_end(last),
         threads(helpers),
-        logits(c.logits + (wish.first_row + row) * c.logit_columns) {}
+        logits(c.logits + (request.first_row + row) * c.logit_columns) {}
 
-  void answer() {
+  void run() {
     raw = log_sum(logits, true);
-    normalizer = c.normalizers[wish.row_place + row] = float(raw);
-    for (int64_t i = 0, at = wish.given_place + row * wish.given; i < wish.given; i++, at++)
+    normalizer = c.normalizers[request.row_place + row] = float(raw);
+    for (int64_t i = 0, at = request.given_place + row * request.given; i < request.given; i++, at++)
       c.given_log_probs[at] = logits[c.given[at]] - normalizer;
     scores = logits;
-    if (wish.noise_place >= 0) {
-      const int64_t at = wish.noise_place + row;
-      philox.start(wish.seed, c.positions[at], c.streams[at]);
+    if (request.noise_place >= 0) {
+      const int64_t at = request.noise_place + row;
+      philox.start(request.seed, c.positions[at], c.streams[at]);
     }
     change();
-    const bool truncated = top_k > 0 || wish.top_p < 1 || wish.min_p > 0;
+    const bool truncated = top_k > 0 || request.top_p < 1 || request.min_p > 0;
     if (truncated) truncate();
-    if (wish.total) c.totals[wish.row_place + row] = float(truncated ? log_sum(space.kept) : log_sum_of_scores());
-    if (!wish.most) return;
-    Best &best = truncated ? best_kept() : wish.noise_place >= 0 ? best_noisy() : best_scores(wish.most);
+    if (request.total) c.totals[request.row_place + row] = float(truncated ? log_sum(space.kept) : log_sum_of_scores());
+    if (!request.top) return;
+    Best &best = truncated ? best_kept() : request.noise_place >= 0 ? best_noisy() : best_scores(request.top);
     best.sort();
     if (best.found.size() < best.most) fill(best, truncated);
-    for (int64_t i = 0, at = wish.most_place + row * wish.most; i < wish.most; i++, at++) {
+    for (int64_t i = 0, at = request.top_place + row * request.top; i < request.top; i++, at++) {
       const Candidate &found = best.found[i];
       c.tokens[at] = found.token;
       c.log_probs[at] = logits[found.token] - normalizer;
       c.scores[at] = found.score;
-      if (wish.noise_place >= 0) c.noise[at] = gumbel(philox.word(found.token));
+      if (request.noise_place >= 0) c.noise[at] = gumbel(philox.word(found.token));
     }
   }
 
  private:
   const Choice &c;
-  const Wish &wish;
-  const int64_t row, vocab, top_k = wish.top_k < wish.vocab ? wish.top_k : 0;
+  const SelectionRequest &request;
+  const int64_t row, vocab, top_k = request.top_k < request.vocab ? request.top_k : 0;
   const Entry *entries, *entries_end;
   Threads *threads;
   const float *logits, *scores = nullptr;
@@ -336,23 +337,23 @@ class Row {
   }
 
   const uint8_t *mask() const {
-    return wish.allowed_place < 0 ? nullptr : c.allowed + wish.allowed_place + row * ((vocab + 7) / 8);
+    return request.allowed_place < 0 ? nullptr : c.allowed + request.allowed_place + row * ((vocab + 7) / 8);
   }
 
   // Makes `scores`: all changes before truncation. The logits stay as they are.
   void change() {
-    const bool divided = wish.temperature != 1, masked = wish.allowed_place >= 0;
-    const bool edited = entries != entries_end || wish.one_of_begin != wish.one_of_end;
-    if (!wish.normalize && !edited && !masked && !divided) return;
+    const bool divided = request.temperature != 1, masked = request.allowed_place >= 0;
+    const bool edited = entries != entries_end || request.one_of_begin != request.one_of_end;
+    if (!request.normalize && !edited && !masked && !divided) return;
     if (edited) {
-      rewrite(wish.normalize, false, 1);
+      rewrite(request.normalize, false, 1);
       space.edited.assign(blocks(), false);
       edit();
       keep_likeliest();
-      if (masked || divided) rewrite(false, masked, float(wish.temperature));
+      if (masked || divided) rewrite(false, masked, float(request.temperature));
       else note_edited();
     } else {
-      rewrite(wish.normalize, masked, float(wish.temperature));
+      rewrite(request.normalize, masked, float(request.temperature));
     }
   }
 
@@ -419,12 +420,12 @@ class Row {
 
   // Of the tokens of one_of, only the likeliest keeps its score, if it is allowed.
   void keep_likeliest() {
-    if (wish.one_of_begin == wish.one_of_end) return;
+    if (request.one_of_begin == request.one_of_end) return;
     const float *changed = space.scores.data();
     const uint8_t *allowed = mask();
     int64_t likeliest = -1;
     float highest = LOWEST;
-    for (int64_t i = wish.one_of_begin; i < wish.one_of_end; i++) {
+    for (int64_t i = request.one_of_begin; i < request.one_of_end; i++) {
       const int64_t token = c.one_of[i];
       if (token >= vocab) continue;
       if (!allowed || allowed[token / 8] >> token % 8 & 1)
@@ -464,7 +465,7 @@ class Row {
   // The tokens with the highest sums of score and noise.
   Best &best_noisy() {
     const int64_t parts = threads ? pieces() : 1;
-    for (int64_t i = 0; i < parts; i++) part(i).start(wish.most, LOWEST);
+    for (int64_t i = 0; i < parts; i++) part(i).start(request.top, LOWEST);
     each_piece([&](int64_t first, int64_t last, int64_t piece) {
       Best &best = space.parts[threads ? piece : 0];
       for (int64_t block = first; block < last; block += BLOCK_TOKENS) {
@@ -494,10 +495,10 @@ class Row {
   // The best of the tokens that truncation kept.
   Best &best_kept() {
     Best &best = part(0);
-    best.start(wish.most, LOWEST);
+    best.start(request.top, LOWEST);
     for (const Candidate &k : space.kept) {
-      if (wish.noise_place >= 0 && k.score + HIGHEST_NOISE <= best.bound) continue;
-      const double rank = wish.noise_place < 0 ? k.score : k.score + gumbel(philox.word(k.token));
+      if (request.noise_place >= 0 && k.score + HIGHEST_NOISE <= best.bound) continue;
+      const double rank = request.noise_place < 0 ? k.score : k.score + gumbel(philox.word(k.token));
       if (rank > best.bound) best.add({rank, k.score, k.token});
     }
     return best;
@@ -533,21 +534,22 @@ class Row {
       Best &best = best_scores(top_k);
       best.sort();
       if (best.found.size() == best.most) lowest = best.found.back().score;
-    } else if (wish.top_p < 1) {
+    } else if (request.top_p < 1) {
       // A token whose probability is at most (1 - p) / vocab is left out, because all the less likely ones are no more.
       all = log_sum_of_scores();
-      lowest = highest + all.log_sum + std::log((1 - wish.top_p) / double(vocab)) - 0.001;
+      lowest = highest + all.log_sum + std::log((1 - request.top_p) / double(vocab)) - 0.001;
     } else {
-      lowest = highest + std::log(wish.min_p) - 0.001;
+      lowest = highest + std::log(request.min_p) - 0.001;
     }
     lowest = std::nextafter(std::max(float(lowest), -std::numeric_limits<float>::max()), LOWEST);
     each_above([&] { return float(lowest); },
                [&](int64_t token) { kept.push_back({scores[token], scores[token], int32_t(token)}); });
-    if (wish.top_p < 1) nucleus(top_k > 0 ? log_sum(kept) : all);
-    if (wish.min_p > 0)
-      kept.erase(std::remove_if(kept.begin(), kept.end(),
-                                [&](const Candidate &k) { return std::exp(double(k.score) - highest) < wish.min_p; }),
-                 kept.end());
+    if (request.top_p < 1) nucleus(top_k > 0 ? log_sum(kept) : all);
+    if (request.min_p > 0)
+      kept.erase(
+          std::remove_if(kept.begin(), kept.end(),
+                         [&](const Candidate &k) { return std::exp(double(k.score) - highest) < request.min_p; }),
+          kept.end());
   }
 
   // Keeps the likeliest of the kept tokens, whose probabilities first sum to p.
@@ -560,7 +562,7 @@ class Row {
       std::nth_element(first, middle, last, better);
       double sum = before;
       for (auto k = first; k != middle; k++) sum += std::exp((double(k->score) - all.highest) - all.log_sum);
-      if (sum >= wish.top_p) last = middle;
+      if (sum >= request.top_p) last = middle;
       else first = middle, before = sum;
     }
     kept.erase(last, kept.end());
@@ -572,20 +574,20 @@ class Row {
 
 void choose(const Choice &choice, Threads &threads) {
   const Threads::Awake awake(threads);
-  std::vector<int64_t> firsts;  // of each row of all wishes: its wish, and the row's number there
+  std::vector<int64_t> firsts;  // of each row of all requests: its request, and the row's number there
   std::vector<std::pair<int64_t, int64_t>> rows;
-  for (int64_t w = 0; w < choice.wish_count; w++) {
+  for (int64_t r = 0; r < choice.request_count; r++) {
     firsts.push_back(int64_t(rows.size()));
-    for (int64_t row = 0; row < choice.wishes[w].rows; row++) rows.push_back({w, row});
+    for (int64_t row = 0; row < choice.requests[r].rows; row++) rows.push_back({r, row});
   }
   // The entries of all edits, by row.
   std::vector<int64_t> ends(rows.size() + 1);
   std::vector<Entry> entries;
   const auto each_entry = [&](const auto &f) {
-    for (int64_t w = 0; w < choice.wish_count; w++)
-      for (int64_t e = choice.wishes[w].edits_begin; e < choice.wishes[w].edits_end; e++)
+    for (int64_t r = 0; r < choice.request_count; r++)
+      for (int64_t e = choice.requests[r].edits_begin; e < choice.requests[r].edits_end; e++)
         for (int64_t i = choice.edits[e].begin; i < choice.edits[e].end; i++)
-          f(firsts[w] + choice.edit_rows[i], Entry{e, i});
+          f(firsts[r] + choice.edit_rows[i], Entry{e, i});
   };
   if (choice.entry_count) {
     each_entry([&](int64_t row, Entry) { ends[row + 1]++; });
@@ -594,14 +596,14 @@ void choose(const Choice &choice, Threads &threads) {
     std::vector<int64_t> next(ends.begin(), ends.end() - 1);
     each_entry([&](int64_t row, Entry entry) { entries[next[row]++] = entry; });
   }
-  const auto answer = [&](int64_t i, Threads *helpers) {
+  const auto choose_row = [&](int64_t i, Threads *helpers) {
     const Entry *all = entries.data();
-    Row(choice, choice.wishes[rows[i].first], rows[i].second, all + ends[i], all + ends[i + 1], helpers).answer();
+    Row(choice, choice.requests[rows[i].first], rows[i].second, all + ends[i], all + ends[i + 1], helpers).run();
   };
   const auto count = int64_t(rows.size());
   if (threads.count() > 1 && count < threads.count())
-    for (int64_t i = 0; i < count; i++) answer(i, &threads);
-  else threads.each(count, 1, [&](int64_t i) { answer(i, nullptr); });
+    for (int64_t i = 0; i < count; i++) choose_row(i, &threads);
+  else threads.each(count, 1, [&](int64_t i) { choose_row(i, nullptr); });
 }
 
 }  // namespace specbeam

@@ -28,7 +28,7 @@ class InterpreterEnds(SystemExit):
     """Ends a thread silently, as the end of the interpreter would."""
 
 
-class WholeSteps:
+class ForkGuard:
     """A decorator for the function of a step. Steps of threads may overlap, and one may contain another.
 
     Raises:
@@ -103,9 +103,9 @@ class WholeSteps:
         self._inside = mine
 
 
-whole_step = WholeSteps()
-atexit.register(whole_step.end)
+fork_guard = ForkGuard()
+atexit.register(fork_guard.end)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=whole_step.be_alone, after_in_parent=whole_step.go_on, after_in_child=whole_step.go_on_in_child
+        before=fork_guard.be_alone, after_in_parent=fork_guard.go_on, after_in_child=fork_guard.go_on_in_child
     )

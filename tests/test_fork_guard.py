@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from specbeam.whole_steps import WholeSteps
+from specbeam.fork_guard import ForkGuard
 
 ENDED_WITHIN_SECONDS = 20
 """Without the repairs, these threads would wait for MAX_WAIT_SECONDS or for ever."""
@@ -19,44 +19,44 @@ def ends(function):
 
 
 def test_a_step_that_is_left_by_an_interrupt_makes_nobody_wait(monkeypatch):
-    monkeypatch.setattr("specbeam.whole_steps.MAX_WAIT_SECONDS", 1e6)
-    whole_step = WholeSteps()
+    monkeypatch.setattr("specbeam.fork_guard.MAX_WAIT_SECONDS", 1e6)
+    fork_guard = ForkGuard()
 
-    @whole_step
+    @fork_guard
     def leave():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         leave()
-    assert ends(whole_step.be_alone)
-    whole_step.go_on()
-    assert ends(whole_step(lambda: None))
+    assert ends(fork_guard.be_alone)
+    fork_guard.go_on()
+    assert ends(fork_guard(lambda: None))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_the_end_of_the_interpreter_ends_threads_that_begin_a_step():
-    whole_step, steps = WholeSteps(), []
-    step = whole_step(lambda: steps.append(1))
-    whole_step.end()
+    fork_guard, steps = ForkGuard(), []
+    step = fork_guard(lambda: steps.append(1))
+    fork_guard.end()
     step()  # this thread is the one that ends
     assert ends(step)
     assert steps == [1]
 
 
 def test_to_be_alone_waits_for_a_step_and_not_for_a_step_inside():
-    whole_step = WholeSteps()
+    fork_guard = ForkGuard()
     inside, go_on, order = threading.Event(), threading.Event(), []
 
-    @whole_step
+    @fork_guard
     def outer():
         inside.set()
         go_on.wait()
-        whole_step(lambda: order.append("inner"))()
+        fork_guard(lambda: order.append("inner"))()
 
     thread = threading.Thread(target=outer)
     thread.start()
     inside.wait()
-    waiting = threading.Thread(target=lambda: (whole_step.be_alone(), order.append("alone")))
+    waiting = threading.Thread(target=lambda: (fork_guard.be_alone(), order.append("alone")))
     waiting.start()
     go_on.set()
     thread.join()

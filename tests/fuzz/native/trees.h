@@ -12,7 +12,7 @@ struct Node {
 };
 
 // A tree of tokens. Its nodes lie in slots of the model's cache.
-struct Text {
+struct Tree {
   std::vector<Node> nodes;
 
   std::vector<int64_t> path(int64_t node) const {
@@ -26,7 +26,7 @@ struct Text {
 // The slots of the model's cache: true for a slot in use.
 using Slots = std::vector<bool>;
 
-constexpr int64_t MOST_SLOTS = 1024;  // of two texts and more, in several blocks of the cache
+constexpr int64_t MOST_SLOTS = 1024;  // of two trees and more, in several blocks of the cache
 
 // The first free slot after this one, or from the start on; -1 if all slots are taken.
 inline int64_t free_after(const Slots &taken, int64_t slot) {
@@ -41,80 +41,80 @@ inline int64_t free_slot(Input &in, const Slots &taken) {
 
 // The arrays of a segment. Each has exactly its size.
 struct Arrays {
-  std::unique_ptr<int64_t[]> tokens, positions, slots, trunk, branches;
+  std::unique_ptr<int64_t[]> tokens, positions, slots, prefix, suffixes;
 };
 
-// A segment of the nodes of a text from `first` on. `shared` positions of their paths become the trunk, or fewer.
-inline std::pair<Segment, Arrays> segment_of(const Text &text, int64_t first, int64_t shared) {
-  const auto n = int64_t(text.nodes.size()) - first;
+// A segment of the nodes of a tree from `first` on. `shared` positions of their paths become the prefix, or fewer.
+inline std::pair<Segment, Arrays> segment_of(const Tree &tree, int64_t first, int64_t shared) {
+  const auto n = int64_t(tree.nodes.size()) - first;
   int64_t deepest = first;
   for (int64_t i = first; i < first + n; i++)
-    if (text.nodes[size_t(i)].depth > text.nodes[size_t(deepest)].depth) deepest = i;
-  const auto longest = text.path(deepest);
+    if (tree.nodes[size_t(i)].depth > tree.nodes[size_t(deepest)].depth) deepest = i;
+  const auto longest = tree.path(deepest);
   for (int64_t i = first; i < first + n; i++) {
-    const auto path = text.path(i);
+    const auto path = tree.path(i);
     for (size_t p = 0; p < path.size(); p++)
       if (path[p] != longest[p]) shared = std::min(shared, int64_t(p));
   }
   shared = std::min(shared, int64_t(longest.size()));
   Segment s{};
   Arrays a;
-  s.nodes = n, s.trunk_length = shared, s.branch_columns = int64_t(longest.size()) - shared;
+  s.nodes = n, s.prefix_length = shared, s.suffix_columns = int64_t(longest.size()) - shared;
   for (auto *array : {&a.tokens, &a.positions, &a.slots}) *array = exactly<int64_t>(size_t(n));
-  a.trunk = exactly<int64_t>(size_t(shared)), a.branches = exactly<int64_t>(size_t(n * s.branch_columns));
-  const auto slot = [&](int64_t node) { return text.nodes[size_t(node)].slot; };
-  for (int64_t p = 0; p < shared; p++) a.trunk[p] = slot(longest[size_t(p)]);
+  a.prefix = exactly<int64_t>(size_t(shared)), a.suffixes = exactly<int64_t>(size_t(n * s.suffix_columns));
+  const auto slot = [&](int64_t node) { return tree.nodes[size_t(node)].slot; };
+  for (int64_t p = 0; p < shared; p++) a.prefix[p] = slot(longest[size_t(p)]);
   for (int64_t i = 0; i < n; i++) {
-    const Node &node = text.nodes[size_t(first + i)];
+    const Node &node = tree.nodes[size_t(first + i)];
     a.tokens[i] = node.token, a.positions[i] = node.depth, a.slots[i] = node.slot;
-    const auto path = text.path(first + i);
+    const auto path = tree.path(first + i);
     for (int64_t p = shared; p <= node.depth; p++)
-      a.branches[i * s.branch_columns + p - shared] = slot(path[size_t(p)]);
+      a.suffixes[i * s.suffix_columns + p - shared] = slot(path[size_t(p)]);
   }
   s.tokens = a.tokens.get(), s.positions = a.positions.get(), s.slots = a.slots.get();
-  s.trunk = a.trunk.get(), s.branches = a.branches.get();
+  s.prefix = a.prefix.get(), s.suffixes = a.suffixes.get();
   return {s, std::move(a)};
 }
 
-// New nodes of a text, as a segment without mistakes. It has no nodes if the cache is full.
-inline std::pair<Segment, Arrays> grow(Input &in, Text &text, Slots &taken, const ModelConfig &c, bool alone) {
-  const auto first = int64_t(text.nodes.size()), count = in.ConsumeIntegralInRange<int64_t>(1, 12);
+// New nodes of a tree, as a segment without mistakes. It has no nodes if the cache is full.
+inline std::pair<Segment, Arrays> grow(Input &in, Tree &tree, Slots &taken, const ModelConfig &c, bool alone) {
+  const auto first = int64_t(tree.nodes.size()), count = in.ConsumeIntegralInRange<int64_t>(1, 12);
   if (!first && c.context > 64 && in.ConsumeBool()) {  // a long prompt
     for (int64_t depth = 0; depth < c.context - 20; depth++) {
-      const int64_t slot = depth ? free_after(taken, text.nodes.back().slot) : free_slot(in, taken);
+      const int64_t slot = depth ? free_after(taken, tree.nodes.back().slot) : free_slot(in, taken);
       if (slot < 0) break;
       taken[size_t(slot)] = true;
-      text.nodes.push_back({depth * 7 % c.vocab, depth - 1, depth, slot});
+      tree.nodes.push_back({depth * 7 % c.vocab, depth - 1, depth, slot});
     }
   }
   for (int64_t i = 0; i < count; i++) {
-    const auto known = int64_t(text.nodes.size());
+    const auto known = int64_t(tree.nodes.size());
     const int64_t parent = known == 0 || in.rarely()   ? -1
                            : alone || in.ConsumeBool() ? known - 1
                                                        : in.ConsumeIntegralInRange<int64_t>(0, known - 1);
-    const int64_t depth = parent < 0 ? 0 : text.nodes[size_t(parent)].depth + 1;
+    const int64_t depth = parent < 0 ? 0 : tree.nodes[size_t(parent)].depth + 1;
     const int64_t slot = free_slot(in, taken);
     if (slot < 0 || depth >= c.context) break;
     taken[size_t(slot)] = true;
-    text.nodes.push_back({in.ConsumeIntegralInRange<int64_t>(0, c.vocab - 1), parent, depth, slot});
+    tree.nodes.push_back({in.ConsumeIntegralInRange<int64_t>(0, c.vocab - 1), parent, depth, slot});
   }
-  if (int64_t(text.nodes.size()) == first) return {Segment{}, Arrays()};
-  return segment_of(text, first, in.ConsumeIntegralInRange<int64_t>(0, 80));
+  if (int64_t(tree.nodes.size()) == first) return {Segment{}, Arrays()};
+  return segment_of(tree, first, in.ConsumeIntegralInRange<int64_t>(0, 80));
 }
 
-inline void forget(Input &in, void *model, Text &text, Slots &taken) {
-  for (const Node &node : text.nodes) {
+inline void evict(Input &in, void *model, Tree &tree, Slots &taken) {
+  for (const Node &node : tree.nodes) {
     taken[size_t(node.slot)] = false;
     if (in.ConsumeBool()) check(specbeam_cache_release(model, node.slot, 1) == 0);
   }
-  text.nodes.clear();
+  tree.nodes.clear();
 }
 
-// Takes slots out of a trunk, before the windows of all nodes.
+// Takes slots out of a prefix, before the windows of all nodes.
 inline void drop_unseen(Input &in, const Segment &s, Arrays &a, int64_t window) {
   const int64_t seen = *std::min_element(s.positions, s.positions + s.nodes) + 1 - window;
-  for (int64_t p = 0; window && p < std::min(seen, s.trunk_length); p++)
-    if (in.ConsumeBool()) a.trunk[p] = Segment::NO_SLOT;
+  for (int64_t p = 0; window && p < std::min(seen, s.prefix_length); p++)
+    if (in.ConsumeBool()) a.prefix[p] = Segment::NO_SLOT;
 }
 
 }  // namespace specbeam

@@ -1,4 +1,4 @@
-"""A request's wishes: its options, in the form in which a backend chooses tokens by them."""
+"""A request's options as selection requests, by which a backend chooses tokens."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from numpy.typing import NDArray
 from specbeam.decoding.node_states import NodeStates
 from specbeam.decoding.processors import Processors
 from specbeam.options import NEUTRAL_VALUES, Options
-from specbeam.selection import Noise, Wish
+from specbeam.selection import Noise, SelectionRequest
 from specbeam.tree import Nodes, Tree
 
 WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 
 
-class Wishes:
-    """Makes the wishes of one request.
+class Selector:
+    """Makes the selection requests of one request.
 
     Args:
         process: the request's processors.
@@ -33,17 +33,19 @@ class Wishes:
         self.warpers = dict(warpers or {})
         self.seed = seed
         self._is_plain = process.is_plain and not self.warpers and seed is None
-        self._plain: dict[tuple[Any, ...], Wish] = {}  # the same at all nodes, by their wants
+        self._plain: dict[tuple[Any, ...], SelectionRequest] = {}  # the same at all nodes, by their wants
         self._checksums = NodeStates(lambda _: 0, lambda sum, token: zlib.crc32(token.to_bytes(8, "little"), sum))
 
-    def __call__(self, tree: Tree, nodes: Any, guesses: Any = (), streams: Any = 0, **wants: Any) -> Wish:
-        """The wish at nodes, int [n].
+    def __call__(
+        self, tree: Tree, nodes: Any, draft_tokens: Any = (), streams: Any = 0, **wants: Any
+    ) -> SelectionRequest:
+        """The selection request at nodes, int [n].
 
         Args:
-            guesses: which of the nodes are guesses. The target may never choose such a text, and no token may be
-                allowed there.
-            streams: of the noise, a number or int [n]. Texts with different numbers are drawn independently.
-            wants: what to ask for, such as ``most``: attributes of a wish.
+            draft_tokens: which of the nodes are draft tokens. The target may never choose such a sequence, and no token
+                may be allowed there.
+            streams: of the noise, a number or int [n]. Sequences with different numbers are drawn independently.
+            wants: attributes of the request, such as ``top``.
 
         Raises:
             SpecbeamError: a function of the caller returned something that it may not return.
@@ -51,7 +53,7 @@ class Wishes:
         if self._is_plain:
             key = tuple(wants.items())
             if key not in self._plain:
-                self._plain[key] = Wish(**wants)
+                self._plain[key] = SelectionRequest(**wants)
             return self._plain[key]
         noise = None
         if self.seed is not None:
@@ -59,10 +61,10 @@ class Wishes:
             numbers = np.zeros_like(positions)
             numbers[:] = streams
             noise = Noise(self.seed, numbers, positions)
-        return Wish(**self.process(tree, nodes, guesses), **self.warpers, noise=noise, **wants)
+        return SelectionRequest(**self.process(tree, nodes, draft_tokens), **self.warpers, noise=noise, **wants)
 
     def streams(self, tree: Tree, nodes: Nodes) -> NDArray[np.uint32] | int:
-        """Numbers for texts, uint32 [n]: a checksum of their new tokens. So a beam's noise does not depend on its rank.
+        """Checksums of the sequences' new tokens, uint32 [n], so that a beam's noise does not depend on its rank.
 
         0 if nothing is drawn.
         """
@@ -72,7 +74,7 @@ class Wishes:
 
 
 def warpers_of(options: Options) -> dict[str, Any]:
-    """The warpers that options ask for, by the names of a wish's attributes."""
+    """The warpers that options ask for, by the names of a request's attributes."""
     values = {name: getattr(options, name) for name in WARPERS}
     return {name: value for name, value in values.items() if value is not None and value != NEUTRAL_VALUES[name]}
 
