@@ -138,10 +138,9 @@ def find(isa: str = BASELINE) -> Path | None:
 
     It is in $SPECBEAM_CPU_LIBRARY, beside this file, or where an editable install has put it.
     """
-    from specbeam.backends import cpu
-
+    package = sys.modules[__name__.rpartition(".")[0]]
     name = f"libspecbeam_cpu_{isa}{SUFFIX}"
-    folders = [os.environ.get("SPECBEAM_CPU_LIBRARY", ""), *cpu.__path__]
+    folders = [os.environ.get("SPECBEAM_CPU_LIBRARY", ""), *package.__path__]
     return next((path for folder in filter(None, folders) if (path := Path(folder) / name).is_file()), None)
 
 
