@@ -48,7 +48,7 @@ import specbeam
 from specbeam import Engine, TokenTrie
 from specbeam.decoding import Strategy
 from specbeam.decoding.beam_search import beam_search
-from specbeam.decoding.candidates import Scores
+from specbeam.decoding.candidates import Mask, Scores
 from specbeam.decoding.deferring import LikelyNeeded
 from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.lazy_beam import LazyBeamSearch
@@ -118,7 +118,7 @@ class KnownScore(LikelyNeeded):
 
     log_prob: float
 
-    def _chances(self, scores: Scores, best: int, length: int) -> NDArray[np.float64]:
+    def _chances(self, scores: Scores, leading: Mask, best: int, length: int) -> NDArray[np.float64]:
         chances = (scores > self.log_prob).astype(np.float64)
         chances[best] = 1.0
         return chances

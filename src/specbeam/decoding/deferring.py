@@ -85,23 +85,32 @@ class Policy(Protocol):
 class LikelyNeeded:
     """Defers the beams that are unlikely to beat the expected final score.
 
-    A beam is needed if the best hypothesis loses more log-probability until its end than the beam is below it now. It
-    is expected to go on losing nearly as much per token as so far. The variance of the loss is assumed to be its mean.
+    A beam is needed if the last hypothesis that is returned loses more log-probability until its end than the beam is
+    below it now. It is expected to lose nearly as much per token as the best one so far. The variance of the loss is
+    assumed to be its mean.
 
     Args:
         longest: the length of the longest hypotheses, in new tokens.
         num_beams: of the search.
         cost: of a pass.
         plain_cost: of a pass over all beams, without lazy steps.
+        num_returned: how many hypotheses are returned. So many beams are needed, whatever their scores.
         drafts: controls the drafts that go below the best beam. Then each pass of a hypothesis that goes on alone can
             take several steps.
     """
 
     def __init__(
-        self, longest: int, num_beams: int, cost: Cost, plain_cost: Cost, drafts: DraftController | None = None
+        self,
+        longest: int,
+        num_beams: int,
+        cost: Cost,
+        plain_cost: Cost,
+        drafts: DraftController | None = None,
+        num_returned: int = 1,
     ) -> None:
         self._longest = longest
         self._num_beams = num_beams
+        self._num_returned = num_returned
         self._cost = cost
         self._plain_cost = plain_cost
         self._sizes = [1]  # of passes, ascending
@@ -111,7 +120,7 @@ class LikelyNeeded:
         self._best = {0: 0.0}  # the score of the best hypothesis, by its length, since RECENT_TOKENS ago
 
     def pays(self, scores: Scores, length: int) -> bool:
-        costs, chances = self._costs(), self._chances(scores, 0, length)
+        costs, chances = self._costs(), self._chances(scores, np.ones(len(scores), bool), 0, length)
         wanted = self._cheapest(chances, np.full(len(scores), length), costs)
         cost, plain_cost = costs[wanted.sum() - 1], self._plain_cost(self._num_beams)
         if cost <= (1 - MIN_SAVING) * plain_cost:
@@ -121,7 +130,7 @@ class LikelyNeeded:
     def drafts_pay(self, deferred: Deferred, count: int) -> bool:
         best = deferred.best
         length = int(deferred.lengths[best])
-        chances = self._chances(deferred.scores, best, length)
+        chances = self._chances(deferred.scores, deferred.leading, best, length)
         return self._drafts_pay(np.delete(chances, best), length, self._cost(count))
 
     def _drafts_pay(self, chances: NDArray[np.float64], length: int, cost: float) -> bool:
@@ -144,7 +153,7 @@ class LikelyNeeded:
 
     def choose(self, deferred: Deferred) -> Mask:
         best = deferred.best
-        chances = self._chances(deferred.scores, best, int(deferred.lengths[best]))
+        chances = self._chances(deferred.scores, deferred.leading, best, int(deferred.lengths[best]))
         return self._cheapest(chances, deferred.lengths, self._costs())
 
     def _cheapest(self, chances: NDArray[np.float64], lengths: NDArray[np.int64], costs: NDArray[np.float64]) -> Mask:
@@ -176,17 +185,19 @@ class LikelyNeeded:
         known = np.interp(np.arange(1, self._num_beams + 1), self._sizes, [self._cost(size) for size in self._sizes])
         return np.maximum.accumulate(known)
 
-    def _chances(self, scores: Scores, best: int, length: int) -> NDArray[np.float64]:
+    def _chances(self, scores: Scores, leading: Mask, best: int, length: int) -> NDArray[np.float64]:
         """The chances that beams with these scores, float32 [n], are needed. The best one surely is.
 
         Args:
+            leading: those from which the search can go on, bool [n].
             best: its index.
             length: of the best beam, in new tokens.
         """
         possible = np.maximum(scores.astype(np.float64), FORBIDDEN_SCORE)  # impossible beams score -inf
         score = float(possible[best])
         loss = self._loss_per_token(score, length) * max(1, self._longest - length)
-        deviations = (possible - score + loss) / np.sqrt(loss)
+        returned = np.sort(possible[leading])[::-1][: self._num_returned] if leading.any() else possible[[best]]
+        deviations = (possible - returned[-1] + loss) / np.sqrt(loss)
         chances = np.asarray(1 / (1 + np.exp(np.clip(-LOGISTIC * deviations, -30, 30))))
         chances[best] = 1.0
         return chances

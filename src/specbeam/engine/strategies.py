@@ -32,7 +32,9 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
             return beam_search(make_search(setup), record, drafter)
         search = make_search(setup, LazyBeamSearch)
         longest, drafts = stop.max_length - tree.prompt_length, None if drafter is None else drafter.controller
-        policy = LikelyNeeded(longest, options.num_beams, setup.cost, setup.plain_cost, drafts)
+        policy = LikelyNeeded(
+            longest, options.num_beams, setup.cost, setup.plain_cost, drafts, options.num_return_sequences
+        )
         return beam_search(search, record, drafter, policy)
     if drafter is not None:
         return speculative(tree, selector, stop, record, drafter)
