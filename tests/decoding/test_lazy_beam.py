@@ -511,3 +511,12 @@ def test_chances_of_impossible_beams_are_numbers():
         policy.pays(impossible, 2)
         chosen = policy.choose(Deferred(np.arange(4), impossible, np.full(4, 2), np.ones(4, bool)))
     assert chosen.any()
+
+
+def test_as_many_beams_are_needed_as_are_returned():
+    scores = np.array([-1.0, -20.0, -40.0, -60.0], np.float32)  # each is far ahead of the next one
+    deferred = Deferred(np.arange(4), scores, np.full(4, 4), np.ones(4, bool))
+    for returned in range(1, 5):
+        policy = LikelyNeeded(8, 4, *[COSTS[1]] * 2, num_returned=returned)
+        assert policy.choose(deferred).tolist() == [rank < returned for rank in range(4)]
+        assert policy.pays(scores, 4) == (returned <= 2)
