@@ -94,7 +94,7 @@ class LikelyNeeded:
         num_beams: of the search.
         cost: of a pass.
         plain_cost: of a pass over all beams, without lazy steps.
-        num_returned: how many hypotheses are returned. So many beams are needed, whatever their scores.
+        num_returned: how many hypotheses are returned. At least this number of beams is needed.
         drafts: controls the drafts that go below the best beam. Then each pass of a hypothesis that goes on alone can
             take several steps.
     """
