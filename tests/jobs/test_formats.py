@@ -48,7 +48,9 @@ def test_cells_have_the_types_that_they_have_all_at_once(tmp_path_factory, value
         assert expected is not None
         write(ADDED[: len(values)])
     written = pq.read_table(output)
-    assert written.select(["x"]).equals(expected) or repr(written["x"]) == repr(expected["x"])  # NaN
+    assert written.select(["x"]).schema.equals(expected.schema)
+    found, wanted = (repr(table["x"].to_pylist()) for table in (written, expected))
+    assert found == wanted  # as texts, because NaN equals nothing
     assert written.select([*TYPES]).to_pylist() == ADDED[: len(values)]
 
 
