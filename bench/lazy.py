@@ -12,9 +12,8 @@ are returned.
 
 Plain beams are the search that evaluates all beams, and goes ahead of itself. All methods take turns on every prompt,
 and another one is first on the next prompt. A ratio is plain seconds / seconds on the same prompt, the best of the
-repeats each, prefill included. Its figure is the median over the prompts of a kind, with the worst and the
-best. "needed" is the share of the beams that score above the last hypothesis that is returned: only these must be
-evaluated.
+repeats each, prefill included. Its figure is the median over the prompts of a kind, with the worst and the best.
+"needed" is the share of the beams that score above the last hypothesis that is returned: only these must be evaluated.
 
 Each draft has an "oracle": the same engine and draft, given the score of the last hypothesis that is returned. It knows
 which beams are needed, but not which draft tokens will be accepted. The share of its gain is the sum of the ratios'

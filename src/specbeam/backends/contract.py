@@ -26,9 +26,9 @@ class Segment:
         positions: positions in the sequence, int64 [n].
         slots: where the nodes' keys and values go, int64 [n].
         prefix: slots by position, int64 [t]. A node at a position p below t sees the first p + 1 of them. An entry is
-            -1 where all layers have windows, and none of the nodes sees this position. suffixes: slots of a node's
-            ancestors, and its own, at positions t, t + 1, ..., int64 [n, m]. Entries beyond its own position mean
-            nothing. m is 0 if all nodes are on the prefix.
+            -1 where all layers have windows, and none of the nodes sees this position.
+        suffixes: slots of a node's ancestors, and its own, at positions t, t + 1, ..., int64 [n, m]. Entries beyond its
+            own position mean nothing. m is 0 if all nodes are on the prefix.
         wanted: the nodes whose logits are returned, as indices into the n nodes, int64 [w].
         vocab: only the logits of the first ``vocab`` tokens are needed; None for all tokens.
         source: the result of :meth:`EncodingBackend.encode` for the tree, or what was given to the engine instead. None

@@ -39,19 +39,20 @@ class Engine:
         lm: the model.
         max_requests: the most requests that share a pass. The others wait their turn.
         max_batch_tokens: the most nodes per pass. Longer prompts are prefilled in chunks, so that they do not hold up
-            the requests that are generating. max_cache_tokens: cache slots for the keys and values of all live requests
-            together. When they would not suffice, the newest request is preempted: it gives up its slots, and they are
-            recomputed later, to the same result. One sequence of full length has to fit: then a request finishes,
-            whatever its beams and its draft would need. By default all engines of the process share a quarter of its
-            memory, or four fifths of the GPU's free memory.
+            the requests that are generating.
+        max_cache_tokens: cache slots for the keys and values of all live requests together. When they would not
+            suffice, the newest request is preempted: it gives up its slots, and they are recomputed later, to the same
+            result. One sequence of full length has to fit: then a request finishes, whatever its beams and its draft
+            would need. By default all engines of the process share a quarter of its memory, or four fifths of the GPU's
+            free memory.
         max_waiting: the most requests that wait beside ``max_requests`` others. ``submit`` refuses further requests.
         max_pass_seconds: about how long a pass with prefill may take while other requests are live. Prompts are then
             prefilled in smaller chunks, by the times of the latest passes. A chunk has at least 8 tokens. Beside many
             requests it may take as long as they do. No result changes. By default only ``max_batch_tokens`` counts.
-            costs: the cost model, by which the engine decides how far to draft, which beams to defer, and how many
-            passes to run at once. No result depends on it. By default passes are measured, and all engines of the
-            process share the measurements. With a :class:`specbeam.engine.CostTable` for each backend, counts of passes
-            and nodes are the same in every run, too: ``costs=lambda backend, ahead=False: CostTable(seconds)``.
+        costs: the cost model, by which the engine decides how far to draft, which beams to defer, and how many passes
+            to run at once. No result depends on it. By default passes are measured, and all engines of the process
+            share the measurements. With a :class:`specbeam.engine.CostTable` for each backend, counts of passes and
+            nodes are the same in every run, too: ``costs=lambda backend, ahead=False: CostTable(seconds)``.
 
     A request begins with the longest prefix of its prompt that an earlier or a live request of the engine has computed.
     This may be a system prompt, a conversation so far, or a document that is asked about twice. The request shares the

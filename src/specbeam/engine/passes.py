@@ -96,11 +96,8 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], l
         ends = frozenset[int]().union(*(request.ends for request, _ in batch))
         about_nodes, beams = [one for _, one in asked], [request.beams for request, _ in batch]
         every = scheduler.passes_unseen(batch)
-        show = (
-            partial(_show, batch, scheduler)
-            if every < passes and any(one.request.is_read for one, _ in batch)
-            else None
-        )
+        is_read = any(state.request.is_read for state, _ in batch)
+        show = partial(_show, batch, scheduler) if every < passes and is_read else None
         with scheduler.passing():
             found = cast(AheadBackend, backend).forward_ahead(
                 segments, about_nodes, beams, passes, ends, scheduler.halt, every, show
