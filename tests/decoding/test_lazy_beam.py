@@ -432,11 +432,13 @@ def test_a_draft_model_drafts_below_the_best_beam(save):
     engine = Engine(lm, costs=lambda backend, ahead=False: CostTable(seconds[backend]))
     options = {"num_beams": 8, "max_new_tokens": 32, "min_new_tokens": 32}
     plain = specbeam.generate(lm, [97, 98, 99], **options, bound_rule=False)
-    request = engine.submit([97, 98, 99], options, draft=draft)
+    best = engine.submit([97, 98, 99], options, draft=draft)
+    every = engine.submit([97, 98, 99], options | {"num_return_sequences": 8}, draft=draft)
     engine.run()
-    drafted = request.result()
-    assert drafted.sequences == plain.sequences
+    drafted = best.result()
+    assert drafted.sequences == plain.sequences == every.result().sequences[:1]
     assert drafted.stats.evaluated_beams < 0.6
+    assert every.result().stats.evaluated_beams > 0.9  # all of them are needed
     assert drafted.stats.target_passes < 24 < plain.stats.target_passes
 
 
