@@ -18,7 +18,7 @@ repeats each, prefill included. Its figure is the median over the prompts of a k
 Each draft has an "oracle": the same engine and draft, given the score of the last hypothesis that is returned. It knows
 which beams are needed, but not which draft tokens will be accepted. The share of its gain is the sum of the ratios'
 logarithms over that of the oracle's. It counts the prompts where the oracle gains at least 1.1, and elsewhere only what
-is lost.
+is lost. The last lines have the share over all kinds together.
 
 A prompt where a method has less than 0.9 is run five times more. Its ratio is then the median of all six.
 
@@ -246,6 +246,12 @@ def main() -> int:
                 case.add(needed, seconds, results)
     for place, case in cases.items():
         case.report(figures, *place)
+    for beams in dict.fromkeys(beams for _, beams in cases):
+        for name in methods:
+            gains = [gain for (_, own), case in cases.items() if own == beams for gain in case.gains(name)]
+            if (share := share_of_gain(gains)) is not None:
+                figures.add("all kinds", beams, name, "share", unit="of the oracle's gain", samples=[share])
+                print(f"all kinds, {beams}, {name}: share {share:.2f} of {len(gains)} prompts")
     figures.write(given.json)
     return int(any(case.same < len(case.needed) for case in cases.values()))
 
