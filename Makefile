@@ -45,7 +45,8 @@ wheel: .venv/installed .venv/wheel
 	mv build/dist/*.tar.gz dist/
 	.ci/test-wheel
 
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# Python compiles a module when it first imports it. To compile all modules of all packages here takes a minute more.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet -c constraints.txt
 NATIVE := cmake/CMakeLists.txt $(wildcard src/specbeam/backends/cpu/native/*)
 
 $(BIN)/python:
