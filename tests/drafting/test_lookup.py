@@ -80,3 +80,10 @@ def test_earlier_texts_are_drafted_from(lm):
 def test_what_is_no_corpus_is_refused(lm, texts):
     with pytest.raises(SpecbeamError, match=r"text|prompt"):
         specbeam.suffix_automaton(lm, texts)
+
+
+@pytest.mark.parametrize(("banned", "drafted"), [([9], [8, 5, 6]), ([8], []), ([8, 5], [8]), ([7, 8, 5, 6], [8, 5])])
+def test_a_lookup_ends_before_a_token_that_may_not_follow(lm, banned, drafted):
+    how = {"num_draft_tokens": 3, "bad_words_ids": [banned], "max_new_tokens": 5, "trace": True}
+    result = specbeam.generate(lm, [5, 6, 7, 8, 5, 6, 7], draft="ngram", **how)
+    assert [draft_token["token_id"] for draft_token in result.trace[0]["drafted"]] == drafted

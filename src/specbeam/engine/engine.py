@@ -162,17 +162,12 @@ class Engine:
             RuntimeError: an error ended the engine or its thread, and nobody has started it again.
         """
         self._scheduler.check_for_place()  # before all the work
-        state = self._state(
-            prompt,
-            options,
-            system=system,
-            raw=raw,
-            draft=draft,
-            strategy=strategy,
-            priority=priority,
-            timeout=timeout,
-            source=source,
-        )
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise SpecbeamError(f"priority={priority!r} is not allowed: give a whole number")
+        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
+            raise SpecbeamError(f"timeout={timeout!r} is not allowed: give seconds, at least 0")
+        own = {"strategy": strategy, "priority": priority, "timeout": timeout, "source": source}
+        state = self._state(prompt, options, system, raw, draft, **own)
         with HeldInterrupts():
             self._thread.add(state)
         return state.request
@@ -187,25 +182,17 @@ class Engine:
         draft: Draft | None = None,
     ) -> list[int]:
         """The token ids of a prompt that :meth:`submit` would take. Arguments and errors as there."""
-        return self._state(prompt, options, system=system, raw=raw, draft=draft).request.prompt_ids
+        return self._state(prompt, options, system, raw, draft).request.prompt_ids
 
     def _state(
         self,
         prompt: Prompt,
         options: Options | Mapping[str, Any] | None,
-        *,
         system: str | None,
         raw: bool,
         draft: Draft | None,
-        strategy: MakeStrategy | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        source: Any = None,
+        **own: Any,
     ) -> RequestState:
-        if not isinstance(priority, int) or isinstance(priority, bool):
-            raise SpecbeamError(f"priority={priority!r} is not allowed: give a whole number")
-        if timeout is not None and not (isinstance(timeout, int | float) and timeout >= 0):
-            raise SpecbeamError(f"timeout={timeout!r} is not allowed: give seconds, at least 0")
         chosen = Options.of(options or {})
         draft = load_draft(self.lm, draft)
         check_draft(self.lm, draft, chosen)
@@ -215,14 +202,11 @@ class Engine:
             ids,
             chosen,
             draft,
-            strategy,
-            priority=priority,
-            timeout=timeout,
-            source=source,
             cancellations=self._scheduler.cancelled,
             budget=self._budget,
             wakeups=self._wakeups,
             costs=self._scheduler.costs,
+            **own,
         )
         self._budget.check(state.least_bytes, state.max_rows)
         return state
