@@ -189,8 +189,10 @@ def test_diverse_beam_search_is_the_one_written_out(tiny, groups, size, draft):
     assert [s.score for s in result.sequences] == pytest.approx([score for _, score in expected], abs=1e-4)
 
 
-def test_groups_hardly_kept_apart_are_searches_of_their_own(lm):
-    options = {"max_new_tokens": 10, "length_penalty": 0.0}
+def test_groups_hardly_kept_apart_are_searches_of_their_own(tiny):
+    """Many candidates end, so a beam needs more of them than there are beams in its group."""
+    _, lm = tiny("llama", vocab_size=20, eos_token_id=1, bos_token_id=0, initializer_range=0.2)
+    options = {"max_new_tokens": 10, "length_penalty": 0.0, "eos_token_id": [*range(1, 8)]}
     alone = specbeam.generate(lm, [3], num_beams=3, num_return_sequences=3, **options)
     options |= {"num_beams": 6, "num_beam_groups": 2, "diversity_penalty": 1e-6}
     groups = specbeam.generate(lm, [3], num_return_sequences=6, **options)
