@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -46,7 +45,6 @@ settings.register_profile("quick", max_examples=10, deadline=None)
 settings.register_profile("thorough", max_examples=300, deadline=None)
 settings.load_profile("quick")  # pytest --hypothesis-profile=thorough, or make test-thorough, loads the other
 
-SOURCE = str(Path(specbeam.__file__).parent)
 BOS, EOS, UNUSED = 256, 257, 258
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
@@ -108,25 +106,6 @@ def examples(share=1.0):
 
 def in_thorough_mode():
     return settings.get_current_profile_name() == "thorough"
-
-
-def calls_made(function):
-    """The calls that specbeam's functions make: work that can be compared with the same work at another size."""
-    calls = 0
-
-    def count(frame, event, _):
-        nonlocal calls
-        calls += event in ("call", "c_call") and frame.f_code.co_filename.startswith(SOURCE)
-
-    before = sys.getprofile()
-    gc.disable()  # finalizers of objects that other tests left would count
-    sys.setprofile(count)
-    try:
-        function()
-    finally:
-        sys.setprofile(before)
-        gc.enable()
-    return calls
 
 
 def byte_tokenizer(chat_template=None, vocab_size=259):

@@ -1,17 +1,19 @@
 """Imports form no cycle: neither between the layers of the package, nor between modules."""
 
 import ast
+import subprocess
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import specbeam
+from tests import pages
 
 ROOT = Path(specbeam.__file__).parent
 
 
 def imported_names(path):
     """Full names that a file imports, also in functions and for type checkers only: they are dependencies too."""
-    package = ["specbeam", *path.relative_to(ROOT).parts[:-1]]
+    package = ["specbeam", *path.relative_to(ROOT).parts[:-1]] if path.is_relative_to(ROOT) else []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (name.name for name in node.names)
@@ -82,3 +84,18 @@ def test_the_lowest_layers_stay_low():
     assert graph["options"] <= {"constraints", "errors", "option_names"}
     assert graph["cache"] == {"backends", "errors", "tree"}
     assert graph["decoding"] <= {"constraints", "detokenizing", "errors", "options", "selection", "tree"}
+
+
+def test_the_checks_without_torch_import_no_torch():
+    """Neither the test files that `.ci/without-torch` names nor what they import from other tests."""
+    command = (pages.ROOT / ".ci/without-torch").read_text(encoding="utf-8").rpartition("-m pytest")[2]
+    words = subprocess.run(
+        ["bash", "-c", f"echo {command}"], cwd=pages.ROOT, capture_output=True, text=True, check=True
+    )
+    todo = [pages.ROOT / word for word in words.stdout.split() if word.startswith("tests/")]
+    assert pages.ROOT / "tests/test_tree.py" in todo
+    for path in todo:
+        for name in imported_names(path):
+            assert name.split(".")[0] not in ("torch", "transformers"), f"{path} imports {name}"
+            if name.startswith("tests."):
+                todo.append((pages.ROOT / name.rpartition(".")[0].replace(".", "/")).with_suffix(".py"))

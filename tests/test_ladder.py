@@ -15,7 +15,7 @@ from tests.backends.test_encoder_decoder import make
 from tests.conftest import EOS, random_model
 
 PROMPT = [5, 6, 7, 5, 6, 7, 5]
-TOKENS = 16
+TOKENS = 8
 COMPILERS = (os.environ.get("CXX", "g++"), "clang++")
 
 
@@ -63,8 +63,9 @@ def test_every_rung_gives_the_text_of_transformers(tiny, interpreted, family):
     assert interpreted == [{"fullgraph": True, "dynamic": False, "mode": None}] * 2
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "attention"), [("llama", "sdpa"), ("gemma3", "sdpa"), ("gpt2", "sdpa"), ("gemma3", "eager")]
+)
 def test_models_of_transformers_are_not_compiled(family, attention):
     architecture, changes = FAMILIES[family]
     model = random_model(architecture, attention=attention, **changes)

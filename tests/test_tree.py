@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbeam.tree import Tree
-from tests.conftest import calls_made
+from tests.calls import calls_made
 
 
 class Paths:

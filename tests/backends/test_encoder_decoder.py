@@ -202,12 +202,15 @@ def test_what_the_checkpoint_forces_and_forbids_holds(pair):
     config = model.generation_config
     config.forced_bos_token_id, config.forced_eos_token_id = 77, EOS
     config.bad_words_ids, config.suppress_tokens = [[plain[0]], [plain[1], plain[2]]], [plain[3]]
-    config.begin_suppress_tokens, config.no_repeat_ngram_size = [plain[4]], 2
+    config.no_repeat_ngram_size = 2
+    after_forced = specbeam.generate(hf.wrap(model), PROMPTS[0], max_new_tokens=8).token_ids[1]
+    config.begin_suppress_tokens = [after_forced]
     lm = hf.wrap(model)
     (expected,), _ = beams_of_transformers(model, PROMPTS[0], max_new_tokens=8)
     got = specbeam.generate(lm, PROMPTS[0], max_new_tokens=8).token_ids
     assert got == expected
     assert (got[0], got[-1]) == (77, EOS)
+    assert got[1] != after_forced
     options = {"num_beams": 4, "num_return_sequences": 4, "max_new_tokens": 8}
     expected, scores = beams_of_transformers(model, PROMPTS[0], **options)
     for draft in (None, "ngram", lm):

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from specbeam.cache.pool import NOBODY, EngineCache, FreeList, pool_of
 from specbeam.cache.slots import Slots
 from specbeam.tree import NO_NODES, Tree
-from tests.conftest import calls_made, examples
+from tests.calls import calls_made
+from tests.conftest import examples
 
 
 class FakeBackend:

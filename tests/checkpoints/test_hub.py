@@ -336,37 +336,34 @@ def test_an_unfinished_first_download_is_listed_and_removed(kept, capsys):
     assert not repository.exists()
 
 
-def test_a_repository_behind_a_link_is_not_removed(kept, tmp_path_factory, capsys):
-    elsewhere = tmp_path_factory.mktemp("disk") / "m"
-    repository = (kept / "models--org--m").rename(elsewhere)
-    (kept / "models--org--m").symlink_to(elsewhere)
+def test_what_stays_on_the_disk_is_not_reported_as_removed(kept, tmp_path_factory, monkeypatch, capsys):
+    """A folder behind a link, bytes behind one, and files of another user."""
+    elsewhere = tmp_path_factory.mktemp("disk")
+    (kept / "models--org--m").rename(elsewhere / "m")
+    (kept / "models--org--m").symlink_to(elsewhere / "m")
     assert main(["models", "rm", "org/m"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert f"models--org--m is a link to {elsewhere}: remove both yourself. Nothing was removed" in err
+    assert f"models--org--m is a link to {elsewhere / 'm'}: remove both yourself. Nothing was removed" in err
     assert (kept / "models--org--m").is_symlink()
-    assert (repository / "blobs/1").exists()
+    assert (elsewhere / "m/blobs/1").exists()
 
+    (kept / "models--org--m-7b/blobs").rename(elsewhere / "blobs")
+    (kept / "models--org--m-7b/blobs").symlink_to(elsewhere / "blobs")
 
-def test_what_another_user_owns_is_not_reported_as_removed(kept, monkeypatch, capsys):
     def refuse(path, *args, **kwargs):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    assert main(["models", "rm", "org/m"]) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", refuse)
+        assert main(["models", "rm", "org/m-7b"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert len(err.splitlines()) == 1
-    assert "models--org--m cannot be removed whole: [Errno 13] Permission denied" in err
-
-
-def test_bytes_that_stay_on_the_disk_are_not_reported_as_removed(kept, tmp_path_factory, capsys):
-    elsewhere = tmp_path_factory.mktemp("disk") / "blobs"
-    (kept / "models--org--m/blobs").rename(elsewhere)
-    (kept / "models--org--m/blobs").symlink_to(elsewhere)
-    assert main(["models", "rm", "org/m"]) == 0
-    assert "removed org/m: 0 MB" in capsys.readouterr().out
-    assert (elsewhere / "1").exists()
+    assert "models--org--m-7b cannot be removed whole: [Errno 13] Permission denied" in err
+    assert main(["models", "rm", "org/m-7b"]) == 0
+    assert "removed org/m-7b: 0 MB" in capsys.readouterr().out
+    assert (elsewhere / "blobs/1").exists()
 
 
 @pytest.mark.parametrize("length", [30, 78, 79, 96])

@@ -88,14 +88,12 @@ def test_the_same_holds_for_a_gguf_file(tmp_path):
     ],
 )
 def test_ids_that_no_text_can_contain_force_and_forbid_nothing(load, entries):
-    lm = load(**entries)
+    with_entries, without = load(**entries), load()
     for options in ({}, {"num_beams": 3}):
-        result = specbeam.generate(lm, [5], max_new_tokens=NEW, eos_token_id=EOS, **options)
+        options = {"max_new_tokens": NEW, "eos_token_id": EOS, **options}
+        result = specbeam.generate(with_entries, [5], **options)
         assert LAST in result.token_ids
-        assert (
-            result.token_ids
-            == specbeam.generate(load(), [5], max_new_tokens=NEW, eos_token_id=EOS, **options).token_ids
-        )
+        assert result.token_ids == specbeam.generate(without, [5], **options).token_ids
 
 
 @pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])

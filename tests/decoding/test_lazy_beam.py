@@ -139,7 +139,7 @@ class SomeDraftTokens:
         self.seconds = 0.3
 
     def propose(self, tips, scores):
-        nodes = []
+        nodes, self.length = [], int(self.tree.depths(tips).max())
         for end in np.unique(tips).tolist():
             for _ in range(self.random.integers(5)):
                 logits = self.logits_of(self.tree.tokens(self.tree.path(end)).tolist())
@@ -152,7 +152,9 @@ class SomeDraftTokens:
         yield
 
     def learn(self, draft_tokens, tree, steps):
-        assert all(len(ends) for ends in steps)
+        """The steps are those after the tips."""
+        lengths = [int(tree.depths(ends).max()) - self.length for ends in steps]
+        assert lengths == [*range(1, len(steps) + 1)]
 
     def seconds_per_step(self, steps):
         return self.seconds
@@ -165,7 +167,7 @@ class RightDraftTokens(SomeDraftTokens):
     """Four draft tokens below each tip, which are the likeliest tokens."""
 
     def propose(self, tips, scores):
-        nodes = []
+        nodes, self.length = [], int(self.tree.depths(tips).max())
         for end in np.unique(tips).tolist():
             room = self.stop.max_length - 2 - int(self.tree.depths([end])[0])
             for _ in range(min(4, room)):

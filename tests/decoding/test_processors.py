@@ -24,7 +24,7 @@ from specbeam.errors import SpecbeamError
 from specbeam.options import Options
 from specbeam.selection import Noise, SelectionRequest, select
 from specbeam.tree import Tree
-from tests.conftest import calls_made
+from tests.calls import calls_made
 
 SCORES = st.lists(st.floats(-20, 20, width=32), min_size=2, max_size=40).map(lambda x: torch.tensor(x)[None])
 

@@ -14,7 +14,8 @@ from specbeam import Engine, SpecbeamError
 from specbeam.cache import budget
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.engine.costs import PassTimes
-from tests.conftest import calls_made, examples, table_of_costs
+from tests.calls import calls_made
+from tests.conftest import examples, table_of_costs
 
 
 def watched(iterations, tokens=1000):

@@ -12,7 +12,8 @@ import specbeam
 from specbeam import Engine, SpecbeamError
 from specbeam.cache.pool import pool_of
 from tests.backends.test_encoder_decoder import make
-from tests.conftest import calls_made, examples, random_model, run_alone
+from tests.calls import calls_made
+from tests.conftest import examples, random_model, run_alone
 from tests.decoding.test_speculative import other_tokenizer
 
 PROMPT = [97 + n % 7 for n in range(60)]

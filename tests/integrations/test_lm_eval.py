@@ -56,13 +56,25 @@ def hflm(source, **arguments):
     return HFLM(pretrained=source, device="cpu", dtype="float32", **arguments)
 
 
+def load(source, **arguments):
+    return SpecbeamLM(pretrained=source, device="cpu", dtype="float32", **arguments)
+
+
+def requests(kind, arguments):
+    return [Instance(kind, {}, given, number) for number, given in enumerate(arguments)]
+
+
+def texts_of(model, prompts=PROMPTS, **task):
+    return model.generate_until(requests("generate_until", [(prompt, {"until": [], **task}) for prompt in prompts]))
+
+
 @pytest.fixture(scope="module", params=["plain", "adds bos", "no bos"])
 def both(folder, request):
     """The checkpoint as lm_eval's own model, and as ours."""
     source = folder(request.param)
     theirs = hflm(source)
     theirs.generate_until = remembering(theirs.generate_until)  # several of our variants are held to one text
-    return theirs, SpecbeamLM(pretrained=source, device="cpu", dtype="float32")
+    return theirs, load(source)
 
 
 def remembering(answer):
@@ -79,11 +91,7 @@ def remembering(answer):
 
 @pytest.fixture(scope="module")
 def lm(folder):
-    return SpecbeamLM(pretrained=folder(), device="cpu", dtype="float32").lm
-
-
-def requests(kind, arguments):
-    return [Instance(kind, {}, given, number) for number, given in enumerate(arguments)]
+    return load(folder()).lm
 
 
 SCORED = [
@@ -101,93 +109,67 @@ SCORED = [
 ROLLING = [("short",), ("",), ("A text of more than one window. " * 6,), ("w" * CONTEXT,)]
 
 
-def check_scores(theirs, ours):
-    scored = requests("loglikelihood", SCORED)
-    for (log_prob, greedy), (got, likeliest) in zip(
-        theirs.loglikelihood(scored), ours.loglikelihood(scored), strict=True
-    ):
-        assert got == pytest.approx(log_prob, abs=1e-3)
-        assert likeliest is greedy
+def test_log_likelihoods_are_theirs(both):
+    """Also of continuations that are the text of greedy search, which is reported."""
+    theirs, ours = both
+    contexts = [chr(letter) for letter in range(ord("A"), ord("z"))]
+    pairs = zip(contexts, texts_of(theirs, contexts, max_gen_toks=2), strict=True)
+    scored = requests("loglikelihood", [*SCORED, *(pair for pair in pairs if pair[1] and pair[1].isascii())])
+    expected, got = theirs.loglikelihood(scored), ours.loglikelihood(scored)
+    assert [log_prob for log_prob, _ in got] == pytest.approx([log_prob for log_prob, _ in expected], abs=1e-3)
+    assert [greedy for _, greedy in got] == [greedy for _, greedy in expected]
+    assert {greedy for _, greedy in got} == {True, False}
     rolling = requests("loglikelihood_rolling", ROLLING)
     assert ours.loglikelihood_rolling(rolling) == pytest.approx(theirs.loglikelihood_rolling(rolling), abs=1e-3)
 
 
-def test_log_likelihoods_are_theirs(both):
-    check_scores(*both)
-
-
 def test_a_shorter_context_is_theirs(folder, lm):
-    theirs = hflm(folder(), max_length=48)
-    scored = [pair for pair in SCORED if len(pair[1]) < 48]
-    ours = SpecbeamLM(lm, max_length=48)
-    got, expected = (x.loglikelihood(requests("loglikelihood", scored)) for x in (ours, theirs))
-    assert [log_prob for log_prob, _ in got] == pytest.approx([log_prob for log_prob, _ in expected], abs=1e-3)
-    asked = requests("generate_until", [(prompt, {"max_gen_toks": 20, "until": []}) for prompt in PROMPTS])
-    assert ours.generate_until(asked) == theirs.generate_until(asked)
+    theirs, ours = hflm(folder(), max_length=48), SpecbeamLM(lm, max_length=48)
+    scored = requests("loglikelihood", [pair for pair in SCORED if len(pair[1]) < 48])
+    expected, got = ([log_prob for log_prob, _ in model.loglikelihood(scored)] for model in (theirs, ours))
+    assert got == pytest.approx(expected, abs=1e-3)
+    assert texts_of(ours, max_gen_toks=20) == texts_of(theirs, max_gen_toks=20)
 
 
-def test_greedy_continuations_are_told(both):
-    theirs, ours = both
-    contexts = [chr(letter) for letter in range(ord("A"), ord("z"))]
-    task = {"max_gen_toks": 2, "until": []}
-    texts = theirs.generate_until(requests("generate_until", [(context, task) for context in contexts]))
-    pairs = [(context, text) for context, text in zip(contexts, texts, strict=True) if text and text.isascii()]
-    scored = requests("loglikelihood", [pair for context, text in pairs for pair in ((context, text), (context, "Q"))])
-    expected = [greedy for _, greedy in theirs.loglikelihood(scored)]
-    assert {*expected} == {True, False}
-    assert [greedy for _, greedy in ours.loglikelihood(scored)] == expected
-
-
-@pytest.mark.parametrize(("draft", "batch_size"), [(None, 4), ("ngram", 1)])
 @pytest.mark.parametrize("until", [["\n\n"], ["1"], ";", ["W", "<unused>"]], ids=repr)
-def test_greedy_text_is_theirs(both, until, draft, batch_size):
+def test_greedy_text_is_theirs(both, until):
     theirs, ours = both
-    ours = SpecbeamLM(ours.lm, draft=draft, batch_size=batch_size)
-    task = {"max_gen_toks": 20, "until": until, "do_sample": False, "temperature": 0.0, "top_p": 0.95}
-    asked = requests("generate_until", [(prompt, task) for prompt in PROMPTS])
-    expected = theirs.generate_until(requests("generate_until", [(p, {**task, "top_p": 1.0}) for p in PROMPTS]))
-    assert ours.generate_until(asked) == expected
-    whole = theirs.generate_until(requests("generate_until", [(p, {"max_gen_toks": 20, "until": []}) for p in PROMPTS]))
+    task = {"max_gen_toks": 20, "until": until, "do_sample": False, "temperature": 0.0}
+    expected = texts_of(theirs, **task, top_p=1.0)
+    for draft, batch_size in ((None, 4), ("ngram", 1)):
+        ours = SpecbeamLM(ours.lm, draft=draft, batch_size=batch_size)
+        assert texts_of(ours, **task, top_p=0.95) == expected
+    whole = texts_of(theirs, max_gen_toks=20)
     assert (expected == whole) is (until == ["\n\n"])  # the others do end some texts
 
 
-@pytest.mark.parametrize("draft", [None, "ngram"])
-def test_beams_are_theirs(both, draft):
+def test_beams_are_theirs(both):
     theirs, ours = both
-    task = {"max_gen_toks": 16, "num_beams": 4, "do_sample": False, "until": ["\n\n"], "length_penalty": 0.5}
-    asked = requests("generate_until", [(prompt, task) for prompt in PROMPTS])
-    expected = theirs.generate_until(asked)
-    assert SpecbeamLM(ours.lm, draft=draft).generate_until(asked) == expected
-
-    task = {name: task[name] for name in ("max_gen_toks", "until")}
-    asked = requests("generate_until", [(prompt, task) for prompt in PROMPTS])
-    ours = SpecbeamLM(ours.lm, draft=draft, num_beams=4, length_penalty=0.5)
-    assert ours.generate_until(asked) == expected
+    task, beams = {"max_gen_toks": 16, "until": ["\n\n"]}, {"num_beams": 4, "length_penalty": 0.5}
+    expected = texts_of(theirs, **task, **beams, do_sample=False)
+    for draft in (None, "ngram"):
+        assert texts_of(SpecbeamLM(ours.lm, draft=draft), **task, **beams, do_sample=False) == expected
+        assert texts_of(SpecbeamLM(ours.lm, draft=draft, **beams), **task) == expected
 
 
-@pytest.mark.parametrize("until", [["\n\n"], ["1"]])
-def test_beams_that_end_are_those_of_transformers(folder, until):
+def test_beams_that_end_are_those_of_transformers(folder):
     # Lm_eval's own model is no reference: its stopping criterion ends all beams when the best one ends.
     source = folder(likes=EOS)
-    theirs, ours = hflm(source), SpecbeamLM(pretrained=source, device="cpu", dtype="float32", draft="ngram")
-    task = {"max_gen_toks": 16, "num_beams": 4, "until": until}
-    texts = ours.generate_until(requests("generate_until", [(prompt, task) for prompt in PROMPTS]))
-    for prompt, text in zip(PROMPTS, texts, strict=True):
-        ids = theirs.tok_encode(prompt)[16 - CONTEXT :]
-        how = {"num_beams": 4, "max_new_tokens": 16, "stop_strings": until, "tokenizer": theirs.tokenizer}
-        out = theirs.model.generate(torch.tensor([ids]), **how)
-        assert text == theirs.tok_decode(out[0, len(ids) :]).split(until[0])[0]
+    theirs, ours = hflm(source), load(source, draft="ngram")
+    for until in ("\n\n", "1"):
+        for prompt, text in zip(PROMPTS, texts_of(ours, max_gen_toks=16, num_beams=4, until=[until]), strict=True):
+            ids = theirs.tok_encode(prompt)[16 - CONTEXT :]
+            how = {"num_beams": 4, "max_new_tokens": 16, "stop_strings": [until], "tokenizer": theirs.tokenizer}
+            out = theirs.model.generate(torch.tensor([ids]), **how)
+            assert text == theirs.tok_decode(out[0, len(ids) :]).split(until)[0]
 
 
 def test_a_draft_model_changes_nothing(folder, lm, monkeypatch):
     drafts, submit = [], Engine.submit
     monkeypatch.setattr(Engine, "submit", lambda *a, draft, **kw: drafts.append(draft) or submit(*a, draft=draft, **kw))
-    asked = requests("generate_until", [(prompt, {"max_gen_toks": 12, "until": []}) for prompt in PROMPTS])
-    expected = SpecbeamLM(lm, num_beams=2).generate_until(asked)
-    ours = SpecbeamLM(
-        pretrained=folder(), device="cpu", dtype="float32", num_beams=2, draft=folder("adds bos"), num_draft_tokens=3
-    )
-    assert ours.generate_until(asked) == expected
+    expected = texts_of(SpecbeamLM(lm, num_beams=2), max_gen_toks=12)
+    ours = load(folder(), num_beams=2, draft=folder("adds bos"), num_draft_tokens=3)
+    assert texts_of(ours, max_gen_toks=12) == expected
     assert drafts[-1].source == folder("adds bos")
 
 
@@ -238,11 +220,9 @@ def test_what_the_model_was_given_wins_over_the_task(lm, monkeypatch, given, tas
 
 
 def test_repeated_requests_are_different_samples(lm):
-    asked = requests("generate_until", [("x", {"do_sample": True, "max_gen_toks": 8, "until": []})] * 4)
-
     def run(torch_seed, **given):
         torch.manual_seed(torch_seed)
-        return SpecbeamLM(lm, **given).generate_until(asked)
+        return texts_of(SpecbeamLM(lm, **given), ["x"] * 4, do_sample=True, max_gen_toks=8)
 
     assert len(set(run(0))) > 1
     assert run(0) == run(0) != run(1)
@@ -269,23 +249,22 @@ def test_answers_are_kept_as_they_come(lm):
 
 
 def test_chat_templates_are_applied_as_theirs(folder, save):
-    theirs, ours = hflm(folder()), SpecbeamLM(folder(), device="cpu", dtype="float32")
+    theirs, ours = hflm(folder()), load(folder())
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "The"}]
     for add in (True, False):
         assert ours.apply_chat_template(messages, add) == theirs.apply_chat_template(messages, add)
     assert ours.chat_template(True) == theirs.chat_template(True) == CHAT_TEMPLATE
     assert ours.tokenizer_name == theirs.tokenizer_name
 
-    strict = CHAT_TEMPLATE.replace("'system', ", "")
-    source = save(random_model("llama"), byte_tokenizer(strict))
+    source = str(save(random_model("llama"), byte_tokenizer(CHAT_TEMPLATE.replace("'system', ", ""))))
     with_system = [{"role": "system", "content": "Be brief."}, *messages]
-    expected = hflm(str(source)).apply_chat_template(with_system)
-    ours = SpecbeamLM(source, device="cpu", dtype="float32")
+    ours = load(source)
+    expected = hflm(source).apply_chat_template(with_system)
     assert ours.apply_chat_template(with_system) == expected == ours.apply_chat_template(messages)
     with pytest.raises(SpecbeamError, match="unknown role tool"):
         ours.apply_chat_template([{"role": "tool", "content": "Hi"}])
     with pytest.raises(SpecbeamError, match="has no chat template"):
-        SpecbeamLM(save(random_model("llama")), device="cpu", dtype="float32").apply_chat_template(messages)
+        load(save(random_model("llama"))).apply_chat_template(messages)
 
 
 @pytest.mark.parametrize(
@@ -370,8 +349,7 @@ TASKS = {
 TASKS = {name: {"task": name, **task} for name, task in TASKS.items()}
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_an_evaluation_gives_what_theirs_gives(folder, chat):
+def test_an_evaluation_gives_what_theirs_gives(folder):
     def evaluate(model, **given):
         data = {"test_split": "test", "custom_dataset": lambda **kwargs: {"test": Dataset.from_list(DOCUMENTS)}}
         return simple_evaluate(
@@ -380,7 +358,7 @@ def test_an_evaluation_gives_what_theirs_gives(folder, chat):
             tasks=[task | data for task in TASKS.values()],
             task_manager=TaskManager(include_defaults=False),
             device="cpu",
-            apply_chat_template=chat,
+            apply_chat_template=True,
             bootstrap_iters=0,
         )
 
@@ -421,10 +399,9 @@ def check_what_the_command_line_wrote(source, tasks, printed):
         assert name in printed
     (samples,) = tasks.glob("samples_tiny_generate_*.jsonl")
     texts = [json.loads(line)["resps"][0][0] for line in samples.read_text().splitlines()]
-    ours = SpecbeamLM(source, device="cpu", dtype="float32", num_beams=2, length_penalty=0.5)
+    ours = load(source, num_beams=2, length_penalty=0.5)
     prompts = [ours.apply_chat_template([{"role": "user", "content": d["question"]}]) for d in DOCUMENTS]
-    task = TASKS["tiny_generate"]["generation_kwargs"]
-    assert texts == ours.generate_until(requests("generate_until", [(prompt, task) for prompt in prompts]))
+    assert texts == texts_of(ours, prompts, **TASKS["tiny_generate"]["generation_kwargs"])
 
 
 @pytest.fixture

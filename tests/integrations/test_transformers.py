@@ -1,7 +1,6 @@
 """Decoding inside transformers: ``model.generate`` returns the same with and without our ``custom_generate``."""
 
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from transformers import (
     WatermarkingConfig,
 )
 
-from specbeam import Engine, SpecbeamError, hf
+from specbeam import SpecbeamError, hf
 from tests.conftest import in_thorough_mode, random_model
 
 VOCAB, PAD = 20, 0
@@ -98,6 +97,9 @@ def test_samples_follow_the_global_seed(model):
     assert run(2) != first
     assert len({tuple(row) for row in first[:3]}) > 1
     assert run(1, num_beams=3) == run(1, num_beams=3) != run(2, num_beams=3)
+    drafted = run(1, draft="ngram")
+    assert len(drafted) == 6
+    assert len({tuple(row) for row in drafted[:3]}) > 1
 
 
 @pytest.mark.parametrize(
@@ -195,11 +197,17 @@ FEW = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": VOCAB + 2, "
         (FEW | {"eos_token_id": 6}, "num_return_sequences=3, but"),
         (FORBIDDEN, "prefix_allowed_tokens_fn"),
         (FORBIDDEN | {"num_beams": 3}, "prefix_allowed_tokens_fn"),
+        (FORBIDDEN | {"remove_invalid_values": True}, "prefix_allowed_tokens_fn"),
+        (FORBIDDEN | {"remove_invalid_values": True, "num_beams": 3}, "prefix_allowed_tokens_fn"),
         ({"draft": "n-gram"}, "ngram"),
         ({"draft": "ngram", "prompt_lookup_num_tokens": 3}, "draft and prompt_lookup_num_tokens each"),
         ({"stop_strings": "a"}, "tokenizer="),
         ({"stopping_criteria": [lambda ids, scores: torch.zeros(3, dtype=torch.bool)]}, "stopping_criteria returned"),
         ({"num_beams": 2, "sequence_bias": {(7,): float("inf")}}, "sequence_bias .* to inf: with beams, keep scores"),
+        (
+            {"num_beams": 2, "logits_processor": [lambda ids, scores: scores.masked_fill(PREFERRED, float("inf"))]},
+            r"logits_processor.* to inf: with beams, keep scores finite",
+        ),
         (
             {"num_beams": 2, "exponential_decay_length_penalty": (2, 1.6), "remove_invalid_values": True},
             "exponential_decay_length_penalty with remove_invalid_values and beams",
@@ -412,12 +420,6 @@ def test_draft_tokens_without_an_allowed_token_are_no_error(model, num_beams):
     assert model.generate(prompt, **options, draft="ngram", **EXTRA).tolist() == expected
 
 
-def test_an_infinite_score_is_refused_with_beams(model):
-    own = LogitsProcessorList([lambda ids, scores: scores.masked_fill(PREFERRED, float("inf"))])
-    with pytest.raises(SpecbeamError, match=r"logits_processor.* to inf: with beams, keep scores finite"):
-        model.generate(torch.tensor([[3, 4]]), logits_processor=own, num_beams=2, max_new_tokens=3, **EXTRA)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -449,25 +451,3 @@ def test_scores_change_no_text_where_logits_are_equal():
             for asked in (False, True)
         )
         assert without == with_scores
-
-
-def test_tokens_that_other_options_forbid_are_not_forced(model):
-    """Newer releases of transformers force a forbidden token if prefix_allowed_tokens_fn allows no other."""
-    options = {"prefix_allowed_tokens_fn": lambda row, ids: [5], "bad_words_ids": [[5]], "max_new_tokens": 3}
-    options |= {"remove_invalid_values": True}
-    for num_beams in (1, 3):
-        with pytest.raises(SpecbeamError, match="prefix_allowed_tokens_fn"):
-            model.generate(torch.tensor([[3, 4]]), num_beams=num_beams, **options, **EXTRA)
-
-
-@pytest.mark.parametrize("num_beams", [1, 3])
-def test_an_assistant_model_drafts_and_changes_nothing(model, small, monkeypatch, num_beams):
-    options = {"num_beams": num_beams, "max_new_tokens": 12, "eos_token_id": 1}
-    inputs = padded([[3, 4, 5], [6]])
-    expected = model.generate(**inputs, **options).tolist()
-    drafts, submit = [], Engine.submit
-    monkeypatch.setattr(Engine, "submit", lambda *a, draft, **kw: drafts.append(draft) or submit(*a, draft=draft, **kw))
-    assert model.generate(**inputs, **options, assistant_model=small, **EXTRA).tolist() == expected
-    bound = partial(hf.generate, assistant_model=small)
-    assert model.generate(**inputs, **options, custom_generate=bound).tolist() == expected
-    assert [draft.backend.model is small for draft in drafts] == [True] * 4

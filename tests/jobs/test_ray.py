@@ -15,7 +15,6 @@ import pytest
 from specbeam.errors import SpecbeamError
 from specbeam.jobs import WorkerDied, crew
 from specbeam.jobs.launchers import run_here, run_on_ray
-from tests.conftest import in_thorough_mode
 
 ray = pytest.importorskip("ray")
 OBJECT_STORE_BYTES = 80 * 2**20
@@ -26,6 +25,8 @@ TIMEOUT_SECONDS = 60  # after which a process that should have ended is a failur
 def cluster():
     """Two processors, which this process has joined: on two nodes beside the head, or on the head in quick mode."""
     from ray.cluster_utils import Cluster
+
+    from tests.conftest import in_thorough_mode  # here, because workers import this module: it loads PyTorch
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     nodes = 2 if in_thorough_mode() else 0
@@ -247,13 +248,22 @@ def test_no_more_workers_than_asked_for_and_none_are_left(cluster):
     processes.wait_until_ended()
 
 
-@pytest.mark.parametrize("launch", [run_here, pytest.param(run_on_ray, marks=pytest.mark.thorough)])
-def test_what_the_work_raises_is_its_result(launch, request):
-    if launch is run_on_ray:
+@pytest.fixture(params=[run_here, pytest.param(run_on_ray, marks=pytest.mark.thorough)])
+def launch(request):
+    if request.param is run_on_ray:
         request.getfixturevalue("cluster")
+    return request.param
+
+
+def test_what_the_work_raises_is_its_result(launch):
     results = collected(["raise", 1, 2], fragile, launch)
     assert repr(results.pop("raise")) == "ValueError('it broke')"
     assert results == {1: 1, 2: 2}
+
+
+def test_what_cannot_be_loaded_is_raised_once(launch):
+    with pytest.raises(SpecbeamError, match="there is no such model"):
+        collected([1], broken, launch)
 
 
 @pytest.mark.thorough
@@ -263,17 +273,6 @@ def test_what_cannot_travel_is_an_error_of_that_job(cluster):
     assert repr(results["odd"]) == "RuntimeError('Odd: one')"
     assert isinstance(results["lambda"], TypeError)
     assert results[1] == 1
-
-
-def test_what_cannot_be_loaded_is_raised_here():
-    with pytest.raises(SpecbeamError, match="there is no such model"):
-        collected([1], broken, run_here)
-
-
-@pytest.mark.thorough
-def test_what_cannot_be_loaded_is_raised_once(cluster):
-    with pytest.raises(SpecbeamError, match="there is no such model"):
-        collected([1], broken)
 
 
 def test_a_worker_that_dies_costs_no_result(cluster, tmp_path):

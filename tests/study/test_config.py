@@ -1,14 +1,14 @@
 """Configurations: composed as Hydra does, checked name by name, and what methods they mean."""
 
 import re
+from itertools import product
 
 import pytest
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from specbeam.cli import main
 from specbeam.errors import SpecbeamError
-from specbeam.study.composition import compose, sweep
+from specbeam.study.composition import compose
 from specbeam.study.config import check, methods
 
 ORIGINAL = """
@@ -41,11 +41,10 @@ def test_a_configuration_in_a_folder_means_what_it_says(folder):
     (method,) = methods(found)
     assert (method.mode, method.draft) == ("speculative", "Qwen/Qwen2.5-0.5B-Instruct")
     assert (method.options["num_draft_tokens"], method.options["max_new_tokens"]) == (4, 50)
-
-
-def test_the_command_line_comes_last(folder):
-    found = check(compose(["target_model=other", "decode.num_draft_tokens=2"], folder))
+    # The command line comes last. With a draft, its precision has an effect.
+    found = check(compose(["target_model=other", "decode.num_draft_tokens=2", "draft.quantize=int4"], folder))
     assert (found.target_model, found.decode["num_draft_tokens"], found.decode["max_new_tokens"]) == ("other", 2, 50)
+    assert found.draft.quantize == "int4"
 
 
 def test_a_folder_may_have_groups_of_its_own(folder):
@@ -132,10 +131,6 @@ def test_presets_are_studies(name):
 def test_what_is_wrong_is_named(override, message):
     with pytest.raises(SpecbeamError, match=re.escape(message)):
         study(*re.split(" (?=decode)", override))
-
-
-def test_the_precision_of_a_draft_has_an_effect_with_a_draft():
-    study("draft.quantize=int4", "draft_model=some-model")
 
 
 def test_a_group_that_is_not_there_shows_no_search_path(folder, capsys):
@@ -261,8 +256,11 @@ def test_a_configuration_without_prompts_is_shown_and_then_refused(capsys):
 
 
 def test_the_configurations_of_a_sweep_are_shown_as_documents(capsys):
-    assert main(["study", "--multirun", "--show-config", "prompts=[hi]", "seed=3,4"]) == 0
-    assert [shown["seed"] for shown in yaml.safe_load_all(capsys.readouterr().out)] == [3, 4]
+    words = ["decode.num_draft_tokens=1,2", "seed=range(0,3)", "decode.max_new_tokens=8"]
+    assert main(["study", "--multirun", "--show-config", "prompts=[hi]", *words]) == 0
+    shown = [*yaml.safe_load_all(capsys.readouterr().out)]
+    assert [(one["decode"]["num_draft_tokens"], one["seed"]) for one in shown] == [*product((1, 2), range(3))]
+    assert {one["decode"]["max_new_tokens"] for one in shown} == {8}
 
 
 def test_an_unreadable_configuration_is_one_line(tmp_path):
@@ -275,13 +273,3 @@ def test_an_unreadable_configuration_is_one_line(tmp_path):
         compose([], tmp_path)
     with pytest.raises(SpecbeamError, match="is not a folder"):
         compose([], tmp_path / "missing")
-
-
-def test_sweeps_are_what_hydra_makes_of_them():
-    words = ["decode.num_draft_tokens=1,2", "seed=range(0,3)", "decode.max_new_tokens=8"]
-    parsed = OverridesParser.create().parse_overrides(words)
-    expected = [
-        [f"decode.num_draft_tokens={k}", f"seed={s}", "decode.max_new_tokens=8"] for k in (1, 2) for s in range(3)
-    ]
-    assert [*sweep(words)] == expected
-    assert [o.is_sweep_override() for o in parsed] == [True, True, False]

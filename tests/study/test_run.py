@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pandas
 import pytest
@@ -17,18 +18,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specbeam
+from specbeam import hf
 from specbeam.cli import main
 from specbeam.errors import SpecbeamError
 from specbeam.options import Options
-from specbeam.study import results, work
+from specbeam.study import results, tracking, work
 from specbeam.study.composition import compose
 from specbeam.study.config import check
 from specbeam.study.data import Row
+from specbeam.study.metrics import acceptance_by_position
 from specbeam.study.run import run_study
 from specbeam.study.samples import MAX_SAMPLES
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
 from tests.jobs.faults import Crash, CrashingDisk, killed_at_sync
 from tests.pages import ROOT, files, shell
+from tests.study.test_metrics import make
 
 pytestmark = pytest.mark.usefixtures("no_plots")
 
@@ -39,34 +43,32 @@ def folder(save):
 
 
 @pytest.fixture
-def words(folder, tmp_path):
-    data = tmp_path / "q.jsonl"
+def command(folder, tmp_path):
+    """The words of a study of some rows, with the run's folder of the given name."""
+
+    def command(rows, name, *more):
+        data = tmp_path / f"{len(rows)}.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        load = ["load.backend=cpu", "load.quantize=float32"]  # bit for bit the same whatever is drafted
+        return [f"target_model={folder}", f"output={tmp_path / name}", f"data.source={data}", *load, *more]
+
+    return command
+
+
+@pytest.fixture
+def words(command):
     rows = [
         {"question_id": i, "category": "ab"[i % 2], "turns": [f"q {i}", "more"][: 1 + i % 2], "reference": ["x", "y"]}
         for i in range(4)
     ]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [
-        f"target_model={folder}",
-        f"output={tmp_path / 'run'}",
-        f"data.source={data}",
-        "decode.max_new_tokens=8",
-        "load.backend=cpu",  # bit for bit the same whatever is drafted
-        "load.quantize=float32",
-    ]
+    return command(rows, "run", "decode.max_new_tokens=8")
 
 
 @pytest.fixture
-def small(folder, tmp_path):
+def small(command):
     """A study of two generations, whose folder has the given name."""
-    data = tmp_path / "small.jsonl"
-    data.write_text('{"question_id": 1, "category": "a", "turns": ["q", "more"], "reference": []}\n')
-
-    def small(name):
-        sizes = ["decode.mode=greedy", "decode.max_new_tokens=4", "load.backend=cpu", "load.quantize=float32"]
-        return [f"target_model={folder}", f"output={tmp_path / name}", f"data.source={data}", *sizes]
-
-    return small
+    row = {"question_id": 1, "category": "a", "turns": ["q", "more"], "reference": []}
+    return lambda name: command([row], name, "decode.mode=greedy", "decode.max_new_tokens=4")
 
 
 @pytest.fixture
@@ -160,36 +162,22 @@ def test_no_measured_generation_is_traced(words, tmp_path, monkeypatch):
     assert (tmp_path / "run" / "report.html").read_text().count("what it proposed") == report.count("what it proposed")
 
 
-def test_a_recording_that_fails_leaves_the_measured_generations(small, tmp_path, monkeypatch, caplog):
-    def fail(*given):
-        raise MemoryError("no room for a trace")
-
-    monkeypatch.setattr(work.Work, "recording", fail)
-    assert study(*small("run")) == 0
-    assert "was not recorded: no room for a trace" in caplog.text
-    assert len(kept(tmp_path / "run")[0]) == 2
-    assert (tmp_path / "run" / "report.html").exists()
-
-
-def test_perplexity_is_transformers_loss(words, folder, tmp_path):
-    study(*words, "decode.mode=greedy", "chat.raw=true")
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    _, records, scores = results.read(tmp_path / "run")
-    for record in records:
-        prompt = byte_tokenizer()(record["prompt"]).input_ids
-        ids = torch.tensor([[*prompt, *record["token_ids"]]])
-        labels = ids.clone()
-        labels[:, : len(prompt)] = -100
-        with torch.no_grad():
-            loss = float(reference(ids, labels=labels).loss)
-        assert scores[record["key"]]["perplexity"]["target"] == pytest.approx(math.exp(loss), rel=1e-4)
-
-
-def test_another_model_may_judge(words, save, tmp_path):
+def test_perplexity_is_transformers_loss(words, folder, save, tmp_path):
+    """Of the target, and of another model that judges, which reads the text by its own tokenizer."""
     other = save(random_model("llama", seed=5), byte_tokenizer(CHAT_TEMPLATE))
-    study(*words, "decode.mode=greedy", f"metrics.perplexity=[target,{other}]")
-    _, _, scores = results.read(tmp_path / "run")
-    assert all({*s["perplexity"]} == {"target", str(other)} for s in scores.values())
+    study(*words, "decode.mode=greedy", "chat.raw=true", f"metrics.perplexity=[target,{other}]")
+    _, records, scores = results.read(tmp_path / "run")
+    for name, judge in {"target": folder, str(other): other}.items():
+        reference = AutoModelForCausalLM.from_pretrained(judge, dtype=torch.float32)
+        for record in records:
+            prompt = byte_tokenizer()(record["prompt"]).input_ids
+            read = record["token_ids"] if name == "target" else byte_tokenizer()(record["text"]).input_ids
+            ids = torch.tensor([[*prompt, *read]])
+            labels = ids.clone()
+            labels[:, : len(prompt)] = -100
+            with torch.no_grad():
+                loss = float(reference(ids, labels=labels).loss)
+            assert scores[record["key"]]["perplexity"][name] == pytest.approx(math.exp(loss), rel=1e-4)
 
 
 def test_each_methods_own_model_measures_the_perplexity_of_its_texts(words, tmp_path):
@@ -236,7 +224,7 @@ def here(tmp_path, monkeypatch):
 
 @pytest.fixture
 def tiny_words(folder):
-    return [f"target_model={folder}", "decode.mode=greedy", "decode.max_new_tokens=2", "metrics.perplexity=[]"]
+    return [f"target_model={folder}", "metrics.perplexity=[]", "decode.mode=greedy", "decode.max_new_tokens=2"]
 
 
 def runs_in(folder):
@@ -244,56 +232,50 @@ def runs_in(folder):
 
 
 def test_every_configuration_has_its_own_folder_and_the_same_command_goes_on(here, tiny_words, capsys, monkeypatch):
-    assert study(*tiny_words, "prompts=[one]") == 0
+    def prompt(text):
+        (here / "q.txt").write_text(text)
+        return [*tiny_words, "data.source=q.txt"]
+
+    assert study("show") == 2
+    assert "there is no run in runs/: give show RUN" in capsys.readouterr().err
+    assert study(*prompt("one")) == 0
     (first,) = runs_in(here)
     assert re.fullmatch(r"specbeam-study-[0-9a-f]{8}", first)
     assert capsys.readouterr().out.startswith(f"runs/{first}: a new run\n")
-    assert study(*tiny_words, "prompts=[two]", "project_name=mine") == 0
-    (second,) = {*runs_in(here)} - {first}
-    assert second.startswith("mine-")
+    assert study(*prompt("two")) == 0
+    (second,) = {*runs_in(here)} - {first}  # other prompts in a file of the same name are another run
+    assert study(*prompt("two"), "project_name=mine") == 0
+    (third,) = {*runs_in(here)} - {first, second}
+    assert third.startswith("mine-")
     capsys.readouterr()
     assert study("show") == 0
-    assert capsys.readouterr().out.startswith(f"runs/{second}:\n")
+    assert capsys.readouterr().out.startswith(f"runs/{third}:\n")
     assert study("show", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["run"] == f"runs/{second}"
+    assert json.loads(capsys.readouterr().out)["run"] == f"runs/{third}"
     before = (here / "runs" / first / "generations.jsonl").read_bytes()
     monkeypatch.setattr(work, "Engine", lambda *given: pytest.fail("it was there"))
-    assert study(*tiny_words, "prompts=[one]") == 0
+    assert study(*prompt("one")) == 0
     assert capsys.readouterr().out.startswith(f"runs/{first}: goes on, 1 of 1 generations are there\n")
     assert (here / "runs" / first / "generations.jsonl").read_bytes() == before
-    assert runs_in(here) == sorted([first, second])
+    assert runs_in(here) == sorted([first, second, third])
 
 
-def test_other_prompts_in_a_file_are_another_run(here, tiny_words):
-    for text in ("one", "two"):
-        (here / "q.txt").write_text(text)
-        assert study(*tiny_words, "data.source=q.txt") == 0
-    assert len(runs_in(here)) == 2
-
-
-def test_runs_of_a_sweep_are_named_by_their_values(here, tiny_words):
-    words = [word for word in tiny_words if "max_new" not in word]
-    assert study(*words, "prompts=[one]", "--multirun", "decode.max_new_tokens=1,2") == 0
-    names = [name[:-9] for name in runs_in(here)]
-    assert names == [f"specbeam-study-decode.max_new_tokens={n}" for n in (1, 2)]
-
-
-@pytest.mark.parametrize("output", [[], ["output=swp"]])
-def test_values_of_a_sweep_that_are_no_names_of_folders(here, tiny_words, output):
+@pytest.mark.parametrize("output", ["runs", "swp"])
+def test_runs_of_a_sweep_are_named_by_their_values(here, tiny_words, output):
+    """Also by values that are no names of folders. Options may stand between the words."""
+    contents = {"a/b.txt": "one", "a_b.txt": "two", f"{'x' * 240}.txt": "three"}
     (here / "a").mkdir()
-    (here / "a" / "b.txt").write_text("one")
-    (here / "a_b.txt").write_text("two")
-    (here / f"{'x' * 240}.txt").write_text("three")
-    sources = f"data.source=a/b.txt,a_b.txt,{'x' * 240}.txt"
-    assert study(*tiny_words, *output, "--multirun", sources) == 0
-    found = sorted((here / ("swp" if output else "runs")).glob("*/generations.jsonl"))
-    assert len(found) == 3
-    assert {json.loads(path.read_text())["prompt"] for path in found} == {"one", "two", "three"}
-
-
-def test_without_a_run_show_says_so(here, capsys):
-    assert study("show") == 2
-    assert "there is no run in runs/: give show RUN" in capsys.readouterr().err
+    for name, text in contents.items():
+        (here / name).write_text(text)
+    words = [] if output == "runs" else [f"output={output}"]
+    assert study(*words, "--multirun", *tiny_words, f"data.source={','.join(contents)}") == 0
+    found = [*(here / output).glob("*/generations.jsonl")]
+    assert sorted(json.loads(path.read_text())["prompt"] for path in found) == sorted(contents.values())
+    assert study(*words, "--multirun", *tiny_words[:-2], "decode.max_new_tokens=1,2", "prompts=[one]") == 0
+    for most in (1, 2):
+        (folder,) = (here / output).glob(f"*max_new_tokens={most}*")
+        assert output == "swp" or folder.name[:-9] == f"specbeam-study-decode.max_new_tokens={most}"
+        assert all(len(record["token_ids"]) <= most for record in kept(folder)[0].values())
 
 
 def test_ctrl_c_shows_the_finished_generations_and_how_to_go_on(here, tiny_words, capsys, monkeypatch):
@@ -358,14 +340,6 @@ def test_the_configuration_folder_of_the_guide(here, folder, capsys):
     assert "0 failed" in capsys.readouterr().out
 
 
-def test_what_is_finished_is_not_done_again(small, tmp_path, monkeypatch):
-    study(*small("run"))
-    before = (tmp_path / "run" / "generations.jsonl").read_bytes()
-    monkeypatch.setattr(work, "Engine", lambda *given: pytest.fail("it was there"))
-    assert study(*small("run")) == 0
-    assert (tmp_path / "run" / "generations.jsonl").read_bytes() == before
-
-
 @pytest.mark.parametrize("power", [False, True])
 def test_whenever_the_process_ends_nothing_is_lost_or_doubled(small, models_loaded_once, tmp_path, power):
     """The process ends, or the machine loses power, at each kind of operation on the disk; the same study goes on."""
@@ -397,6 +371,7 @@ def test_whenever_the_process_ends_nothing_is_lost_or_doubled(small, models_load
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="kill -9")
+@pytest.mark.thorough
 def test_killed_for_real_it_goes_on(small, tmp_path):
     command = [*killed_at_sync(4), "study", *small("killed")]
     assert subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
@@ -406,17 +381,6 @@ def test_killed_for_real_it_goes_on(small, tmp_path):
     whole, whole_scores = kept(run_study(dict(compose(small("whole")))))
     assert records == whole
     assert kept(tmp_path / "killed") == (whole, whole_scores)
-
-
-def test_a_torn_line_is_dropped(small, tmp_path):
-    study(*small("run"))
-    path = tmp_path / "run" / "generations.jsonl"
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:-1]) + lines[-1][:50])
-    before = kept(tmp_path / "run")[0]
-    assert study(*small("run")) == 0
-    after = kept(tmp_path / "run")[0]
-    assert len(after) == len(before) + 1 == len(lines)
 
 
 def test_a_failed_generation_is_a_line_and_the_others_go_on(words, tmp_path, capsys):
@@ -433,7 +397,7 @@ def test_a_folder_of_another_run_is_refused(words, tmp_path, capsys):
     before = (tmp_path / "run" / "generations.jsonl").read_bytes()
     assert study(*words, "decode.mode=greedy", "seed=1") == 2
     assert "config.seed was 0, now 1" in capsys.readouterr().err
-    (tmp_path / "q.jsonl").write_text('{"question_id": 1, "category": "a", "turns": ["other"]}\n')
+    (tmp_path / "4.jsonl").write_text('{"question_id": 1, "category": "a", "turns": ["other"]}\n')
     assert study(*words, "decode.mode=greedy") == 2
     assert "data was" in capsys.readouterr().err
     assert (tmp_path / "run" / "generations.jsonl").read_bytes() == before
@@ -479,14 +443,6 @@ def test_a_full_disk_keeps_what_was_finished(small, tmp_path, capsys):
     assert kept_before.items() <= kept(tmp_path / "run")[0].items()
 
 
-def test_sweeps_are_runs_of_their_own(words, tmp_path):
-    # Options may stand between the words.
-    assert study(*words, "--multirun", "decode.mode=greedy", "decode.max_new_tokens=2,3") == 0
-    for most in (2, 3):
-        (folder,) = (tmp_path / "run").glob(f"*max_new_tokens={most}*")
-        assert all(len(r["token_ids"]) <= most for r in kept(folder)[0].values())
-
-
 def test_diff_tells_a_slower_method(words, tmp_path, capsys):
     modes = "decode.mode=[greedy,speculative,beam,speculative-beam]"
     study(*words, modes)
@@ -522,16 +478,21 @@ def test_wandb_goes_on_without_a_key_or_network(small, tmp_path, monkeypatch, mo
     assert [*(tmp_path / "run" / "wandb").glob("offline-run-*")]
 
 
-def test_a_tracker_that_fails_is_a_warning(small, monkeypatch, caplog):
-    from specbeam.study import tracking
-
+def test_what_fails_beside_the_measurements_leaves_them(small, tmp_path, monkeypatch, caplog):
     class Broken(tracking.Nowhere):
         def record(self, record):
             raise RuntimeError("no tracker today")
 
+    def fail(*given):
+        raise MemoryError("no room for a trace")
+
     monkeypatch.setattr(tracking, "WandbTracker", lambda *given: Broken())
+    monkeypatch.setattr(work.Work, "recording", fail)
     assert study(*small("run"), "tracking=wandb") == 0
     assert "no tracker today" in caplog.text
+    assert "was not recorded: no room for a trace" in caplog.text
+    assert len(kept(tmp_path / "run")[0]) == 2
+    assert (tmp_path / "run" / "report.html").exists()
 
 
 @pytest.mark.thorough
@@ -562,3 +523,16 @@ def test_a_damaged_file_of_a_run_is_one_error(tmp_path, file, content):
     with pytest.raises(SpecbeamError, match=f"{file} is damaged|holds another run"):
         results.Run(tmp_path, {"config": {}}, "")
     (tmp_path / file).unlink()
+
+
+def test_positions_of_a_model_that_drafts_for_itself():
+    """With a single text and one draft token per level, all are accepted at every position."""
+    lm = hf.wrap(random_model("llama", vocab_size=12, eos_token_id=None, bos_token_id=2))
+    sizes = {"num_draft_tokens": 3, "draft_width": 1, "max_new_tokens": 12}
+    result = specbeam.generate(lm, [2, 3, 4], draft=lm, **sizes)
+    found = acceptance_by_position([make(stats=asdict(result.stats))])
+    assert [one["position"] for one in found] == [1, 2, 3]
+    assert all(one["drafted"] >= 2 for one in found)
+    assert sum(one["drafted"] for one in found) == result.stats.drafted
+    # Draft tokens past the last token are not part of the text.
+    assert result.stats.drafted - 3 <= sum(one["accepted"] for one in found) == result.stats.accepted
