@@ -7,7 +7,8 @@ import pytest
 
 import specbeam
 from specbeam.cli import main
-from tests.server.conftest import on_cpu
+from tests.cli.conftest import flags
+from tests.server.conftest import assert_is_drawn, on_cpu, said_by
 
 PROMPT = "ab ab </script><img src=x onerror=alert(1)> ab"
 BEAMS = {"num_beams": 4, "num_draft_tokens": 3, "draft_width": 3, "max_new_tokens": 12}
@@ -22,9 +23,8 @@ def lm(tiny):
 def tab(browser):
     """A tab that may log nothing, and may ask no host for anything."""
     context = browser.new_context(reduced_motion="reduce", viewport={"width": 1400, "height": 900})
-    tab, said, asked = context.new_page(), [], []
-    tab.on("console", lambda message: said.append(message.text))
-    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab, asked = context.new_page(), []
+    said = said_by(tab)
     tab.on("request", lambda request: asked.append(request.url))
     yield tab
     context.close()
@@ -36,22 +36,14 @@ def check_replay(tab, result):
     """The page shows the nodes, the scores and the text of a result that was made with ``trace=True``."""
     tab.get_by_label("Speed").select_option("Infinity")
     tab.get_by_role("button", name="Replay", exact=True).wait_for()
-    drafted = {token["node"] for one in result.trace for token in one["drafted"]}
-    beams = {beam["node"]: beam["score"] for one in result.trace for step in one["steps"] for beam in step}
-    ended = {one["node"] for entry in result.trace for one in entry["ended"]}
-    assert {int(pill.get_attribute("data-node")) for pill in tab.locator(".pill").all()} == drafted | {*beams} | ended
     assert tab.locator(".agreed .certain").text_content() == result.text
-    tab.get_by_text("The same as text").click()
-    tab.locator(".rounds").wait_for()
-    shown = tab.locator(".as-text").inner_text()
-    assert all(f"score {score:.3f}" in shown for score in beams.values())
+    assert_is_drawn(tab, result.trace)
 
 
 def test_a_recording_is_a_page(lm, tab, tmp_path, capsys):
     file = tmp_path / "run #1.html"
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in BEAMS.items()]
     how = [f"--model={lm.source}", "--backend=cpu", "--dtype=float32", "--draft=ngram", f"--record={file}"]
-    assert main(["generate", PROMPT, *how, *flags]) == 0
+    assert main(["generate", PROMPT, *how, *flags(**BEAMS)]) == 0
     result = specbeam.generate(lm, PROMPT, draft="ngram", trace=True, **BEAMS)
     tab.goto(file.as_uri())
     check_replay(tab, result)

@@ -35,13 +35,6 @@ def test_pieces_of_a_text(text, stops, data):
     assert shown == stream.text == expected
 
 
-@given(st.lists(st.integers(0, 258), max_size=30))
-def test_any_bytes_end_as_the_tokenizer_decodes_them(ids):
-    stream = TextStream(decode)
-    shown = "".join([stream.push([i]) for i in ids]) + stream.finish()
-    assert shown == decode(ids)
-
-
 @pytest.fixture(scope="module")
 def exact_lm(save):
     """On the backend that gives a text the same bits in any passes."""
@@ -75,24 +68,18 @@ def test_stream_is_generate_in_pieces(exact_lm, options):
     assert len(pieces) > 1 or options.keys() & {"stop_strings", "do_sample"}  # samples may part at once
 
 
+def led_to(ids):
+    """Options of a text that has these tokens."""
+    return {"max_new_tokens": len(ids), "prefix_allowed_tokens_fn": lambda _, given: [ids[len(given) - 1]]}
+
+
 def test_tokens_of_an_unfinished_character_come_before_its_text(lm):
-    """The model is led to one character of three bytes."""
+    """A character of three bytes. A text that ends within it ends as the tokenizer decodes it."""
     ids = ids_of("€")
-    options = {"max_new_tokens": 3, "prefix_allowed_tokens_fn": lambda _, given: [ids[len(given) - 1]]}
-    pieces = [(piece.text, piece.token_ids) for piece in specbeam.stream(lm, [1], **options)]
+    pieces = [(piece.text, piece.token_ids) for piece in specbeam.stream(lm, [1], **led_to(ids))]
     assert pieces == [("", ids[:1]), ("", ids[1:2]), ("€", ids[2:])]
-
-
-def test_the_last_piece_of_a_cancelled_text_has_its_result(lm):
-    engine = specbeam.Engine(lm)
-    request = engine.submit("hello", specbeam.Options(max_new_tokens=50))
-    for _ in range(4):
-        engine.step()
-    request.cancel()
-    engine.run()
-    assert request.pieces[-1].result is request.result()
-    assert [token for piece in request.pieces for token in piece.token_ids] == request.result().token_ids
-    assert request.result().finish_reason == "cancelled"
+    *_, last = specbeam.stream(lm, [1], **led_to(ids[:2]))
+    assert last.result.text == lm.tokenizer.decode(ids[:2]) == last.text
 
 
 @pytest.mark.parametrize("streamed", range(9))
@@ -101,23 +88,18 @@ def test_a_cancelled_text_ends_before_an_unfinished_character(lm, streamed):
     text = "a€😀b"
     ids = ids_of(text)
     engine = specbeam.Engine(lm)
-    led = {"max_new_tokens": len(ids), "prefix_allowed_tokens_fn": lambda _, given: [ids[len(given) - 1]]}
-    request = engine.submit([1], led)
+    request = engine.submit([1], led_to(ids))
     while sum(len(piece.token_ids) for piece in request.pieces) < streamed:
         engine.step()
     request.cancel()
     engine.run()
     result = request.result()
+    assert request.pieces[-1].result is result
+    assert result.finish_reason == ("cancelled" if streamed < len(ids) else "length")
+    assert [token for piece in request.pieces for token in piece.token_ids] == result.token_ids
     assert "".join(piece.text for piece in request.pieces) == result.text
     assert result.text == bytes(text, "utf-8")[: len(result.token_ids)].decode(errors="ignore")
     assert result.token_ids == ids[: len(result.token_ids)]
-
-
-def test_a_text_that_was_not_cancelled_ends_as_the_tokenizer_decodes_it(lm):
-    ids = ids_of("€")[:2]
-    led = {"max_new_tokens": 2, "prefix_allowed_tokens_fn": lambda _, given: [ids[len(given) - 1]]}
-    *_, last = specbeam.stream(lm, [1], **led)
-    assert last.result.text == lm.tokenizer.decode(ids) == last.text
 
 
 def test_stream_refuses_bad_input_at_once(lm):

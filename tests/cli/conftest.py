@@ -106,6 +106,12 @@ def before_passes(monkeypatch):
     return before_passes
 
 
+def flags(**options):
+    """Options of Python for the command line. A list gives its option several times."""
+    each = [(name, one) for name, value in options.items() for one in (value if isinstance(value, list) else [value])]
+    return [part for name, value in each for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
 def fail_on_long_prompts(number, segments):
     """For ``before_passes``."""
     if any(len(s.tokens) > 60 for s in segments):

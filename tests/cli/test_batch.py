@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -17,9 +16,8 @@ import pytest
 import specbeam
 from specbeam.cli import batch, main
 from specbeam.jobs import formats
-from tests.cli.conftest import fail_on_long_prompts
 from tests.conftest import CHAT_TEMPLATE, byte_tokenizer, random_model
-from tests.jobs.faults import Crash, CrashingDisk, killed_at_sync
+from tests.jobs.faults import Crash, CrashingDisk
 
 pytest.importorskip("pyarrow")
 import pyarrow as pa
@@ -28,6 +26,7 @@ import pyarrow.parquet as pq
 PROMPTS = ["hi", "hello hello", "x", "why is the sky blue?", "one\ntwo", "ö", 'a, "b"', "3", "0", "last"]
 NOT_FETCHED = "not/there"
 """A hub id. It is not looked up before a model is loaded."""
+PART = "out.jsonl.partial.jsonl"
 NEW = ["text", "finish_reason", "new_tokens", "seconds", "error"]
 
 
@@ -55,6 +54,43 @@ def run(folder, capsys, tmp_path, monkeypatch):
         return status, re.sub(r"^\[.* rows.*\]\n", "", err, flags=re.MULTILINE)  # without the summary
 
     return run
+
+
+@pytest.fixture
+def ten(run, tmp_path):
+    """Runs the command from in.jsonl, which has ten rows, into out.jsonl: three jobs, of short texts."""
+    write(tmp_path / "in.jsonl", numbered())
+    few = ("--batch-size", 1, "--max-new-tokens", 2)
+    return lambda *more, **model: run("in.jsonl", "out.jsonl", *few, *more, **model)
+
+
+@pytest.fixture
+def interrupted(ten, monkeypatch):
+    """A run of ten rows that is stopped after its first job."""
+
+    def interrupted(*more, command=ten, **model):
+        jobs, generate = iter([1]), batch.generate
+
+        def once(*given):
+            if next(jobs, None) is None:
+                raise KeyboardInterrupt
+            return generate(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(batch, "generate", once)
+            status, err = command(*more, **model)
+        assert status == 130
+        assert err.startswith(f"specbeam: interrupted: {batch.BATCHES_PER_JOB} of ")
+        assert err.endswith(".partial.jsonl. The same command goes on from there\n")
+
+    return interrupted
+
+
+def assert_finished(folder):
+    """Nothing but the input and all of its rows."""
+    assert sorted(path.name for path in folder.iterdir()) == ["in.jsonl", "out.jsonl"]
+    rows = read(folder / "out.jsonl")
+    assert [(row["prompt"], row["error"]) for row in rows] == [(prompt, None) for prompt in PROMPTS]
 
 
 def write(path, rows, **parquet):
@@ -117,9 +153,11 @@ def test_the_column_is_found_or_named(run, tmp_path):
     (row,) = read(tmp_path / "a.out.jsonl")
     assert row["text"] == "hi"  # the input's stays
     assert list(row) == ["text", "n", "generated_text", *NEW[1:]]
-    write(tmp_path / "b.jsonl", [{"question": "hi"}])
-    assert run("b.jsonl", "b.out.parquet", "--column", "question", *few) == (0, "")
-    assert read(tmp_path / "b.out.parquet")[0]["new_tokens"] == 2
+    write(tmp_path / "b.jsonl", [{"question": "hi", "max_new_tokens": 1}])
+    kept = "the column max_new_tokens of b.jsonl is kept as data: options come from the command line, for all rows"
+    assert run("b.jsonl", "b.out.parquet", "--column", "question", *few) == (0, f"specbeam: {kept}\n")
+    (row,) = read(tmp_path / "b.out.parquet")
+    assert (row["max_new_tokens"], row["new_tokens"]) == (1, 2)
 
 
 @pytest.mark.parametrize(("source", "into"), [("in.csv", "out.parquet"), ("in.jsonl", "out.jsonl")])
@@ -140,24 +178,15 @@ def test_a_column_that_is_not_used_need_not_be_for_python(run, interrupted, tmp_
     far = pa.array([2**62] * len(PROMPTS), pa.timestamp("us"))
     table = pa.table({"prompt": PROMPTS, "far": far, "bytes": [b"\xff"] * len(PROMPTS)})
     pq.write_table(table, tmp_path / "in.parquet")
-    few = ("--batch-size", 1, "--max-new-tokens", 2)
-    interrupted("in.parquet", "out.parquet", *few)
-    assert run("in.parquet", "out.parquet", *few) == (0, "")
+    few = ("in.parquet", "out.parquet", "--batch-size", 1, "--max-new-tokens", 2)
+    interrupted(*few, command=run)
+    assert run(*few) == (0, "")
     assert pq.read_table(tmp_path / "out.parquet").select(table.column_names).equals(table)
     refused = "specbeam: the column 'far' of in.parquet cannot be"
     says = f"{refused} in a .jsonl file (date value out of range): name OUT .parquet, or leave the column out\n"
     assert run("in.parquet", "out.jsonl", model=NOT_FETCHED) == (2, says)
     says = f"{refused} used: date value out of range\n"
     assert run("in.parquet", "other.parquet", "--column", "far", model=NOT_FETCHED) == (2, says)
-
-
-def test_columns_with_names_of_options_are_data(run, model, tmp_path):
-    write(tmp_path / "in.jsonl", [{"prompt": "hi", "max_new_tokens": 2, "text": "system"}])
-    status, err = run("in.jsonl", "out.jsonl", "--max-new-tokens", 4)
-    assert status == 0
-    assert "the column max_new_tokens of in.jsonl is kept as data: options come from the command line" in err
-    (row,) = read(tmp_path / "out.jsonl")
-    assert (row["max_new_tokens"], row["new_tokens"]) == (2, 4)
 
 
 def test_the_last_line_sums_up(folder, capsys, tmp_path, monkeypatch):
@@ -180,13 +209,6 @@ def test_a_row_that_fails_is_a_row_and_status_1(run, tmp_path, into):
     for row, says in zip(bad, ["has no prompt", "prompt is empty", "prompt has 3"], strict=True):
         assert says in row["error"]
     assert {(row["text"], row["finish_reason"], row["new_tokens"], row["seconds"]) for row in bad} == {(None,) * 4}
-
-
-def test_a_pass_that_fails_fails_its_row_alone(run, tmp_path, before_passes):
-    before_passes(fail_on_long_prompts)
-    write(tmp_path / "in.jsonl", [{"prompt": "one"}, {"prompt": "x" * 80}, {"prompt": "two"}])
-    assert run("in.jsonl", "out.jsonl", "--max-new-tokens", 3)[0] == 1
-    assert [row["error"] for row in read(tmp_path / "out.jsonl")] == [None, "RuntimeError: it broke", None]
 
 
 @pytest.mark.parametrize("power", [False, True])
@@ -224,118 +246,62 @@ def without_seconds(rows):
     return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
 
 
-@pytest.mark.skipif(os.name == "nt", reason="signals")
-@pytest.mark.thorough
-def test_killed_for_real_and_started_again_it_gives_the_same_file(run, folder, tmp_path):
-    write(tmp_path / "in.jsonl", numbered())
-    arguments = ["in.jsonl", "out.jsonl", "--max-new-tokens", "3", "--batch-size", "1"]
-    killed = [*killed_at_sync(3), "batch", *arguments, "--model", folder]  # after the fingerprint and a job
-    assert subprocess.run(killed, cwd=tmp_path, stderr=subprocess.DEVNULL).returncode == -signal.SIGKILL
-    part = tmp_path / "out.jsonl.partial.jsonl"
-    assert part.read_bytes().count(b"\n") == 1 + 2 * batch.BATCHES_PER_JOB  # the second job, too, was written
-    assert not (tmp_path / "out.jsonl").exists()
-    assert run(*arguments) == (0, "")
-    assert run("in.jsonl", "again.jsonl", *arguments[2:]) == (0, "")
-    again = without_seconds(read(tmp_path / "again.jsonl"))
-    assert without_seconds(read(tmp_path / "out.jsonl")) == again
-
-
-@pytest.fixture
-def interrupted(run, monkeypatch):
-    """A run that is stopped after its first job."""
-
-    def interrupted(*arguments, **model):
-        jobs, generate = iter([1]), batch.generate
-
-        def once(*given):
-            if next(jobs, None) is None:
-                raise KeyboardInterrupt
-            return generate(*given)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(batch, "generate", once)
-            status, err = run(*arguments, **model)
-            kept = f"in {arguments[1]}.partial.jsonl. The same command goes on from there\n"
-            assert status == 130
-            assert err.startswith(f"specbeam: interrupted: {batch.BATCHES_PER_JOB} of ")
-            assert err.endswith(kept)
-
-    return interrupted
-
-
-def test_every_option_that_may_change_an_answer_belongs_to_a_run(run, interrupted, tmp_path):
+def test_every_option_that_may_change_an_answer_belongs_to_a_run(ten, interrupted, tmp_path):
     peft = pytest.importorskip("peft")
-    write(tmp_path / "in.jsonl", numbered())
-    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 4)
-    interrupted(*arguments)
-    part = tmp_path / "out.jsonl.partial.jsonl"
-    before = part.read_bytes()
+    interrupted()
+    before = (tmp_path / PART).read_bytes()
     assert before.count(b"\n") == 1 + batch.BATCHES_PER_JOB
     tuned = peft.get_peft_model(random_model("llama"), peft.LoraConfig(target_modules=["q_proj"]))
     tuned.save_pretrained(tmp_path / "adapter")
     changes = ["--max-new-tokens 5", "--tokens", "--raw", "--column id", "--adapter adapter", "--system Short."]
     for wrong in [*changes, "--draft ngram", "--quantize int4"]:
-        status, err = run(*arguments, *wrong.split())
+        status, err = ten(*wrong.split())
         assert status == 2, wrong
-        assert err.startswith("specbeam: out.jsonl.partial.jsonl is of another run")
+        assert err.startswith(f"specbeam: {PART} is of another run")
         assert err.endswith("or delete that file to begin anew\n")
-    assert part.read_bytes() == before
-    assert run(*arguments, "--batch-size", 3, "--threads", 1) == (0, "")  # these make no difference
-    assert [row["id"] for row in read(tmp_path / "out.jsonl")] == [row["id"] for row in numbered()]
+    assert (tmp_path / PART).read_bytes() == before
+    shutil.rmtree(tmp_path / "adapter")
+    assert ten("--batch-size", 3, "--threads", 1) == (0, "")  # these make no difference
+    assert_finished(tmp_path)
 
 
 SOURCES = "m/model.safetensors m/config.json m/tokenizer.json m/chat_template.jinja d/model.safetensors c.txt"
 
 
 @pytest.mark.parametrize("changed", SOURCES.split())
-def test_a_source_of_the_same_name_with_another_content_is_another_run(run, interrupted, tmp_path, folder, changed):
+def test_a_source_of_the_same_name_with_another_content_is_another_run(ten, interrupted, tmp_path, folder, changed):
     """Of the model, of a draft model, and of a corpus."""
-    write(tmp_path / "in.jsonl", numbered())
     for name in ("m", "d"):
         shutil.copytree(folder, tmp_path / name)
     (tmp_path / "c.txt").write_text("hello hello\n")
     drafts = {"d": ["--draft", "./d"], "c": ["--draft", "suffix", "--draft-corpus", "c.txt"]}
-    given = ["--batch-size", 1, "--max-new-tokens", 2, *drafts.get(changed[0], [])]
-    arguments = ("in.jsonl", "out.jsonl", *given)
-    interrupted(*arguments, model="./m")
+    more = drafts.get(changed[0], [])
+    interrupted(*more, model="./m")
     before = (tmp_path / changed).read_bytes()
     other = before[:-2] + bytes([before[-2] ^ 1]) + before[-1:]
     (tmp_path / changed).write_bytes(before + b"\n" if changed.endswith(("json", "jinja")) else other)
-    status, err = run(*arguments, model="./m")
-    assert (status, "out.jsonl.partial.jsonl is of another run (" in err) == (2, True)
+    status, err = ten(*more, model="./m")
+    assert (status, f"{PART} is of another run (" in err) == (2, True)
     (tmp_path / changed).write_bytes(before)
-    assert run(*arguments, model="./m") == (0, "")
+    assert ten(*more, model="./m") == (0, "")
+
+
+NO_ANSWERS = [{"row": [1, 2]}, {"row": 99}, {"row": -1}, {"row": True}, {"row": 9, "text": "x"}, {"row": 9, "error": 1}]
+NO_BEGIN = ["", '{"fing', "\0" * 100, '{"row": 1}\n', "[]\n", '{"fingerprint": "x"}\n{"row']
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [{"row": [1, 2]}, {"row": 99}, {"row": -1}, {"row": True}, {"row": 9, "text": "x"}, {"row": 9, "error": 1}],
+    ("begun", "damage"),
+    [*((True, json.dumps(row) + "\n") for row in NO_ANSWERS), *((False, text) for text in NO_BEGIN)],
 )
-def test_a_line_that_is_no_answer_is_made_again(run, interrupted, tmp_path, damage):
+def test_a_line_that_is_no_answer_is_made_again(ten, interrupted, tmp_path, begun, damage):
     """The fuzzer found that such a line in the partial output gave a traceback."""
-    write(tmp_path / "in.jsonl", numbered())
-    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 2)
-    interrupted(*arguments)
-    with (tmp_path / "out.jsonl.partial.jsonl").open("a") as file:
-        file.write(json.dumps(damage) + "\n")
-    assert run(*arguments) == (0, "")
-    assert [row["error"] for row in read(tmp_path / "out.jsonl")] == [None] * 10
-
-
-@pytest.mark.parametrize("damage", ["", '{"fing', "\0" * 100, '{"row": 1}\n', "[]\n", '{"fingerprint": "x"}\n{"row'])
-def test_a_file_that_was_not_even_begun_is_begun_anew(run, tmp_path, damage):
-    write(tmp_path / "in.jsonl", numbered())
-    (tmp_path / "out.jsonl.partial.jsonl").write_text(damage)
-    status, err = run("in.jsonl", "out.jsonl", "--max-new-tokens", 2)
-    assert (status, err) == (0, "")
-    assert [row["error"] for row in read(tmp_path / "out.jsonl")] == [None] * 10
-
-
-def test_two_columns_of_one_name_are_refused(run, tmp_path):
-    columns = [pa.array(["x"])] * 3
-    pq.write_table(pa.Table.from_arrays(columns, names=["prompt", "n", "n"]), tmp_path / "in.parquet")
-    says = "specbeam: in.parquet is damaged: two columns are called 'n'\n"
-    assert run("in.parquet", "out.jsonl", model=NOT_FETCHED) == (2, says)
+    if begun:
+        interrupted()
+    with (tmp_path / PART).open("a") as file:
+        file.write(damage)
+    assert ten() == (0, "")
+    assert_finished(tmp_path)
 
 
 def test_what_is_finished_is_not_loaded_a_model_for(run, interrupted, tmp_path, monkeypatch):
@@ -356,18 +322,28 @@ def full(*_):
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_is_one_line_and_what_is_finished_stays(run, tmp_path, monkeypatch):
-    write(tmp_path / "in.jsonl", numbered())
-    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 2)
-    calls, fsync = iter([1, 1]), os.fsync  # for the first line and the first job
+@pytest.mark.parametrize(
+    ("writes", "says", "stays"),
+    [
+        (0, "", []),
+        (2, f"; 4 finished rows stay in {PART}, and the same command goes on from there", [PART]),
+    ],
+)
+def test_a_full_disk_is_one_line_and_what_is_finished_stays(ten, tmp_path, monkeypatch, writes, says, stays):
+    """It is full from the start, or after the first line and the first job."""
+    calls, fsync = iter([1] * writes), os.fsync
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda file: fsync(file) if next(calls, None) else full())
-        status, err = run(*arguments)
-    assert status == 1
-    assert len(err.splitlines()) == 1
-    assert "No space left on device; 4 finished rows stay in out.jsonl.partial.jsonl, and the same command goes" in err
-    assert run(*arguments) == (0, "")
-    assert [row["id"] for row in read(tmp_path / "out.jsonl")] == [row["id"] for row in numbered()]
+        failed = ten()
+    assert failed == (1, f"specbeam: cannot write the output: No space left on device{says}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", *stays]
+    assert ten() == (0, "")
+    assert_finished(tmp_path)
+
+
+ROW = '{"prompt": "x", "n": 1}'
+TWICE = pa.BufferOutputStream()
+pq.write_table(pa.Table.from_arrays([pa.array(["x"])] * 3, names=["prompt", "n", "n"]), TWICE)
 
 
 @pytest.mark.parametrize(
@@ -390,27 +366,18 @@ def test_a_full_disk_is_one_line_and_what_is_finished_stays(run, tmp_path, monke
         ("in.csv", b"prompt\nx\n\xff\n", ["out.jsonl"], "line 3 is not UTF-8 text (byte 9)"),
         ("in.jsonl", '{"prompt": "x", "\\ud83d": 1}\n', ["out.parquet"], "cannot be in a .parquet file ('utf-8' codec"),
         ("in.jsonl", '{"prompt": "x", "n": {}}\n', ["out.parquet"], "in.jsonl cannot become a .parquet file"),
-        (
-            "in.jsonl",
-            '{"prompt": "x", "n": 1}\n' * 256 + '{"n": "a"}',
-            ["out.parquet"],
-            "Field n has incompatible types",
-        ),
-        (
-            "in.jsonl",
-            f'{{"prompt": "x", "n": {3**35}}}\n' * 300 + '{"n": 1.5}',
-            ["out.parquet"],
-            "column 'n' cannot be in",
-        ),
-        (
-            "out.jsonl.partial.jsonl",
-            '{"prompt": "x"}\n' * 2,
-            ["out.jsonl"],
-            "out.jsonl.partial.jsonl is where out.jsonl keeps its finished rows: name another",
-        ),
+        ("in.jsonl", f"{ROW}\n" * 256 + '{"n": "a"}', ["out.parquet"], "Field n has incompatible types"),
+        ("in.jsonl", f'{{"prompt": "", "n": {3**35}}}\n' * 300 + '{"n": 1.5}', ["out.parquet"], "'n' cannot be in"),
+        ("out.jsonl.partial.jsonl", ROW, ["out.jsonl"], "is where out.jsonl keeps its finished rows: name another"),
         ("in.jsonl", b"\xff", ["out.jsonl"], "line 1 is not UTF-8 text (byte 0)"),
         ("in.parquet", "PAR1 but no more", ["out.jsonl"], "in.parquet"),
         ("in.csv", "a,prompt\n1\n", ["out.jsonl"], "in.csv is damaged: line 2 has 1 cells, but there are 2 columns"),
+        (
+            "in.parquet",
+            TWICE.getvalue().to_pybytes(),
+            ["out.jsonl"],
+            "is damaged: two columns are called 'n'",
+        ),
         ("in.csv", "a,a\n1,2\n", ["out.jsonl"], "in.csv is damaged: two columns are called 'a'"),
         ("in.csv", "promt,b\nx,y\n", ["out.jsonl"], "in.csv has the columns promt, b: say with --column which one"),
         ("in.csv", "text,messages\nx,y\n", ["out.jsonl"], "say with --column which one has the prompts"),
@@ -436,33 +403,31 @@ def test_wrong_input_is_one_line_and_status_2_before_a_model_is_loaded(run, tmp_
     assert (tmp_path / name).read_bytes() == before
 
 
-def test_two_at_once_do_not_write_one_output(run, tmp_path, monkeypatch):
-    write(tmp_path / "in.jsonl", numbered())
+def test_two_at_once_do_not_write_one_output(ten, tmp_path, monkeypatch):
     generate, refusals = batch.generate, []
 
     def second(*given):
-        refusals.append(run("in.jsonl", "out.jsonl", model=NOT_FETCHED))
+        refusals.append(ten(model=NOT_FETCHED))
         return generate(*given)
 
     monkeypatch.setattr(batch, "generate", second)
-    assert run("in.jsonl", "out.jsonl", "--max-new-tokens", 2) == (0, "")
+    assert ten("--batch-size", 10) == (0, "")
     says = "specbeam: another process writes out.jsonl: wait for it, or give another OUT\n"
     assert refusals == [(2, says)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl"]
+    assert_finished(tmp_path)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="signals")
-def test_a_killed_process_leaves_no_lock_behind(run, tmp_path):
-    write(tmp_path / "in.jsonl", numbered())
+def test_a_killed_process_leaves_no_lock_behind(ten, tmp_path):
     holds = "import sys; from pathlib import Path; from specbeam.jobs.lock import locked\n"
     holds += "with locked(Path('.out.jsonl.lock'), Path('out.jsonl'), ''): print(flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", holds], cwd=tmp_path, **pipes) as process:
         process.stdout.readline()
-        status, err = run("in.jsonl", "out.jsonl", model=NOT_FETCHED)
+        status, err = ten(model=NOT_FETCHED)
         assert (status, "another process writes out.jsonl" in err) == (2, True)
         process.kill()
-    assert run("in.jsonl", "out.jsonl", "--max-new-tokens", 2) == (0, "")
+    assert ten() == (0, "")
 
 
 class Echo:
@@ -502,33 +467,23 @@ def test_memory_does_not_grow_with_the_rows(run, tmp_path, monkeypatch, source, 
     assert peaks[2] - peaks[1] < 1_200 * 100
 
 
-def test_an_input_that_changes_is_refused_and_what_is_finished_stays(run, tmp_path, monkeypatch):
+def test_an_input_that_changes_is_refused_and_what_is_finished_stays(ten, tmp_path, monkeypatch):
     source, generate = tmp_path / "in.jsonl", batch.generate
-    write(source, numbered())
     before = source.read_bytes()
 
     def changing(*given):
         source.write_bytes(before.replace(b"last", b"lost"))
         return generate(*given)
 
-    arguments = ("in.jsonl", "out.jsonl", "--batch-size", 1, "--max-new-tokens", 2)
     with monkeypatch.context() as patch:
         patch.setattr(batch, "generate", changing)
-        status, err = run(*arguments)
+        status, err = ten()
     assert (status, err) == (2, "specbeam: in.jsonl was changed while it was read: restore it, or begin anew\n")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", "out.jsonl.partial.jsonl"]
-    assert "is of another run" in run(*arguments)[1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl", PART]
+    assert "is of another run" in ten()[1]
     source.write_bytes(before)
-    assert run(*arguments) == (0, "")
-    assert [row["prompt"] for row in read(tmp_path / "out.jsonl")] == PROMPTS
-
-
-def test_a_disk_that_is_full_from_the_start_is_one_line_and_nothing_stays(run, tmp_path, monkeypatch):
-    write(tmp_path / "in.jsonl", numbered())
-    monkeypatch.setattr(os, "fsync", full)
-    says = "specbeam: cannot write the output: No space left on device\n"
-    assert run("in.jsonl", "out.jsonl") == (1, says)
-    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+    assert ten() == (0, "")
+    assert_finished(tmp_path)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="named pipes")
@@ -541,21 +496,17 @@ def test_rows_may_come_through_a_pipe(run, tmp_path):
     assert [row["prompt"] for row in read(tmp_path / "out.jsonl")] == PROMPTS
 
 
-def test_an_output_that_another_command_made_meanwhile_stays(run, interrupted, tmp_path):
-    write(tmp_path / "in.jsonl", numbered())
-    interrupted("in.jsonl", "out.jsonl", "--batch-size", 1)
+def test_an_output_that_another_command_made_meanwhile_stays(ten, interrupted, tmp_path):
+    interrupted()
     (tmp_path / "out.jsonl").write_text("mine")
-    status, err = run("in.jsonl", "out.jsonl", "--batch-size", 1)
-    assert (status, err) == (2, "specbeam: out.jsonl is there already: delete it, or name another\n")
+    assert ten() == (2, "specbeam: out.jsonl is there already: delete it, or name another\n")
     assert (tmp_path / "out.jsonl").read_text() == "mine"
 
 
-def test_a_model_that_is_not_there_is_one_line(run, tmp_path):
-    write(tmp_path / "in.jsonl", numbered())
-    status, err = run("in.jsonl", "out.jsonl", model="/not/there")
-    assert status == 2
+def test_a_model_that_is_not_there_is_one_line(ten, tmp_path):
+    status, err = ten(model="/not/there")
+    assert (status, len(err.splitlines())) == (2, 1)
     assert "/not/there" in err
-    assert len(err.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 

@@ -1,11 +1,16 @@
-"""Ctrl-C while texts are generated."""
+"""What ends commands early: Ctrl-C, passes that fail, and readers that go away."""
 
+import json
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from specbeam import Engine
 from specbeam.cli.interrupts import ctrl_c_cancels
+from tests.cli.conftest import fail_on_long_prompts
 
 
 @pytest.fixture
@@ -46,3 +51,42 @@ def test_a_background_job_goes_on(lm, handler):
         engine.run()
     assert not ctrl_c.pressed
     assert len(request.result().token_ids) == 9
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (["generate", "--prompts", "p.jsonl", "--json"], "p.jsonl line 1 failed"),
+        (["compare", "x" * 80, "one", "--json"], "prompt 1 failed"),
+        (["batch", "p.jsonl", "out.jsonl"], "1 of 2 rows failed, first row 1"),
+    ],
+)
+def test_a_prompt_that_fails_does_not_take_the_others_along(
+    specbeam_command, folder, tmp_path, monkeypatch, before_passes, command, says
+):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": "x" * 80}, {"prompt": "one"}]
+    (tmp_path / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before_passes(fail_on_long_prompts)
+    status, out, err = specbeam_command(*command, "--max-new-tokens", "4", "--model", folder)
+    assert (status, err.splitlines()[0]) == (1, f"specbeam: {says}: RuntimeError: it broke")
+    if command[0] == "batch":
+        out = (tmp_path / "out.jsonl").read_text()
+    answers = [json.loads(line) for line in out.splitlines()]
+    assert [row["prompt"] for row in answers if row.get("error") is None] == ["one"]
+    assert [row["error"] for row in answers if row.get("error")] == ["RuntimeError: it broke"] * (command[0] == "batch")
+
+
+@pytest.mark.parametrize(("command", "writes"), [(["generate", "--stream"], 2), (["compare"], 0)])
+def test_a_reader_that_goes_away_is_no_crash(specbeam_command, folder, closed_terminal, command, writes):
+    closed_terminal(after=writes)
+    status, _, err = specbeam_command(*command, "hi", "--max-new-tokens", "200", "--model", folder)
+    assert (status, err) == (1, "")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="pipes")
+@pytest.mark.parametrize("arguments", ["--help", "generate --help", "models list"])
+def test_output_that_nobody_reads_is_no_error(arguments):
+    command = f"({sys.executable} -m specbeam {arguments}; echo $? >&2) | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.stderr.strip() in ("0", "1")

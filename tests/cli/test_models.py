@@ -17,24 +17,27 @@ def empty_hub_cache(monkeypatch, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
 
 
-def test_list_names_the_aliases(capsys, monkeypatch, tmp_path):
+@pytest.fixture
+def models(capsys):
+    """Runs an action that succeeds. Returns its output."""
+
+    def models(*arguments):
+        assert main(["models", *map(str, arguments)]) == 0
+        return capsys.readouterr().out
+
+    return models
+
+
+def test_list_names_the_aliases(models, monkeypatch, tmp_path):
     monkeypatch.setenv("SPECBEAM_HOME", str(tmp_path))
-    assert main(["models", "list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = models("list").splitlines()
     assert [line.split()[0] for line in lines] == list(registry.ALIASES)
     assert "98 MB" in lines[0]
     assert "not fetched" in lines[0]
 
 
-def test_pull_prints_the_path_of_the_model(capsys, index):  # noqa: F811
-    assert main(["models", "pull", "toy"]) == 0
-    assert Path(capsys.readouterr().out.strip()).read_bytes() == WHOLE
-
-
-def test_show_describes_a_folder(capsys, save):
-    folder = save(random_model("qwen3"))
-    assert main(["models", "show", str(folder)]) == 0
-    rows = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+def test_show_describes_a_folder(models, save):
+    rows = dict(line.split(None, 1) for line in models("show", save(random_model("qwen3"))).splitlines())
     assert rows["architecture"] == "qwen3"
     assert rows["parameters"] == f"{random_model('qwen3').num_parameters():,}"
     assert (rows["context"], rows["quantization"], rows["license"]) == ("256", "float32", "not stated")
@@ -60,33 +63,30 @@ def test_an_alias_is_shown_without_fetching_it(capsys, index, tmp_path):  # noqa
     assert not (tmp_path / "home" / "models").exists()
 
 
-def test_sizes_on_disk_and_as_json(capsys, arrived, folder):  # noqa: F811
+def test_sizes_on_disk_and_as_json(models, arrived, folder):  # noqa: F811
     def listed():
-        assert main(["models", "list", "--json"]) == 0
-        (toy,) = [model for model in json.loads(capsys.readouterr().out) if model["name"] == "toy"]
+        (toy,) = [model for model in json.loads(models("list", "--json")) if model["name"] == "toy"]
         return toy["path"], toy["bytes_on_disk"], toy["bytes_to_fetch"]
 
     assert listed() == (None, 0, len(WHOLE))
     arrived()
-    assert main(["models", "pull", "toy"]) == 0
-    path = capsys.readouterr().out.strip()
+    path = models("pull", "toy").strip()
+    assert Path(path).read_bytes() == WHOLE
     assert listed() == (path, len(WHOLE), 0)
-    assert main(["models", "show", str(folder), "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = json.loads(models("show", folder, "--json"))
     assert (shown["size"], shown["packed_weights"]) == ((Path(folder) / "model.safetensors").stat().st_size, 0)
 
 
-def test_rm_removes_a_fetched_alias_and_nothing_else(capsys, arrived, tmp_path, folder):  # noqa: F811
+def test_rm_removes_a_fetched_alias_and_nothing_else(models, capsys, arrived, tmp_path, folder):  # noqa: F811
     arrived()
-    assert main(["models", "pull", "toy"]) == 0
-    capsys.readouterr()
+    models("pull", "toy")
     packed = tmp_path / "home/packed" / f"toy-keep-{'0' * 16}.weights"
     packed.parent.mkdir()
     packed.write_bytes(b"z" * 2_000_000)
-    assert main(["models", "rm", "toy"]) == 0
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == f"removed toy: 0 MB from {tmp_path / 'home/models'}"
-    assert second == f"removed its packed weights: 2 MB from {packed.parent}"
+    assert models("rm", "toy").splitlines() == [
+        f"removed toy: 0 MB from {tmp_path / 'home/models'}",
+        f"removed its packed weights: 2 MB from {packed.parent}",
+    ]
     assert [file for file in (tmp_path / "home").rglob("*") if file.is_file() and file.suffix != ".lock"] == []
     assert main(["models", "rm", "toy"]) == 2
     assert "toy is not on this machine" in capsys.readouterr().err
@@ -96,14 +96,13 @@ def test_rm_removes_a_fetched_alias_and_nothing_else(capsys, arrived, tmp_path, 
 
 
 @pytest.mark.parametrize("linked", ["toy.gguf", "toy.wheels"])
-def test_rm_of_an_alias_removes_nothing_if_a_part_is_a_link(capsys, arrived, tmp_path, linked):  # noqa: F811
+def test_rm_of_an_alias_removes_nothing_if_a_part_is_a_link(models, capsys, arrived, tmp_path, linked):  # noqa: F811
     arrived()
-    assert main(["models", "pull", "toy"]) == 0
+    models("pull", "toy")
     folder, disk = tmp_path / "home/models", tmp_path / "disk"
     (folder / "toy.wheels").mkdir(exist_ok=True)
     (folder / linked).rename(disk)
     (folder / linked).symlink_to(disk)
-    capsys.readouterr()
     assert main(["models", "rm", "toy"]) == 2
     assert f"{linked} is a link to {disk}: remove both yourself. Nothing was removed" in capsys.readouterr().err
     assert (folder / "toy.gguf").read_bytes() == WHOLE

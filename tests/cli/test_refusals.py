@@ -1,7 +1,5 @@
 """What cannot be done is one line on standard error that says what is wrong, and status 2."""
 
-import json
-
 import pytest
 
 MISSING = "not/fetched"
@@ -124,36 +122,28 @@ def test_what_the_model_cannot_read_or_run(refused, folder, arguments, says):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
+    ("needs", "name", "content", "says"),
     [
-        ("p.txt", b"\n\n", "holds no prompts"),
-        ("p.txt", b"caf\xe9", "not UTF-8"),
-        ("p.txt", b"good\n" + b"x" * 3000, "line 2: the prompt has"),
-        ("p.jsonl", b'"good"\n{"prompt"', "line 2 is not JSON"),
-        ("p.jsonl", b'{"question": "x"}', 'neither "prompt" nor "messages", but \'question\''),
-        ("p.jsonl", b"3", "not int"),
-        ("p.jsonl", b"[" * 100_000, "line 1 is not JSON"),
-        ("p.jsonl", b'"\\ud800"', "half a surrogate"),
+        ("", "p.txt", b"\n\n", "holds no prompts"),
+        ("", "p.txt", b"caf\xe9", "not UTF-8"),
+        ("", "p.jsonl", b'"good"\n{"prompt"', "line 2 is not JSON"),
+        ("", "p.jsonl", b"[" * 100_000, "line 1 is not JSON"),
+        ("", "p.jsonl", b'{"question": "x"}', 'neither "prompt" nor "messages", but \'question\''),
+        ("", "p.jsonl", b'"good"\n{"prompt": "hi", "max_new_tokens": 0}', "line 2: max_new_tokens=0 is not allowed"),
+        ("", "p.jsonl", b'{"prompt": "hi", "max_new_token": 5}', "'max_new_token': did you mean 'max_new_tokens'?"),
+        ("", "p.jsonl", b'{"prompt": "hi", "max_tokens": 5}', "'max_tokens': did you mean 'max_new_tokens'?"),
+        ("", "p.jsonl", b'{"prompt": "hi", "num_draft_tokens": 5}', "num_draft_tokens=5 has no effect without a draft"),
+        ("", "p.jsonl", b'"good"\n{"prompt": "hi", "messages": []}', "line 2 has both"),
+        ("the model", "p.txt", b"good\n" + b"x" * 3000, "line 2: the prompt has"),
+        ("the model", "p.jsonl", b"3", "not int"),
+        ("the model", "p.jsonl", b'"\\ud800"', "half a surrogate"),
     ],
 )
-def test_a_bad_file_of_prompts_names_the_line(refused, folder, tmp_path, name, content, says):
+def test_a_bad_file_of_prompts_names_the_line(refused, folder, tmp_path, needs, name, content, says):
+    """Before a model is loaded, where that does not need it."""
     (tmp_path / name).write_bytes(content)
-    assert says in refused("generate", "--prompts", str(tmp_path / name), "--model", folder)
-
-
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"max_new_tokens": 0}, "line 2: max_new_tokens=0 is not allowed"),
-        ({"max_new_token": 5}, "line 2: unknown option 'max_new_token': did you mean 'max_new_tokens'?"),
-        ({"max_tokens": 5}, "line 2: unknown option 'max_tokens': did you mean 'max_new_tokens'?"),
-        ({"num_draft_tokens": 5}, "line 2: num_draft_tokens=5 has no effect without a draft"),
-        ({"messages": []}, "line 2 has both"),
-    ],
-)
-def test_wrong_options_of_a_line_are_refused_before_a_model_is_loaded(refused, tmp_path, wrong, says):
-    (tmp_path / "p.jsonl").write_text('"good"\n' + json.dumps({"prompt": "hi"} | wrong) + "\n")
-    assert says in refused("generate", "--prompts", str(tmp_path / "p.jsonl"), "--model", MISSING)
+    model = folder if needs else MISSING
+    assert says in refused("generate", "--prompts", str(tmp_path / name), "--model", model)
 
 
 def test_only_one_prompt_is_recorded(refused, tmp_path):

@@ -32,11 +32,6 @@ def word_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>")
 
 
-@pytest.fixture
-def bytewise(folder):
-    return folder
-
-
 @pytest.fixture(scope="module")
 def wordwise(save):
     return str(save(random_model("llama"), word_tokenizer()))
@@ -54,14 +49,14 @@ def tokens(capsys):
     return tokens
 
 
-@pytest.mark.parametrize("kind", ["bytewise", "wordwise"])
+@pytest.mark.parametrize("kind", ["folder", "wordwise"])
 @pytest.mark.parametrize("text", [TEXT, "hello there  world", " hello <unk> world "])
 @pytest.mark.parametrize("special", [True, False])
 def test_it_agrees_with_transformers(tokens, request, kind, text, special):
-    folder = request.getfixturevalue(kind)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = request.getfixturevalue(kind)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     expected = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-    got = tokens(text, "--model", folder, *([] if special else ["--no-special"]))
+    got = tokens(text, "--model", model, *([] if special else ["--no-special"]))
     assert [token["position"] for token in got] == [*range(len(expected.input_ids))]
     assert [token["id"] for token in got] == expected.input_ids
     assert [token["piece"] for token in got] == tokenizer.convert_ids_to_tokens(expected.input_ids)
@@ -84,15 +79,6 @@ def test_the_end_of_text_is_no_unknown_word_where_both_are_one_token():
     tokenizer = word_tokenizer()
     tokenizer.unk_token = "<s>"
     assert not any(token["unknown"] for token in tokens_of(tokenizer, "hello <s>", True))
-
-
-def test_the_bytes_of_a_character_are_shown(tokens, bytewise):
-    space, *character = tokens(" é", "--model", bytewise)
-    assert (space["piece"], space["text"], space["offsets"]) == ("Ġ", " ", [0, 1])
-    assert [(t["piece"], t["text"], t["offsets"]) for t in character] == [
-        ("Ã", "\\xc3", [1, 2]),
-        ("©", "\\xa9", [1, 2]),
-    ]
 
 
 BYTE_TOKENIZER = byte_tokenizer()
@@ -136,16 +122,15 @@ def test_a_gguf_file(tokens, tmp_path):
     assert [token["text"] for token in got] == ["t", "ab", " ", "\\xc3", "\\xa9"]
 
 
-def test_a_chat_is_what_generate_gives_the_model(tokens, bytewise):
-    got = tokens("hi", "--chat", "--system", "Be brief.", "--model", bytewise)
-    assert [token["id"] for token in got] == encode(specbeam.load(bytewise), "hi", system="Be brief.")
+def test_a_chat_is_what_generate_gives_the_model(tokens, folder):
+    got = tokens("hi", "--chat", "--system", "Be brief.", "--model", folder)
+    assert [token["id"] for token in got] == encode(specbeam.load(folder), "hi", system="Be brief.")
     assert (got[0]["piece"], got[0]["special"]) == ("<bos>", True)
 
 
-def test_without_a_chat_template_there_is_no_chat_to_show(capsys, wordwise):
-    assert main(["tokens", "hi", "--chat", "--model", wordwise]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "has no chat template: leave out --chat" in line
+def test_without_a_chat_template_there_is_no_chat_to_show(specbeam_command, wordwise):
+    status, _, err = specbeam_command("tokens", "hi", "--chat", "--model", wordwise)
+    assert (status, "has no chat template: leave out --chat" in err) == (2, True)
 
 
 def test_weights_are_not_read_so_any_architecture_works(tokens, save, monkeypatch):
@@ -178,8 +163,8 @@ def test_the_table_has_one_line_per_token(capsys, monkeypatch, wordwise):
     assert err == "[3 tokens, 9 characters]\n"
 
 
-def test_control_characters_do_not_reach_the_terminal(capsys, bytewise):
-    assert main(["tokens", "a\x1b\n é", "--model", bytewise]) == 0
+def test_control_characters_do_not_reach_the_terminal(capsys, folder):
+    assert main(["tokens", "a\x1b\n é", "--model", folder]) == 0
     out = capsys.readouterr().out
     assert len(out.splitlines()) == 7
     assert all(shown in out for shown in (r"'\x1b'", r"'\n'", "' '", r"b'\xc3'", r"b'\xa9'"))

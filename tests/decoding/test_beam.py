@@ -18,27 +18,9 @@ from specbeam.decoding.stopping import Stopping
 from specbeam.selection import select
 from specbeam.tree import Tree
 from tests.conftest import (
-    EOS,
-    assert_are_beams_of_transformers,
     beams_of_transformers,
-    prompt_and_beam_options,
     random_model,
 )
-
-
-@given(
-    family=st.sampled_from(["llama", "qwen2", "qwen3"]),
-    vocab_size=st.sampled_from([8, 20, 200]),
-    data=st.data(),
-)
-def test_beam_search_is_that_of_transformers(tiny, family, vocab_size, data):
-    model, lm = tiny(family, vocab_size=vocab_size, eos_token_id=1, bos_token_id=0, initializer_range=0.25)
-    prompt, options = prompt_and_beam_options(data, vocab_size)
-    expected, scores = beams_of_transformers(model, prompt, **options)
-    result = specbeam.generate(lm, prompt, **options)
-    assert_are_beams_of_transformers(result.sequences, expected, scores)
-    for got in result.sequences:
-        assert got.finish_reason == ("stop" if got.token_ids[-1] in options["eos_token_id"] else "length")
 
 
 def test_with_a_beam_for_every_sequence_the_result_is_all_sequences_in_order(tiny):
@@ -54,59 +36,13 @@ def test_with_a_beam_for_every_sequence_the_result_is_all_sequences_in_order(tin
     assert [s.score for s in result.sequences] == pytest.approx(sorted(sequences.values(), reverse=True), abs=1e-4)
 
 
-def test_streamed_beams_never_take_anything_back(lm):
-    for num_beams in (2, 5):
-        options = {"num_beams": num_beams, "max_new_tokens": 40, "eos_token_id": EOS}
-        pieces = [p.text for p in specbeam.stream(lm, "hello", **options)]
-        assert "".join(pieces) == specbeam.generate(lm, "hello", **options).text
-        assert len(pieces) > 3  # it did stream
-
-
-def test_beams_stop_at_stop_strings(lm):
-    whole = specbeam.generate(lm, "abc", num_beams=3, max_new_tokens=30).text
-    stop = whole[5:7]
-    result = specbeam.generate(lm, "abc", num_beams=3, num_return_sequences=3, max_new_tokens=30, stop_strings=stop)
-    for sequence in result.sequences:
-        assert stop not in sequence.text
-        assert (stop in lm.decode(sequence.token_ids)) == (sequence.finish_reason == "stop")
-
-
-def test_beams_in_a_batch_are_beams_alone(lm):
-    prompts = [[1, 2, 3], [9] * 20, [7, 5]]
-    options = [
-        Options(max_new_tokens=15, num_beams=4, num_return_sequences=4),
-        Options(max_new_tokens=10),
-        Options(max_new_tokens=12, num_beams=3, length_penalty=0.0),
-    ]
-    engine = Engine(lm, max_batch_tokens=5)
-    requests = [engine.submit(p, o) for p, o in zip(prompts, options, strict=True)]
-    engine.run()
-    for request, prompt, o in zip(requests, prompts, options, strict=True):
-        alone = Engine(lm)
-        handle = alone.submit(prompt, o)
-        alone.run()
-        got, want = request.result().sequences, handle.result().sequences
-        assert [s.token_ids for s in got] == [s.token_ids for s in want]
-        assert [s.score for s in got] == pytest.approx([s.score for s in want], abs=1e-4)
-
-
-def test_beams_share_the_memory_of_what_they_share(lm):
-    engine = Engine(lm)
-    request = engine.submit([5] * 50, Options(num_beams=16, max_new_tokens=100, min_new_tokens=100, eos_token_id=EOS))
-    peak = 0
-    while engine.step():
-        peak = max(peak, engine.cache_tokens)
-    assert len(request.result().token_ids) == 100
-    assert peak < 50 + 16 * 100 / 2  # far less than a cache for each beam
-
-
 def test_beam_sampling_draws_without_replacement(tiny):
     """Pairs of sequences of one token, against their probabilities written out. The first two draws are returned."""
     model, lm = tiny("llama", vocab_size=6, eos_token_id=5, bos_token_id=0, initializer_range=0.2)
     with torch.no_grad():
-        p = (model(torch.tensor([[1, 2, 3]])).logits[0, -1].double().log_softmax(-1) / 1.5).softmax(-1).numpy()
-    engine, draws = Engine(lm, max_requests=200), 1500
-    options = {"num_beams": 2, "num_return_sequences": 2, "temperature": 1.5, "max_new_tokens": 1}
+        p = (model(torch.tensor([[1, 2, 3]])).logits[0, -1].double().log_softmax(-1) / 2.0).softmax(-1).numpy()
+    engine, draws = Engine(specbeam.load(lm.source, backend="cpu", quantize="float32"), max_requests=200), 500
+    options = {"num_beams": 2, "num_return_sequences": 2, "temperature": 2.0, "max_new_tokens": 1}
     requests = [engine.submit([1, 2, 3], {**options, "seed": seed}) for seed in range(draws)]
     engine.run()
     drawn = Counter(frozenset(s.token_ids[0] for s in request.result().sequences) for request in requests)
@@ -114,14 +50,6 @@ def test_beam_sampling_draws_without_replacement(tiny):
     expected = np.array([p[a] * p[b] / (1 - p[a]) + p[b] * p[a] / (1 - p[b]) for a, b in pairs])
     assert expected.min() * draws > 3
     assert chisquare([drawn[pair] for pair in pairs], draws * expected).pvalue > 0.001
-
-
-def test_beam_sampling_has_a_seed(lm):
-    def run(seed):
-        return specbeam.generate(lm, [1], num_beams=3, max_new_tokens=10, temperature=1.5, seed=seed).token_ids
-
-    assert run(1) == run(1)
-    assert len({tuple(run(seed)) for seed in range(5)}) > 1
 
 
 @pytest.mark.parametrize("draft", [None, "model"])
@@ -223,6 +151,10 @@ def test_groups_hardly_kept_apart_are_searches_of_their_own(tiny):
         ({"bound_rule": 1}, "bound_rule=1"),
         ({"trace": "yes"}, "trace='yes'"),
         ({"logits_processor": 3}, "logits_processor=3"),
+        *(({"top_logprobs": value}, "top_logprobs=") for value in (-1, 1.5, True, "two")),
+        ({"num_return_sequences": 2}, "num_return_sequences=2 is not allowed"),
+        ({"num_return_sequences": 2, "temperature": 0}, "num_return_sequences=2 is not allowed"),
+        ({"num_return_sequences": 2, "do_sample": True, "draft": "ngram"}, "2 samples cannot have a draft"),
     ],
 )
 def test_options_that_contradict_are_refused(lm, options, says):
@@ -239,26 +171,6 @@ def test_hundreds_of_beams_over_few_steps(tiny):
         assert [s.score for s in result.sequences] == pytest.approx(scores, abs=1e-4)
         same = sum(s.token_ids == e[: len(s.token_ids)] for s, e in zip(result.sequences, expected, strict=True))
         assert same >= 290  # near-ties may change places
-
-
-@given(st.integers(0, 10_000))
-def test_a_step_without_some_beams_is_the_step_with_all_of_them_where_scores_are_equal(seed):
-    rng = np.random.default_rng(seed)
-    logits = torch.from_numpy(rng.integers(0, 3, (4, 8)).astype(np.float32))
-    scores = np.array([0, 0, 0, -20], np.float32)[rng.permutation(4)]
-
-    def search():
-        tree, stop = Tree([1]), Stopping(frozenset({9}), 10, (), str)
-        search = BeamSearch(tree, Selector(Processors(Options(num_beams=4), frozenset(), 8)), stop, 4)
-        search.beams, search.scores = tree.add(np.zeros(4, np.int64), np.arange(4), scores), scores
-        return search
-
-    whole, partial = search(), search()
-    known = scores > -20
-    whole.step(select(logits, whole.selection_request(whole.beams)))
-    if partial.step(select(logits[known], partial.selection_request(partial.beams[known])), known):
-        texts = [[s.tree.tokens(s.tree.path(node)).tolist() for node in s.beams] for s in (whole, partial)]
-        assert texts[0] == texts[1]
 
 
 def tied_rows(seed, vocab_size):
@@ -294,13 +206,14 @@ def written_out(rows, ends, num_beams, max_new_tokens, length_penalty):
     seed=st.integers(0, 10**6),
     num_beams=st.integers(2, 5),
     length_penalty=st.sampled_from([-1.0, 0.0, 1.0]),
-    num_return_sequences=st.integers(1, 2),
+    num_return_sequences=st.integers(1, 5),
     bounded=st.booleans(),
     more=st.integers(0, 3),
 )
 def test_ties_have_one_order(seed, num_beams, length_penalty, num_return_sequences, bounded, more):
     """Also where selections have more tokens than a step needs, and where the bound rule ends the search."""
     rows, ends, longest = tied_rows(seed, 8), {1, 2}, 5
+    num_return_sequences = min(num_return_sequences, num_beams)
     options = Options(num_beams=num_beams, num_return_sequences=num_return_sequences, max_new_tokens=longest)
     tree, selector = Tree([0]), Selector(Processors(options, frozenset(ends), 8))
     stop = Stopping(frozenset(ends), 1 + longest, (), None)
@@ -333,19 +246,3 @@ def test_no_bound_draft_or_deferred_beam_resolves_a_tie_differently(save, backen
         for draft in (None, "ngram", lm):
             result = specbeam.generate(lm, [77], num_beams=num_beams, draft=draft, **options)
             assert [s.token_ids for s in result.sequences] == [s.token_ids for s in every.sequences]
-
-
-def test_hypotheses_with_equal_scores_are_yielded_in_the_order_of_the_result():
-    """Small whole numbers as logits make equal scores."""
-    for seed in range(40):
-        random = np.random.default_rng(seed)
-        rows = torch.tensor(random.integers(-2, 3, (8, 8)), dtype=torch.float32)  # of the next token, by the last one
-        options = Options(num_beams=4, num_return_sequences=4, max_new_tokens=6)
-        tree, selector = Tree([0]), Selector(Processors(options, frozenset({1, 2}), 8))
-        stop = Stopping(frozenset({1, 2}), 7, (), None)
-        search = BeamSearch(tree, selector, stop, 4, 4, length_penalty=float(random.choice([-1.0, 0.0, 1.0])))
-        yielded = []
-        while not search.done:
-            search.step(select(rows[tree.tokens(search.beams)], search.selection_request(search.beams)))
-            yielded += search.certain()
-        assert yielded == search.hypotheses()

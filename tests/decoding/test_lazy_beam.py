@@ -1,4 +1,7 @@
-"""Lazy beam search returns what beam search returns, bit for bit, whichever beams it evaluates first."""
+"""Lazy beam search returns what beam search returns, bit for bit, whichever beams it evaluates first.
+
+Its trace has the steps of the plain search, and says which beams were evaluated.
+"""
 
 import string
 import zlib
@@ -11,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specbeam
-from specbeam import Engine, Options, TokenTrie
+from specbeam import Engine, Options
 from specbeam.decoding import Evaluate, Hypothesis
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.beam_search import beam_search
-from specbeam.decoding.candidates import Continuations, highest_indices
 from specbeam.decoding.deferring import Deferred, LikelyNeeded
 from specbeam.decoding.drafter import DraftTokens
 from specbeam.decoding.lazy_beam import LazyBeamSearch
@@ -28,11 +30,7 @@ from specbeam.engine.strategies import make_search
 from specbeam.selection import select
 from specbeam.tree import Tree
 from tests.conftest import (
-    assert_are_beams_of_transformers,
-    beams_of_transformers,
     examples,
-    in_thorough_mode,
-    prompt_and_beam_options,
     random_model,
 )
 
@@ -47,51 +45,69 @@ def logits_after(tokens, vocab_size, seed, kind):
     return np.round(logits) if kind == "ties" else logits
 
 
-def run(strategy, tree, logits_of):
-    """The hypotheses of a strategy with their tokens, those it yielded, and the number of nodes in each pass."""
-    yielded, sizes, times, selection = [], [], Counter(), None
-    try:
-        while True:
-            step = strategy.send(selection)
-            if selection is not None:
-                selection.sources = ()  # as the engine does it: no strategy can use the rows of earlier passes
-            selection = None
-            if isinstance(step, Hypothesis):
-                yielded.append((tree.new_tokens(step.node), step.score, step.finish_reason))
-            else:
-                assert isinstance(step, Evaluate)
-                sizes.append(len(step.nodes))
-                times.update({*step.nodes.tolist()})
-                assert max(times.values()) <= 20  # again where scores are equal, but there is no loop
-                rows = [logits_of(tree.tokens(tree.path(node)).tolist()) for node in step.nodes]
-                selection = select(torch.tensor(np.stack(rows), dtype=torch.float32), step.selection_request)
-    except StopIteration as end:
-        found = [(tree.new_tokens(h.node), h.score, h.finish_reason) for h in end.value]
-        return found, yielded, sizes
-
-
 def decode(ids, skip_special_tokens=True):
     """The text of tokens. Each token is a letter."""
     return "".join(string.ascii_lowercase[i] for i in ids)
 
 
-def searched(kind, options, vocab_size, eos, logits_of, **more):
-    """A tree, a search over it, and its record."""
-    tree = Tree(PROMPT)
-    stop = Stopping(frozenset(eos), len(PROMPT) + options.max_new_tokens, options.stop_strings, decode)
-    selector = Selector(Processors(options, frozenset(eos), vocab_size))
-    search = kind(
-        tree,
-        selector,
-        stop,
-        options.num_beams,
-        options.num_return_sequences,
-        options.length_penalty,
-        options.early_stopping,
-        **more,
-    )
-    record = Record(tree)
-    return tree, search, record
+class Searched:
+    """A search in a table of logits: its tree, its record with a trace, and what it found."""
+
+    def __init__(self, kind, options, vocab_size, eos, logits_of, **more):
+        self.logits_of, self.tree = logits_of, Tree(PROMPT)
+        self.stop = Stopping(frozenset(eos), len(PROMPT) + options.max_new_tokens, options.stop_strings, decode)
+        selector = Selector(Processors(options, frozenset(eos), vocab_size))
+        names = ("num_beams", "num_return_sequences", "length_penalty", "early_stopping")
+        self.search = kind(self.tree, selector, self.stop, *(getattr(options, name) for name in names), **more)
+        self.record = Record(self.tree, decode)
+        self.found, self.yielded, self.sizes = [], [], []  # hypotheses, and the number of nodes in each pass
+
+    def run(self, drafter=None, policy=None):
+        """Run the search as an engine does. It ends rounds, and no strategy can use the rows of earlier passes."""
+        strategy = beam_search(self.search, self.record, drafter, policy)
+        times, selection, streamed = Counter(), None, len(PROMPT)
+        try:
+            while True:
+                step = strategy.send(selection)
+                if selection is not None:
+                    selection.sources = ()
+                selection = None
+                if isinstance(step, Hypothesis):
+                    self.yielded.append(self.described(step))
+                    continue
+                assert isinstance(step, Evaluate)
+                self.record.end_round(self.tree.prefix[streamed:], self.tree.finished)
+                streamed = self.tree.prefix_length
+                self.sizes.append(len(step.nodes))
+                times.update({*step.nodes.tolist()})
+                assert max(times.values()) <= 20  # again where scores are equal, but there is no loop
+                rows = [self.logits_of(self.tree.tokens(self.tree.path(node)).tolist()) for node in step.nodes]
+                selection = select(torch.tensor(np.stack(rows), dtype=torch.float32), step.selection_request)
+        except StopIteration as end:
+            nodes = [hypothesis.node for hypothesis in end.value]
+            if nodes:
+                self.record.end_round(self.tree.path(nodes[0])[streamed:], nodes)
+            self.found = [self.described(hypothesis) for hypothesis in end.value]
+        return self
+
+    def described(self, hypothesis):
+        return hypothesis.node, self.tree.new_tokens(hypothesis.node), hypothesis.score, hypothesis.finish_reason
+
+    @property
+    def rounds(self):
+        return self.record.trace
+
+    @property
+    def steps(self):
+        """The tokens and the score of each beam of each step."""
+        return [[self.shown(beam) for beam in step] for one in self.rounds for step in one["steps"]]
+
+    def shown(self, beam):
+        tokens, node = [], beam["node"]
+        while node >= len(PROMPT):
+            tokens.append(int(self.tree.tokens(node)))
+            node = int(self.tree.parents(node))
+        return tuple(tokens[::-1]), beam["score"]
 
 
 class SomeBeams:
@@ -178,22 +194,6 @@ class RightDraftTokens(SomeDraftTokens):
         yield
 
 
-@given(seed=st.integers(0, 2**32), count=st.integers(1, 30), parts=st.integers(1, 4), kinds=st.sampled_from([3, 10**6]))
-def test_the_best_continuations_are_merged_in_the_order_of_a_stable_sort(seed, count, parts, kinds):
-    """Few different scores make many equal ones. Beams become known in any order."""
-    random = np.random.default_rng(seed)
-    scores = -np.sort(random.integers(0, kinds, (8, 40))).astype(np.float32)
-    expected = (-scores).ravel().argsort(kind="stable")[:count]
-    merged = None
-    for beams in np.array_split(random.permutation(8), parts):
-        beams = np.sort(beams)
-        best = highest_indices(scores[beams].ravel(), count)
-        place = beams[best // 40] * 40 + best % 40
-        more = Continuations(beams[best // 40], place, scores.ravel()[place], scores.ravel()[place])
-        merged = more if merged is None else merged.merged_with(more, count)
-    assert merged.tokens.tolist() == expected.tolist()
-
-
 LENGTH_PENALTIES = [1.0, 0.0, 2.0, -1.0, 0.5]
 STOP_STRINGS = [(), (), ("ab",), ("a", "cc"), ("b", "c", "d", "e", "f")]
 POLICIES = ["best first", "one", "few", "many", "in parts", "ours"]
@@ -209,22 +209,87 @@ def make_policy(name, seed, options):
     return LikelyNeeded(options.max_new_tokens, options.num_beams, *[COSTS[seed % len(COSTS)]] * 2)
 
 
+def without_nodes(found):
+    return [described[1:] for described in found]
+
+
 def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, drafts=False, **more):
-    """Compare both searches. Return how many nodes each evaluated."""
-    made = vocab_size, eos, lambda tokens: logits_after(tokens, vocab_size, seed, kind)
-    tree, search, record = searched(BeamSearch, options, *made, **more)
-    plain, nbest, of_all = run(beam_search(search, record), tree, made[2])
-    tree, search, lazy_record = searched(LazyBeamSearch, options, *made, **more)
-    drafter = SomeDraftTokens(tree, search.stop, made[2], seed) if drafts else None
-    strategy = beam_search(search, lazy_record, drafter, make_policy(policy, seed, options))
-    lazy, yielded, sizes = run(strategy, tree, made[2])
-    assert lazy == plain
-    assert yielded == lazy
-    assert nbest == plain
-    return sum(sizes), sum(of_all)
+    """Compare both searches, and their traces."""
+    made = options, vocab_size, eos, lambda tokens: logits_after(tokens, vocab_size, seed, kind)
+    plain, lazy = Searched(BeamSearch, *made, **more).run(), Searched(LazyBeamSearch, *made, **more)
+    drafter = SomeDraftTokens(lazy.tree, lazy.stop, made[3], seed) if drafts else None
+    lazy.run(drafter, make_policy(policy, seed, options))
+    assert without_nodes(lazy.found) == without_nodes(plain.found)
+    assert lazy.yielded == lazy.found
+    assert plain.yielded == plain.found
+    if not plain.found:  # no text is possible
+        return
+    check_steps(plain, lazy, options.num_beams)
+    check_evaluated(lazy, options.num_beams, drafts)
+    check_nodes(lazy)
+    check_draft_tokens(lazy)
 
 
-@settings(max_examples=examples(5))
+def check_steps(plain, lazy, num_beams):
+    """Only the last round has steps with some of the beams, and perhaps steps after the plain search's last one."""
+    last = len(lazy.rounds[-1]["steps"])
+    certain = len(lazy.steps) - last
+    assert lazy.steps[:certain] == plain.steps[:certain]
+    for expected, found in zip(plain.steps[certain:], lazy.steps[certain:], strict=False):
+        assert found == expected[: len(found)]
+    assert all(len(step) == num_beams for step in lazy.steps[:certain])
+    assert all(0 < len(step) <= num_beams for step in lazy.steps)
+    ahead = {}  # by length
+    for one in lazy.rounds:
+        for beam in one["ahead"]:
+            ahead.setdefault(len(lazy.shown(beam)[0]), []).append(lazy.shown(beam))
+    for length, found in ahead.items():
+        for step in lazy.steps[length - 1 : length]:
+            assert step[: len(found)] == found
+        for step in plain.steps[length - 1 : length]:
+            assert step[: len(found)] == found
+
+
+def check_evaluated(lazy, num_beams, drafts):
+    """The statistics count the same, but for draft tokens whose selections were dropped before they became beams."""
+    evaluated = {len(PROMPT) - 1}.union(*(one["evaluated"] for one in lazy.rounds))
+    assert all({draft_token["node"] for draft_token in one["drafted"]} <= {*one["evaluated"]} for one in lazy.rounds)
+    steps = [step for one in lazy.rounds for step in one["steps"]]
+    if len(steps) == lazy.record.steps:  # a last step without a known beam is not in the trace
+        count = num_beams + sum(beam["node"] in evaluated for step in steps[:-1] for beam in step)
+        counted = lazy.record.evaluated(num_beams) * num_beams * len(steps)
+        assert counted == pytest.approx(count) or (drafts and counted < count)
+
+
+def check_nodes(lazy):
+    after, dropped, certain = {len(PROMPT) - 1: -1}, set(), []
+    for one in lazy.rounds:
+        assert dropped.isdisjoint(one["evaluated"])
+        beams = [beam for step in one["steps"] for beam in step]
+        for entry in [*one["drafted"], *beams, *one["ahead"], *one["ended"]]:
+            if entry["node"] not in after:
+                assert entry["after"] in {*after} - dropped
+                after[entry["node"]] = entry["after"]
+        assert {*one["evaluated"]} <= {*after}
+        assert {*one["dropped"]} <= {*after} - dropped
+        dropped.update(one["dropped"])
+        certain += one["certain"]
+    assert [int(lazy.tree.tokens(node)) for node in certain] == lazy.found[0][1]
+    assert {node for node, *_ in lazy.found} <= {*after}
+
+
+def check_draft_tokens(lazy):
+    beams = [beam for one in lazy.rounds for step in [*one["steps"], one["ahead"]] for beam in step]
+    draft_tokens = [draft_token for one in lazy.rounds for draft_token in one["drafted"]]
+    drafted = {draft_token["node"] for draft_token in draft_tokens}
+    assert all(beam["drafted"] == (beam["node"] in drafted) for beam in beams)
+    accepted = [draft_token["node"] for draft_token in draft_tokens if draft_token["accepted"]]
+    assert {*accepted} == {beam["node"] for beam in beams} & drafted
+    assert len(accepted) == lazy.record.accepted == sum(lazy.record.checks)
+    assert len(draft_tokens) == lazy.record.drafted
+
+
+@settings(max_examples=examples(8))
 @given(
     vocab_size=st.integers(3, 12),
     kind=st.sampled_from(["flat", "usual", "peaked", "ties"]),
@@ -235,7 +300,9 @@ def assert_lazy_beams_are_beams(options, vocab_size, eos, kind, policy, seed, dr
     seed=st.integers(0, 2**32),
     data=st.data(),
 )
-def test_lazy_beams_are_beams(vocab_size, kind, policy, num_beams, max_new_tokens, more, seed, data):
+def test_lazy_beams_are_beams_and_their_trace_has_the_steps_of_plain_search(
+    vocab_size, kind, policy, num_beams, max_new_tokens, more, seed, data
+):
     token = st.integers(0, vocab_size - 1)
     words = st.lists(st.lists(token, min_size=1, max_size=2), max_size=3)
     eos = data.draw(st.sets(token, min_size=0, max_size=vocab_size - 2))
@@ -266,103 +333,6 @@ def test_a_search_may_stop_at_a_level_whose_beams_were_dropped():
     assert_lazy_beams_are_beams(options, 12, {9}, "peaked", "best first", seed=537217540)
 
 
-class Counted:
-    """A policy that counts the passes in which beams are deferred."""
-
-    def __init__(self, policy):
-        self.policy, self.passes = policy, 0
-        self.pays = policy.pays
-
-    def choose(self, deferred):
-        self.passes += 1
-        return self.policy.choose(deferred)
-
-
-@settings(max_examples=1000 if in_thorough_mode() else examples())
-@given(
-    vocab_size=st.sampled_from([8, 20, 200]),
-    sharpness=st.sampled_from([0.05, 0.25, 0.4]),  # far sharper models amplify the rounding of float32
-    policy=st.sampled_from(["best first", "few", "in parts"]),
-    seed=st.integers(0, 2**32),
-    data=st.data(),
-)
-def test_lazy_beams_are_those_of_transformers(tiny, vocab_size, sharpness, policy, seed, data):
-    model, lm = tiny("llama", vocab_size=vocab_size, eos_token_id=1, bos_token_id=0, initializer_range=sharpness)
-    prompt, options = prompt_and_beam_options(data, vocab_size, early_stopping=[False, "never"], least_new_tokens=2)
-    counted = []
-
-    def lazily(setup, drafter):
-        counted.append(Counted(make_policy(policy, seed, setup.options)))
-        return beam_search(make_search(setup, LazyBeamSearch), setup.record, policy=counted[0])
-
-    expected, scores = beams_of_transformers(model, prompt, **options)
-    engine = Engine(lm)
-    request = engine.submit(prompt, options, strategy=lazily)
-    engine.run()
-    assert policy == "in parts" or counted[0].passes  # it was lazy
-    assert_are_beams_of_transformers(request.result().sequences, expected, scores)
-
-
-WIDE = [
-    {"num_beams": 16, "min_new_tokens": 24},
-    {"num_beams": 16, "num_return_sequences": 16, "length_penalty": 0.0},
-    {"num_beams": 16, "num_return_sequences": 3, "length_penalty": -1.0, "early_stopping": "never"},
-    {"num_beams": 16, "num_return_sequences": 4, "constraint": TokenTrie([[a, b, 5] for a in (5, 6) for b in (8, 9)])},
-    {"num_beams": 16, "frequency_penalty": 0.7, "eos_token_id": [1, 3, 5]},
-    {"num_beams": 16, "early_stopping": True, "eos_token_id": [1, 3, 5]},
-    {"num_beams": 16, "trace": True},
-    {"num_beams": 16, "temperature": 0.8, "seed": 1},
-    {"num_beams": 16, "presence_penalty": -0.5},
-    {"num_beams": 16, "prefix_allowed_tokens_fn": lambda batch, ids: [*range(4, 40)]},
-]
-
-
-@pytest.fixture(scope="module")
-def twins(save):
-    """A model whose tokens come in pairs that are always equally likely."""
-    model = random_model("llama")
-    model.lm_head.weight.data[1::2] = model.lm_head.weight.data[:-1:2]
-    return specbeam.load(save(model), backend="cpu")
-
-
-@pytest.mark.parametrize("scale", [0.02, 0.2, 1.0, "twins"])
-def test_wide_beams_of_an_engine_are_plain_beams(request, tiny, save, scale):
-    """``bound_rule=False`` evaluates all beams. The searches share passes, and are preempted for want of memory."""
-    if scale == "twins":
-        lm = request.getfixturevalue("twins")
-    else:
-        lm = specbeam.load(save(random_model("llama", initializer_range=scale)), backend="cpu")
-    engine = Engine(lm, max_batch_tokens=50, max_cache_tokens=400)
-    pairs = [
-        [engine.submit([97, 98, 99], {"max_new_tokens": 24, **options, **how}) for how in ({}, {"bound_rule": False})]
-        for options in WIDE
-    ]
-    engine.run()
-    for lazy, plain in pairs:
-        assert lazy.result().sequences == plain.result().sequences
-
-
-@pytest.mark.parametrize("num_beams", [2, 5, 16])
-@pytest.mark.parametrize("draft", ["ngram", "suffix", "model", "itself"])
-@pytest.mark.parametrize("scale", [0.02, 0.3, 1.0])
-def test_beams_with_drafts_are_plain_beams(save, draft, scale, num_beams):
-    lm = specbeam.load(save(random_model("llama", initializer_range=scale)), backend="cpu")
-    drafts = {"itself": lm}
-    if draft == "model":
-        drafts["model"] = specbeam.load(save(random_model("llama", seed=1, initializer_range=scale)), backend="cpu")
-    engine, pairs = Engine(lm), []
-    for options in WIDE[:5]:
-        num_return_sequences = min(num_beams, options.get("num_return_sequences", 1))
-        beams = {"num_beams": num_beams, "num_return_sequences": num_return_sequences}
-        options = {"max_new_tokens": 24, **options, **beams}
-        one = engine.submit([97, 98, 99, 97, 98], options, draft=drafts.get(draft, draft))
-        pairs.append([one, engine.submit([97, 98, 99, 97, 98], {**options, "bound_rule": False})])
-    engine.run()
-    for lazy, plain in pairs:
-        assert lazy.result().sequences == plain.result().sequences
-        assert 0 < lazy.result().stats.evaluated_beams <= plain.result().stats.evaluated_beams == 1
-
-
 class Confident:
     """A model whose best hypothesis loses little with each token. Every other token loses about 6 more.
 
@@ -386,25 +356,25 @@ def passes_of_our_policy(logits_of, cost, max_new_tokens=20, num_beams=8, drafts
         seconds: per step with drafts.
     """
     options = Options(num_beams=num_beams, max_new_tokens=max_new_tokens, length_penalty=1.0, early_stopping=False)
-    tree, search, record = searched(BeamSearch, options, 12, set(), logits_of)
-    plain, _, of_plain = run(beam_search(search, record), tree, logits_of)
-    tree, search, record = searched(LazyBeamSearch, options, 12, set(), logits_of)
-    drafter = RightDraftTokens(tree, search.stop, logits_of, seed=0) if drafts else None
+    made = options, 12, set(), logits_of
+    plain, lazy = Searched(BeamSearch, *made).run(), Searched(LazyBeamSearch, *made)
+    drafter = RightDraftTokens(lazy.tree, lazy.stop, logits_of, seed=0) if drafts else None
     if drafter is not None:
         drafter.seconds = seconds
-    policy = LikelyNeeded(max_new_tokens, num_beams, cost, cost, None if drafter is None else drafter.controller)
-    lazy, _, sizes = run(beam_search(search, record, drafter, policy), tree, logits_of)
-    assert lazy == plain
+    lazy.run(drafter, LikelyNeeded(max_new_tokens, num_beams, cost, cost, drafter))
+    assert without_nodes(lazy.found) == without_nodes(plain.found)
     if not drafts:  # no beam is evaluated twice, or in vain; at first all beams are the prompt
-        evaluated = num_beams + sum(sizes[1:])
-        assert record.evaluated(num_beams) == pytest.approx(evaluated / sum(of_plain), abs=0.02)
-    return sizes, of_plain
+        evaluated = num_beams + sum(lazy.sizes[1:])
+        assert lazy.record.evaluated(num_beams) == pytest.approx(evaluated / sum(plain.sizes), abs=0.02)
+    return lazy.sizes, plain.sizes
 
 
-def test_a_confident_model_evaluates_few_of_its_beams():
+def test_a_confident_model_evaluates_few_of_its_beams_unless_passes_over_all_cost_no_more():
     sizes, of_plain = passes_of_our_policy(Confident(), lambda nodes: float(nodes))
     assert sum(of_plain) == 8 * 20
     assert sum(sizes) < 40
+    sizes, of_plain = passes_of_our_policy(Confident(), lambda nodes: 1.0)
+    assert sizes == of_plain
 
 
 @pytest.mark.parametrize("num_beams", [2, 4, 8])
@@ -442,11 +412,6 @@ def test_a_draft_model_drafts_below_the_best_beam(save):
     assert drafted.stats.evaluated_beams < 0.6
     assert every.result().stats.evaluated_beams > 0.9  # all of them are needed
     assert drafted.stats.target_passes < 24 < plain.stats.target_passes
-
-
-def test_where_passes_over_all_beams_cost_no_more_all_are_evaluated():
-    sizes, of_plain = passes_of_our_policy(Confident(), lambda nodes: 1.0)
-    assert sizes == of_plain
 
 
 @pytest.mark.parametrize("falls", [5, 11])
@@ -515,12 +480,3 @@ def test_chances_of_impossible_beams_are_numbers():
         policy.pays(impossible, 2)
         chosen = policy.choose(Deferred(np.arange(4), impossible, np.full(4, 2), np.ones(4, bool)))
     assert chosen.any()
-
-
-def test_as_many_beams_are_needed_as_are_returned():
-    scores = np.array([-1.0, -20.0, -40.0, -60.0], np.float32)  # each is far ahead of the next one
-    deferred = Deferred(np.arange(4), scores, np.full(4, 4), np.ones(4, bool))
-    for returned in range(1, 5):
-        policy = LikelyNeeded(8, 4, *[COSTS[1]] * 2, num_returned=returned)
-        assert policy.choose(deferred).tolist() == [rank < returned for rank in range(4)]
-        assert policy.pays(scores, 4) == (returned <= 2)

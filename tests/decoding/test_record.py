@@ -9,6 +9,7 @@ import specbeam
 from specbeam import Engine
 from specbeam.cli.trace import show_trace
 from specbeam.engine.costs import CostTable, nominal_cost
+from tests.conftest import table_of_costs
 
 HOW = {
     "greedy": {},
@@ -32,6 +33,8 @@ class Replayed:
 
     def add(self, entry):
         node = entry["node"]
+        if node not in self.after:
+            assert entry["after"] not in self.dropped
         assert self.after.setdefault(node, entry["after"]) == entry["after"]
         assert self.token.setdefault(node, entry["token_id"]) == entry["token_id"]
         if "log_prob" in entry:
@@ -51,17 +54,19 @@ class Replayed:
         return sum(self.log_prob[node] for node in self._nodes(node))
 
 
-@pytest.fixture(params=HOW)
-def result(request, tiny, give_costs):
-    lm = tiny("llama", initializer_range=0.1)[1]  # likes to repeat itself
-    if "lazy" in request.param:
-        lm = request.getfixturevalue("confident")
-        give_costs(lambda nodes: 1 + 0.2 * nodes)
+@pytest.fixture(scope="module", params=HOW)
+def result(request, tiny, confident):
+    is_lazy = "lazy" in request.param
+    lm = confident if is_lazy else tiny("llama", initializer_range=0.1)[1]  # both like to repeat themselves
     options = {"max_new_tokens": 30, "eos_token_id": [], "trace": True, **HOW[request.param]}
+    draft = options.pop("draft", None)
     if "model" in request.param or request.param == "drafted beams":
-        options["draft"] = tiny("llama", initializer_range=0.102)[1]
-    result = specbeam.generate(lm, [1, 2, 3, 1, 2], **options)
-    assert ("lazy" in request.param) == any(entry["ahead"] for entry in result.trace)
+        draft = tiny("llama", initializer_range=0.102)[1]
+    engine = Engine(lm, costs=table_of_costs(lambda nodes: 1 + 0.2 * nodes) if is_lazy else None)
+    submitted = engine.submit([1, 2, 3, 1, 2], options, draft=draft)
+    engine.run()
+    result = submitted.result()
+    assert is_lazy == any(entry["ahead"] for entry in result.trace)
     return result
 
 
@@ -119,36 +124,14 @@ def test_nodes_make_a_tree_whose_paths_are_the_sequences(result):
                 assert beam["score"] == pytest.approx(tree.score(beam["node"]), abs=1e-4)
         for node in entry["ended"]:
             tree.add(node)
-        live = {*tree.after} - tree.dropped
-        assert {*entry["dropped"]} <= live
+        assert tree.dropped.isdisjoint(entry["evaluated"])
+        assert {*entry["dropped"]} <= {*tree.after} - tree.dropped
         tree.dropped.update(entry["dropped"])
     tokens = [token for entry in result.trace for token in map(tree.token.get, entry["certain"])]
     assert tokens == result.token_ids
     assert "".join(entry["text"] for entry in result.trace) == result.text
     for sequence in result.sequences:
         assert sequence.token_ids in [tree.path(node) for node in tree.after]
-
-
-def test_no_new_token_comes_after_a_dropped_one(result):
-    """Beams may be dropped before their step is certain. They are not new in the step."""
-    dropped, ahead = set(), set()
-    for entry in result.trace:
-        beams = [beam for step in [*entry["steps"], entry["ahead"]] for beam in step if beam["node"] not in ahead]
-        assert dropped.isdisjoint(node["after"] for node in [*entry["drafted"], *beams])
-        assert dropped.isdisjoint(entry["evaluated"])
-        dropped.update(entry["dropped"])
-        ahead.update(beam["node"] for beam in entry["ahead"])
-
-
-def test_it_says_which_beams_were_evaluated(result):
-    num_beams = len(result.trace[0]["steps"][0])
-    evaluated = {node for entry in result.trace for node in entry["evaluated"]}
-    steps = [step for entry in result.trace for step in entry["steps"]]
-    count = num_beams + sum(beam["node"] in evaluated for step in steps[:-1] for beam in step)
-    if num_beams == 1:
-        assert count == len(steps)
-    else:
-        assert result.stats.evaluated_beams == pytest.approx(count / (num_beams * len(steps)))
 
 
 def test_costs_add_up_to_the_statistics(result):
@@ -168,7 +151,7 @@ def test_pieces_have_the_rounds_as_they_come(tiny):
     pieces = [*specbeam.stream(lm, [1, 2, 3, 1, 2], max_new_tokens=30, eos_token_id=[], trace=True, **options)]
     rounds = [entry for piece in pieces for entry in piece.trace]
     result = pieces[-1].result
-    assert len(rounds) == len(result.trace) > len([piece for piece in pieces if piece.token_ids])
+    assert len(rounds) == len(result.trace) > len([piece for piece in pieces if piece.token_ids]) > 3
     for entry, final in zip(rounds, result.trace, strict=True):
         assert entry | {"drafted": None} == final | {"drafted": None}
         for draft_token, judged in zip(entry["drafted"], final["drafted"], strict=True):

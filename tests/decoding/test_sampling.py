@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 import specbeam
-from specbeam import Engine, SpecbeamError
-from specbeam.scoring import score
+from specbeam import Engine
 from tests.conftest import EOS, examples, in_thorough_mode
 
 SMALL = {"vocab_size": 6, "eos_token_id": 5, "bos_token_id": 0, "initializer_range": 0.3}
@@ -89,30 +88,3 @@ def test_samples_that_agree_share_their_nodes_and_stream_at_once(lm):
     }
     assert result.stats.nodes_evaluated == result.stats.prompt_tokens + 5
     assert "".join(streamed) == result.text
-
-
-def test_the_streamed_text_is_the_first_sample(lm):
-    options = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 12, "seed": 5}
-    pieces = "".join(piece.text for piece in specbeam.stream(lm, "abc", **options))
-    assert pieces == specbeam.generate(lm, "abc", **options).text
-
-
-def test_each_sample_has_its_score(lm):
-    options = {"do_sample": True, "max_new_tokens": 4, "eos_token_id": EOS, "seed": 2}
-    result = specbeam.generate(lm, [5, 6], num_return_sequences=3, **options)
-    for sequence in result.sequences:
-        ((_, expected, _),) = score(lm, [([5, 6], sequence.token_ids)])
-        assert sequence.score == pytest.approx(expected, abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("options", "draft", "says"),
-    [
-        ({}, None, "num_return_sequences=2 is not allowed"),
-        ({"temperature": 0}, None, "num_return_sequences=2 is not allowed"),
-        ({"do_sample": True}, "ngram", "num_return_sequences=2 samples cannot have a draft"),
-    ],
-)
-def test_samples_that_would_be_equal_or_tied_are_refused(lm, options, draft, says):
-    with pytest.raises(SpecbeamError, match=says):
-        specbeam.generate(lm, "abc", num_return_sequences=2, draft=draft, **options)

@@ -3,10 +3,17 @@
 import pytest
 
 import specbeam
-from specbeam import Engine
-from specbeam.engine.costs import CostTable, nominal_cost
+from specbeam import Engine, Options
+from specbeam.engine.costs import CostTable, nominal_cost, pass_times
 from specbeam.engine.output import Output
-from tests.conftest import assert_are_beams_of_transformers, beams_of_transformers, random_model, table_of_costs
+from specbeam.engine.setup import make_setup
+from tests.conftest import (
+    assert_are_beams_of_transformers,
+    beams_of_transformers,
+    random_model,
+    run_alone,
+    table_of_costs,
+)
 
 STEP_BY_STEP = {"stop_strings": ["a stop string that no text has"]}  # it is looked for after each token
 KINDS = [
@@ -88,6 +95,7 @@ def test_to_go_ahead_changes_no_bit(request, name, options):
 
 def test_tokens_come_several_at_a_time(lm, monkeypatch):
     calls = passes_of_calls(monkeypatch, lm)
+    assert make_setup(lm, [1], Options(), pass_times).goes_ahead
     (result,) = results(Engine(lm), {"eos_token_id": []}, count=1)
     assert sum(calls) == result.stats.target_passes - 1  # the first pass is prefill
     assert max(calls) == 8
@@ -103,10 +111,8 @@ def test_beams_go_ahead_beside_single_sequences(lm, monkeypatch):
     assert max(calls) == 8
     assert sum(calls) == 30 - 1  # the first pass is prefill
     for n, (request, options) in enumerate(zip(requests, kinds, strict=True)):
-        other = Engine(lm)
-        alone = other.submit([97 + n, 98, 99], common | options | STEP_BY_STEP)
-        other.run()
-        assert request.result().sequences == alone.result().sequences
+        alone = run_alone(lm, [97 + n, 98, 99], common | options | STEP_BY_STEP)
+        assert request.result().sequences == alone.sequences
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 4}, {}, {"temperature": 0.8, "seed": 1}])
@@ -117,12 +123,10 @@ def test_a_request_goes_ahead_while_it_skips_drafting(lm, monkeypatch, options):
     plain = results(Engine(lm), options, count=1)[0]
     for draft in (lm, "ngram", "suffix"):
         calls.clear()
-        engine = Engine(lm)
-        with_draft = engine.submit([97, 98, 99], options, draft=draft)
-        engine.run()
+        with_draft = run_alone(lm, [97, 98, 99], options, draft)
         assert max(calls) == 8
-        assert with_draft.result().stats.draft_note.startswith("draft proposed no tokens")
-        assert with_draft.result().sequences == plain.sequences
+        assert with_draft.stats.draft_note.startswith("draft proposed no tokens")
+        assert with_draft.sequences == plain.sequences
 
 
 @pytest.mark.parametrize("num_beams", [2, 4, 8, 16])
@@ -164,6 +168,7 @@ def test_who_looks_at_tokens_goes_step_by_step(lm, monkeypatch, options):
     calls = passes_of_calls(monkeypatch, lm)
     results(Engine(lm), options)
     assert not calls
+    assert not make_setup(lm, [1], Options.of(options), pass_times).goes_ahead  # so they do not expect its costs
 
 
 def test_a_new_request_waits_for_one_pass(lm, monkeypatch):
@@ -187,15 +192,6 @@ def test_a_cancelled_request_gets_the_token_of_one_pass(lm, monkeypatch):
     assert calls == [1]
     assert len(request.result().sequences[0].token_ids) == 2
     assert request.result().sequences[0].finish_reason == "cancelled"
-
-
-def test_slots_ahead_stay_within_the_memory(lm):
-    alone = [result.sequences for result in results(Engine(lm), {"eos_token_id": []})]
-    engine = Engine(lm, max_cache_tokens=40)
-    requests = [engine.submit([97 + n, 98, 99], {"max_new_tokens": 30, "eos_token_id": []}) for n in range(3)]
-    while engine.step():
-        assert engine.cache_tokens <= 40
-    assert [request.result().sequences for request in requests] == alone
 
 
 def test_if_passes_ahead_fail_each_request_goes_on_alone(lm, monkeypatch):
@@ -226,11 +222,21 @@ def lengths(pieces):
     return [len(piece.token_ids) for piece in pieces if piece.token_ids]
 
 
-def test_tokens_reach_their_reader_while_the_backend_goes_on(lm, monkeypatch):
-    calls = passes_of_calls(monkeypatch, lm, seconds=SECONDS_PER_PASS)
+@pytest.mark.parametrize(
+    ("seconds", "is_known", "passes", "tokens"),
+    [
+        (SECONDS_PER_PASS, True, [8, 8, 8, 4], [1, 4, 4, 4, 4, 4, 4, 4, 1]),
+        (0.03, True, [3] * 9 + [2], [1] * 30),
+        (1e-3, False, [8, 8, 8, 5], [1] * 30),
+    ],
+    ids=["fast", "slow", "as long as the time of a pass is unknown"],
+)
+def test_tokens_reach_their_reader_while_the_backend_goes_on(lm, monkeypatch, seconds, is_known, passes, tokens):
+    calls = passes_of_calls(monkeypatch, lm, seconds=seconds)
+    monkeypatch.setattr(CostTable, "knows", lambda table, nodes: is_known)
     (pieces,), (result,) = read(Engine(lm), {"eos_token_id": []})
-    assert calls == [8, 8, 8, 4]
-    assert lengths(pieces) == [1, 4, 4, 4, 4, 4, 4, 4, 1]
+    assert calls == passes
+    assert lengths(pieces) == tokens
     assert result.stats.target_passes == 30
 
 
@@ -242,20 +248,6 @@ def test_where_no_thread_can_take_tokens_the_backend_goes_less_far(lm, monkeypat
     calls.clear()
     specbeam.generate(lm, [97, 98, 99], max_new_tokens=30, eos_token_id=[])  # nobody reads
     assert calls == [8, 8, 8, 5]
-
-
-def test_a_slow_pass_hands_out_each_token(lm, monkeypatch):
-    passes_of_calls(monkeypatch, lm, seconds=0.03)
-    (pieces,), _ = read(Engine(lm), {"eos_token_id": []})
-    assert lengths(pieces) == [1] * 30
-
-
-def test_as_long_as_the_time_of_a_pass_is_unknown_each_token_is_handed_out(lm, monkeypatch):
-    calls = passes_of_calls(monkeypatch, lm)
-    monkeypatch.setattr(CostTable, "knows", lambda table, nodes: False)
-    (pieces,), _ = read(Engine(lm), {"eos_token_id": []})
-    assert calls == [8, 8, 8, 5]
-    assert lengths(pieces) == [1] * 30
 
 
 def test_tokens_of_beams_are_certain_only_after_their_step(lm, monkeypatch):

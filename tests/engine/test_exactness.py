@@ -33,6 +33,6 @@ def test_drafts_deferred_beams_prefixes_preemption_batch_and_order_change_no_bit
         if "cancel" in request or "timeout" in request:
             continue
         if "text cannot bridge" in outcome.get("message", ""):
-            assert request["draft"] == "other vocabulary"
+            assert request["draft"] in ("other vocabulary", "sibling of 6")
             continue
         assert [outcome] == run_case(alone(case, request), models)

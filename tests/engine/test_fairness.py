@@ -45,17 +45,6 @@ def run(engine, iterations, count, begin=0):
         engine.step()
 
 
-def test_a_long_prompt_in_a_crowd_is_prefilled(lm):
-    engine = Engine(lm, max_requests=9, max_batch_tokens=8)
-    iterations = [Iterations() for _ in range(9)]
-    for one in iterations[:8]:
-        engine.submit([1], {"max_new_tokens": 200}, strategy=watched(one))
-    engine.submit([2] * 64, {"max_new_tokens": 20}, strategy=watched(iterations[8], 20))
-    run(engine, iterations, 80)
-    assert iterations[8]
-    assert iterations[8][0] <= 64 * 9 / 8
-
-
 def test_a_long_prompt_gets_its_share_while_shorter_ones_keep_coming(lm):
     engine = Engine(lm, max_requests=4, max_batch_tokens=16)
     iterations = Iterations()
@@ -85,36 +74,6 @@ def test_each_request_advances_within_the_promised_iterations(lm, prompts, token
         assert all(after - before <= per_node for before, after in pairwise(one))
 
 
-def test_a_draft_that_prefills_a_long_prompt_stalls_nobody(tiny):
-    _, lm = tiny("llama")
-    draft = tiny("qwen2", seed=5)[1]
-    engine = Engine(lm, max_batch_tokens=8)
-    iterations = Iterations()
-    engine.submit([1], {"max_new_tokens": 200}, strategy=watched(iterations))
-    drafted = engine.submit([2] * 120, {"max_new_tokens": 4, "num_draft_tokens": 2}, draft=draft)
-    run(engine, [iterations], 60)
-    assert drafted.done
-    gaps = [after - before for before, after in pairwise(iterations)]
-    assert max(gaps) <= 3  # the longest draft, and the pass itself
-    assert gaps.count(1) > 30  # while the draft model prefills
-
-
-def test_drafts_of_requests_that_come_and_go_stall_nobody(tiny):
-    """The target waits only for requests that were drafting when the wait began."""
-    _, lm = tiny("llama")
-    draft = tiny("qwen2", seed=5)[1]
-    engine = Engine(lm, max_requests=3)
-    iterations, drafted = Iterations(), []
-    engine.submit([1], {"max_new_tokens": 200}, strategy=watched(iterations))
-    for now in range(60):
-        drafted.append(engine.submit([2, 3], {"max_new_tokens": 9, "num_draft_tokens": 4}, draft=draft))
-        if now > 1:
-            drafted[now - 2].cancel()
-        run(engine, [iterations], 1, now)
-    assert max(after - before for before, after in pairwise(iterations)) <= 5  # the longest draft, and the pass itself
-    assert len(iterations) >= 10
-
-
 @settings(max_examples=examples(0.3))
 @given(data=st.data())
 def test_requests_of_all_kinds_that_come_and_go_keep_nobody_waiting(tiny, data):
@@ -123,6 +82,7 @@ def test_requests_of_all_kinds_that_come_and_go_keep_nobody_waiting(tiny, data):
     draft = tiny("qwen2", seed=5)[1]
     kinds = [
         ([2] * 80, {"max_new_tokens": 2}, None),
+        ([2] * 120, {"max_new_tokens": 4, "num_draft_tokens": 2}, draft),
         ([2, 3], {"max_new_tokens": 3, "num_beams": 2}, "ngram"),
         ([2] * 5, {"max_new_tokens": 5, "num_draft_tokens": 3}, draft),
     ]
@@ -185,53 +145,54 @@ def test_a_prompt_is_prefilled_in_chunks_by_time_while_others_wait(lm, passes):
     assert passes[10] == 240 - 64 - 9 * 15  # alone again
 
 
-def test_a_chunk_grows_from_a_tile_and_never_gets_smaller(lm, passes):
-    engine = Engine(lm, max_batch_tokens=64, max_pass_seconds=0.1)
-    iterations = Iterations()
+def fast(nodes):
+    return 0.005 * nodes
+
+
+def slow_to_begin(nodes):
+    """Weights that take long to read."""
+    return 0.4 + 0.01 * nodes
+
+
+CHUNKS = {
+    "it grows from a tile, and never gets smaller: at first nothing is known": (
+        {"max_batch_tokens": 64, "max_pass_seconds": 0.1},
+        [60, 60],
+        [(fast, 2), (lambda nodes: 5.0 * nodes, 4)],
+        [8, 16, 16, 9, 9, 9],  # a tile of prompts, and the other request's node
+    ),
+    "prompts share one chunk": ({}, [100] * 6, [(fast, 5)], [8, 40, 40, 40, 40]),
+    "one slow pass halves it at most": (
+        {},
+        [200],
+        [(fast, 2), (lambda nodes: 50.0, 1), (fast, 3)],
+        [8, 40, 40, 16, 40, 40],
+    ),
+    "prompts get half of the time of passes that are slow without them: from a tile on to 0.8 s": (
+        {"max_pass_seconds": 0.1},
+        [250],
+        [(slow_to_begin, 6)],
+        [9, 16, 24, 32, 40, 40],
+    ),
+}
+
+
+@pytest.mark.parametrize(("limits", "prompts", "costs", "nodes"), CHUNKS.values(), ids=CHUNKS)
+def test_a_chunk_beside_a_stream_follows_the_time_of_passes(lm, passes, limits, prompts, costs, nodes):
+    engine = Engine(lm, **{"max_batch_tokens": 128, "max_pass_seconds": 0.2} | limits)
+    iterations, now = Iterations(), 0
     engine.submit([1], {"max_new_tokens": 250}, strategy=watched(iterations))
-    engine.submit([2] * 60, {"max_new_tokens": 1})
-    engine.submit([3] * 60, {"max_new_tokens": 1})
-    run(engine, [iterations], 2)
-    assert passes == [8, 16]  # at first nothing is known
-    passes.cost = lambda nodes: 5.0 * nodes
-    run(engine, [iterations], 4)
-    assert passes[2:] == [16, 9, 9, 9]  # a tile of prompts, and the other request's node
-
-
-def test_prompts_share_one_chunk_beside_a_stream(lm, passes):
-    engine = Engine(lm, max_batch_tokens=128, max_pass_seconds=0.2)
-    iterations = Iterations()
-    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(iterations))
-    requests = [engine.submit([2 + number] * 100, {"max_new_tokens": 1}) for number in range(6)]
-    run(engine, [iterations], 5)
-    assert passes[1:] == [40] * 4
-    assert len(iterations) == 5
-    engine.run()
-    assert all(request.done for request in requests)
-
-
-def test_one_slow_pass_halves_the_chunk_at_most(lm, passes):
-    engine = Engine(lm, max_batch_tokens=128, max_pass_seconds=0.2)
-    iterations = Iterations()
-    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(iterations))
-    engine.submit([2] * 200, {"max_new_tokens": 1})
-    run(engine, [iterations], 2)
-    passes.cost = lambda nodes: 50.0
-    run(engine, [iterations], 1)
-    passes.cost = lambda nodes: 0.005 * nodes
-    run(engine, [iterations], 3)
-    assert passes[2:] == [40, 16, 40, 40]
-
-
-def test_prompts_get_half_of_the_time_of_passes_that_are_slow_without_them(lm, passes):
-    passes.cost = lambda nodes: 0.4 + 0.01 * nodes  # weights that take long to read
-    engine = Engine(lm, max_batch_tokens=128, max_pass_seconds=0.1)
-    iterations = Iterations()
-    engine.submit([1], {"max_new_tokens": 250}, strategy=watched(iterations))
-    run(engine, [iterations], 3)
-    engine.submit([2] * 250, {"max_new_tokens": 1})
-    run(engine, [iterations], 6, 3)
-    assert passes[3:] == [9, 16, 24, 32, 40, 40]  # from a tile on to 0.8 s
+    if costs[0][0] is slow_to_begin:
+        passes.cost, now = slow_to_begin, 3
+        run(engine, [iterations], now)
+        passes.clear()
+    for number, length in enumerate(prompts):
+        engine.submit([2 + number] * length, {"max_new_tokens": 1})
+    for passes.cost, count in costs:
+        run(engine, [iterations], count, now)
+        now += count
+    assert passes == nodes
+    assert len(iterations) == now
 
 
 def test_only_prompts_are_prefilled_in_chunks_by_time(lm, passes):
@@ -319,7 +280,7 @@ def test_a_step_costs_no_more_when_many_wait(lm):
 
 
 def test_a_step_costs_the_same_however_long_the_sequences_are(tiny):
-    engine = Engine(tiny("llama", max_position_embeddings=320)[1], max_requests=10)
+    engine = Engine(tiny("llama")[1], max_requests=10)
     for options in (
         {},
         {"temperature": 1.0, "seed": 1},
@@ -332,29 +293,10 @@ def test_a_step_costs_the_same_however_long_the_sequences_are(tiny):
         {"num_beams": 2},
         {"num_beams": 2, "temperature": 1.0, "seed": 1, "no_repeat_ngram_size": 3, "repetition_penalty": 1.2},
     ):
-        engine.submit([1], {"max_new_tokens": 300, "eos_token_id": [], **options})
-    work = [
-        calls_made(engine.step) if step in (*range(40, 56), *range(276, 292)) else engine.step() for step in range(292)
-    ]
-    assert sum(work[276:]) <= 1.1 * sum(work[40:56])
-
-
-def test_a_list_of_prompts_makes_its_requests_when_it_is_their_turn(lm, monkeypatch):
-    made = []
-    submit = Engine.submit
-    monkeypatch.setattr(Engine, "submit", lambda *args, **how: (made.append(submit(*args, **how)), made[-1])[1])
-    unfinished = []
-
-    def look(ids, scores):
-        unfinished.append(sum(not request.done for request in made))
-        return scores
-
-    results = specbeam.generate(lm, [[i + 1] for i in range(40)], max_new_tokens=2, logits_processor=look)
-    assert len(results) == 40
-    assert max(unfinished) <= 8
-    with pytest.raises(SpecbeamError, match="prompt 39: "):
-        specbeam.generate(lm, [*([1] for _ in range(39)), []], max_new_tokens=2)
-    assert len(made) == 40
+        engine.submit([1], {"max_new_tokens": 150, "eos_token_id": [], **options})
+    counted = (*range(24, 32), *range(136, 144))
+    work = [calls_made(engine.step) if step in counted else engine.step() for step in range(144)]
+    assert sum(work[136:]) <= 1.1 * sum(work[24:32])
 
 
 class CountingTokenizer:
@@ -398,22 +340,6 @@ def test_new_requests_do_not_go_before_live_ones(lm):
         iterations.now = now
         engine.step()
     assert len(iterations) >= 40
-
-
-def test_a_stream_of_small_requests_does_not_keep_a_large_one_waiting(lm):
-    engine = Engine(lm, max_cache_tokens=110, max_batch_tokens=8)
-    small, large = [], None
-    for now in range(600):
-        small = [one for one in small if not one.done]
-        while len(small) < 8:
-            length = 5 if len(small) % 2 else 30
-            small.append(engine.submit([2 + now % 200], {"max_new_tokens": length, "min_new_tokens": length}))
-        if now == 20:
-            large = engine.submit([1] * 90, {"max_new_tokens": 4, "min_new_tokens": 4})
-        engine.step()
-        if large is not None and large.done:
-            break
-    assert large.done
 
 
 def test_a_request_costs_no_more_in_a_crowd(lm, monkeypatch):

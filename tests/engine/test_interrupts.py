@@ -7,7 +7,6 @@ import threading
 from signal import SIGINT
 
 import pytest
-import torch
 
 import specbeam
 from specbeam import Engine, scoring
@@ -345,23 +344,3 @@ def test_an_error_in_a_block_does_not_stop_an_interrupt(pressed):
         open_up()
     assert signal.getsignal(SIGINT) is before
     assert len(pressed) == 2
-
-
-def test_threads_that_begin_meanwhile_keep_their_number_of_threads(lm):
-    """While an engine runs, the calling thread alone is limited to one thread of PyTorch."""
-    seen = []
-
-    def look(ids, scores):
-        thread = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
-        thread.start()
-        thread.join()
-        return scores
-
-    target = specbeam.load(lm.source, backend="cpu")
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        specbeam.generate(target, [1, 2, 3], max_new_tokens=2, logits_processor=look)
-    finally:
-        torch.set_num_threads(before)
-    assert seen == [2, 2]

@@ -1,5 +1,6 @@
 """Admission follows what requests use. Preemption corrects a wrong estimate, and no text changes."""
 
+import gc
 import weakref
 
 import pytest
@@ -8,89 +9,84 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specbeam import Engine, SpecbeamError
+from specbeam.cache.pool import pool_of
 from tests.conftest import run_alone
 
 BEAMS = {"max_new_tokens": 30, "min_new_tokens": 30, "num_beams": 16}
 
 
-def sequences(request):
-    return [(one.token_ids, pytest.approx(one.score, abs=1e-4)) for one in request.result().sequences]
+def assert_same(result, expected):
+    assert [one.token_ids for one in result.sequences] == [one.token_ids for one in expected.sequences]
+    assert [one.score for one in result.sequences] == pytest.approx([one.score for one in expected.sequences], abs=1e-4)
 
 
 def test_beams_count_with_the_slots_that_they_use(lm):
-    peak = run_alone(lm, [1] * 10, BEAMS).stats.peak_slots
+    alone = run_alone(lm, [1] * 10, BEAMS)
+    peak = alone.stats.peak_slots
     assert peak < (10 + 30 * 16) // 2
-    engine = Engine(lm, max_cache_tokens=peak + 32)
-    request = engine.submit([1] * 10, BEAMS)
-    engine.run()
-    assert sequences(request) == [(one.token_ids, one.score) for one in run_alone(lm, [1] * 10, BEAMS).sequences]
+    assert_same(run_alone(lm, [1] * 10, BEAMS, max_cache_tokens=peak + 32), alone)
 
 
 @given(
-    tokens=st.integers(70, 200),
+    tokens=st.integers(40, 200),
     kinds=st.lists(
-        st.tuples(st.integers(1, 30), st.sampled_from([1, 1, 2, 4]), st.sampled_from([None, "ngram"])), max_size=6
+        st.tuples(
+            st.lists(st.sampled_from([1, 2, 8]), min_size=1, max_size=3),
+            st.integers(1, 40),
+            st.integers(1, 20),
+            st.sampled_from([1, 1, 3]),
+            st.sampled_from([None, None, "ngram"]),
+        ),
+        max_size=8,
     ),
 )
-def test_requests_are_preempted_when_memory_is_short_and_their_texts_stay(lm, tokens, kinds):
+def test_requests_and_cached_prefixes_stay_within_the_memory_and_no_text_changes(lm, tokens, kinds):
+    gc.collect()  # engines of other tests
+    pool = pool_of(lm.backend)
+    before = pool.in_use
     engine = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32)
-    cases = [([7, 8] * length, {"max_new_tokens": 12, "num_beams": beams}, draft) for length, beams, draft in kinds]
     requests = []
-    for prompt, options, draft in cases:
+    for number, (first, length, new_tokens, beams, draft) in enumerate(kinds):
+        case = [*first, *[8] * length], {"max_new_tokens": new_tokens, "num_beams": beams}, draft
         try:
-            requests.append(engine.submit(prompt, options, draft=draft))
+            requests.append((engine.submit(*case[:2], draft=draft), case))
         except SpecbeamError:
-            requests.append(None)
+            continue
+        while number % 2 and engine.step():
+            assert engine.cache_tokens <= pool.in_use - before <= tokens
     for _ in range(600):
         more = engine.step()
-        assert engine.cache_tokens <= tokens
+        assert engine.cache_tokens <= pool.in_use - before <= tokens
         if not more:
             break
     assert not more
-    for request, (prompt, options, draft) in zip(requests, cases, strict=True):
-        if request is None:
-            continue
-        expected = run_alone(lm, prompt, options, draft=draft).sequences
-        assert sequences(request) == [(one.token_ids, one.score) for one in expected]
-
-
-def test_a_paused_request_goes_on_with_the_same_text(lm):
-    options = {"max_new_tokens": 40, "min_new_tokens": 40}
-    engine = Engine(lm, max_cache_tokens=70)
-    old, young = (engine.submit([n] * 10, options) for n in (1, 2))
-    preempted = 0
-    while engine.step():
-        preempted += bool(young.pieces) and not young.used_slots and not young.done
-    assert preempted
-    for request, n in ((old, 1), (young, 2)):
-        assert request.result().token_ids == run_alone(lm, [n] * 10, options).token_ids
-    assert young.result().stats.nodes_evaluated > 49  # it was recomputed
-    assert old.result().stats.nodes_evaluated == 49
-
-
-def test_a_paused_request_can_be_cancelled(lm):
-    options = {"max_new_tokens": 40, "min_new_tokens": 40}
-    engine = Engine(lm, max_cache_tokens=70)
-    old, young = (engine.submit([n] * 10, options) for n in (1, 2))
-    while not (young.pieces and not young.used_slots):
-        engine.step()
-    young.cancel()
-    engine.step()
-    assert young.result().finish_reason == "cancelled"
-    assert young.result().token_ids == run_alone(lm, [2] * 10, options).token_ids[: len(young.result().token_ids)]
-    engine.run()
-    assert len(old.result().token_ids) == 40
-
-
-def test_sequences_that_outgrow_the_memory_alone_are_evaluated_in_parts(lm):
-    engine = Engine(lm, max_cache_tokens=60)
-    request = engine.submit([1] * 10, BEAMS)
-    while engine.step():
-        assert engine.cache_tokens <= 60
-    expected = run_alone(lm, [1] * 10, BEAMS)
-    assert expected.stats.peak_slots > 60
-    assert sequences(request) == [(one.token_ids, one.score) for one in expected.sequences]
     assert engine.cache_tokens == 0
+    for request, case in requests:
+        assert_same(request.result(), run_alone(lm, *case))
+    del engine
+    gc.collect()
+    assert pool.in_use == before
+
+
+def test_a_paused_request_goes_on_with_the_same_text_or_can_be_cancelled(lm):
+    options = {"max_new_tokens": 40, "min_new_tokens": 40}
+    for is_cancelled in (False, True):
+        engine = Engine(lm, max_cache_tokens=70)
+        old, young = (engine.submit([n] * 10, options) for n in (1, 2))
+        while not (young.pieces and not young.used_slots):
+            engine.step()
+        if is_cancelled:
+            young.cancel()
+            engine.step()
+        else:
+            engine.run()
+            assert young.result().stats.nodes_evaluated > 49  # it was recomputed
+        assert young.result().finish_reason == ("cancelled" if is_cancelled else "length")
+        expected = run_alone(lm, [2] * 10, options).token_ids
+        assert young.result().token_ids == expected[: len(young.result().token_ids)]
+        engine.run()
+        assert old.result().token_ids == run_alone(lm, [1] * 10, options).token_ids
+        assert old.result().stats.nodes_evaluated == 49
 
 
 def test_an_error_says_where_the_default_limit_comes_from(lm, monkeypatch):
@@ -151,9 +147,7 @@ def test_logits_beyond_the_memory_are_refused(lm, monkeypatch):
 def test_drafts_adapt_to_the_memory_for_logits(lm, monkeypatch, rows, how, draft):
     options = {"max_new_tokens": 20, "min_new_tokens": 20, "num_beams": 16} | how
     prompt, forward, wanted = [7, 8, 9] * 4, lm.backend.forward, [0]
-    plain = [
-        (one.token_ids, one.score) for one in run_alone(lm, prompt, options | {"num_draft_tokens": "auto"}).sequences
-    ]
+    plain = run_alone(lm, prompt, options | {"num_draft_tokens": "auto"})
 
     def forward_counting(segments):
         wanted.append(sum(len(segment.wanted) for segment in segments))
@@ -164,7 +158,7 @@ def test_drafts_adapt_to_the_memory_for_logits(lm, monkeypatch, rows, how, draft
     engine = Engine(lm, max_cache_tokens=10_000)
     request = engine.submit(prompt, options, draft=lm if draft == "a model" else draft)
     engine.run()
-    assert sequences(request) == plain
+    assert_same(request.result(), plain)
     assert max(wanted) <= rows
     if "num_draft_tokens" in how:
         assert request.result().stats.drafted > 0
@@ -176,12 +170,9 @@ def test_sizes_that_were_asked_for_do_not_adapt_to_memory(lm, monkeypatch, sizes
     engine, options = Engine(lm, max_cache_tokens=10_000), {"num_beams": 16, "max_new_tokens": 20}
     with pytest.raises(SpecbeamError, match=r"logits of 6\d nodes.*shorter drafts"):
         engine.submit([1], options | sizes, draft=lm)
-
-
-def test_a_draft_needs_the_logits_of_one_level_at_once(lm, monkeypatch):
-    monkeypatch.setattr(lm.backend, "memory_for_caches", lambda: 2 * 6 * 4 * lm.backend.vocab_size * 60)
-    engine, fixed = Engine(lm, max_cache_tokens=10_000), {"num_draft_tokens": 12, "draft_width": 8, "draft_budget": 44}
-    engine.submit([1], {"num_beams": 16, "max_new_tokens": 20, **fixed}, draft=lm)
+    # A draft model needs the logits of one level at once.
+    sizes = {"num_draft_tokens": 12, "draft_width": 8, "draft_budget": 44}
+    engine.submit([1], options | sizes, draft=lm)
 
 
 def test_engines_of_one_process_share_the_memory_for_caches(lm, monkeypatch):

@@ -89,34 +89,27 @@ OPTIONS = {
     "suffix, beams": {"draft": "suffix", "num_beams": 3},
     "draft": {"draft": "itself"},
     "draft, beams": {"draft": "itself", "num_beams": 3},
+    # Nodes that are evaluated in parts are recomputed in parts.
+    "16 beams, short memory": {"num_beams": 16, "slots": len(PROMPT) + NEW + 1},
+    "ngram, beams, short memory": {"draft": "ngram", "num_beams": 3, "slots": len(PROMPT) + NEW + 30},
 }
 
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_request_ends_by_name_and_the_others_go_on(clean, spoiled, poison, options):
     options = {"max_new_tokens": NEW, **OPTIONS[options]}
-    draft = options.pop("draft", None)
+    draft, slots = options.pop("draft", None), options.pop("slots", None)
     how = {} if draft is None else {"draft": spoiled if draft == "itself" else draft}
     expected = [specbeam.generate(clean, OTHER, max_new_tokens=NEW, num_beams=n).token_ids for n in (1, 3)]
     assert poison not in expected[0] + expected[1]
     requests = [(PROMPT, options, how), (OTHER, {"max_new_tokens": NEW}, {})]
-    error, text = outcomes(spoiled, *requests)
+    error, text = outcomes(spoiled, *requests, max_cache_tokens=slots)
     assert isinstance(error, NotFinite)
     assert f"logits of {spoiled.source} hold NaN: check its weights" in str(error)
     assert "\n" not in str(error)
     assert text == expected[0]
     with pytest.raises(NotFinite):
         specbeam.generate(spoiled, PROMPT, **options, **how)
-
-
-@pytest.mark.parametrize("slots", [len(PROMPT) + NEW + 1, len(PROMPT) + NEW + 30])
-@pytest.mark.parametrize("options", [{"num_beams": 16}, {"num_beams": 3, "draft": "ngram"}])
-def test_short_memory_changes_no_such_end(spoiled, options, slots):
-    """Nodes that are evaluated in parts are recomputed in parts."""
-    options = {"max_new_tokens": NEW, **options}
-    how = {"draft": options.pop("draft")} if "draft" in options else {}
-    (error,) = outcomes(spoiled, (PROMPT, options, how), max_cache_tokens=slots)
-    assert isinstance(error, NotFinite)
 
 
 def test_the_place_is_named(spoiled, poison):

@@ -109,21 +109,6 @@ def converse(lm, drafts, turns, tokens):
         yield got, run_alone(lm, prompt, options, draft), draft
 
 
-MEMORY = st.sampled_from([None, 500])
-
-
-@given(turns=st.lists(TURN, min_size=2, max_size=6), tokens=MEMORY)
-def test_conversations_are_the_same_bit_for_bit(conversing, turns, tokens):
-    for got, anew, draft in converse(*conversing("cpu"), turns, tokens):
-        if got.finish_reason == "cancelled":
-            assert got.token_ids == anew.token_ids[: len(got.token_ids)]
-        else:
-            assert got.sequences == anew.sequences
-            if draft is None and tokens is None:
-                assert got.stats.reused_tokens + got.stats.nodes_evaluated == anew.stats.nodes_evaluated
-                assert got.stats.peak_slots <= anew.stats.peak_slots
-
-
 DIVIDED = {
     "kind": ({"max_new_tokens": 6, "num_beams": 2, "num_draft_tokens": 2}, "other vocabulary"),
     "who": 0,
@@ -135,16 +120,26 @@ DIVIDED = {
 """The draft prefills 18 nodes in two passes. The second has two nodes, and only one of them was asked about."""
 
 
-@pytest.mark.parametrize("backend", ["torch", "transformers"])
-@settings(max_examples=examples(0.3))
-@given(turns=st.lists(TURN, min_size=2, max_size=4), tokens=MEMORY)
-@example(turns=[DIVIDED], tokens=None)
-def test_conversations_are_the_same_on_every_backend(conversing, backend, turns, tokens):
-    for got, anew, _ in converse(*conversing(backend), turns, tokens):
+@settings(max_examples=examples(2))
+@given(
+    backend=st.sampled_from(["cpu", "cpu", "cpu", "torch", "transformers"]),
+    turns=st.lists(TURN, min_size=2, max_size=6),
+    tokens=st.sampled_from([None, 500]),
+)
+@example(backend="torch", turns=[DIVIDED], tokens=None)
+@example(backend="transformers", turns=[DIVIDED], tokens=None)
+def test_conversations_are_the_same(conversing, backend, turns, tokens):
+    """Bit for bit on ``cpu``, token for token on the others."""
+    for got, anew, draft in converse(*conversing(backend), turns, tokens):
         if got.finish_reason == "cancelled":
             assert got.token_ids == anew.token_ids[: len(got.token_ids)]
-        else:
+        elif backend != "cpu":
             assert [one.token_ids for one in got.sequences] == [one.token_ids for one in anew.sequences]
+        else:
+            assert got.sequences == anew.sequences
+            if draft is None and tokens is None:
+                assert got.stats.reused_tokens + got.stats.nodes_evaluated == anew.stats.nodes_evaluated
+                assert got.stats.peak_slots <= anew.stats.peak_slots
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
@@ -222,16 +217,6 @@ def test_a_draft_model_that_is_idle_for_a_turn_keeps_its_prefix(conversing):
             assert sum(nodes) in read
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-def test_a_draft_model_takes_no_cache_of_another(conversing, backend):
-    lm, drafts = conversing(backend)
-    engine = Engine(lm)
-    for draft in ("model", "other vocabulary", None, "model", "model"):
-        draft = drafts.get(draft)
-        got = ended(engine, PROMPT, GREEDY, draft=draft)
-        assert got.token_ids == run_alone(lm, PROMPT, GREEDY).token_ids
-
-
 @pytest.mark.parametrize(
     ("how", "reason"),
     [({"eos_token_id": []}, "length"), ({"eos_token_id": "a"}, "stop"), ({"stop_strings": ["a"]}, "stop")],
@@ -283,18 +268,6 @@ def test_the_longest_common_prefix_is_taken(lm):
     engine.run()
     assert [one.result().stats.reused_tokens for one in together] == [11, 12, 12]
     assert ended(Engine(lm), [1] * 12).stats.reused_tokens == 0  # another engine
-
-
-def test_conversations_take_turns(lm):
-    """Their prompts begin alike, as prompts of one chat template do."""
-    engine = Engine(lm)
-    conversations = [[256, 10, 11, 12] + [20 + who] * 8 for who in range(2)]
-    for turn in range(4):
-        for who, prompt in enumerate(conversations):
-            got = ended(engine, prompt, {"max_new_tokens": 3, "min_new_tokens": 3})
-            # The last token of a reply is not evaluated.
-            assert got.stats.reused_tokens == (len(prompt) - 6 if turn else 4 * who)
-            conversations[who] = [*prompt, *got.token_ids, 30 + who, 40, 41, 42, 43]
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch", "transformers"])
@@ -355,40 +328,6 @@ def test_a_request_may_share_nothing(lm):
     assert ended(engine, other, GREEDY).stats.reused_tokens == 59
     with pytest.raises(SpecbeamError, match="share_prefix=1 is not allowed: give true or false"):
         specbeam.Options(share_prefix=1)
-
-
-@given(
-    tokens=st.integers(40, 120),
-    kinds=st.lists(
-        st.tuples(st.integers(1, 3), st.integers(1, 40), st.integers(1, 20), st.sampled_from([1, 1, 3])), max_size=8
-    ),
-)
-def test_cached_prefixes_and_requests_stay_within_the_memory(lm, tokens, kinds):
-    gc.collect()  # engines of other tests
-    pool = pool_of(lm.backend)
-    before = pool.in_use
-    engine = Engine(lm, max_cache_tokens=tokens, max_batch_tokens=32)
-    cases = [
-        ([first, *[8] * length], {"max_new_tokens": new_tokens, "num_beams": beams})
-        for first, length, new_tokens, beams in kinds
-    ]
-    requests = []
-    for number, case in enumerate(cases):
-        try:
-            requests.append((engine.submit(*case), case))
-        except SpecbeamError:
-            continue
-        while number % 2 and engine.step():
-            assert engine.cache_tokens <= pool.in_use - before <= tokens
-    while engine.step():
-        assert engine.cache_tokens <= pool.in_use - before <= tokens
-    assert engine.cache_tokens == 0
-    for request, case in requests:
-        got = request.result()
-        assert [s.token_ids for s in got.sequences] == [s.token_ids for s in run_alone(lm, *case).sequences]
-    del engine
-    gc.collect()
-    assert pool.in_use == before
 
 
 def test_an_engine_gets_the_memory_that_another_engine_keeps(lm, monkeypatch):

@@ -143,12 +143,6 @@ def test_a_wrong_priority_or_timeout_is_refused(lm, how, problem):
         Engine(lm).submit([1], ONE, **how)
 
 
-def test_a_wrong_max_waiting_is_refused(lm):
-    for value in (-1, True, 1.0):
-        with pytest.raises(SpecbeamError, match=f"max_waiting={value!r} is not allowed: give at least 0"):
-            Engine(lm, max_waiting=value)
-
-
 def test_an_engine_counts_its_requests(lm):
     engine = Engine(lm, max_requests=2)
     seen = []

@@ -55,10 +55,19 @@ def in_threads(*functions):
         return [one.result(LONG_WAIT) for one in [pool.submit(function) for function in functions]]
 
 
+@pytest.fixture
+def impatient():
+    """Threads that fight for the interpreter: a wake-up that can be lost is lost."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
 # Threads.
 
 
-def test_threads_wait_for_results_and_pieces(lm, expected):
+def test_threads_wait_for_results_and_pieces(lm, expected, impatient):
     with Engine(lm) as engine:
 
         def result(i):
@@ -77,13 +86,6 @@ def test_threads_wait_for_results_and_pieces(lm, expected):
         found = in_threads(*(lambda i=i, do=do: do(i) for do in (result, pieces, wait) for i in range(10)))
     assert found == 3 * expected
     assert engine.cache_tokens == 0
-
-
-def test_a_request_that_was_submitted_before_the_start_is_run(lm, expected):
-    engine = Engine(lm)
-    request = engine.submit([1], OPTIONS)
-    with engine:
-        assert request.result().token_ids == expected[0]
 
 
 def test_a_wait_may_end_before_the_request(lm):
@@ -202,19 +204,6 @@ def test_a_task_that_is_cancelled_cancels_its_request(lm):
     assert all(len(result.token_ids) < 10 for result in results)
 
 
-def test_a_time_limit_of_asyncio_cancels_the_request(lm):
-    async def main():
-        request = engine.submit([1], gated(gate))
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(request, 0.01)
-        gate.open.set()
-        return await request
-
-    gate = Gate()
-    with Engine(lm) as engine:
-        assert asyncio.run(main()).finish_reason == "cancelled"
-
-
 # Callbacks.
 
 
@@ -308,20 +297,6 @@ def test_stop_finishes_all_or_cancels_with_the_text_so_far(lm, expected):
     engine.stop()  # it has stopped
 
 
-def test_an_error_in_the_block_cancels_the_requests(lm):
-    engine, requests = Engine(lm), []
-
-    def leave():
-        with engine:
-            requests.append(engine.submit([1], ENDLESS))
-            raise KeyError
-
-    with pytest.raises(KeyError):
-        leave()
-    (request,) = requests
-    assert request.result().finish_reason == "cancelled"
-
-
 def test_ctrl_c_ends_a_wait_and_the_thread(lm):
     waits, pressed = threading.Event(), []
 
@@ -383,20 +358,16 @@ def test_when_the_thread_ends_with_an_error_everybody_is_woken(lm, expected, cap
     assert engine.cache_tokens == 0
 
 
-def test_a_callback_cannot_stop_the_thread_that_calls_it(lm, caplog):
-    with Engine(lm) as engine:
-        engine.submit([1], OPTIONS).add_done_callback(lambda _: engine.stop())
-    assert "cannot stop it" in caplog.text
-
-
-def test_a_callback_cannot_wait_in_the_thread_that_calls_it(lm, caplog):
+@pytest.mark.parametrize(("forbidden", "says"), [("stop", "cannot stop it"), ("wait", "cannot wait for a request")])
+def test_a_callback_cannot_stop_or_wait_in_the_thread_that_calls_it(lm, caplog, forbidden, says):
     gate = Gate()
     with Engine(lm) as engine:
         longer = engine.submit([2], gated(gate))
         assert gate.reached.wait(LONG_WAIT)
-        engine.submit([1], OPTIONS).add_done_callback(lambda _: longer.result(LONG_WAIT))
+        call = engine.stop if forbidden == "stop" else lambda: longer.result(LONG_WAIT)
+        engine.submit([1], OPTIONS).add_done_callback(lambda _: call())
         gate.open.set()
-    assert "cannot wait for a request" in caplog.text
+    assert says in caplog.text
 
 
 # Everything at once.
@@ -404,7 +375,7 @@ def test_a_callback_cannot_wait_in_the_thread_that_calls_it(lm, caplog):
 
 def test_a_thousand_clients_of_which_many_leave(lm, expected):
     """Tasks, threads and callbacks. Some are cancelled, by themselves or from other threads, at random moments."""
-    count = 1000 if in_thorough_mode() else 300
+    count = 1000 if in_thorough_mode() else 150
     rng = random.Random(0)
 
     async def client(engine, i):
@@ -442,7 +413,7 @@ def test_a_thousand_clients_of_which_many_leave(lm, expected):
 def test_many_starts_and_stops(lm, expected):
     engine = Engine(lm)
     before = threading.active_count()
-    for i in range(50):
+    for i in range(20):
         engine.start()
         request = engine.submit([1], OPTIONS)
         if i % 2:
@@ -452,18 +423,6 @@ def test_many_starts_and_stops(lm, expected):
             in_threads(*[engine.stop] * 3)
             assert request.result().token_ids == expected[0]
     assert threading.active_count() == before
-
-
-def test_threads_that_fight_for_the_interpreter_lose_no_wake_up(lm, expected):
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with Engine(lm) as engine:
-            for _ in range(10):
-                found = in_threads(*(lambda i=i: [*engine.submit([i + 1], OPTIONS)] for i in range(4)))
-                assert [tokens_of(pieces) for pieces in found] == expected[:4]
-    finally:
-        sys.setswitchinterval(before)
 
 
 def test_requests_that_come_together_share_their_first_pass(lm, monkeypatch):

@@ -56,7 +56,7 @@ def test_slots_are_bounded_and_no_bit_changes(loaded, kind):
 
 
 @pytest.mark.parametrize("backend", ["torch", "transformers"])
-@pytest.mark.parametrize("kind", [0, pytest.param(3, marks=pytest.mark.thorough), 4])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.thorough) for kind in (0, 3)), 4])
 def test_texts_stay_on_other_backends(loaded, backend, kind):
     options, draft = KINDS[kind]
     windowed, small, whole = loaded(backend)

@@ -33,11 +33,12 @@ class Running:
         self.server, self.port, self.models, self.key = server, port, models, key
         self.url = f"http://127.0.0.1:{port}"
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self.http = httpx.Client(base_url=self.url, timeout=self.timeout, trust_env=False, headers=headers)
+        how = {"trust_env": False, "verify": False}  # no certificates, which take a while to load
+        self.http = httpx.Client(base_url=self.url, timeout=self.timeout, headers=headers, **how)
 
     def wait(self, **says):
         """Until it listens."""
-        with httpx.Client(transport=httpx.HTTPTransport(retries=10), trust_env=False) as patient:
+        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=10), trust_env=False) as patient:
             assert patient.get(f"{self.url}/health", timeout=60).json() == {"status": "ok", **says}
 
     def client(self, key=None, **how):
@@ -93,13 +94,33 @@ def serving_alone(*arguments, **environment):
                 pytest.fail("".join(log))
             reading = threading.Thread(target=lambda: log.extend(process.stderr))  # else it would fill the pipe
             reading.start()
-            running = Running(int(found[1]))
+            running = Running(int(found[1]), key=environment.get("SPECBEAM_API_KEY"))
             running.process, running.log = process, log
             running.wait()
             yield running
         finally:
             process.kill()
             reading.join()
+
+
+def said_by(tab):
+    """What the console of a tab says, as it comes."""
+    said = []
+    tab.on("console", lambda message: said.append(message.text))
+    tab.on("pageerror", lambda error: said.append(str(error)))
+    return said
+
+
+def assert_is_drawn(tab, trace):
+    """The tab has the nodes of a trace, and the scores as text."""
+    drafted = {token["node"] for one in trace for token in one["drafted"]}
+    beams = {beam["node"]: beam["score"] for one in trace for step in one["steps"] for beam in step}
+    ended = {one["node"] for entry in trace for one in entry["ended"]}
+    assert {int(pill.get_attribute("data-node")) for pill in tab.locator(".pill").all()} == drafted | {*beams} | ended
+    tab.get_by_text("The same as text").click()
+    tab.locator(".rounds").wait_for()
+    shown = tab.locator(".as-text").inner_text()
+    assert all(f"score {score:.3f}" in shown for score in beams.values())
 
 
 @pytest.fixture(scope="session")
@@ -144,8 +165,8 @@ def served(chat_lm, plain_lm, draft_lm):
 class Lines(logging.Handler):
     """The lines of the log as they come."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, level=logging.NOTSET):
+        super().__init__(level)
         self.lines = queue.Queue()
 
     def emit(self, record):

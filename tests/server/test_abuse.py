@@ -183,16 +183,6 @@ def test_an_answer_that_is_not_taken_loses_its_connection(served, monkeypatch):
             client.sendall(requests)
 
 
-def test_a_head_has_a_limit(served):
-    with socket.create_connection(("127.0.0.1", served.port), timeout=60) as client:
-        with contextlib.suppress(ConnectionError):
-            for _ in range(1000):
-                client.sendall(b"GET /health HTTP/1.1\r\nHost: " + b"a" * 10_000)
-        with contextlib.suppress(ConnectionResetError):
-            assert b"too large" in client.recv(1000)
-    assert served.http.get("/health").status_code == 200
-
-
 def test_long_texts_take_turns_and_hold_up_no_short_one(served, monkeypatch):
     """Of more long bodies than may begin at once, two are tokenized at a time."""
     monkeypatch.setattr(app, "LONG_BODY_BYTES", 10_000)
@@ -208,10 +198,8 @@ def test_long_texts_take_turns_and_hold_up_no_short_one(served, monkeypatch):
         long = [clients.submit(served.post, "/tokenize", prompt="a" * 11_000) for _ in range(12)]
         for _ in range(app.MAX_LONG_BODIES):
             assert begun.acquire(timeout=60)
-        assert (
-            served.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=1).status_code
-            == 200
-        )
+        short = served.post("/v1/chat/completions", messages=[{"role": "user", "content": "Hi"}], max_tokens=1)
+        assert short.status_code == 200
         assert not begun.acquire(blocking=False)
         go.set()
         assert [answer.result().json()["count"] for answer in long] == [11_000] * 12

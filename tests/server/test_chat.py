@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
 from openai.types.responses import Response
 
 import specbeam
@@ -14,14 +14,21 @@ MESSAGES = [
 ]
 
 
-def test_the_chat_template_makes_the_prompt(served, chat_lm):
-    given = served.client().chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=12, temperature=0)
+def test_an_answer_has_the_text_and_the_numbers_of_the_engine(served, chat_lm):
+    """The chat template makes the prompt. Log-probabilities have the bytes of the text."""
+    request = {"model": "tiny", "messages": MESSAGES, "max_tokens": 16, "temperature": 0}
+    given = served.client().chat.completions.create(**request, logprobs=True, top_logprobs=3)
     ChatCompletion.model_validate(given.model_dump(), strict=True)
-    expected = specbeam.generate(chat_lm, MESSAGES, max_new_tokens=12)
-    (choice,) = given.choices
+    result = specbeam.generate(chat_lm, MESSAGES, max_new_tokens=16, top_logprobs=3)
+    (choice,), (expected,) = given.choices, result.sequences
     assert (choice.message.role, choice.message.content) == ("assistant", expected.text)
     assert choice.finish_reason == expected.finish_reason
-    assert given.usage.prompt_tokens == expected.stats.prompt_tokens
+    assert given.usage.prompt_tokens == result.stats.prompt_tokens
+    entries = choice.logprobs.content
+    assert [entry.logprob for entry in entries] == expected.log_probs
+    assert bytes(byte for entry in entries for byte in entry.bytes).decode(errors="replace") == expected.text
+    for entry, likeliest in zip(entries, expected.top_logprobs, strict=True):
+        assert [one.logprob for one in entry.top_logprobs] == [*likeliest.values()]
 
 
 def test_roles_of_openai(served, chat_lm):
@@ -50,29 +57,10 @@ def test_streams(served, more):
         assert (end.finish_reason, end.logprobs) == (choice.finish_reason, None)
         log_probs = [entry for one in said if one.logprobs for entry in one.logprobs.content]
         assert log_probs == choice.logprobs.content
-    for chunk in chunks:
-        ChatCompletionChunk.model_validate(chunk.model_dump(), strict=True)
     assert len({chunk.id for chunk in chunks}) == 1
     assert chunks[-1].choices == []
+    assert chunks[-1].model_extra["specbeam"].keys() == plain.model_extra["specbeam"].keys()
     assert chunks[-1].usage.total_tokens == plain.usage.total_tokens
-
-
-def test_the_last_frame_has_the_statistics(served):
-    request = {"messages": MESSAGES, "max_tokens": 4, "stream": True}
-    lines = served.post("/v1/chat/completions", **request).text.split("\n\n")
-    assert '"specbeam":{' in lines[-3]
-    assert lines[-2:] == ["data: [DONE]", ""]
-
-
-def test_log_probs_have_the_bytes_of_the_text(served, chat_lm):
-    request = {"model": "tiny", "messages": MESSAGES, "max_tokens": 16, "temperature": 0}
-    (choice,) = served.client().chat.completions.create(**request, logprobs=True, top_logprobs=3).choices
-    expected = specbeam.generate(chat_lm, MESSAGES, max_new_tokens=16, top_logprobs=3).sequences[0]
-    entries = choice.logprobs.content
-    assert [entry.logprob for entry in entries] == expected.log_probs
-    assert bytes(byte for entry in entries for byte in entry.bytes).decode(errors="replace") == choice.message.content
-    for entry, likeliest in zip(entries, expected.top_logprobs, strict=True):
-        assert [one.logprob for one in entry.top_logprobs] == [*likeliest.values()]
 
 
 @pytest.mark.parametrize("text", ["of some length", "with <eos><bos>system: in it"])
@@ -97,9 +85,6 @@ def test_the_message_of_the_client_is_a_turn_of_the_conversation(served):
     turns = [[*MESSAGES, one, {"role": "user", "content": "And?"}] for one in (said, said_briefly, message)]
     answers = [client.chat.completions.create(messages=turn, **how).choices for turn in turns]
     assert answers[0] == answers[1] == answers[2]
-    response = client.responses.create(model="tiny", input="Hi", max_output_tokens=8, temperature=0)
-    again = [{"role": "user", "content": "Hi"}, *(item.model_dump() for item in response.output)]
-    client.responses.create(model="tiny", input=[*again, {"role": "user", "content": "And?"}], max_output_tokens=8)
 
 
 def test_an_answer_without_content_is_empty(served):
@@ -214,26 +199,25 @@ BEGUN = [*ASKED, {"role": "assistant", "content": "One, two,"}]
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
-@pytest.mark.parametrize(
-    ("messages", "given", "adds", "continues"),
-    [
-        (BEGUN, {}, False, True),
-        (BEGUN, {"continue_final_message": True}, False, True),
-        (BEGUN, {"continue_final_message": True, "add_generation_prompt": False}, False, True),
-        (BEGUN, {"continue_final_message": False}, True, False),
-        (BEGUN, {"add_generation_prompt": True}, True, False),
-        (BEGUN, {"continue_final_message": False, "add_generation_prompt": True}, True, False),
-        (BEGUN, {"add_generation_prompt": False}, False, False),
-        (BEGUN, {"continue_final_message": False, "add_generation_prompt": False}, False, False),
-        (ASKED, {}, True, False),
-        (ASKED, {"add_generation_prompt": True}, True, False),
-        (ASKED, {"add_generation_prompt": False}, False, False),
-        (ASKED, {"continue_final_message": True}, False, True),
-    ],
-)
-def test_where_the_answer_begins(served, chat_lm, path, messages, given, adds, continues):
+@pytest.mark.parametrize("messages", [BEGUN, ASKED])
+@pytest.mark.parametrize("adds", [None, True, False])
+@pytest.mark.parametrize("continues", [None, True, False])
+def test_where_the_answer_begins(served, chat_lm, path, messages, adds, continues):
+    """An answer that was begun goes on, and otherwise one begins, unless the request says what to do."""
+    given = {"add_generation_prompt": adds, "continue_final_message": continues}
+    given = {name: value for name, value in given.items() if value is not None}
+    if adds and continues:
+        error = served.refused(path, messages=messages, **given)
+        assert error["param"] == "continue_final_message"
+        assert "leave one out" in error["message"]
+        return
+    if continues is None:
+        continues = messages == BEGUN and adds is None
     expected = chat_lm.tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=adds, continue_final_message=continues
+        messages,
+        tokenize=False,
+        add_generation_prompt=not continues if adds is None else adds,
+        continue_final_message=continues,
     )
     assert prompt_of(served, path, messages=messages, **given) == expected
 
@@ -257,9 +241,14 @@ def test_variables_of_the_chat_template(served, chat_lm, monkeypatch, path):
         assert served.refused(path, messages=ASKED, chat_template_kwargs=hostile)["param"] == "chat_template_kwargs"
     for name in ("template", "tokenizer", "name", "raise_exception", "range"):
         assert prompt_of(served, path, messages=ASKED, chat_template_kwargs={name: "a", "n": 0}) == "Count1!"
-    monkeypatch.setattr(chat_lm.tokenizer, "chat_template", "{{ 'a' * n }}")
-    error = served.refused(path, messages=ASKED, chat_template_kwargs={"n": 10**9})
-    assert "it needs more than 256 MB of memory" in error["message"]
+
+
+def test_a_hostile_chat_template_costs_one_request(served, chat_lm, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_lm.tokenizer, "chat_template", "{{ 'a' * n }}")
+        error = served.refused("/v1/chat/completions", messages=ASKED, chat_template_kwargs={"n": 10**9})
+    assert error["message"].endswith("refuses these messages: it needs more than 256 MB of memory")
+    assert served.post("/v1/chat/completions", messages=ASKED).status_code == 200
 
 
 def test_neutral_values_of_fields_for_other_models(served):

@@ -89,11 +89,7 @@ def test_other_forms_are_refused(served, given, message):
         assert error["message"].startswith(message)
 
 
-def test_more_texts_than_choices_and_old_names_are_refused(served):
+def test_more_texts_than_choices_are_refused(served):
     fields = {"prompt": "a", "structured_outputs": {"choice": ["a", "b", "b"]}}
     error = served.refused("/v1/completions", **fields, num_beams=4, n=3)
     assert (error["param"], error["message"]) == ("n", "n=3 is more than the 2 texts of structured_outputs.choice")
-    error = served.refused("/v1/completions", prompt="a", guided_choice=["a"])
-    assert error["message"] == "guided_choice is not supported: did you mean structured_outputs?"
-    error = served.refused("/v1/completions", **fields, min_tokens=8, max_tokens=9)
-    assert "structured_outputs" in error["message"]

@@ -12,7 +12,7 @@ import pytest
 
 from specbeam.server.limits import Access, Limits
 from tests.pages import ROOT, blocks
-from tests.server.conftest import serving
+from tests.server.conftest import said_by, serving
 
 NAME = "llm.localhost"
 """In place of the page's name. Browsers take names with this end for this machine."""
@@ -35,13 +35,10 @@ http {{
 
 @contextlib.contextmanager
 def nginx(folder, configuration, port):
-    """nginx with the page's configuration, in front of a server's port.
+    """nginx with the page's configuration, in front of a server's port, with the certificate in the folder.
 
     Gives a function that sends it requests, and its own port.
     """
-    key = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", f"/CN={NAME}"]
-    key += ["-addext", f"subjectAltName=DNS:{NAME}", "-keyout", folder / "key", "-out", folder / "certificate"]
-    subprocess.run(key, check=True, capture_output=True)
     with socket.create_server(("127.0.0.1", 0)) as free:
         own = free.getsockname()[1]
     for theirs, ours in {
@@ -60,8 +57,10 @@ def nginx(folder, configuration, port):
     trust = ssl.create_default_context(cafile=folder / "certificate")
     with (
         subprocess.Popen(command) as process,
-        httpx.Client(transport=httpx.HTTPTransport(verify=trust, retries=10), timeout=60) as client,  # until it listens
+        httpx.Client(transport=httpx.HTTPTransport(verify=trust), timeout=60) as client,
     ):
+        while not (folder / "pid").exists():  # it is written once nginx listens
+            assert process.poll() is None
 
         def ask(path, method="GET", host=NAME, **how):
             how["headers"] = {"host": host, **how.get("headers", {})}
@@ -82,8 +81,18 @@ def texts():
     return whole, location
 
 
+@pytest.fixture(scope="module")
+def folder(texts, tmp_path_factory):
+    """The folder of nginx, with a certificate."""
+    folder = tmp_path_factory.mktemp("nginx")
+    key = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    key += ["-subj", f"/CN={NAME}", "-addext", f"subjectAltName=DNS:{NAME}"]
+    subprocess.run([*key, "-keyout", folder / "key", "-out", folder / "certificate"], check=True, capture_output=True)
+    return folder
+
+
 @pytest.fixture(scope="module", params=["/", "/llm/"])
-def proxied(request, texts, chat_lm, tmp_path_factory):
+def proxied(request, texts, chat_lm, folder):
     """A server behind nginx: a function that sends nginx requests, nginx's port, and the prefix of all paths."""
     whole, location = texts
     if request.param == "/llm/":
@@ -91,7 +100,7 @@ def proxied(request, texts, chat_lm, tmp_path_factory):
         whole = whole[:begin] + location + "}\n"
     with (
         serving({"tiny": chat_lm}, access=Access(allowed_hosts=(NAME,)), limits=Limits()) as server,
-        nginx(tmp_path_factory.mktemp("nginx"), whole, server.port) as (ask, port),
+        nginx(folder, whole, server.port) as (ask, port),
     ):
         yield ask, port, request.param
 
@@ -117,39 +126,41 @@ def test_requests_pass_through(proxied, log):
     assert ask(f"{prefix}v1/models", headers={"origin": f"https://{NAME}"}).status_code == 200
 
 
-def test_the_page_works_through_it(proxied, browser):
-    _, port, prefix = proxied
+@contextlib.contextmanager
+def growing(browser, port, prefix="/"):
+    """A tab in which a tree begins to grow, and what its console said."""
     with contextlib.closing(browser.new_context(ignore_https_errors=True)) as context:
-        tab, said = context.new_page(), []
-        tab.on("console", lambda message: said.append(message.text))
-        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab = context.new_page()
+        said = said_by(tab)
         tab.goto(f"https://{NAME}:{port}{prefix}#view=tree&prompt=ab+ab&as=raw&draft=ngram&max_tokens=6")
         tab.get_by_label("Speed").select_option("Infinity")
         tab.get_by_role("button", name="Grow the tree").click()
+        yield tab, said
+
+
+def test_the_page_works_through_it(proxied, browser):
+    _, port, prefix = proxied
+    with growing(browser, port, prefix) as (tab, said):
         tab.get_by_role("button", name="Replay", exact=True).wait_for()
         assert tab.locator(".pill").count() > 0
         assert said == []
         assert tab.evaluate("fetch('page/replay.html').then((response) => response.status)") == 200
 
 
-def test_plain_proxy_pass_shows_the_page(texts, chat_lm, browser, tmp_path):
+@pytest.mark.parametrize("hosts", [(), (NAME,)])
+def test_plain_proxy_pass_shows_the_page(texts, chat_lm, browser, folder, hosts):
     """Without a line about the host, nginx names the address of proxy_pass, and browsers name the page in Origin."""
     whole, _ = texts
     plain = "".join(line for line in whole.splitlines(keepends=True) if "proxy_set_header Host" not in line)
     plain = plain.replace("proxy_pass http://specbeam;", "proxy_pass http://127.0.0.1:8000;").replace(
         "upstream specbeam {\n    server 127.0.0.1:8000;\n    keepalive 32;\n}\n", ""
     )
-    for hosts in ((), (NAME,)):
-        (folder := tmp_path / str(len(hosts))).mkdir()
-        with (
-            serving({"tiny": chat_lm}, access=Access(allowed_hosts=hosts)) as server,
-            nginx(folder, plain, server.port) as (_, port),
-            contextlib.closing(browser.new_context(ignore_https_errors=True)) as context,
-        ):
-            tab = context.new_page()
-            tab.goto(f"https://{NAME}:{port}/#view=tree&prompt=ab+ab&as=raw&draft=ngram&max_tokens=6")
-            tab.get_by_role("button", name="Grow the tree").click()
-            if hosts:
-                tab.get_by_role("button", name="Replay", exact=True).wait_for()
-            else:
-                tab.get_by_text("start it with --allowed-host").first.wait_for()
+    with (
+        serving({"tiny": chat_lm}, access=Access(allowed_hosts=hosts)) as server,
+        nginx(folder, plain, server.port) as (_, port),
+        growing(browser, port) as (tab, _),
+    ):
+        if hosts:
+            tab.get_by_role("button", name="Replay", exact=True).wait_for()
+        else:
+            tab.get_by_text("start it with --allowed-host").first.wait_for()

@@ -15,7 +15,7 @@ from specbeam.recording import event_line, events
 from specbeam.server.limits import Access
 from specbeam.server.page import HEADERS
 from tests.conftest import reference_model
-from tests.server.conftest import serving
+from tests.server.conftest import assert_is_drawn, said_by, serving
 from tests.server.test_life import Gate, wait_for
 
 PAGE = Path(specbeam.__file__).parent / "server/page"
@@ -48,9 +48,8 @@ def served(served, chat_lm, lm):
 def tab(browser, served):
     """A tab that may log nothing, and may ask no other host for anything."""
     context = browser.new_context(reduced_motion="reduce", viewport={"width": 1400, "height": 900})
-    tab, said, hosts = context.new_page(), [], set()
-    tab.on("console", lambda message: said.append(message.text))
-    tab.on("pageerror", lambda error: said.append(str(error)))
+    tab, hosts = context.new_page(), set()
+    said = said_by(tab)
     tab.on("request", lambda request: hosts.add(request.url.split("/")[2]))
     yield tab
     context.close()
@@ -71,6 +70,14 @@ def grow(tab):
     tab.get_by_role("button", name="Replay", exact=True).wait_for()
 
 
+def load(tab, lines):
+    """Open a recording."""
+    tab.get_by_label("Speed").select_option("Infinity")
+    file = {"name": "run.jsonl", "mimeType": "application/jsonl", "buffer": lines.encode()}
+    tab.locator("input[type=file]").set_input_files(file)
+    tab.get_by_role("button", name="Replay", exact=True).wait_for()
+
+
 def saved(tab):
     with tab.expect_download() as download:
         tab.get_by_role("button", name="Save", exact=True).click()
@@ -80,29 +87,32 @@ def saved(tab):
 BEAMS = {"num_beams": 4, "num_draft_tokens": 3, "draft_width": 3}
 
 
+@pytest.fixture
+def rounds(tab, served, lm):
+    """The rounds of the beams that the tab shows."""
+    show(tab, served, **BEAMS)
+    grow(tab)
+    tab.get_by_role("button", name="Fit").click()
+    return trace_of(lm, **BEAMS).trace
+
+
 @on_a_real_model_too
 def test_the_tree_has_every_node_and_score_of_the_trace(tab, served, lm):
     show(tab, served, **BEAMS)
     grow(tab)
     text = trace_of(lm, **BEAMS)
-    drawn = {
-        int(one.get_attribute("data-node")): one.get_attribute("class").split() for one in tab.locator(".pill").all()
-    }
     drafted = {token["node"] for one in text.trace for token in one["drafted"]}
-    beams = {beam["node"]: beam for one in text.trace for step in one["steps"] for beam in step}
-    ended = {one["node"] for entry in text.trace for one in entry["ended"]}
-    assert {*drawn} == drafted | {*beams} | ended
-    for node, classes in drawn.items():
-        assert ("accepted" in classes) == (node in drafted and node in beams)
-        assert ("rejected" in classes) == (node in drafted and node not in beams)
-    assert {node for node, classes in drawn.items() if "best" in classes} == {*path_of(text.trace, text.token_ids)}
-    tab.get_by_text("The same as text").click()
-    tab.locator(".rounds").wait_for()
-    shown = tab.locator(".as-text").inner_text()
-    for beam in beams.values():
-        assert f"score {beam['score']:.3f}" in shown
-    assert shown.count("(accepted)") == text.stats.accepted
+    beams = {beam["node"] for one in text.trace for step in one["steps"] for beam in step}
+    assert nodes_of(tab, "accepted") == drafted & beams
+    assert nodes_of(tab, "rejected") == drafted - beams
+    assert nodes_of(tab, "best") == {*path_of(text.trace, text.token_ids)}
+    assert_is_drawn(tab, text.trace)
+    assert tab.locator(".as-text").inner_text().count("(accepted)") == text.stats.accepted
     assert text.stats.accepted > 0 or lm.source != REAL  # the tiny one repeats nothing
+
+
+def nodes_of(tab, kind):
+    return {int(one.get_attribute("data-node")) for one in tab.locator(f".pill.{kind}").all()}
 
 
 def pill(tab, node):
@@ -127,11 +137,7 @@ def path_of(rounds, tokens):
     return path
 
 
-def test_a_token_under_the_pointer_tells_its_numbers(tab, served, lm):
-    show(tab, served, **BEAMS)
-    grow(tab)
-    tab.get_by_role("button", name="Fit").click()
-    rounds = trace_of(lm, **BEAMS).trace
+def test_a_token_under_the_pointer_tells_its_numbers(tab, rounds):
     beam = rounds[-1]["steps"][-1][1]
     pill(tab, beam["node"]).hover()
     tip = tab.locator(".tip")
@@ -146,11 +152,7 @@ def test_a_token_under_the_pointer_tells_its_numbers(tab, served, lm):
     assert tip.count() == 0
 
 
-def test_a_rejected_draft_token_tells_what_came_in_its_place(tab, served, lm):
-    show(tab, served, **BEAMS)
-    grow(tab)
-    tab.get_by_role("button", name="Fit").click()
-    rounds = trace_of(lm, **BEAMS).trace
+def test_a_rejected_draft_token_tells_what_came_in_its_place(tab, rounds):
     chosen = {}  # by the node before: the best beam that goes on from it
     for beam in (beam for one in rounds for step in one["steps"] for beam in step):
         chosen.setdefault(beam["after"], beam)
@@ -167,10 +169,7 @@ def test_a_rejected_draft_token_tells_what_came_in_its_place(tab, served, lm):
     assert "came instead" not in about.inner_text()
 
 
-def test_what_all_beams_share_is_a_line_of_text(tab, served, lm):
-    show(tab, served, **BEAMS)
-    grow(tab)
-    rounds = trace_of(lm, **BEAMS).trace
+def test_what_all_beams_share_is_a_line_of_text(tab, rounds):
     phases, certain, nodes = 0, [], {}
     for one in rounds[:-1]:  # the last one makes the whole text certain
         phases += 1 + bool(one["drafted"])
@@ -233,34 +232,25 @@ def test_a_replay_and_a_reload_give_the_same_picture(tab, served):
     picture, file = tab.locator(".world").inner_html(), saved(tab)
     tab.reload()
     assert tab.get_by_label("Prompt").input_value() == PROMPT
-    tab.get_by_label("Speed").select_option("Infinity")
-    content = {"name": "run.jsonl", "mimeType": "application/jsonl", "buffer": file.encode()}
-    tab.locator("input[type=file]").set_input_files(content)
-    tab.get_by_role("button", name="Replay", exact=True).wait_for()
+    load(tab, file)
     assert tab.locator(".world").inner_html() == picture
-    tab.locator("input[type=file]").set_input_files({**content, "buffer": b'{"event": "other"}'})
+    load(tab, '{"event": "other"}')
     assert "no recording of specbeam" in tab.get_by_role("alert").inner_text()
 
 
-def recording(beams, steps):
-    """A run of beams that each go on from themselves. Node ``beams * step + row + 1`` is drawn at that step and row."""
-    rounds = []
-    for step in range(steps):
-        nodes = [beams * step + row + 1 for row in range(beams)]
-        token = {"text": " a", "log_prob": -0.5}
-        line = [
-            {"node": node, "after": max(0, node - beams), "token_id": row, "score": -row, **token}
-            for row, node in enumerate(nodes)
-        ]
-        cost = {"target_passes": 1, "draft_passes": 0, "nodes": beams, "seconds": step + 1.0}
-        empty = {"drafted": [], "ahead": [], "ended": [], "dropped": [], "certain": [], "text": ""}
-        evaluated = [one["after"] for one in line]
-        rounds.append({"event": "round", **empty, "evaluated": evaluated, "steps": [line], "pass": cost})
-    sequence = {"text": " a" * steps, "token_ids": [0] * steps, "log_prob": 0.0, "score": 0.0}
-    sequence["finish_reason"] = "length"
-    begin = {"event": "begin", "format": 1, "options": {"num_beams": beams}, "prompt": []}
-    events = [begin, *rounds, {"event": "end", "sequences": [sequence], "stats": {}}]
-    return "\n".join(map(json.dumps, events)).encode()
+def beam(node, after, text):
+    return {"node": node, "after": after, "token_id": ord(text), "text": text, "log_prob": -0.5, "score": -0.5}
+
+
+def recording(text, *rounds):
+    """A run of beams with this text. Of each round, what is not empty."""
+    lists = ("evaluated", "drafted", "steps", "ahead", "ended", "dropped", "certain")
+    empty = {"event": "round", "text": "", **{name: [] for name in lists}}
+    empty["pass"] = {"target_passes": 1, "draft_passes": 0, "nodes": 1, "seconds": 1.0}
+    sequence = {"text": text, "token_ids": [*map(ord, text)], "log_prob": 0.0, "score": 0.0, "finish_reason": "length"}
+    begin = {"event": "begin", "format": 1, "options": {"num_beams": 2}, "prompt": []}
+    end = {"event": "end", "sequences": [sequence], "stats": {"evaluated_beams": 1.0}}
+    return "\n".join(map(json.dumps, [begin, *(empty | one for one in rounds), end]))
 
 
 @pytest.fixture
@@ -277,10 +267,7 @@ def lazy(confident, give_costs):
 def test_deferred_beams_look_different_and_the_best_text_goes_on_without_them(tab, served, lazy):
     result, lines = lazy
     show(tab, served)
-    tab.get_by_label("Speed").select_option("Infinity")
-    file = {"name": "run.jsonl", "mimeType": "application/jsonl", "buffer": lines.encode()}
-    tab.locator("input[type=file]").set_input_files(file)
-    tab.get_by_role("button", name="Replay", exact=True).wait_for()
+    load(tab, lines)
     evaluated = {node for one in result.trace for node in one["evaluated"]}
     steps = [step for one in result.trace for step in one["steps"]]
     deferred = {beam["node"] for step in steps[:-1] for beam in step} - evaluated
@@ -332,40 +319,16 @@ def path_to(node, beams):
     return path
 
 
-def nodes_of(tab, kind):
-    return {int(one.get_attribute("data-node")) for one in tab.locator(f".pill.{kind}").all()}
-
-
 def test_a_search_that_went_back_draws_the_beams_of_the_step(tab, served):
     """Lazy search goes back where memory is short. The beams that were ahead are dropped, and the step has others."""
-
-    def beam(node, after, text, **more):
-        token = {"token_id": ord(text), "text": text, "log_prob": -0.5, "score": -0.5}
-        return {"node": node, "after": after, **token, **more}
-
-    lists = ("drafted", "ended", "dropped", "certain", "steps", "ahead")
-    step = [beam(4, 1, "d"), beam(5, 1, "c")]
-    empty = {"event": "round", "text": "", **{name: [] for name in lists}}
-    empty["pass"] = {"target_passes": 1, "draft_passes": 0, "nodes": 1, "seconds": 1.0}
-    sequence = {"text": "ac", "token_ids": [97, 99], "log_prob": 0.0, "score": 0.0, "finish_reason": "length"}
-    run = [
-        {"event": "begin", "format": 1, "options": {"num_beams": 2}, "prompt": []},
-        {**empty, "evaluated": [0], "steps": [[beam(1, 0, "a"), beam(2, 0, "b")]]},
-        {**empty, "evaluated": [1], "ahead": [beam(3, 1, "c")]},
-        {
-            **empty,
-            "evaluated": [1, 2],
-            "steps": [step],
-            "dropped": [3],
-            "text": "a " * 99,
-        },
-        {"event": "end", "sequences": [sequence], "stats": {"evaluated_beams": 1.0}},
-    ]
+    run = recording(
+        "ac",
+        {"evaluated": [0], "steps": [[beam(1, 0, "a"), beam(2, 0, "b")]]},
+        {"evaluated": [1], "ahead": [beam(3, 1, "c")]},
+        {"evaluated": [1, 2], "steps": [[beam(4, 1, "d"), beam(5, 1, "c")]], "dropped": [3], "text": "a " * 99},
+    )
     show(tab, served)
-    tab.get_by_label("Speed").select_option("Infinity")
-    content = "\n".join(map(json.dumps, run)).encode()
-    tab.locator("input[type=file]").set_input_files({"name": "run.jsonl", "mimeType": "", "buffer": content})
-    tab.get_by_role("button", name="Replay", exact=True).wait_for()
+    load(tab, run)
     assert nodes_of(tab, "best") == {1, 5}
     rows = {node: pill(tab, node).bounding_box()["y"] for node in (3, 4, 5)}
     assert rows[4] < rows[5] < rows[3]
@@ -404,9 +367,7 @@ def test_a_run_is_saved_as_a_page_of_its_own(tab, served, tmp_path):
         tab.get_by_role("button", name="Save page").click()
     download.value.save_as(tmp_path / "run.html")
     page = tab.context.new_page()
-    said = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
+    said = said_by(page)
     page.set_viewport_size({"width": 1400, "height": 900})
     page.goto((tmp_path / "run.html").as_uri())
     page.get_by_label("Speed").select_option("Infinity")
@@ -417,19 +378,14 @@ def test_a_run_is_saved_as_a_page_of_its_own(tab, served, tmp_path):
     assert said == []
 
 
-def test_the_picture_cannot_be_scrolled_away_from_its_tree(tab, served):
-    show(tab, served, **BEAMS)
-    grow(tab)
+def test_a_movement_without_a_rest_draws_the_nodes_that_come_into_the_window(tab, served):
+    beams, steps = 8, 300  # each beam goes on from itself: a node is drawn at its step, in the row of its beam
+    lines = [[*range(beams * step + 1, beams * step + beams + 1)] for step in range(steps)]
+    letters = [[beam(node, max(0, node - beams), "abcdefgh"[node % beams]) for node in line] for line in lines]
+    show(tab, served)
+    load(tab, recording("b" * steps, *({"steps": [line]} for line in letters)))
     scroll = "(box) => { box.scrollTop = 200; box.scrollLeft = 200; return [box.scrollTop, box.scrollLeft]; }"
     assert tab.locator(".canvas").evaluate(scroll) == [0, 0]  # as a search in the page does
-
-
-def test_a_movement_without_a_rest_draws_the_nodes_that_come_into_the_window(tab, served):
-    beams, steps = 8, 300
-    show(tab, served)
-    tab.get_by_label("Speed").select_option("Infinity")
-    file = {"name": "run.jsonl", "mimeType": "application/jsonl", "buffer": recording(beams, steps)}
-    tab.locator("input[type=file]").set_input_files(file)
     tab.locator(f"[data-node='{beams * steps}']").wait_for()  # the tree is shown at its end
     width = tab.locator(".canvas").bounding_box()["width"]
     columns = int(width // 92) - 1
@@ -477,8 +433,7 @@ def test_a_branch_goes_on_and_its_prefix_is_cached(tab, served, lm):
 
 def test_a_race_ends_with_the_same_text(tab, served):
     show(tab, served, view="race", num_beams=1, max_tokens=24)
-    tab.get_by_role("button", name="Race", exact=True).last.click()
-    tab.locator(".verdict").wait_for()
+    fill_race(tab)
     assert "Same text: all 24 tokens are equal" in tab.locator(".verdict").inner_text()
     plain, drafted = (lane.locator(".raced").inner_text() for lane in tab.locator(".lane").all())
     assert plain == drafted
@@ -489,25 +444,17 @@ def test_a_race_ends_with_the_same_text(tab, served):
 def test_a_race_of_greedy_search_and_beams_tells_where_the_texts_differ(tab, served, lm):
     show(tab, served, view="race", num_beams=4)
     tab.get_by_label("greedy against beams").check()
-    tab.get_by_role("button", name="Race", exact=True).last.click()
-    tab.locator(".verdict").wait_for()
+    fill_race(tab)
     greedy, beams = (trace_of(lm, num_beams=count).sequences[0] for count in (1, 4))
     place = next(i for i, pair in enumerate(zip(greedy.token_ids, beams.token_ids, strict=True), 1) if len({*pair}) > 1)
     verdict = f"from token {place} on. Log-probabilities: greedy {greedy.log_prob:.3f}, beams {beams.log_prob:.3f}."
     assert verdict in tab.locator(".verdict").inner_text()
 
 
-def test_the_text_goes_on_from_a_token_of_a_beam_that_lost(tab, served, lm):
-    show(tab, served, **BEAMS)
-    grow(tab)
-    tab.get_by_role("button", name="Fit").click()
-    rounds = trace_of(lm, **BEAMS).trace
+def test_the_text_goes_on_from_a_token_of_a_beam_that_lost(tab, rounds, lm):
     nodes = {beam["node"]: beam for one in rounds for step in one["steps"] for beam in step}
-    node = lost = rounds[-1]["steps"][-1][-1]["node"]
-    path = []
-    while node in nodes:
-        path.insert(0, nodes[node]["token_id"])
-        node = nodes[node]["after"]
+    lost = rounds[-1]["steps"][-1][-1]["node"]
+    path = [nodes[node]["token_id"] for node in path_to(lost, nodes)]
     pill(tab, lost).click()
     tab.get_by_role("button", name="Go on after this token").click()
     tab.get_by_text("were cached").wait_for()
@@ -566,28 +513,31 @@ def test_tokens_that_a_constraint_masks_are_greyed(tab, served, lm):
     tab.get_by_text("The same as text").click()
     words = f"“{first[0]['text']}” {100 * np.exp(first[0]['log_prob']):.0f} %"
     assert f"Masked by the constraint: {words}" in tab.locator(".rounds li").first.inner_text()
-    paste = (
-        "(field) => { field.value = 'a\\n'.repeat(1001); field.dispatchEvent(new Event('input', {bubbles: true})); }"
-    )
-    tab.get_by_label("Only these answers").evaluate(paste)
-    tab.get_by_role("button", name="Grow the tree").click()
-    assert "at most 1000 items" in tab.locator("#field-structured_outputs-help.wrong").inner_text()
 
 
-def test_a_refusal_stands_beside_its_field(tab, served):
-    show(tab, served, num_beams=50)
+TOO_MANY = "List should have at most 1000 items after validation, not 1001"
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "label", "says"),
+    [
+        ("num_beams", 50, "Beams", "num_beams=50 is more than this server's limit of 32"),
+        ("structured_outputs", "a%0A" * 1001, "Only these answers", f"structured_outputs.choice: {TOO_MANY}"),
+    ],
+)
+def test_a_refusal_stands_beside_its_field(tab, served, field, value, label, says):
+    show(tab, served, **{field: value})
     tab.get_by_role("button", name="Grow the tree").click()
-    beams = tab.get_by_label("Beams")
     tab.get_by_role("alert").wait_for()
-    assert beams.get_attribute("aria-invalid") == "true"
-    about = tab.locator(f"#{beams.get_attribute('aria-describedby')}").inner_text()
-    assert about == "num_beams=50 is more than this server's limit of 32"
+    field = tab.get_by_label(label)
+    assert field.get_attribute("aria-invalid") == "true"
+    assert tab.locator(f"#{field.get_attribute('aria-describedby')}").inner_text() == says
 
 
 def test_many_tabs_get_their_texts(browser, served, lm):
     """A browser has 6 connections to a host."""
     context = browser.new_context(reduced_motion="reduce", viewport={"width": 400, "height": 300})
-    tabs = [context.new_page() for _ in range(8)]
+    tabs = [context.new_page() for _ in range(7)]
     for i, tab in enumerate(tabs):
         show(tab, served, prompt=f"tab {i} tab {i}", num_beams=1 + i % 2)
         tab.get_by_label("Speed").select_option("Infinity")
@@ -619,30 +569,9 @@ def test_an_example_shows_what_it_is_about_within_ten_seconds(tab, served, examp
     tab.locator(f".pill.{what}").first.wait_for(timeout=10_000)
 
 
-def test_a_closed_tab_frees_its_request(browser, served):
-    def cancelled():
-        line = 'specbeam_requests_total{endpoint="/rounds/completions",outcome="cancelled"} '
-        return served.http.get("/metrics").text.partition(line)[2].partition("\n")[0]
-
-    engine, before = served.models.get(None).engine, cancelled()
-    context = browser.new_context()
-    tab = context.new_page()
-    show(tab, served, num_beams=4, max_tokens=200, draft="none")
-    with Gate(engine) as gate:
-        tab.get_by_role("button", name="Grow the tree").click()
-        wait_for(served, lambda: engine.live + engine.waiting == 2)
-        gate.passes.release(4)
-        tab.locator(".pill").first.wait_for()
-        context.close()
-        wait_for(served, lambda: cancelled() != before)
-        gate.passes.release()
-        wait_for(served, lambda: engine.live + engine.waiting == 1)  # the gate alone
-
-
 def test_the_page_asks_for_the_key(browser, start, plain_lm):
     with start({"tiny": plain_lm}, access=Access(api_keys=("secret",))) as running:
-        context = browser.new_context()
-        tab = context.new_page()
+        tab = browser.new_page()
         tab.goto(running.url)
         tab.get_by_label("API key").fill("wrong")
         tab.get_by_role("button", name="Use this key").click()
@@ -650,7 +579,7 @@ def test_the_page_asks_for_the_key(browser, start, plain_lm):
         tab.get_by_label("API key").fill("secret")
         tab.get_by_role("button", name="Use this key").click()
         tab.locator("option[value=tiny]").wait_for(state="attached")
-        context.close()
+        tab.close()
 
 
 def fill_tree(tab):
@@ -687,10 +616,9 @@ def fill_chat(tab):
 def test_axe_finds_no_serious_fault(browser, served, scheme, width):
     if not AXE.is_file():
         pytest.skip("axe-core is not on this machine: make .venv/npm")
-    context = browser.new_context(
+    tab = browser.new_page(
         color_scheme=scheme, viewport={"width": width, "height": 844}, bypass_csp=True, reduced_motion="reduce"
     )
-    tab = context.new_page()
     fill = {"tree": fill_tree, "race": fill_race, "branch": fill_branch, "chat": fill_chat}
     for view, act in fill.items():
         show(tab, served, view=view, **BEAMS)
@@ -703,19 +631,18 @@ def test_axe_finds_no_serious_fault(browser, served, scheme, width):
             bad = [one for one in found if one["impact"] in ("serious", "critical")]
             assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in bad] == [], (view, state)
             assert tab.evaluate("document.documentElement.scrollWidth") <= width
-    context.close()
+    tab.close()
 
 
 def test_the_first_picture_waits_for_no_request_but_its_own_files(browser, served):
-    context = browser.new_context()
-    tab, paths = context.new_page(), []
+    tab, paths = browser.new_page(), []
     tab.route("**/v1/models", lambda route: paths.append("/held"))  # without an answer
     tab.on("response", lambda response: paths.append(response.url.removeprefix(served.url)))
     tab.goto(served.url)
     tab.get_by_text("Beams grow here.").wait_for()
     tab.wait_for_function("performance.getEntriesByName('first-contentful-paint').length == 1")  # a frame later
     assert {path.split("/")[1] for path in paths} == {"", "page", "held"}
-    context.close()
+    tab.close()
 
 
 def test_the_files_are_small_and_served_with_a_policy(served):

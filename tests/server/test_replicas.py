@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 import specbeam
-from specbeam import cli
 from tests.conftest import in_thorough_mode
 from tests.server.conftest import Running
 from tests.server.test_life import connect
@@ -282,20 +281,3 @@ def test_a_full_server_that_stops(long_lm):
             else:
                 assert (answer.status, answer.getheader("retry-after")) in ((429, "1"), (503, "1"))
         assert 2 <= sum(answer.status == 200 for answer in answers) <= 4
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [(["--replicas", "2"], "--launcher ray"), (["--launcher", "ray", "--replicas", "0"], "at least 1")],
-)
-def test_mistakes_are_one_line(chat_lm, capsys, arguments, says):
-    assert cli.main(["serve", "--port", "0", "--model", str(chat_lm.source), *arguments]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert says in line
-
-
-def test_without_ray(chat_lm, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    assert cli.main(["serve", "--port", "0", "--model", str(chat_lm.source), "--launcher", "ray"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "specbeam[ray]" in line
