@@ -142,18 +142,19 @@ def test_logits_come_in_the_order_they_were_asked_for(lm, chunk):
     torch.testing.assert_close(strategy.seen[1], expected[[1]], atol=2e-4, rtol=0)
 
 
-def test_slots_are_used_again(lm, monkeypatch):
+def test_slots_are_used_again(save, monkeypatch):
     """The KV cache grows to the most slots that are needed at once, not with every request."""
+    lm = specbeam.load(save(random_model("llama")), backend="torch")  # no other engine shares its slots
     reserve, most = lm.backend.reserve, []
     monkeypatch.setattr(lm.backend, "reserve", lambda slots: most.append(slots) or reserve(slots))
     engine = Engine(lm, max_cache_tokens=400)
     options = Options(max_new_tokens=20, min_new_tokens=20, num_beams=4)
-    for n in range(8):
+    for n in range(20):
         engine.submit([n] * 130, options)
         engine.run()
         if n < 3:
             before = len(most)
-    assert len(most) == before
+    assert len(most) == before > 0
 
 
 def test_making_room_can_be_tried_again(monkeypatch):
