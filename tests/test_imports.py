@@ -6,7 +6,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import specbeam
-from tests import pages
+from tests.pages import ROOT as REPOSITORY
 
 ROOT = Path(specbeam.__file__).parent
 
@@ -88,14 +88,14 @@ def test_the_lowest_layers_stay_low():
 
 def test_the_checks_without_torch_import_no_torch():
     """Neither the test files that `.ci/without-torch` names nor what they import from other tests."""
-    command = (pages.ROOT / ".ci/without-torch").read_text(encoding="utf-8").rpartition("-m pytest")[2]
+    command = (REPOSITORY / ".ci/without-torch").read_text(encoding="utf-8").rpartition("-m pytest")[2]
     words = subprocess.run(
-        ["bash", "-c", f"echo {command}"], cwd=pages.ROOT, capture_output=True, text=True, check=True
+        ["bash", "-c", f"echo {command}"], cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
-    todo = [pages.ROOT / word for word in words.stdout.split() if word.startswith("tests/")]
-    assert pages.ROOT / "tests/test_tree.py" in todo
+    todo = [REPOSITORY / word for word in words.stdout.split() if word.startswith("tests/")]
+    assert REPOSITORY / "tests/test_tree.py" in todo
     for path in todo:
         for name in imported_names(path):
             assert name.split(".")[0] not in ("torch", "transformers"), f"{path} imports {name}"
             if name.startswith("tests."):
-                todo.append((pages.ROOT / name.rpartition(".")[0].replace(".", "/")).with_suffix(".py"))
+                todo.append((REPOSITORY / name.rpartition(".")[0].replace(".", "/")).with_suffix(".py"))
