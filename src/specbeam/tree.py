@@ -274,6 +274,8 @@ class Tree:
 
     def path(self, node: int) -> Nodes:
         """The nodes from the root down to a live node."""
+        if node == self.tip:
+            return self.prefix
         (path,) = self.paths(np.array([node]))
         return path
 

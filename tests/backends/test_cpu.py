@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,10 @@ from specbeam import Engine, SpecbeamError
 from specbeam.backends.contract import Segment
 from specbeam.backends.cpu import CpuBackend, weights
 from specbeam.backends.cpu.library import FUNCTIONS, ModelConfigStruct, SegmentStruct, choose_isa, find, library
+from specbeam.cache.slots import Slots
 from specbeam.checkpoints import open_checkpoint
 from specbeam.model import LanguageModel
+from specbeam.tree import Tree
 from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import random_model
 
@@ -230,6 +233,8 @@ def folder(save):
 
 PROMPTS = [[1, 2, 3, 1, 2, 3], [7] * 40, [*range(20, 90)]]
 
+loaded_once = cache(loaded)
+
 
 @pytest.mark.parametrize(
     ("architecture", "quantize"),
@@ -256,6 +261,34 @@ def test_texts_and_scores_are_the_same_bits_in_any_batch(save, architecture, qua
                 engine.run()
                 got = [[(s.token_ids, s.score) for s in r.result().sequences] for r in requests]
                 assert got == alone
+
+
+@given(st.lists(st.integers(0, 9), max_size=12))
+def test_logits_are_the_same_bits_whichever_nodes_want_them(folder, wanted):
+    """The last layer computes only the keys and values of the other nodes. Later nodes see those."""
+    lm = loaded_once(folder)
+    trees = [Tree([*range(30, 36)]), Tree([*range(50, 54)])]
+    children = [tree.add([tree.tip] * 2, [7, 8]) for tree in trees]
+
+    def logits(*wanted):
+        places = [Slots(tree, lm.backend) for tree in trees]
+        first = [
+            slots.segment(slots.prepare(tree.prefix), np.array(those, np.int64))
+            for slots, tree, those in zip(places, trees, wanted, strict=True)
+        ]
+        found = lm.backend.forward(first)
+        for slots, tree in zip(places, trees, strict=True):
+            slots.evaluated(tree.prefix)
+        later = [slots.segment(below, np.arange(2)) for slots, below in zip(places, children, strict=True)]
+        below = lm.backend.forward(later)
+        for slots in places:
+            slots.close()
+        return found.numpy(), below.numpy()
+
+    every, below = logits(np.arange(6), np.arange(4))
+    some, below_some = logits([n for n in wanted if n < 6], [n - 6 for n in wanted if n >= 6])
+    np.testing.assert_array_equal(some, every[sorted(wanted, key=lambda n: n >= 6)])
+    np.testing.assert_array_equal(below_some, below)
 
 
 def test_threads_and_instruction_sets(folder, monkeypatch):

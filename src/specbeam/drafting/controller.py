@@ -208,15 +208,18 @@ class Controller:
         if matched == 0 and not sizes.depths[0]:
             return plain, best
         for width in sizes.widths:
-            chosen = 1 + np.cumsum(self._surviving(drafts, width, sizes.depths[-1], matched))
+            chosen = (1 + np.cumsum(self._surviving(drafts, width, sizes.depths[-1], matched))).tolist()
             for depth in filter(None, sizes.depths):
                 draft_tokens = sizes.draft_tokens(width, depth)
                 if draft_tokens > sizes.max_draft_tokens and best[1]:
                     break
                 drafting = self.draft_cost(sizes.num_tips) + (depth - 1) * self.draft_cost(width)
-                cost = (drafting + self._target(sizes.num_tips + draft_tokens)) / chosen[depth - 1] + reading
+                seconds = drafting + self._target(sizes.num_tips + draft_tokens)
+                if seconds / chosen[-1] + reading >= least:
+                    break  # deeper drafts take longer
+                cost = seconds / chosen[depth - 1] + reading
                 if cost < least:
-                    least, best = float(cost), (width, depth)
+                    least, best = cost, (width, depth)
         return (least if best[1] else plain), best
 
     def _surviving(self, drafts: Drafts, width: int, depth: int, matched: int | None) -> NDArray[np.float64]:

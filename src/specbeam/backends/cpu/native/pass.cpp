@@ -14,6 +14,7 @@ namespace specbeam {
 struct Workspace {
   Buffer<float> x, normed, wide, attended, out, cos, sin, attention_parts;
   std::vector<int32_t> segment_of, row_in, tile_of;  // by node
+  std::vector<int64_t> going;                        // the nodes that a layer computes further, ascending
   std::vector<Tile> tiles;
   std::vector<AttentionItem> attention_items;
   Activations activations;
@@ -62,20 +63,30 @@ struct Pass {
   Threads &threads;
   Workspace &space;
   const Segment *segments;
+  const int64_t *wanted, wanted_count;
   int64_t nodes = 0;
 
-  Pass(const Model &m, const Cache &kv, Threads &t, Workspace &w, const Segment *s, int64_t count)
-      : model(m), c(m.config), cache(kv), threads(t), space(w), segments(s) {
-    const int64_t most = std::max<int64_t>(1, ROWS_PER_TILE / (c.heads / c.kv_heads));  // nodes of a tile
-    space.segment_of.clear(), space.row_in.clear(), space.tile_of.clear(), space.tiles.clear();
+  Pass(const Model &m, const Cache &kv, Threads &t, Workspace &w, const Segment *s, int64_t count, const int64_t *want,
+       int64_t want_count)
+      : model(m), c(m.config), cache(kv), threads(t), space(w), segments(s), wanted(want), wanted_count(want_count) {
+    space.segment_of.clear(), space.row_in.clear(), space.going.clear();
     for (int64_t i = 0; i < count; i++)
-      for (int64_t row = 0; row < s[i].nodes; row++) {
-        if (row % most == 0)
-          space.tiles.push_back({&s[i], int64_t(space.row_in.size()), row, std::min(most, s[i].nodes - row), 0, 0, -1});
-        space.segment_of.push_back(int32_t(i)), space.row_in.push_back(int32_t(row));
-        space.tile_of.push_back(int32_t(space.tiles.size() - 1));
-      }
-    nodes = int64_t(space.row_in.size());
+      for (int64_t row = 0; row < s[i].nodes; row++)
+        space.segment_of.push_back(int32_t(i)), space.row_in.push_back(int32_t(row)), space.going.push_back(nodes++);
+    divide();
+  }
+
+  // Divides the nodes that go on into tiles.
+  void divide() {
+    const int64_t most = std::max<int64_t>(1, ROWS_PER_TILE / (c.heads / c.kv_heads));  // nodes of a tile
+    space.tiles.clear(), space.tile_of.resize(nodes);
+    for (int64_t n : space.going) {
+      const Tile *last = space.tiles.empty() ? nullptr : &space.tiles.back();
+      if (!last || last->segment != &segment(n) || last->node + last->count != n || last->count == most)
+        space.tiles.push_back({&segment(n), n, space.row_in[n], 0, 0, 0, -1});
+      space.tiles.back().count++;
+      space.tile_of[n] = int32_t(space.tiles.size() - 1);
+    }
   }
 
   const Segment &segment(int64_t node) const { return segments[space.segment_of[node]]; }
@@ -206,42 +217,52 @@ struct Pass {
       put(c, cache, l, segment(n).slots[space.row_in[n]], row + c.heads * c.head_dim, row + heads * c.head_dim);
     });
 
+    std::vector<int64_t> &going = space.going;
+    if (l == c.layers - 1) {  // of other nodes, only keys and values are needed
+      going.assign(wanted, wanted + wanted_count);
+      std::sort(going.begin(), going.end());
+      going.erase(std::unique(going.begin(), going.end()), going.end());
+      if (going.empty()) return;
+      divide();
+    }
+    const int64_t rows = int64_t(going.size());
     const Attention attention = plan(l, wide, qkv_stride, attended);
     threads.each(attention.items.size(), 1, [&](int64_t i) { attend(attention, i); });
-    a.resize(nodes, layer.output.parts);
-    threads.each(nodes, 4, [&](int64_t n) {
-      join(attention, n);
-      a.set(n, attended + n * c.heads * c.head_dim);
+    a.resize(rows, layer.output.parts);
+    threads.each(rows, 4, [&](int64_t i) {
+      join(attention, going[i]);
+      a.set(i, attended + going[i] * c.heads * c.head_dim);
     });
     multiply(layer.output, threads, a, out, out_stride);
 
-    a.resize(nodes, layer.up.parts);
-    threads.each(nodes, 4, [&](int64_t n) {
-      float *row = x + n * c.hidden, *o = out + n * out_stride, *from = normed + n * c.hidden;
+    a.resize(rows, layer.up.parts);
+    threads.each(rows, 4, [&](int64_t r) {
+      const int64_t n = going[r];
+      float *row = x + n * c.hidden, *o = out + r * out_stride, *from = normed + n * c.hidden;
       if (layer.post_attention_norm) norm_row(layer.post_attention_norm, o, o, c.hidden);
       if (c.parallel && layer.mlp_norm) norm_row(layer.mlp_norm, row, from, c.hidden);
       for (int64_t i = 0; i < c.hidden; i++) row[i] += o[i];
       if (!c.parallel) norm_row(layer.mlp_norm, row, from, c.hidden);
-      a.set(n, from);
+      a.set(r, from);
     });
     multiply(layer.up, threads, a, wide, inner_stride);
-    a.resize(nodes, layer.down.parts);
-    threads.each(nodes, 1, [&](int64_t n) {
+    a.resize(rows, layer.down.parts);
+    threads.each(rows, 1, [&](int64_t r) {
       static thread_local Buffer<float> activated;
       float *row = room(activated, c.inner);
-      activate_row(wide + n * inner_stride, row);
-      a.set(n, row);
+      activate_row(wide + r * inner_stride, row);
+      a.set(r, row);
     });
     multiply(layer.down, threads, a, out, out_stride);
-    threads.each(nodes, 4, [&](int64_t n) {
-      float *row = x + n * c.hidden, *o = out + n * out_stride;
+    threads.each(rows, 4, [&](int64_t r) {
+      float *row = x + going[r] * c.hidden, *o = out + r * out_stride;
       if (layer.post_mlp_norm) norm_row(layer.post_mlp_norm, o, o, c.hidden);
       for (int64_t i = 0; i < c.hidden; i++) row[i] += o[i];
     });
   }
 
-  // logits: [count, vocab], for the first `vocab` tokens of the vocabulary.
-  void run(const int64_t *wanted, int64_t count, int64_t vocab, float *logits) {
+  // logits: [wanted_count, vocab], for the first `vocab` tokens of the vocabulary.
+  void run(int64_t vocab, float *logits) {
     float *x = room(space.x, nodes * c.hidden);
     rotations();
     const Matrix &embedding = model.embedding.parts[0];
@@ -254,19 +275,19 @@ struct Pass {
       }
     });
     for (int64_t l = 0; l < c.layers; l++) block(l, x);
-    if (!count) return;
+    if (!wanted_count) return;
     Activations &a = space.activations;
     const Product head = model.head.first(vocab);
-    float *normed = room(space.normed, count * c.hidden);
-    a.resize(count, head.parts);
-    threads.each(count, 1, [&](int64_t i) {
+    float *normed = room(space.normed, wanted_count * c.hidden);
+    a.resize(wanted_count, head.parts);
+    threads.each(wanted_count, 1, [&](int64_t i) {
       norm_row(model.norm, x + wanted[i] * c.hidden, normed + i * c.hidden, c.hidden);
       a.set(i, normed + i * c.hidden);
     });
     multiply(head, threads, a, logits, vocab);
     if (c.logits_softcap > 0) {
       const float softcap = float(c.logits_softcap);
-      threads.each(count, 1, [&](int64_t i) {
+      threads.each(wanted_count, 1, [&](int64_t i) {
         for (float *t = logits + i * vocab; t < logits + (i + 1) * vocab; t++) *t = softcap * std::tanh(*t / softcap);
       });
     }
@@ -280,9 +301,9 @@ void delete_workspace(Workspace *workspace) { delete workspace; }
 
 void forward(const Model &model, const Cache &cache, Threads &threads, Workspace &workspace, const Segment *segments,
              int64_t count, const int64_t *wanted, int64_t wanted_count, int64_t vocab, float *logits) {
-  Pass pass(model, cache, threads, workspace, segments, count);
+  Pass pass(model, cache, threads, workspace, segments, count, wanted, wanted_count);
   const Threads::Awake awake(threads);
-  pass.run(wanted, wanted_count, vocab, logits);
+  pass.run(vocab, logits);
 }
 
 void multiply(const Matrix &w, Threads &threads, const float *values, int64_t rows, float *out) {

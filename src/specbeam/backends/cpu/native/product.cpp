@@ -333,7 +333,8 @@ inline void rows_product(const Matrix &w, int64_t block, const Activations &x, i
 template <Format FORMAT>
 void block_rows(const Matrix &w, int64_t block, int64_t count, const Activations &x, int64_t row, int64_t end,
                 float *out, int64_t stride, const float *bias) {
-  if constexpr (TILE_BLOCKS > 1 && FORMAT != F32_ROWS)
+  // Q6_K has a scale for each half of a group. Two blocks would need more registers than there are.
+  if constexpr (TILE_BLOCKS > 1 && FORMAT != F32_ROWS && FORMAT != Q6_K)
     if (count == TILE_BLOCKS && end - row >= TILE_ROWS) {
       const int64_t full = row + (end - row) / TILE_ROWS * TILE_ROWS;
       rows_product<FORMAT, TILE_BLOCKS>(w, block, x, row, full, out, stride, bias);
