@@ -182,6 +182,18 @@ def test_kernels_multiply_many_rows_in_sweeps(form, isa):
         np.testing.assert_array_equal(few, whole[first : first + 50])
 
 
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q4_K"])
+@pytest.mark.parametrize("isa", ISAS)
+def test_kernels_give_a_row_the_same_bits_with_any_number_of_rows_and_blocks(kind, isa):
+    """Enough blocks that some are multiplied two at a time, and tiles that share their rows."""
+    rows, columns, numbers = 16 * 16 + 3, 256, (*range(1, 28), 57, 64, 65)
+    form, packed = pack(Type[kind], random_blocks(Type[kind], rows, columns), rows, columns)
+    x = np.random.default_rng(3).standard_normal((max(numbers), columns)).astype(np.float32)
+    alone = np.concatenate([multiply(form, packed, rows, columns, row, isa) for row in x[:, None]])
+    for n in numbers:
+        np.testing.assert_array_equal(multiply(form, packed, rows, columns, x[:n], isa), alone[:n])
+
+
 def test_kernels_quantize_near_the_values():
     values = np.random.default_rng(0).standard_normal((64, 320)).astype(np.float32)
     values[3] = 0  # nothing to scale

@@ -41,7 +41,7 @@ void multiply(const Product &p, Threads &threads, const Activations &x, float *o
   for (size_t i = 0; i < p.parts.size(); i++)
     starts[i] = items, items += (blocks_of(p.parts[i].rows) + together - 1) / together;
   // Rows go in sweeps. A sweep's activations stay in the second-level cache while all weights go by.
-  const int64_t most = std::max<int64_t>(64, SWEEP_BYTES / x.columns), least = (x.rows + most - 1) / most;
+  const int64_t most = std::max<int64_t>(MIN_SWEEP_ROWS, SWEEP_BYTES / x.columns), least = (x.rows + most - 1) / most;
   const int64_t sweep = (x.rows + least * TILE_ROWS - 1) / (least * TILE_ROWS) * TILE_ROWS,
                 sweeps = (x.rows + sweep - 1) / sweep;
   const int64_t chunk = std::max<int64_t>(1, std::min<int64_t>(16, sweeps * items / (threads.count() * 8)));

@@ -333,13 +333,15 @@ inline void rows_product(const Matrix &w, int64_t block, const Activations &x, i
 template <Format FORMAT>
 void block_rows(const Matrix &w, int64_t block, int64_t count, const Activations &x, int64_t row, int64_t end,
                 float *out, int64_t stride, const float *bias) {
-  // Q6_K has a scale for each half of a group. Two blocks would need more registers than there are.
-  if constexpr (TILE_BLOCKS > 1 && FORMAT != F32_ROWS && FORMAT != Q6_K)
-    if (count == TILE_BLOCKS && end - row >= TILE_ROWS) {
-      const int64_t full = row + (end - row) / TILE_ROWS * TILE_ROWS;
+  // Q6_K has a scale for each half of a group. Two blocks would need more registers than there are. A single tile is
+  // left to one block: its prefetches go straight on.
+  if constexpr (TILE_BLOCKS > 1 && FORMAT != F32_ROWS && FORMAT != Q6_K) {
+    const int64_t full = std::min(end, x.rows - shared_rows(x.rows)) / TILE_ROWS * TILE_ROWS;
+    if (count == TILE_BLOCKS && full - row >= 2 * TILE_ROWS) {
       rows_product<FORMAT, TILE_BLOCKS>(w, block, x, row, full, out, stride, bias);
       row = full;
     }
+  }
   if (row < end)
     for (int64_t i = 0; i < count; i++) rows_product<FORMAT, 1>(w, block + i, x, row, end, out, stride, bias);
 }

@@ -2,6 +2,7 @@
 // columns. The kernels are in product.cpp, which is compiled once for each format and instruction set.
 #pragma once
 
+#include <algorithm>
 #include <vector>
 
 #include "buffer.h"
@@ -24,7 +25,27 @@ constexpr int TILE_BLOCKS = 2;
 #else
 constexpr int TILE_BLOCKS = 1;
 #endif
-inline int tile_rows(int64_t first, int64_t rows) { return rows - first < TILE_ROWS ? int(rows - first) : TILE_ROWS; }
+// A product goes through all weights at once for at least this many rows.
+constexpr int64_t MIN_SWEEP_ROWS = 64;
+
+// The rows that are left for the last two tiles, where the last one would be small: it takes nearly as long as a larger
+// one. These tiles share them. Only within one sweep.
+inline int64_t shared_rows(int64_t rows) {
+  const int64_t last = rows % TILE_ROWS;
+  return last && 2 * last < TILE_ROWS && rows > TILE_ROWS && rows < MIN_SWEEP_ROWS ? TILE_ROWS + last : 0;
+}
+// The number of rows of the tile that begins at `first`.
+inline int tile_rows(int64_t first, int64_t rows) {
+  const int64_t left = rows - first;
+  return int(left == shared_rows(rows) ? (left + 1) / 2 : std::min<int64_t>(left, TILE_ROWS));
+}
+// The first row of a row's tile.
+inline int64_t tile_start(int64_t row, int64_t rows) {
+  const int64_t start = rows - shared_rows(rows);
+  if (row < start || start == rows) return row / TILE_ROWS * TILE_ROWS;
+  const int64_t second = start + tile_rows(start, rows);
+  return row < second ? start : second;
+}
 
 // Rows of activations, quantized or in float32, as the formats of the matrices require. The bytes, scales and sums of a
 // tile lie together group by group, because a kernel reads them group by group.
@@ -61,7 +82,7 @@ struct Activations {
   }
 
   void quantize(int64_t row, const float *x) {
-    const int64_t first = row / TILE_ROWS * TILE_ROWS, m = tile_rows(first, rows);
+    const int64_t first = tile_start(row, rows), m = tile_rows(first, rows);
     for (int64_t g = 0; g < groups; g++) {
       const int64_t at = first * groups + g * m + row - first;
       const int64_t left = columns - g * GROUP_COLUMNS;
