@@ -232,7 +232,7 @@ def main() -> int:
             options: dict[str, Any] = {"num_beams": num_beams, **length, "share_prefix": False}
             options["num_return_sequences"] = min(num_beams, 10 if given.trie else given.returned)
             for kind, asks in by_kind.items():
-                if number == len(asks):
+                if number >= len(asks):
                     continue
                 seconds, results = take_turns(lm, asks[number], options, methods, given.repeats, number)
                 needed = plain.needed(oracle.log_prob)

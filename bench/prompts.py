@@ -118,8 +118,8 @@ def kinds(given: argparse.Namespace, own: Mapping[str, Sequence[str]] | None = N
             found |= {f"{name}, {kind}": both[kind] for kind in both if kind in (given.categories or both)}
             continue
         for kind in given.categories or dict.fromkeys(row.category or name for row in rows):
-            some = [row for row in rows if (row.category or name) in kind.split("+")]
-            found[kind] = [Ask(row.turns[0]) for row in draw(some, given)]
+            if some := [row for row in rows if (row.category or name) in kind.split("+")]:
+                found[kind] = [Ask(row.turns[0]) for row in draw(some, given)]
     return found
 
 
