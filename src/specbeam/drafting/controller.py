@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import SKIPPED, DraftTokens
+from specbeam.decoding.drafter import SKIPPED, DraftTokens
 from specbeam.drafting.acceptance import DECAY, PRIOR_WEIGHT, SKIP_DECAY, Acceptance
 from specbeam.drafting.sizes import Shape, Sizes
 from specbeam.tree import Nodes, Tree
