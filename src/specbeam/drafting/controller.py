@@ -95,7 +95,7 @@ class Drafts:
 
 
 class Controller:
-    """Decides how far one request drafts, round by round.
+    """Decides how far one request drafts, round by round: the :class:`DraftController` of every drafter.
 
     A round goes: ``shape``; for a tree below one tip also ``expanded`` and ``worthwhile``; then ``learn``.
 
@@ -122,21 +122,9 @@ class Controller:
         self._target, self._plain, self._draft = target, plain, draft
         self._unread = unread
         self._matched = TYPICAL_MATCH if matches else None
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """The most draft tokens in a pass of the target."""
-        return max(drafts.sizes.max_draft_tokens for drafts in self._drafts.values())
-
-    @property
-    def max_drafted(self) -> int:
-        """The most nodes that a draft model evaluates in a round. Some may not become draft tokens."""
-        return max(drafts.sizes.max_drafted for drafts in self._drafts.values())
-
-    @property
-    def max_drafted_at_once(self) -> int:
-        """The most nodes at which a pass of a draft model needs logits."""
-        return max(drafts.sizes.max_drafted_at_once for drafts in self._drafts.values())
+        self.max_draft_tokens = max(one.max_draft_tokens for one in sizes)
+        self.max_drafted = max(one.max_drafted for one in sizes)
+        self.max_drafted_at_once = max(one.max_drafted_at_once for one in sizes)
 
     def shape(self, num_tips: int, steps: float = math.inf, matched: int | None = None) -> Shape:
         """Begin a round: the width and the draft length that promise the most. A length of 0 is no draft.
@@ -200,7 +188,6 @@ class Controller:
         return min(wanted, sizes.max_draft_tokens)
 
     def seconds_per_step(self, steps: int) -> float:
-        """Expected seconds per step of rounds that draft below one tip, of which this many steps are to come."""
         alone = self._drafts[1]
         matched = None if self._matched is None else TYPICAL_MATCH
         expected, _ = self._best(alone, math.inf, matched)
@@ -216,7 +203,6 @@ class Controller:
         self._unread += num_tips
 
     def learn(self, draft_tokens: DraftTokens, tree: Tree, steps: list[Nodes]) -> None:
-        """Learn which draft tokens were accepted, from the tips or the beams after each step of the round."""
         now, sizes = self._now, self._now.sizes
         if draft_tokens.skipped:
             return self.skip(sizes.num_tips)
