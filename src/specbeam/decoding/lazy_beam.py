@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from specbeam.decoding.beam import BeamSearch
-from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores, possible
+from specbeam.decoding.candidates import Candidates, Continuations, Finished, Mask, Scores, normalized, possible
 from specbeam.decoding.deferring import Deferred
-from specbeam.decoding.finished import Finished, normalized
 from specbeam.decoding.search import Known, Step
 from specbeam.tree import NO_NODES, Nodes
 
