@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specbeam.decoding.beam import BeamSearch
-from specbeam.decoding.candidates import Candidates, Continuations, Finished, Mask, Scores, normalized, possible
+from specbeam.decoding.candidates import Candidates, Continuations, Finished, Mask, normalized, possible
 from specbeam.decoding.deferring import Deferred
 from specbeam.decoding.search import Known, Step
 from specbeam.tree import NO_NODES, Nodes
@@ -25,15 +25,12 @@ NOTHING = float("-inf")
 
 
 @dataclass
-class Level:
-    """The known part of one step of the plain search.
+class Level(Step):
+    """The known part of one step of the plain search: its first beams, in their order.
 
     Attributes:
-        length: of its hypotheses, in new tokens.
         candidates: the first candidates, in their order.
-        beams: the ends of the first beams, int64 [b].
-        scores: of these beams, float32 [b].
-        expanded: which of these beams are known, bool [b].
+        expanded: which of the beams are known, bool [b].
         bound: upper bound on the score of any unknown candidate.
         complete: no candidate is unknown.
         closed: no unknown candidate is a beam, or is kept as a finished hypothesis.
@@ -42,10 +39,7 @@ class Level:
         hidden: upper bound on the score of any unknown finished hypothesis up to this length.
     """
 
-    length: int
     candidates: Candidates
-    beams: Nodes
-    scores: Scores
     expanded: Mask
     bound: float
     complete: bool
@@ -79,7 +73,7 @@ class LazyBeamSearch(BeamSearch):
     def defer(self) -> None:
         """Begin to defer beams."""
         none, expanded = self.candidates_at(self.beams[:0], self.scores[:0]), np.zeros(self.num_beams, bool)
-        now = Level(self.length, none, self.beams, self.scores, expanded, NOTHING, True, True, self.finished)
+        now = Level(self.length, self.beams, self.scores, none, expanded, NOTHING, True, True, self.finished)
         self.levels = [now]
         self._decide()
 
@@ -170,9 +164,8 @@ class LazyBeamSearch(BeamSearch):
             scores = candidates.scores[survivors]
         beams = candidates.nodes[survivors]
         closed = complete or len(beams) >= self.num_beams
-        return Level(
-            length, candidates, beams, scores, np.zeros(len(beams), bool), bound, complete, closed, self.finished
-        )
+        expanded = np.zeros(len(beams), bool)
+        return Level(length, beams, scores, candidates, expanded, bound, complete, closed, self.finished)
 
     def _unknown(self, level: Level) -> float:
         """Upper bound on continuations of the beams of this level that are unknown, or not expanded."""

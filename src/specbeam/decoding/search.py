@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,25 +58,15 @@ class Known:
         return gather([self._rows[node] for node in nodes.tolist()])
 
 
-class Step(Protocol):
-    """The beams after a step, as far as they are known."""
+@dataclass
+class Step:
+    """The beams after a step, as far as they are known.
 
-    @property
-    def length(self) -> int:
-        """Of the beams, in new tokens."""
-
-    @property
-    def beams(self) -> Nodes:
-        """The ends of the unfinished hypotheses, int64 [b]."""
-
-    @property
-    def scores(self) -> Scores:
-        """The log-probabilities of the beams, float32 [b]."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A :class:`Step` that was taken."""
+    Attributes:
+        length: of the beams, in new tokens.
+        beams: the ends of the unfinished hypotheses, int64 [b].
+        scores: the log-probabilities of the beams, float32 [b].
+    """
 
     length: int
     beams: Nodes
@@ -84,10 +74,11 @@ class Taken:
 
 
 class Search(ABC):
-    """A search by beams between two steps. It is the latest :class:`Step` itself.
+    """A search by beams between two steps.
 
     Attributes:
         tree: of the request.
+        length, beams, scores: of the latest :class:`Step`.
         done: no step can change the outcome any more.
         needs_rows: every step needs whole rows of logits.
         left_out: beams of steps that were taken without them.
@@ -136,7 +127,7 @@ class Search(ABC):
             if not self.step(selection, evaluated):
                 break
             self.left_out += int((~evaluated).sum())
-            steps.append(Taken(self.length, self.beams, self.scores))
+            steps.append(Step(self.length, self.beams, self.scores))
         return steps
 
     @property
