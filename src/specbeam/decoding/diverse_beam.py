@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest
+from specbeam.decoding import Hypothesis, Selection, SelectionRequest
 from specbeam.decoding.beam import BeamSearch
 from specbeam.decoding.candidates import Mask, Scores
 from specbeam.decoding.search import Search
@@ -56,9 +56,6 @@ class DiverseBeamSearch(Search):
 
     def selection_request(self, nodes: Nodes, draft_tokens: Any = ()) -> SelectionRequest:
         return self.groups[0].selection_request(nodes, draft_tokens)
-
-    def evaluation(self) -> Evaluate:
-        return Evaluate(self.beams, self.selection_request(self.beams))
 
     def step(self, selection: Selection | None, known: Mask | None = None) -> bool:
         if selection is None or (known is not None and not known.all()):

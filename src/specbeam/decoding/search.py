@@ -98,9 +98,9 @@ class Search(ABC):
     def selection_request(self, nodes: Nodes, draft_tokens: Any = ()) -> SelectionRequest:
         """The request of a step at beams, or at draft tokens that may become beams, int64 [n]."""
 
-    @abstractmethod
     def evaluation(self) -> Evaluate:
         """All beams, and how the search goes on by itself, if it can."""
+        return Evaluate(self.beams, self.selection_request(self.beams))
 
     @abstractmethod
     def step(self, selection: Selection | None, known: Mask | None = None) -> bool:
