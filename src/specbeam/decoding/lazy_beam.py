@@ -100,7 +100,7 @@ class LazyBeamSearch(BeamSearch):
             if before is not None and before.closed:
                 after = replace(before)
             elif level.best is not None:
-                after = self._continue(level, before)
+                after = self._next(level, level.best, before)
             else:
                 break
             self._compete(level, after)
@@ -133,28 +133,18 @@ class LazyBeamSearch(BeamSearch):
             level.best = best if level.best is None else level.best.merged_with(best, self.num_candidates)
             level.expanded = level.expanded | new
 
-    def _continue(self, level: Level, before: Level | None) -> Level:
-        """The part of the next level that a level's expanded beams decide.
+    def _next(self, level: Level, best: Continuations, before: Level | None) -> Level:
+        """The part of the next level that the best continuations of a level's expanded beams decide.
 
         Args:
             before: the part that was known before.
         """
-        assert level.best is not None
-        self.beams, self.scores = level.beams, level.scores
-        after = self._decided(level, before, level.best)
-        if before is not None and np.array_equal(before.beams, after.beams[: len(before.beams)]):
-            after.best = before.best
-            after.expanded[: len(before.beams)] = before.expanded
-        return after
-
-    def _decided(self, level: Level, before: Level | None, best: Continuations) -> Level:
-        """The part of the next level that the best known continuations decide."""
         complete, bound = bool(level.expanded.sum() == self.num_beams), NOTHING
         if not complete:
             bound = self._unknown(level)
             best = best.take(slice(int(np.count_nonzero(best.scores > bound))))
             complete = len(best.scores) >= self.num_candidates
-        candidates = self._grown(None if before is None else before.candidates, best)
+        candidates = self._grown(level, best, None if before is None else before.candidates)
         length = level.length + 1
         if complete:
             survivors, scores = self._survivors(candidates)
@@ -165,19 +155,23 @@ class LazyBeamSearch(BeamSearch):
         beams = candidates.nodes[survivors]
         closed = complete or len(beams) >= self.num_beams
         expanded = np.zeros(len(beams), bool)
-        return Level(length, beams, scores, candidates, expanded, bound, complete, closed, self.finished)
+        after = Level(length, beams, scores, candidates, expanded, bound, complete, closed, level.finished)
+        if before is not None and np.array_equal(before.beams, beams[: len(before.beams)]):
+            after.best = before.best
+            expanded[: len(before.beams)] = before.expanded
+        return after
 
     def _unknown(self, level: Level) -> float:
         """Upper bound on continuations of the beams of this level that are unknown, or not expanded."""
         unknown = level.bound if len(level.beams) < self.num_beams else NOTHING
         return max([unknown, *level.scores[~level.expanded][:1].tolist()])
 
-    def _grown(self, before: Candidates | None, best: Continuations) -> Candidates:
-        """The candidates that were known before, and then the new ones."""
+    def _grown(self, level: Level, best: Continuations, before: Candidates | None) -> Candidates:
+        """The candidates that were known before, and then the new ones below a level's beams."""
         if before is not None and len(before.nodes) == len(best.scores):
             return before
         new = best.take(slice(0 if before is None else len(before.nodes), None))
-        more = self.candidates_at(new.add(self.tree, self.beams), new.scores)
+        more = self.candidates_at(new.add(self.tree, level.beams), new.scores)
         return more if before is None else before.followed_by(more)
 
     def _compete(self, level: Level, after: Level) -> None:
