@@ -228,8 +228,6 @@ class LazyBeamSearch(BeamSearch):
     def deferred(self) -> Deferred:
         """The beams that may have to be evaluated."""
         levels = [*self.open, *self.levels[-1:]] if self.stops is False else self.open
-        if not levels:
-            return Deferred(NO_NODES, NO_NODES.astype(np.float32), NO_NODES, NO_NODES.astype(bool))
         nodes, scores, expanded = (
             np.concatenate([getattr(level, name) for level in levels]) for name in ("beams", "scores", "expanded")
         )
