@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -156,13 +156,14 @@ class Processors:
     def _edits(self, tree: Tree, nodes: Nodes) -> Iterator[Edit]:
         n = len(nodes)
         if self.logit_bias:
-            yield _edit("add", np.arange(n), [*self.logit_bias], [*self.logit_bias.values()])
+            values = np.array([*self.logit_bias.values()], dtype=np.float32)
+            yield Edit("add", *_each([*self.logit_bias], np.arange(n)), np.tile(values, n))
         if self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty:
             yield from self._penalties(tree, nodes)
         if self.eos_token_ids and self.min_new_tokens:
             early = np.flatnonzero(tree.depths(nodes) + 1 - tree.prompt_length < self.min_new_tokens)
             if len(early):
-                yield _edit("ban", early, self.eos_token_ids)
+                yield Edit("ban", *_each(self.eos_token_ids, early))
         for bans in self.bans:
             rows, tokens = bans(tree, nodes)
             yield Edit("ban", rows.astype(np.int32), tokens.astype(np.int32))
@@ -237,17 +238,9 @@ def _not_a_number(option: str) -> SpecbeamError:
     )
 
 
-def _edit(kind: Literal["add", "repeat", "ban"], rows: NDArray[np.int64], tokens: Any, values: Any = ()) -> Edit:
-    """The same tokens, int [m], or others, int [n, m], in each of n rows, with one value or m values."""
-    tokens = np.asarray(tokens, dtype=np.int32)
-    per_row = tokens.shape[-1]
-    places = (
-        np.repeat(rows.astype(np.int32), per_row),
-        np.tile(tokens, len(rows)) if tokens.ndim == 1 else tokens.ravel(),
-    )
-    if kind == "ban":
-        return Edit(kind, *places)
-    return Edit(kind, *places, np.resize(np.asarray(values, dtype=np.float32), len(rows) * per_row))
+def _each(tokens: list[int], rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The places of some tokens in each of n rows: the rows and the tokens, int32 [n * tokens] each."""
+    return np.repeat(rows.astype(np.int32), len(tokens)), np.tile(np.array(tokens, dtype=np.int32), len(rows))
 
 
 def _by_length(tree: Tree, nodes: Nodes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
