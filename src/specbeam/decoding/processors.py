@@ -147,7 +147,7 @@ class Processors:
         if self.prefix_allowed_tokens_fn is None:
             return
         if not self._dead_ends.isdisjoint(nodes.tolist()):
-            raise _no_token_ids([], self.vocab_size)
+            raise _no_token_ids("no tokens", self.vocab_size)
         if not (selection.scores[:, :1] > MASKED).any():
             raise SpecbeamError(
                 "prefix_allowed_tokens_fn allows only tokens that other options forbid: allow another token there"
@@ -366,13 +366,12 @@ def _token_ids(tokens: Any, vocab_size: int, some: bool) -> NDArray[np.int64]:
         return np.empty(0, dtype=np.int64)
     whole = np.issubdtype(index.dtype, np.integer)
     if not len(index) or not whole or index.min() < 0 or index.max() >= vocab_size:
-        raise _no_token_ids(tokens if len(index) else [], vocab_size)
+        raise _no_token_ids(str(tokens)[:60] if len(index) else "no tokens", vocab_size)
     return index.astype(np.int64)
 
 
-def _no_token_ids(tokens: Any, vocab_size: int) -> SpecbeamError:
-    nothing = isinstance(tokens, list) and not tokens
+def _no_token_ids(returned: str, vocab_size: int) -> SpecbeamError:
     return SpecbeamError(
-        f"prefix_allowed_tokens_fn returned {'no tokens' if nothing else str(tokens)[:60]}: "
+        f"prefix_allowed_tokens_fn returned {returned}: "
         f"give token ids below {vocab_size}, at least one, such as the end token"
     )
