@@ -86,9 +86,9 @@ class Processors:
         lowest = min(0.0, self.frequency_penalty, self.presence_penalty)
         self.raises = bool(options.logits_processor) or lowest < 0 or max(self.logit_bias.values(), default=0.0) > 0
         self.forbids = bool(self.bans) or self.constraint is not None or self.prefix_allowed_tokens_fn is not None
-        penalties = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
+        self._penalizes = self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
         ends = self.eos_token_ids and self.min_new_tokens
-        self._looks_at_texts = bool(penalties or self.forbids or self.functions)
+        self._looks_at_texts = bool(self._penalizes or self.forbids or self.functions)
         self.is_plain = not (self._looks_at_texts or ends or self.logit_bias)
         self._dead_ends: set[int] = set()  # draft tokens after which prefix_allowed_tokens_fn allows no token
 
@@ -158,7 +158,7 @@ class Processors:
         if self.logit_bias:
             values = np.array([*self.logit_bias.values()], dtype=np.float32)
             yield Edit("add", *_each([*self.logit_bias], np.arange(n)), np.tile(values, n))
-        if self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty:
+        if self._penalizes:
             yield from self._penalties(tree, nodes)
         if self.eos_token_ids and self.min_new_tokens:
             early = np.flatnonzero(tree.depths(nodes) + 1 - tree.prompt_length < self.min_new_tokens)
