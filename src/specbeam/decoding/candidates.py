@@ -42,7 +42,6 @@ class Continuations:
     log_probs: Scores
 
     def take(self, which: slice) -> Continuations:
-        """Some of the continuations."""
         return Continuations(self.beams[which], self.tokens[which], self.scores[which], self.log_probs[which])
 
     def merged_with(self, more: Continuations, count: int) -> Continuations:
@@ -78,7 +77,6 @@ class Candidates:
     any_ended: bool
 
     def followed_by(self, more: Candidates) -> Candidates:
-        """These candidates, and then more."""
         texts = None if self.texts is None or more.texts is None else [*self.texts, *more.texts]
         return Candidates(
             np.concatenate([self.nodes, more.nodes]),

@@ -31,7 +31,6 @@ class Known:
         return np.array(sorted({*nodes.tolist()} - self._rows.keys()), dtype=np.int64)
 
     def add(self, nodes: Nodes, selection: Selection) -> None:
-        """Add the selection at nodes."""
         self._rows.update((node, (selection, row)) for row, node in enumerate(nodes.tolist()))
 
     def forget(self, nodes: Nodes) -> None:

@@ -49,7 +49,6 @@ class SuffixAutomaton:
         self._last = 0
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens to the sequence."""
         for token in tokens:
             self._append(token)
 
