@@ -73,6 +73,7 @@ class Tree:
         prompt_length: number of prompt tokens; they are nodes 0 to prompt_length - 1.
         tip: the last node of the shared prefix.
         prefix_length: number of nodes of the shared prefix.
+        live: number of live nodes.
     """
 
     def __init__(self, prompt: Sequence[int]) -> None:
@@ -85,11 +86,11 @@ class Tree:
         self._scores = np.zeros(n)
         self._living = Holders(n)
         self._growing = Holders(n)  # a node is needed for growth while any sequence through it may grow
-        self._live = n
         self._child_sum = [0] * n  # of the numbers of a node's live children; of an only child, its number
         self._prefix = np.arange(n, dtype=np.int64)  # the shared prefix: its node at each depth
         self.prefix_length = n
         self.tip = n - 1
+        self.live = n
         # Paths are climbed only up to the nodes that grew at the last keep: theirs beyond the prefix are kept.
         self._paths: dict[int, Nodes] = {}
         self._paths_start = n  # the depth at which they begin
@@ -105,11 +106,6 @@ class Tree:
     def prefix(self) -> Nodes:
         """The nodes of the shared prefix, from the root on."""
         return self._prefix[: self.prefix_length]
-
-    @property
-    def live(self) -> int:
-        """The number of live nodes."""
-        return self._live
 
     @property
     def kept(self) -> Nodes:
@@ -178,7 +174,7 @@ class Tree:
         self._child_sum.append(0)
         self._child_sum[parent] += node
         self._size += 1
-        self._live += 1
+        self.live += 1
         return node
 
     def draft(self, parents: Any, tokens: Any) -> Nodes:
@@ -214,7 +210,7 @@ class Tree:
         for node, parent in enumerate(above, start):
             self._child_sum[parent] += node
         self._size = end
-        self._live += len(above)
+        self.live += len(above)
         return np.arange(start, end, dtype=np.int64)
 
     def is_live(self, node: int) -> bool:
@@ -247,7 +243,7 @@ class Tree:
         gone = self._living.keep(kept, self._parents)
         for node in gone:
             self._child_sum[self._parents.item(node)] -= node
-        self._live -= len(gone)
+        self.live -= len(gone)
         self._unremembered = still_growing
         self._advance()
 

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specbeam.drafting import SKIPPED, DraftTokens
-from specbeam.drafting.acceptance import PRIOR_WEIGHT, Acceptance
-from specbeam.drafting.controller import MATCH_PRIOR, Controller
+from specbeam.decoding.drafter import SKIPPED, DraftTokens
+from specbeam.drafting.controller import MATCH_PRIOR, PRIOR_WEIGHT, Acceptance, Controller
 from specbeam.drafting.sizes import Sizes
 from specbeam.tree import Tree
 

@@ -14,14 +14,15 @@ from specbeam.decoding.candidates import (
     FORBIDDEN_SCORE,
     Candidates,
     Continuations,
+    Finished,
     Mask,
     Scores,
     Top,
     forbid,
     highest_indices,
+    normalized,
     possible,
 )
-from specbeam.decoding.finished import Finished, normalized
 from specbeam.decoding.search import Search
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping

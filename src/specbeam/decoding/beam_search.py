@@ -20,6 +20,9 @@ from specbeam.decoding.search import Known, Search, Step
 from specbeam.errors import NotFinite, TooManyNodes
 from specbeam.tree import Nodes
 
+Round = Generator[Evaluate, Any, None]
+"""A part of the strategy: a forward pass, and the steps that it allows."""
+
 
 def beam_search(
     search: Search, record: Record, drafter: Drafter | None = None, policy: Policy | None = None
@@ -35,6 +38,7 @@ def beam_search(
     """
     known = Known()
     while not search.done:
+        yield from search.certain()
         try:
             if isinstance(search, LazyBeamSearch) and policy is not None:
                 if not search.levels and policy.pays(search.scores, search.length):
@@ -56,10 +60,11 @@ def beam_search(
             if isinstance(search, LazyBeamSearch):
                 search.restart()
             search.tree.keep(search.beams, search.finished_nodes)
+    yield from search.certain()
     return search.hypotheses()
 
 
-def plain_round(search: Search, record: Record, drafter: Drafter | None = None) -> Strategy:
+def plain_round(search: Search, record: Record, drafter: Drafter | None = None) -> Round:
     """Evaluate all beams. Take a step with their selection, and the steps of passes that went ahead.
 
     Args:
@@ -76,24 +81,19 @@ def plain_round(search: Search, record: Record, drafter: Drafter | None = None) 
         if search.done:
             break
     search.tree.keep(search.beams, search.finished_nodes)
-    yield from search.certain()
-    return []
 
 
-def speculative_round(search: Search, record: Record, known: Known, drafter: Drafter) -> Strategy:
+def speculative_round(search: Search, record: Record, known: Known, drafter: Drafter) -> Round:
     """Evaluate all beams, and draft tokens below them."""
     draft_tokens = yield from drafter.propose(search.beams, search.scores.astype(np.float64))
     if draft_tokens.skipped and not len(known.nodes):  # then the backend can go ahead
-        return (yield from plain_round(search, record, drafter))
+        yield from plain_round(search, record, drafter)
+        return
     steps = yield from verify(search, record, known, known.missing(search.beams), draft_tokens)
     drafter.controller.learn(draft_tokens, search.tree, [step.beams for step in steps])
-    yield from search.certain()
-    return []
 
 
-def lazy_round(
-    search: LazyBeamSearch, record: Record, known: Known, policy: Policy, drafter: Drafter | None
-) -> Strategy:
+def lazy_round(search: LazyBeamSearch, record: Record, known: Known, policy: Policy, drafter: Drafter | None) -> Round:
     """Evaluate the beams that the policy chooses, and draft tokens below the best one."""
     deferred, leading, draft_tokens = search.deferred, search.levels[-1], DraftTokens()
     wanted, tip = np.unique(deferred.nodes[policy.choose(deferred)]), leading.beams[:1]
@@ -105,8 +105,6 @@ def lazy_round(
     if drafter is not None:
         best = {step.length: step.beams[:1] for step in [*steps, *search.levels] if step.length > leading.length}
         drafter.controller.learn(draft_tokens, search.tree, [beam for beam in best.values() if len(beam)])
-    yield from search.certain()
-    return []
 
 
 def verify(

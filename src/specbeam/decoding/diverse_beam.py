@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from specbeam.decoding import Evaluate, Hypothesis, Selection, SelectionRequest
+from specbeam.decoding import Hypothesis, Selection, SelectionRequest
 from specbeam.decoding.beam import BeamSearch
-from specbeam.decoding.candidates import Mask, Scores
+from specbeam.decoding.candidates import Mask
 from specbeam.decoding.search import Search
 from specbeam.tree import NO_NODES, Nodes
 
@@ -29,48 +29,33 @@ class DiverseBeamSearch(Search):
         self.tree = groups[0].tree
         self.groups = groups
         self.diversity_penalty = diversity_penalty
-        self.stepped = groups  # by the last step
         self.needs_rows = True
         self.reported = False
+        self._live = groups
+        self._follow_groups()
 
-    @property
-    def beams(self) -> Nodes:  # type: ignore[override]
-        return np.concatenate([group.beams for group in self.live])
-
-    @property
-    def scores(self) -> Scores:  # type: ignore[override]
-        return np.concatenate([group.scores for group in self.live])
-
-    @property
-    def live(self) -> list[BeamSearch]:
-        """The groups that go on. When all are done: the groups that took the last step."""
-        return [group for group in self.groups if not group.done] or self.stepped
-
-    @property
-    def length(self) -> int:  # type: ignore[override]
-        return self.stepped[0].length
-
-    @property
-    def done(self) -> bool:  # type: ignore[override]
-        return all(group.done for group in self.groups)
+    def _follow_groups(self) -> None:
+        """Have the beams of the groups that go on. When all are done: of the groups that took the last step."""
+        self._live = [group for group in self.groups if not group.done] or self._live
+        self.done = all(group.done for group in self.groups)
+        self.beams = np.concatenate([group.beams for group in self._live])
+        self.scores = np.concatenate([group.scores for group in self._live])
+        self.length = self._live[0].length
 
     def selection_request(self, nodes: Nodes, draft_tokens: Any = ()) -> SelectionRequest:
         return self.groups[0].selection_request(nodes, draft_tokens)
-
-    def evaluation(self) -> Evaluate:
-        return Evaluate(self.beams, self.selection_request(self.beams))
 
     def step(self, selection: Selection | None, known: Mask | None = None) -> bool:
         if selection is None or (known is not None and not known.all()):
             return False
         chosen: Nodes = NO_NODES
-        self.stepped = self.live
         vocab = selection.logits.shape[-1]
-        parts = np.split(np.arange(len(selection.tokens)), len(self.stepped))
-        for group, rows in zip(self.stepped, parts, strict=True):
+        parts = np.split(np.arange(len(selection.tokens)), len(self._live))
+        for group, rows in zip(self._live, parts, strict=True):
             times_chosen = np.bincount(chosen, minlength=vocab).astype(np.float32)
             group.step(selection.take(rows), token_penalties=np.float32(self.diversity_penalty) * times_chosen)
             chosen = np.concatenate([chosen, group.tree.tokens(group.beams)])
+        self._follow_groups()
         return True
 
     @property

@@ -38,19 +38,17 @@ Proposal = Generator[Evaluate, Any, DraftTokens]
 
 
 class DraftController(Protocol):
-    """How far one request drafts, by acceptance rates and the costs of passes."""
+    """How far one request drafts, by acceptance rates and the costs of passes.
 
-    @property
-    def max_draft_tokens(self) -> int:
-        """The largest number of draft tokens per pass of the target."""
+    Attributes:
+        max_draft_tokens: the most draft tokens in a pass of the target.
+        max_drafted: the most nodes that the draft model evaluates in a round. Some may not become draft tokens.
+        max_drafted_at_once: the most nodes at which a pass of the draft model needs logits.
+    """
 
-    @property
-    def max_drafted(self) -> int:
-        """The largest number of nodes that the draft model evaluates per round."""
-
-    @property
-    def max_drafted_at_once(self) -> int:
-        """The largest number of nodes at which a pass of the draft model needs logits."""
+    max_draft_tokens: int
+    max_drafted: int
+    max_drafted_at_once: int
 
     def seconds_per_step(self, steps: int) -> float:
         """Expected seconds per step of rounds that draft below one tip, of which this many steps are to come."""

@@ -15,9 +15,8 @@ from typing import Any
 import numpy as np
 
 from specbeam.decoding.beam import BeamSearch
-from specbeam.decoding.candidates import Candidates, Continuations, Mask, Scores, possible
+from specbeam.decoding.candidates import Candidates, Continuations, Finished, Mask, normalized, possible
 from specbeam.decoding.deferring import Deferred
-from specbeam.decoding.finished import Finished, normalized
 from specbeam.decoding.search import Known, Step
 from specbeam.tree import NO_NODES, Nodes
 
@@ -26,15 +25,12 @@ NOTHING = float("-inf")
 
 
 @dataclass
-class Level:
-    """The known part of one step of the plain search.
+class Level(Step):
+    """The known part of one step of the plain search: its first beams, in their order.
 
     Attributes:
-        length: of its hypotheses, in new tokens.
         candidates: the first candidates, in their order.
-        beams: the ends of the first beams, int64 [b].
-        scores: of these beams, float32 [b].
-        expanded: which of these beams are known, bool [b].
+        expanded: which of the beams are known, bool [b].
         bound: upper bound on the score of any unknown candidate.
         complete: no candidate is unknown.
         closed: no unknown candidate is a beam, or is kept as a finished hypothesis.
@@ -43,10 +39,7 @@ class Level:
         hidden: upper bound on the score of any unknown finished hypothesis up to this length.
     """
 
-    length: int
     candidates: Candidates
-    beams: Nodes
-    scores: Scores
     expanded: Mask
     bound: float
     complete: bool
@@ -80,7 +73,7 @@ class LazyBeamSearch(BeamSearch):
     def defer(self) -> None:
         """Begin to defer beams."""
         none, expanded = self.candidates_at(self.beams[:0], self.scores[:0]), np.zeros(self.num_beams, bool)
-        now = Level(self.length, none, self.beams, self.scores, expanded, NOTHING, True, True, self.finished)
+        now = Level(self.length, self.beams, self.scores, none, expanded, NOTHING, True, True, self.finished)
         self.levels = [now]
         self._decide()
 
@@ -107,7 +100,7 @@ class LazyBeamSearch(BeamSearch):
             if before is not None and before.closed:
                 after = replace(before)
             elif level.best is not None:
-                after = self._continue(level, before)
+                after = self._next(level, level.best, before)
             else:
                 break
             self._compete(level, after)
@@ -140,28 +133,18 @@ class LazyBeamSearch(BeamSearch):
             level.best = best if level.best is None else level.best.merged_with(best, self.num_candidates)
             level.expanded = level.expanded | new
 
-    def _continue(self, level: Level, before: Level | None) -> Level:
-        """The part of the next level that a level's expanded beams decide.
+    def _next(self, level: Level, best: Continuations, before: Level | None) -> Level:
+        """The part of the next level that the best continuations of a level's expanded beams decide.
 
         Args:
             before: the part that was known before.
         """
-        assert level.best is not None
-        self.beams, self.scores = level.beams, level.scores
-        after = self._decided(level, before, level.best)
-        if before is not None and np.array_equal(before.beams, after.beams[: len(before.beams)]):
-            after.best = before.best
-            after.expanded[: len(before.beams)] = before.expanded
-        return after
-
-    def _decided(self, level: Level, before: Level | None, best: Continuations) -> Level:
-        """The part of the next level that the best known continuations decide."""
         complete, bound = bool(level.expanded.sum() == self.num_beams), NOTHING
         if not complete:
             bound = self._unknown(level)
             best = best.take(slice(int(np.count_nonzero(best.scores > bound))))
             complete = len(best.scores) >= self.num_candidates
-        candidates = self._grown(None if before is None else before.candidates, best)
+        candidates = self._grown(level, best, None if before is None else before.candidates)
         length = level.length + 1
         if complete:
             survivors, scores = self._survivors(candidates)
@@ -171,21 +154,24 @@ class LazyBeamSearch(BeamSearch):
             scores = candidates.scores[survivors]
         beams = candidates.nodes[survivors]
         closed = complete or len(beams) >= self.num_beams
-        return Level(
-            length, candidates, beams, scores, np.zeros(len(beams), bool), bound, complete, closed, self.finished
-        )
+        expanded = np.zeros(len(beams), bool)
+        after = Level(length, beams, scores, candidates, expanded, bound, complete, closed, level.finished)
+        if before is not None and np.array_equal(before.beams, beams[: len(before.beams)]):
+            after.best = before.best
+            expanded[: len(before.beams)] = before.expanded
+        return after
 
     def _unknown(self, level: Level) -> float:
         """Upper bound on continuations of the beams of this level that are unknown, or not expanded."""
         unknown = level.bound if len(level.beams) < self.num_beams else NOTHING
         return max([unknown, *level.scores[~level.expanded][:1].tolist()])
 
-    def _grown(self, before: Candidates | None, best: Continuations) -> Candidates:
-        """The candidates that were known before, and then the new ones."""
+    def _grown(self, level: Level, best: Continuations, before: Candidates | None) -> Candidates:
+        """The candidates that were known before, and then the new ones below a level's beams."""
         if before is not None and len(before.nodes) == len(best.scores):
             return before
         new = best.take(slice(0 if before is None else len(before.nodes), None))
-        more = self.candidates_at(new.add(self.tree, self.beams), new.scores)
+        more = self.candidates_at(new.add(self.tree, level.beams), new.scores)
         return more if before is None else before.followed_by(more)
 
     def _compete(self, level: Level, after: Level) -> None:
@@ -242,8 +228,6 @@ class LazyBeamSearch(BeamSearch):
     def deferred(self) -> Deferred:
         """The beams that may have to be evaluated."""
         levels = [*self.open, *self.levels[-1:]] if self.stops is False else self.open
-        if not levels:
-            return Deferred(NO_NODES, NO_NODES.astype(np.float32), NO_NODES, NO_NODES.astype(bool))
         nodes, scores, expanded = (
             np.concatenate([getattr(level, name) for level in levels]) for name in ("beams", "scores", "expanded")
         )

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,9 +86,9 @@ class Processors:
         lowest = min(0.0, self.frequency_penalty, self.presence_penalty)
         self.raises = bool(options.logits_processor) or lowest < 0 or max(self.logit_bias.values(), default=0.0) > 0
         self.forbids = bool(self.bans) or self.constraint is not None or self.prefix_allowed_tokens_fn is not None
-        penalties = self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty
+        self._penalizes = self.repetition_penalty != 1.0 or bool(self.frequency_penalty or self.presence_penalty)
         ends = self.eos_token_ids and self.min_new_tokens
-        self._looks_at_texts = bool(penalties or self.forbids or self.functions)
+        self._looks_at_texts = bool(self._penalizes or self.forbids or self.functions)
         self.is_plain = not (self._looks_at_texts or ends or self.logit_bias)
         self._dead_ends: set[int] = set()  # draft tokens after which prefix_allowed_tokens_fn allows no token
 
@@ -147,7 +147,7 @@ class Processors:
         if self.prefix_allowed_tokens_fn is None:
             return
         if not self._dead_ends.isdisjoint(nodes.tolist()):
-            raise _no_token_ids([], self.vocab_size)
+            raise _no_token_ids("no tokens", self.vocab_size)
         if not (selection.scores[:, :1] > MASKED).any():
             raise SpecbeamError(
                 "prefix_allowed_tokens_fn allows only tokens that other options forbid: allow another token there"
@@ -156,13 +156,14 @@ class Processors:
     def _edits(self, tree: Tree, nodes: Nodes) -> Iterator[Edit]:
         n = len(nodes)
         if self.logit_bias:
-            yield _edit("add", np.arange(n), [*self.logit_bias], [*self.logit_bias.values()])
-        if self.repetition_penalty != 1.0 or self.frequency_penalty or self.presence_penalty:
+            values = np.array([*self.logit_bias.values()], dtype=np.float32)
+            yield Edit("add", *_each([*self.logit_bias], np.arange(n)), np.tile(values, n))
+        if self._penalizes:
             yield from self._penalties(tree, nodes)
         if self.eos_token_ids and self.min_new_tokens:
             early = np.flatnonzero(tree.depths(nodes) + 1 - tree.prompt_length < self.min_new_tokens)
             if len(early):
-                yield _edit("ban", early, self.eos_token_ids)
+                yield Edit("ban", *_each(self.eos_token_ids, early))
         for bans in self.bans:
             rows, tokens = bans(tree, nodes)
             yield Edit("ban", rows.astype(np.int32), tokens.astype(np.int32))
@@ -237,17 +238,9 @@ def _not_a_number(option: str) -> SpecbeamError:
     )
 
 
-def _edit(kind: Literal["add", "repeat", "ban"], rows: NDArray[np.int64], tokens: Any, values: Any = ()) -> Edit:
-    """The same tokens, int [m], or others, int [n, m], in each of n rows, with one value or m values."""
-    tokens = np.asarray(tokens, dtype=np.int32)
-    per_row = tokens.shape[-1]
-    places = (
-        np.repeat(rows.astype(np.int32), per_row),
-        np.tile(tokens, len(rows)) if tokens.ndim == 1 else tokens.ravel(),
-    )
-    if kind == "ban":
-        return Edit(kind, *places)
-    return Edit(kind, *places, np.resize(np.asarray(values, dtype=np.float32), len(rows) * per_row))
+def _each(tokens: list[int], rows: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """The places of some tokens in each of n rows: the rows and the tokens, int32 [n * tokens] each."""
+    return np.repeat(rows.astype(np.int32), len(tokens)), np.tile(np.array(tokens, dtype=np.int32), len(rows))
 
 
 def _by_length(tree: Tree, nodes: Nodes) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
@@ -373,13 +366,12 @@ def _token_ids(tokens: Any, vocab_size: int, some: bool) -> NDArray[np.int64]:
         return np.empty(0, dtype=np.int64)
     whole = np.issubdtype(index.dtype, np.integer)
     if not len(index) or not whole or index.min() < 0 or index.max() >= vocab_size:
-        raise _no_token_ids(tokens if len(index) else [], vocab_size)
+        raise _no_token_ids(str(tokens)[:60] if len(index) else "no tokens", vocab_size)
     return index.astype(np.int64)
 
 
-def _no_token_ids(tokens: Any, vocab_size: int) -> SpecbeamError:
-    nothing = isinstance(tokens, list) and not tokens
+def _no_token_ids(returned: str, vocab_size: int) -> SpecbeamError:
     return SpecbeamError(
-        f"prefix_allowed_tokens_fn returned {'no tokens' if nothing else str(tokens)[:60]}: "
+        f"prefix_allowed_tokens_fn returned {returned}: "
         f"give token ids below {vocab_size}, at least one, such as the end token"
     )

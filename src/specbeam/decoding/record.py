@@ -79,7 +79,9 @@ class Record:
         self._accept(nodes)
         if self.trace is not None and len(nodes):
             scores = self._tree.scores(nodes) if scores is None else scores
-            self.trace[-1]["steps"].append(self._traced_step([*map(int, nodes)], [*map(float, scores)]))
+            beams = [self._traced_beam(int(node), float(score)) for node, score in zip(nodes, scores, strict=True)]
+            self.trace[-1]["steps"].append(beams)
+            self._ends = {int(node): i for i, node in reversed([*enumerate(nodes)])}
 
     def ahead(self, nodes: Nodes, scores: Any) -> None:
         """Record the known beams of a step that is not certain yet, int64 [n], and their scores, float32 [n].
@@ -162,11 +164,6 @@ class Record:
             self._drafted[node] = draft_token
         self._shown.update(number)
         return traced
-
-    def _traced_step(self, nodes: list[int], scores: list[float]) -> list[dict[str, Any]]:
-        beams = [self._traced_beam(node, score) for node, score in zip(nodes, scores, strict=True)]
-        self._ends = {node: i for i, node in reversed([*enumerate(nodes)])}
-        return beams
 
     def _traced_beam(self, node: int, score: float) -> dict[str, Any]:
         draft_token = self._drafted.get(node)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,6 @@ class Known:
         return np.array(sorted({*nodes.tolist()} - self._rows.keys()), dtype=np.int64)
 
     def add(self, nodes: Nodes, selection: Selection) -> None:
-        """Add the selection at nodes."""
         self._rows.update((node, (selection, row)) for row, node in enumerate(nodes.tolist()))
 
     def forget(self, nodes: Nodes) -> None:
@@ -58,25 +57,15 @@ class Known:
         return gather([self._rows[node] for node in nodes.tolist()])
 
 
-class Step(Protocol):
-    """The beams after a step, as far as they are known."""
+@dataclass
+class Step:
+    """The beams after a step, as far as they are known.
 
-    @property
-    def length(self) -> int:
-        """Of the beams, in new tokens."""
-
-    @property
-    def beams(self) -> Nodes:
-        """The ends of the unfinished hypotheses, int64 [b]."""
-
-    @property
-    def scores(self) -> Scores:
-        """The log-probabilities of the beams, float32 [b]."""
-
-
-@dataclass(frozen=True)
-class Taken:
-    """A :class:`Step` that was taken."""
+    Attributes:
+        length: of the beams, in new tokens.
+        beams: the ends of the unfinished hypotheses, int64 [b].
+        scores: the log-probabilities of the beams, float32 [b].
+    """
 
     length: int
     beams: Nodes
@@ -84,10 +73,11 @@ class Taken:
 
 
 class Search(ABC):
-    """A search by beams between two steps. It is the latest :class:`Step` itself.
+    """A search by beams between two steps.
 
     Attributes:
         tree: of the request.
+        length, beams, scores: of the latest :class:`Step`.
         done: no step can change the outcome any more.
         needs_rows: every step needs whole rows of logits.
         left_out: beams of steps that were taken without them.
@@ -107,9 +97,9 @@ class Search(ABC):
     def selection_request(self, nodes: Nodes, draft_tokens: Any = ()) -> SelectionRequest:
         """The request of a step at beams, or at draft tokens that may become beams, int64 [n]."""
 
-    @abstractmethod
     def evaluation(self) -> Evaluate:
         """All beams, and how the search goes on by itself, if it can."""
+        return Evaluate(self.beams, self.selection_request(self.beams))
 
     @abstractmethod
     def step(self, selection: Selection | None, known: Mask | None = None) -> bool:
@@ -136,7 +126,7 @@ class Search(ABC):
             if not self.step(selection, evaluated):
                 break
             self.left_out += int((~evaluated).sum())
-            steps.append(Taken(self.length, self.beams, self.scores))
+            steps.append(Step(self.length, self.beams, self.scores))
         return steps
 
     @property

@@ -16,8 +16,6 @@ from specbeam.options import NEUTRAL_VALUES, Options
 from specbeam.selection import Noise, SelectionRequest
 from specbeam.tree import Nodes, Tree
 
-WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-
 
 class Selector:
     """Makes the selection requests of one request.
@@ -75,8 +73,8 @@ class Selector:
 
 def warpers_of(options: Options) -> dict[str, Any]:
     """The warpers that options ask for, by the names of a request's attributes."""
-    values = {name: getattr(options, name) for name in WARPERS}
-    return {name: value for name, value in values.items() if value is not None and value != NEUTRAL_VALUES[name]}
+    values = {name: getattr(options, name) for name in NEUTRAL_VALUES}
+    return {name: value for name, value in values.items() if value not in (None, NEUTRAL_VALUES[name])}
 
 
 def some_seed(seed: int | None) -> int:

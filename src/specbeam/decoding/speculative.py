@@ -50,7 +50,7 @@ def speculative_round(tree: Tree, selector: Selector, stop: Stopping, record: Re
     nodes = np.sort(np.array([tip, *draft_tokens.nodes]))
     selection = yield Evaluate(nodes, selector(tree, nodes, draft_tokens.nodes), or_fewer=True)
     rows = {node: row for row, node in enumerate(nodes.tolist())}
-    record.round(draft_tokens.nodes, draft_tokens.skipped, nodes)
+    record.round(draft_tokens.nodes, evaluated=nodes)
     steps = []
     while (row := rows.get(tip)) is not None:
         tip = tree.append(tip, *chosen(selection, row))

@@ -9,14 +9,14 @@ for how far they can be trusted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from specbeam.drafting import SKIPPED, DraftTokens
-from specbeam.drafting.acceptance import DECAY, PRIOR_WEIGHT, SKIP_DECAY, Acceptance
+from specbeam.decoding.deferring import Cost as Cost
+from specbeam.decoding.drafter import SKIPPED, DraftTokens
 from specbeam.drafting.sizes import Shape, Sizes
 from specbeam.tree import Nodes, Tree
 
@@ -30,9 +30,52 @@ LEVEL_PRIOR = 2 / 3
 """The chance to assume that a step chooses among a level of draft tokens."""
 MIN_GAIN = 1.05
 """Draft only if that promises this many times as many steps per second. The drafting itself takes time, too."""
+DECAY = 0.9
+"""The share of their weight that a bucket's observations keep when later ones come."""
+SKIP_DECAY = 0.98
+"""The share of the distance to the prior that is left after a decode step without draft tokens."""
+PRIOR_WEIGHT = 4.0
+"""The weight of the prior, in observed tokens."""
+PRIOR_PACE = 0.2
+"""The prior follows rates below it, and goes back to where it began, at this share of their pace.
 
-Cost = Callable[[int], float]
-"""The cost of a pass over a number of nodes, in seconds."""
+So a draft that fails each time it is tried again is tried ever more rarely.
+"""
+
+
+class Acceptance:
+    """Acceptance rates by bucket. They begin at a prior, follow what is observed, and decay to it where nothing is.
+
+    Args:
+        prior: the rate to assume in each bucket, [buckets].
+    """
+
+    def __init__(self, prior: ArrayLike) -> None:
+        self._first = np.asarray(prior, dtype=np.float64)
+        self._prior, self._rates = self._first.copy(), self._first.copy()
+        self._weights = np.full_like(self._first, PRIOR_WEIGHT)
+
+    @property
+    def chances(self) -> NDArray[np.float64]:
+        """The chance that a draft token of each bucket is accepted, float64 [buckets]."""
+        return np.minimum(self._rates, 1.0)
+
+    def learn(self, bucket: int, accepted: float, proposed: float) -> None:
+        """Take in how many of a bucket's draft tokens were accepted in a round."""
+        before = DECAY * self._weights[bucket]
+        weight = before + proposed
+        self._rates[bucket] = (before * self._rates[bucket] + accepted) / weight
+        self._weights[bucket] = weight
+        if proposed:
+            follows = self._prior[bucket] + PRIOR_PACE * (self._rates[bucket] - self._prior[bucket])
+            self._prior[bucket] = min(self._first[bucket], follows)
+
+    def skip(self) -> None:
+        """Take in a decode step without draft tokens: decay towards the prior."""
+        share = 1 - SKIP_DECAY
+        self._prior += share * PRIOR_PACE * (self._first - self._prior)
+        self._rates += share * (self._prior - self._rates)
+        self._weights += share * (PRIOR_WEIGHT - self._weights)
 
 
 @dataclass
@@ -52,7 +95,7 @@ class Drafts:
 
 
 class Controller:
-    """Decides how far one request drafts, round by round.
+    """Decides how far one request drafts, round by round: the :class:`DraftController` of every drafter.
 
     A round goes: ``shape``; for a tree below one tip also ``expanded`` and ``worthwhile``; then ``learn``.
 
@@ -79,21 +122,9 @@ class Controller:
         self._target, self._plain, self._draft = target, plain, draft
         self._unread = unread
         self._matched = TYPICAL_MATCH if matches else None
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """The most draft tokens in a pass of the target."""
-        return max(drafts.sizes.max_draft_tokens for drafts in self._drafts.values())
-
-    @property
-    def max_drafted(self) -> int:
-        """The most nodes that a draft model evaluates in a round. Some may not become draft tokens."""
-        return max(drafts.sizes.max_drafted for drafts in self._drafts.values())
-
-    @property
-    def max_drafted_at_once(self) -> int:
-        """The most nodes at which a pass of a draft model needs logits."""
-        return max(drafts.sizes.max_drafted_at_once for drafts in self._drafts.values())
+        self.max_draft_tokens = max(one.max_draft_tokens for one in sizes)
+        self.max_drafted = max(one.max_drafted for one in sizes)
+        self.max_drafted_at_once = max(one.max_drafted_at_once for one in sizes)
 
     def shape(self, num_tips: int, steps: float = math.inf, matched: int | None = None) -> Shape:
         """Begin a round: the width and the draft length that promise the most. A length of 0 is no draft.
@@ -157,7 +188,6 @@ class Controller:
         return min(wanted, sizes.max_draft_tokens)
 
     def seconds_per_step(self, steps: int) -> float:
-        """Expected seconds per step of rounds that draft below one tip, of which this many steps are to come."""
         alone = self._drafts[1]
         matched = None if self._matched is None else TYPICAL_MATCH
         expected, _ = self._best(alone, math.inf, matched)
@@ -173,7 +203,6 @@ class Controller:
         self._unread += num_tips
 
     def learn(self, draft_tokens: DraftTokens, tree: Tree, steps: list[Nodes]) -> None:
-        """Learn which draft tokens were accepted, from the tips or the beams after each step of the round."""
         now, sizes = self._now, self._now.sizes
         if draft_tokens.skipped:
             return self.skip(sizes.num_tips)

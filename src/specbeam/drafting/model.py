@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from specbeam.decoding import Evaluate, Selection
 from specbeam.decoding.deferring import FURTHER_TOKENS
+from specbeam.decoding.drafter import SKIPPED, DraftTokens, Proposal
 from specbeam.decoding.selector import Selector
 from specbeam.decoding.stopping import Stopping
-from specbeam.drafting import SKIPPED, DraftTokens, Proposal
 from specbeam.drafting.controller import Controller
 from specbeam.tree import NO_NODES, Nodes, Tree
 

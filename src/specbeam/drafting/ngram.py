@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import Proposal
+from specbeam.decoding.drafter import Proposal
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.controller import Controller
 from specbeam.tree import Nodes, Tree

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.decoding import Evaluate, SelectionRequest
+from specbeam.decoding.drafter import SKIPPED, DraftTokens, Proposal
 from specbeam.detokenizing import INCOMPLETE, Detokenizer, TextEnd
-from specbeam.drafting import SKIPPED, DraftTokens, Proposal
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.controller import Controller
 from specbeam.drafting.encoding import EncodedEnd, extend, shorten

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.drafting import Proposal
+from specbeam.decoding.drafter import Proposal
 from specbeam.drafting.chains import Chains
 from specbeam.drafting.controller import Controller
 from specbeam.errors import SpecbeamError
@@ -49,7 +49,6 @@ class SuffixAutomaton:
         self._last = 0
 
     def extend(self, tokens: Iterable[int]) -> None:
-        """Append tokens to the sequence."""
         for token in tokens:
             self._append(token)
 

@@ -7,7 +7,7 @@ are. :func:`select` and :func:`choose` do so in PyTorch on any device. They are 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -371,21 +371,7 @@ def _merged(parts: Sequence[tuple[Tensor, SelectionRequest]]) -> tuple[Selection
     if first.noise is not None:
         noises = [request.noise for _, request in parts if request.noise is not None]
         noise = Noise(0, *(np.concatenate([getattr(one, name) for one in noises]) for name in ("streams", "positions")))
-    allowed, given = joined("allowed"), joined("given")
-    warpers = {name: getattr(first, name) for name in ("temperature", "top_k", "top_p", "min_p", "typical_p")}
-    merged = SelectionRequest(
-        first.top,
-        given,
-        first.vocab,
-        first.normalize,
-        tuple(edits),
-        allowed,
-        first.functions,
-        first.one_of,
-        noise=noise,
-        total=first.total,
-        **warpers,
-    )
+    merged = replace(first, given=joined("given"), edits=tuple(edits), allowed=joined("allowed"), noise=noise)
     return merged, seeds
 
 
