@@ -266,25 +266,21 @@ class RequestState:
             ahead: how many further passes the backend has run by itself. The selections have rows for each of them.
         """
         with self._failing_alone():
-            self._take(nodes, logits, rows, selections, ahead)
-
-    def _take(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection], ahead: int) -> None:
-        state = self._state
-        self.pending = self.pending[len(nodes) :]
-        state.evaluated(nodes, self.pending, ahead)
-        if len(self.pending) or not self._rows.is_last_part:
-            self._rows.add(logits[rows])
-            if not len(self.pending):
-                self._evaluate(self._rows.rest)
-            return
-        state.completed += 1 + ahead
-        if not selections:
-            logits = self._rows.complete(logits[rows])
-            rows = slice(0, len(logits))
-            selections = self.backend.choose(logits, [(rows, one) for one in self._selection_requests()])
-        if (alternatives := self._alternatives) is not None:
-            alternatives.add(self._rows.nodes, selections.pop())
-        self._advance(self._selection(selections[0]) if selections else logits)
+            self.pending = self.pending[len(nodes) :]
+            self._state.evaluated(nodes, self.pending, ahead)
+            if len(self.pending) or not self._rows.is_last_part:
+                self._rows.add(logits[rows])
+                if not len(self.pending):
+                    self._evaluate(self._rows.rest)
+                return
+            self._state.completed += 1 + ahead
+            if not selections:
+                logits = self._rows.complete(logits[rows])
+                rows = slice(0, len(logits))
+                selections = self.backend.choose(logits, [(rows, one) for one in self._selection_requests()])
+            if (alternatives := self._alternatives) is not None:
+                alternatives.add(self._rows.nodes, selections.pop())
+            self._advance(self._selection(selections[0]) if selections else logits)
 
     def refuse(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection]) -> None:
         """Its logits at wanted ones among some pending nodes are not finite, and its pass was over no other tree.
