@@ -328,8 +328,8 @@ class Engine:
 
     @property
     def cache_tokens(self) -> int:
-        """Cache slots of the target in use by live requests."""
-        return self._scheduler.used_slots
+        """Cache slots of the target in use by live requests. Slots that they share count once."""
+        return self._budget.target.used
 
     @property
     def kept_tokens(self) -> int:

@@ -150,11 +150,6 @@ class Scheduler:
         """Requests that wait for their turn."""
         return max(0, len(self._unfinished) - len(self._live))  # in an iteration, live requests may have ended
 
-    @property
-    def used_slots(self) -> int:
-        """Slots of the target in use by live requests. Slots that they share count once."""
-        return self.budget.target.used
-
     def take_new(self) -> None:
         """Give the requests that were submitted since the last iteration their places in the queue."""
         self.halt[0] = 0
