@@ -108,7 +108,7 @@ class EngineThread:
                 more = True
                 while more:
                     if self._is_cancelling:
-                        self._cancel_all()
+                        self._scheduler.cancel_all()
                     more = iterate()
             self.end()
         except InterpreterEnds:
@@ -124,10 +124,6 @@ class EngineThread:
         while (waiting := self._scheduler.waiting) > seen and time.monotonic() < end:
             seen = waiting
             time.sleep(SECONDS_FOR_ANOTHER)
-
-    @fork_guard
-    def _cancel_all(self) -> None:
-        self._scheduler.cancel_all()
 
     @fork_guard
     def end(self, failure: str | None = None) -> None:

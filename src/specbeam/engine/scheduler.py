@@ -20,6 +20,7 @@ from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import QueueFull
+from specbeam.fork_guard import fork_guard
 from specbeam.interrupts import HeldInterrupts
 from specbeam.tree import Nodes
 
@@ -166,6 +167,7 @@ class Scheduler:
                     self._end_early(request, "timeout")
             self._next_deadline = min((request.deadline for request in list(self._unfinished)), default=math.inf)
 
+    @fork_guard
     def cancel_all(self) -> None:
         """End all requests with the text so far."""
         for request in list(self._unfinished):
