@@ -38,13 +38,10 @@ class EngineThread:
 
     @fork_guard
     def start(self, iterate: Callable[[], bool]) -> None:
-        """Start the thread.
+        """Start the thread, as :meth:`specbeam.Engine.start` says.
 
         Args:
             iterate: runs one iteration of the engine, and returns whether there is more to do.
-
-        Raises:
-            SpecbeamError: it runs already.
         """
         with self._lock:
             if self._wakeups.engine_runs:
@@ -59,13 +56,7 @@ class EngineThread:
 
     @fork_guard
     def add(self, request: RequestState) -> None:
-        """Queue a request, and wake the thread if there is one.
-
-        Raises:
-            QueueFull: there is no place for it.
-            SpecbeamError: the thread is stopping.
-            RuntimeError: an error ended the thread, or the engine.
-        """
+        """Queue a request, or refuse it as :meth:`specbeam.Engine.submit` says. Wake the thread if there is one."""
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(self._failure)
@@ -76,11 +67,7 @@ class EngineThread:
                 self._has_work.set()
 
     def stop(self, grace: float | None) -> None:
-        """Finish all requests and end the thread. After ``grace`` seconds, cancel the requests that are left.
-
-        Raises:
-            SpecbeamError: the thread itself calls this.
-        """
+        """Finish all requests and end the thread, as :meth:`specbeam.Engine.stop` says."""
         thread = self._wakeups.thread
         if thread is None or not thread.is_alive():
             return

@@ -109,11 +109,7 @@ class Scheduler:
         self._good_passes = 0  # since the last batch that was too large
 
     def add(self, request: RequestState) -> None:
-        """Queue a request. May be called from any thread, but by one at a time.
-
-        Raises:
-            QueueFull: there is no place for it.
-        """
+        """Queue a request, if there is a place for it. May be called from any thread, but by one at a time."""
         self.check_for_place()
         request.number = next(self._numbers)
         self._unfinished[request] = None
