@@ -17,11 +17,10 @@ from specbeam.engine.costs import Costs, pass_times
 from specbeam.engine.drafters import Draft, check_draft, load_draft
 from specbeam.engine.engine_thread import EngineThread
 from specbeam.engine.passes import run_pass
-from specbeam.engine.request import Request
+from specbeam.engine.request import Request, Wakeups
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.engine.strategies import MakeStrategy
-from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
 from specbeam.fork_guard import fork_guard
 from specbeam.interrupts import HeldInterrupts

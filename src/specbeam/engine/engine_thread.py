@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 
+from specbeam.engine.request import Wakeups
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
-from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
 from specbeam.fork_guard import InterpreterEnds, fork_guard
 

@@ -21,10 +21,9 @@ from specbeam.engine.drafters import Draft, make_drafter
 from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
 from specbeam.engine.model_state import ModelState, model_states
 from specbeam.engine.output import Output
-from specbeam.engine.request import Request
+from specbeam.engine.request import Request, Wakeups
 from specbeam.engine.setup import make_setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy
-from specbeam.engine.wakeups import Wakeups
 from specbeam.engine.wanted_rows import WantedRows
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel

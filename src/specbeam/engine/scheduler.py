@@ -16,9 +16,8 @@ from specbeam.backends.contract import Backend
 from specbeam.cache.budget import Budget
 from specbeam.engine.costs import TILE_NODES, Costs
 from specbeam.engine.queue import Queue
-from specbeam.engine.request import Request
+from specbeam.engine.request import Request, Wakeups
 from specbeam.engine.request_state import RequestState
-from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import QueueFull
 from specbeam.fork_guard import fork_guard
 from specbeam.interrupts import HeldInterrupts
