@@ -304,8 +304,7 @@ class Engine:
         scheduler.end_requests()
         scheduler.admit()
         for batch in scheduler.gather():
-            if batch := scheduler.still_live(batch):
-                run_pass(batch, scheduler, one_torch_thread=self.lm.backend.has_threads)
+            run_pass(batch, scheduler, one_torch_thread=self.lm.backend.has_threads)
         scheduler.drop_done()
         scheduler.is_changing = False
         return not scheduler.is_empty

@@ -24,7 +24,7 @@ NORMALIZERS = attrgetter("normalizers")
 
 
 def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool:
-    """Evaluate a batch in one pass, and let each request go on with its logits.
+    """Evaluate the requests of a batch that are still live in one pass, and let each go on with its logits.
 
     If the pass fails, its halves are tried, and a request that fails alone is ended. If it fails for lack of memory,
     cached prefixes are evicted instead, and then the newest of several live requests is preempted.
@@ -39,6 +39,8 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     Returns:
         Whether every request got its logits.
     """
+    if not (batch := scheduler.still_live(batch)):
+        return True
     alone: Batch = []
     backend, start = batch[0][0].backend, time.perf_counter()  # a request that goes on may ask its other model
     try:
@@ -56,7 +58,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
         seconds = (time.perf_counter() - start) / passes
         scheduler.costs(backend, ahead=passes > 1).add(sum(len(nodes) for _, nodes in batch), seconds)
         scheduler.succeeded()
-        for part in scheduler.still_live(alone):
+        for part in alone:
             run_pass([part], scheduler, one_torch_thread)
         return True
     # Outside of the except block: inside it, Python would hold on to the memory of the failed pass.
@@ -66,8 +68,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
         return False
     half = len(batch) // 2
     fine = run_pass(batch[:half], scheduler, one_torch_thread)
-    if rest := scheduler.still_live(batch[half:]):
-        fine &= run_pass(rest, scheduler, one_torch_thread)
+    fine &= run_pass(batch[half:], scheduler, one_torch_thread)
     if fine:
         scheduler.was_too_large(batch)
     return fine
