@@ -8,10 +8,7 @@ from specbeam.backends.contract import Backend
 from specbeam.cache.budget import Budget
 from specbeam.cache.pool import BLOCK_SLOTS
 from specbeam.cache.slots import Slots
-from specbeam.decoding.drafter import Drafter
-from specbeam.engine.drafters import Draft
 from specbeam.engine.setup import Setup
-from specbeam.model import LanguageModel
 from specbeam.tree import Nodes, Tree
 
 
@@ -119,22 +116,3 @@ class ModelState:
     def _lasting(self, prefix: int) -> int:
         """The most slots that a shared prefix of this length keeps beyond a pass."""
         return prefix if self.backend.window is None else min(prefix, self.backend.window + BLOCK_SLOTS)
-
-
-def model_states(
-    budget: Budget,
-    setup: Setup,
-    lm: LanguageModel,
-    prompt_ids: list[int],
-    draft: Draft | None,
-    drafter: Drafter | None,
-    source: Any,
-) -> list[ModelState]:
-    """A request on the target and, if it has one, on the draft model."""
-    draft_tokens = 0 if drafter is None else drafter.controller.max_draft_tokens
-    rows = setup.options.num_texts + draft_tokens
-    states = [ModelState(budget, setup, prompt_ids, lm.backend, setup.tree, draft_tokens, rows, source)]
-    if isinstance(draft, LanguageModel) and drafter is not None:
-        drafted, rows = drafter.controller.max_drafted, drafter.controller.max_drafted_at_once
-        states.append(ModelState(budget, setup, prompt_ids, draft.backend, drafter.tree, drafted, rows))
-    return states

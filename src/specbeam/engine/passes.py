@@ -42,7 +42,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     if not (batch := scheduler.still_live(batch)):
         return True
     alone: Batch = []
-    backend, start = batch[0][0].backend, time.perf_counter()  # a request that goes on may ask its other model
+    backend, start = batch[0][0].model.backend, time.perf_counter()  # a request that goes on may ask its other model
     try:
         logits, parts, selections, passes = _forward(batch, scheduler)
     except Exception as error:
@@ -81,23 +81,23 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], l
         The logits, float32 [n, vocab], each request's rows of them, and the selections that it asked for. Last, the
         number of passes. If several were allowed, there are no logits, and selections have rows for each pass.
     """
-    backend = batch[0][0].backend
+    backend = batch[0][0].model.backend
     start = time.perf_counter()
     passes = scheduler.passes_at_once(batch)
-    if unread := [state for request, _ in batch for state in request.unread_sources]:
+    if unread := [request.model for request, _ in batch if request.model.unread_source is not None]:
         with scheduler.passing():
-            sources = cast(EncodingBackend, backend).encode([state.unread_source or [] for state in unread])
-        for state, source in zip(unread, sources, strict=True):
-            state.source = source
+            sources = cast(EncodingBackend, backend).encode([model.unread_source or [] for model in unread])
+        for model, source in zip(unread, sources, strict=True):
+            model.source = source
     segments = [request.segment(nodes, passes - 1) for request, nodes in batch]
     parts = [slice(*ends) for ends in pairwise(accumulate((len(s.wanted) for s in segments), initial=0))]
     requested = [request.selection_requests(nodes) for request, nodes in batch]
     asked = [(part, one) for part, some in zip(parts, requested, strict=True) for one in some]
     if passes > 1:
-        ends = frozenset[int]().union(*(request.ends for request, _ in batch))
-        about_nodes, beams = [one for _, one in asked], [request.beams for request, _ in batch]
+        ends = frozenset[int]().union(*(request.step.ends for request, _ in batch))
+        about_nodes, beams = [one for _, one in asked], [request.step.beams for request, _ in batch]
         every = scheduler.passes_unseen(batch)
-        is_read = any(state.request.is_read for state, _ in batch)
+        is_read = any(request.request.is_read for request, _ in batch)
         show = partial(_show, batch, scheduler) if every < passes and is_read else None
         with scheduler.passing():
             found = cast(AheadBackend, backend).forward_ahead(

@@ -243,9 +243,9 @@ class Scheduler:
         by_model: defaultdict[tuple[bool, int], list[RequestState]] = defaultdict(list)
         live = list(self._live)
         for place, request in enumerate(live):
-            waits = not request.done and request.is_fresh and request.await_prefix(live[:place])
+            waits = not request.done and request.model.slots.is_fresh and request.await_prefix(live[:place])
             if not (request.done or waits):
-                by_model[not request.drafting, id(request.backend)].append(request)
+                by_model[not request.step.drafting, id(request.model.backend)].append(request)
         is_alone = sum(map(len, by_model.values())) == 1
         batches: list[Batch] = []
         for (for_target, _), requests in sorted(by_model.items()):
@@ -277,9 +277,9 @@ class Scheduler:
             requests = sorted(requests, key=lambda one: one.last_turn)[:room]
         most = [len(request.pending) for request in requests]
         if self.max_pass_seconds is not None and not is_alone:
-            reading = [at for at, request in enumerate(requests) if request.is_reading]
+            reading = [at for at, request in enumerate(requests) if request.model.is_reading]
             others = sum(most) - sum(most[at] for at in reading)
-            in_time = max(self._reading_nodes(requests[0].backend, others), len(reading))
+            in_time = max(self._reading_nodes(requests[0].model.backend, others), len(reading))
             for at, count in zip(reading, _share_out([most[at] for at in reading], in_time), strict=True):
                 most[at] = count
         taken = _share_out(most, room)
@@ -314,7 +314,7 @@ class Scheduler:
         More than one only if all live requests take part, and can go on without a look at their tokens. If ``halt`` is
         set meanwhile, the pass that runs is the last.
         """
-        backend = batch[0][0].backend
+        backend = batch[0][0].model.backend
         if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):
             return 1
         most = min(MAX_PASSES_AT_ONCE, *(1 + request.max_ahead(nodes) for request, nodes in batch))
@@ -335,7 +335,7 @@ class Scheduler:
     def passes_unseen(self, batch: Batch) -> int:
         """After how many passes ahead the tokens of streamed texts are to be handed out."""
         nodes = sum(len(nodes) for _, nodes in batch)
-        times = self.costs(batch[0][0].backend, ahead=True)
+        times = self.costs(batch[0][0].model.backend, ahead=True)
         return 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1
 
     def _count_sources(self) -> None:
@@ -349,7 +349,7 @@ class Scheduler:
         while True:
             room = self.budget.room if len(self._live) > 1 else self.budget.cache_bytes
             room -= self.budget.held
-            growth = sum(len(nodes) * request.backend.slot_bytes for batch in batches for request, nodes in batch)
+            growth = sum(len(nodes) * request.model.backend.slot_bytes for batch in batches for request, nodes in batch)
             if growth > room:  # some nodes may have slots, since a pass over them failed
                 growth = sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
             room -= growth
