@@ -63,7 +63,7 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
         return True
     # Outside of the except block: inside it, Python would hold on to the memory of the failed pass.
     if len(batch) == 1:
-        if not (is_out_of_memory(failure) and scheduler.find_memory()):
+        if not (is_out_of_memory(failure) and (scheduler.budget.evict() or scheduler.preempt_newest())):
             batch[0][0].fail(failure)
         return False
     half = len(batch) // 2

@@ -362,10 +362,6 @@ class Scheduler:
                 return []
             batches = [self.still_live(batch) for batch in batches]
 
-    def find_memory(self) -> bool:
-        """A pass found no memory: evict prefixes, or preempt the newest request. Returns whether it could."""
-        return self.budget.evict() or self.preempt_newest()
-
     def preempt_newest(self) -> bool:
         """Take the slots of the newest request. It goes on once another has ended.
 
