@@ -397,18 +397,16 @@ class RequestState:
                         state.slots.free(dropped)
 
     def _finish(self, hypotheses: list[Hypothesis]) -> None:
+        """Hand out the result, and cache the best sequence for requests that begin with it."""
         self._output.finish(hypotheses, self._target, self._draft, drafted=self._drafter is not None)
-        self._cache_sequence(hypotheses[0].node)
-        self._release()
-
-    def _cache_sequence(self, node: int) -> None:
-        """Cache the best sequence for requests that begin with it."""
         for state in self._states:
-            tree = state.tree
-            end = node if tree is self._setup.tree else int(tree.kept[tree.depths(tree.kept).argmax()])
+            tree, end = state.tree, hypotheses[0].node
+            if tree is not self._setup.tree:
+                end = int(tree.kept[tree.depths(tree.kept).argmax()])
             pending = self.pending if state is self.model else NO_NODES
             path = tree.path(end)
             state.slots.add_prefix(path[~np.isin(path, pending)])
+        self._release()
 
     def _release(self) -> None:
         """Let go of all memory but the result."""
