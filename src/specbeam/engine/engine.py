@@ -17,7 +17,7 @@ from specbeam.engine.costs import Costs, pass_times
 from specbeam.engine.drafters import Draft, check_draft, load_draft
 from specbeam.engine.engine_thread import EngineThread
 from specbeam.engine.passes import run_pass
-from specbeam.engine.request import Request, Wakeups
+from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.engine.strategies import MakeStrategy
@@ -109,17 +109,16 @@ class Engine:
             )
         self.lm = lm
         self._budget = Budget(lm.backend, max_batch_tokens, max_cache_tokens)
-        self._wakeups = Wakeups()
         self._scheduler = Scheduler(
             max_requests,
             max_batch_tokens,
             max_waiting,
             max_pass_seconds,
             self._budget,
-            self._wakeups,
             pass_times if costs is None else costs,
         )
-        self._thread = EngineThread(self._scheduler, self._wakeups)
+        self._wakeups = self._scheduler.wakeups
+        self._thread = EngineThread(self._scheduler)
 
     def submit(
         self,

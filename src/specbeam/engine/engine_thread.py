@@ -7,7 +7,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from specbeam.engine.request import Wakeups
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.errors import SpecbeamError
@@ -27,9 +26,9 @@ class EngineThread:
     guard: a fork meanwhile would leave it locked in the child.
     """
 
-    def __init__(self, scheduler: Scheduler, wakeups: Wakeups) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._wakeups = wakeups
+        self._wakeups = scheduler.wakeups
         self._lock = threading.Lock()  # of submit, start and stop. Iterations do without it
         self._has_work = threading.Event()
         self._is_stopping = False  # it takes no new requests

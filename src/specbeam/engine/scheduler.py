@@ -82,7 +82,6 @@ class Scheduler:
         max_waiting: int | None,
         max_pass_seconds: float | None,
         budget: Budget,
-        wakeups: Wakeups,
         costs: Costs,
     ) -> None:
         self.max_requests = max_requests
@@ -90,7 +89,7 @@ class Scheduler:
         self.max_waiting = max_waiting
         self.max_pass_seconds = max_pass_seconds
         self.budget = budget
-        self.wakeups = wakeups
+        self.wakeups = Wakeups()
         self.costs = costs
         self.halt = np.zeros(1, dtype=np.int32)
         self.cancelled = Cancelled(self.halt)
