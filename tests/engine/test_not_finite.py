@@ -140,6 +140,27 @@ def test_a_backend_that_goes_ahead_stops_there(folder, poison, monkeypatch, opti
     assert found == [True] * (len(found) - 1) + [False]
 
 
+def test_a_request_that_is_preempted_before_it_is_tried_alone_waits(clean, folder, monkeypatch):
+    """Both are to be tried alone. Then there is no memory for the first one, so the second one gives up its slots."""
+    expected = [specbeam.generate(clean, prompt, max_new_tokens=8).token_ids for prompt in (PROMPT, OTHER)]
+    lm, passes = load(folder, "torch"), []
+    forward = lm.backend.forward
+
+    def troubled(segments):
+        passes.append(len(segments))
+        if len(passes) == 4:
+            raise MemoryError("full")
+        logits = forward(segments)
+        return torch.full_like(logits, NAN) if len(passes) == 3 else logits
+
+    monkeypatch.setattr(lm.backend, "forward", troubled)
+    engine = Engine(lm)
+    requests = [engine.submit(prompt, {"max_new_tokens": 8}) for prompt in (PROMPT, OTHER)]
+    engine.run()
+    assert passes[2:4] == [2, 1]
+    assert [request.result().token_ids for request in requests] == expected
+
+
 @pytest.mark.parametrize("first_reads", [4, 64])
 def test_what_is_read_beside_it_is_sound(clean, spoiled, poison, first_reads):
     """On the transformers backend, one mask is over all trees of a pass, and 0 times NaN is NaN."""

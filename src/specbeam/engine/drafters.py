@@ -72,26 +72,22 @@ def make_drafter(
 
 
 def _make_model_drafter(setup: Setup, lm: LanguageModel, draft: LanguageModel, controller: Controller) -> ModelDrafter:
-    options = setup.options
+    options, selector = setup.options, setup.selector
+    if selector.seed is not None:  # draft tokens are drawn from a distribution of their own
+        temperature = options.temperature if options.draft_temperature is None else options.draft_temperature
+        top_k = options.top_k if options.draft_top_k is None else options.draft_top_k
+        warpers = warpers_of(replace(options, temperature=temperature, top_k=top_k))
+        selector = Selector(selector.process, warpers, selector.seed)
     added = {} if lm.tokenizer is None else lm.tokenizer.added_tokens_decoder
     return ModelDrafter(
         setup.tree,
-        setup.selector
-        if setup.selector.seed is None
-        else Selector(setup.selector.process, _draft_warpers(options), setup.selector.seed),
+        selector,
         setup.stop,
         lm.backend.vocab_size,
         draft.backend.context_length,
         [token_id for token_id, token in added.items() if token.special],
         controller,
     )
-
-
-def _draft_warpers(options: Options) -> dict[str, Any]:
-    """The warpers of the distribution that draft tokens are drawn from."""
-    temperature = options.temperature if options.draft_temperature is None else options.draft_temperature
-    top_k = options.top_k if options.draft_top_k is None else options.draft_top_k
-    return warpers_of(replace(options, temperature=temperature, top_k=top_k))
 
 
 def load_draft(lm: LanguageModel, draft: Any) -> Any:

@@ -21,7 +21,6 @@ from specbeam.engine.request import Request
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
 from specbeam.engine.strategies import MakeStrategy
-from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
 from specbeam.fork_guard import fork_guard
 from specbeam.interrupts import HeldInterrupts
@@ -110,17 +109,16 @@ class Engine:
             )
         self.lm = lm
         self._budget = Budget(lm.backend, max_batch_tokens, max_cache_tokens)
-        self._wakeups = Wakeups()
         self._scheduler = Scheduler(
             max_requests,
             max_batch_tokens,
             max_waiting,
             max_pass_seconds,
             self._budget,
-            self._wakeups,
             pass_times if costs is None else costs,
         )
-        self._thread = EngineThread(self._scheduler, self._wakeups)
+        self._wakeups = self._scheduler.wakeups
+        self._thread = EngineThread(self._scheduler)
 
     def submit(
         self,
@@ -305,8 +303,7 @@ class Engine:
         scheduler.end_requests()
         scheduler.admit()
         for batch in scheduler.gather():
-            if batch := scheduler.still_live(batch):
-                run_pass(batch, scheduler, one_torch_thread=self.lm.backend.has_threads)
+            run_pass(batch, scheduler, one_torch_thread=self.lm.backend.has_threads)
         scheduler.drop_done()
         scheduler.is_changing = False
         return not scheduler.is_empty
@@ -328,8 +325,8 @@ class Engine:
 
     @property
     def cache_tokens(self) -> int:
-        """Cache slots of the target in use by live requests."""
-        return self._scheduler.used_slots
+        """Cache slots of the target in use by live requests. Slots that they share count once."""
+        return self._budget.target.used
 
     @property
     def kept_tokens(self) -> int:

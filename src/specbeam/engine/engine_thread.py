@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from specbeam.engine.request_state import RequestState
 from specbeam.engine.scheduler import Scheduler
-from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import SpecbeamError
 from specbeam.fork_guard import InterpreterEnds, fork_guard
 
@@ -27,9 +26,9 @@ class EngineThread:
     guard: a fork meanwhile would leave it locked in the child.
     """
 
-    def __init__(self, scheduler: Scheduler, wakeups: Wakeups) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._wakeups = wakeups
+        self._wakeups = scheduler.wakeups
         self._lock = threading.Lock()  # of submit, start and stop. Iterations do without it
         self._has_work = threading.Event()
         self._is_stopping = False  # it takes no new requests
@@ -38,13 +37,10 @@ class EngineThread:
 
     @fork_guard
     def start(self, iterate: Callable[[], bool]) -> None:
-        """Start the thread.
+        """Start the thread, as :meth:`specbeam.Engine.start` says.
 
         Args:
             iterate: runs one iteration of the engine, and returns whether there is more to do.
-
-        Raises:
-            SpecbeamError: it runs already.
         """
         with self._lock:
             if self._wakeups.engine_runs:
@@ -59,13 +55,7 @@ class EngineThread:
 
     @fork_guard
     def add(self, request: RequestState) -> None:
-        """Queue a request, and wake the thread if there is one.
-
-        Raises:
-            QueueFull: there is no place for it.
-            SpecbeamError: the thread is stopping.
-            RuntimeError: an error ended the thread, or the engine.
-        """
+        """Queue a request, or refuse it as :meth:`specbeam.Engine.submit` says. Wake the thread if there is one."""
         with self._lock:
             if self._failure is not None:
                 raise RuntimeError(self._failure)
@@ -76,11 +66,7 @@ class EngineThread:
                 self._has_work.set()
 
     def stop(self, grace: float | None) -> None:
-        """Finish all requests and end the thread. After ``grace`` seconds, cancel the requests that are left.
-
-        Raises:
-            SpecbeamError: the thread itself calls this.
-        """
+        """Finish all requests and end the thread, as :meth:`specbeam.Engine.stop` says."""
         thread = self._wakeups.thread
         if thread is None or not thread.is_alive():
             return
@@ -108,7 +94,7 @@ class EngineThread:
                 more = True
                 while more:
                     if self._is_cancelling:
-                        self._cancel_all()
+                        self._scheduler.cancel_all()
                     more = iterate()
             self.end()
         except InterpreterEnds:
@@ -124,10 +110,6 @@ class EngineThread:
         while (waiting := self._scheduler.waiting) > seen and time.monotonic() < end:
             seen = waiting
             time.sleep(SECONDS_FOR_ANOTHER)
-
-    @fork_guard
-    def _cancel_all(self) -> None:
-        self._scheduler.cancel_all()
 
     @fork_guard
     def end(self, failure: str | None = None) -> None:

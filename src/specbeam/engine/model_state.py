@@ -8,11 +8,7 @@ from specbeam.backends.contract import Backend
 from specbeam.cache.budget import Budget
 from specbeam.cache.pool import BLOCK_SLOTS
 from specbeam.cache.slots import Slots
-from specbeam.decoding.drafter import Drafter
-from specbeam.drafting.retokenizing import RetokenizingDrafter
-from specbeam.engine.drafters import Draft
 from specbeam.engine.setup import Setup
-from specbeam.model import LanguageModel
 from specbeam.tree import Nodes, Tree
 
 
@@ -24,7 +20,6 @@ class ModelState:
         prompt_ids: the prompt's token ids. A model with an encoder reads them before the first pass.
         draft_tokens: the most draft tokens per round. Where slots are short, the request does without them.
         max_rows: the most nodes whose logits are needed at once.
-        prompt_length: the prompt's length in tokens of this model, if these are others.
         source: in place of the encoder's output.
 
     Attributes:
@@ -47,7 +42,6 @@ class ModelState:
         tree: Tree,
         draft_tokens: int,
         max_rows: int,
-        prompt_length: int = 0,
         source: Any = None,
     ) -> None:
         self.backend = backend
@@ -64,7 +58,7 @@ class ModelState:
         sequences, new_tokens = setup.options.num_texts, setup.stop.max_length - setup.tree.prompt_length
         self._max_nodes = sequences + draft_tokens  # of a round
         # Sequences may share only the prompt. If they do not fit together, they are evaluated one after the other.
-        shared = max(len(prompt_ids), tree.prompt_length, prompt_length) + (new_tokens if sequences == 1 else 0)
+        shared = max(len(prompt_ids), tree.prompt_length) + (new_tokens if sequences == 1 else 0)
         own = 0 if sequences == 1 else new_tokens
         self.least_bytes = (min(shared, self._lasting(shared) + budget.max_batch_tokens) + own) * backend.slot_bytes
         self._used_before = self._completed_before = 0  # it was closed
@@ -122,23 +116,3 @@ class ModelState:
     def _lasting(self, prefix: int) -> int:
         """The most slots that a shared prefix of this length keeps beyond a pass."""
         return prefix if self.backend.window is None else min(prefix, self.backend.window + BLOCK_SLOTS)
-
-
-def model_states(
-    budget: Budget,
-    setup: Setup,
-    lm: LanguageModel,
-    prompt_ids: list[int],
-    draft: Draft | None,
-    drafter: Drafter | None,
-    source: Any,
-) -> list[ModelState]:
-    """A request on the target and, if it has one, on the draft model."""
-    draft_tokens = 0 if drafter is None else drafter.controller.max_draft_tokens
-    rows = setup.options.num_texts + draft_tokens
-    states = [ModelState(budget, setup, prompt_ids, lm.backend, setup.tree, draft_tokens, rows, source=source)]
-    if isinstance(draft, LanguageModel) and drafter is not None:
-        length = drafter.prompt_length if isinstance(drafter, RetokenizingDrafter) else len(prompt_ids)
-        drafted, rows = drafter.controller.max_drafted, drafter.controller.max_drafted_at_once
-        states.append(ModelState(budget, setup, prompt_ids, draft.backend, drafter.tree, drafted, rows, length))
-    return states

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from specbeam.decoding import Hypothesis
@@ -32,26 +31,6 @@ MAY_FORBID = (
 """The options that can leave no text possible. ``length_penalty`` can put all scores out of range."""
 
 
-@dataclass(frozen=True)
-class Spent:
-    """Passes that a request took part in, its seconds of them, and the nodes that the target evaluated."""
-
-    target_passes: int = 0
-    draft_passes: int = 0
-    target_seconds: float = 0.0
-    draft_seconds: float = 0.0
-    nodes: int = 0
-
-    @classmethod
-    def of(cls, target: ModelState, draft: ModelState | None) -> Spent:
-        passes, seconds = (0, 0.0) if draft is None else (draft.passes, draft.seconds)
-        return cls(target.passes, passes, target.seconds, seconds, target.nodes)
-
-    def __sub__(self, before: Spent) -> Spent:
-        now, then = asdict(self), asdict(before)
-        return Spent(**{name: now[name] - then[name] for name in now})
-
-
 class Output:
     """Fills a request's handle.
 
@@ -72,7 +51,7 @@ class Output:
         self.alternatives = None if k is None else Alternatives(setup.tree, k)
         self._submitted = time.perf_counter()
         self._first_token: float | None = None  # seconds after submission
-        self._spent = Spent()  # until the last round in the trace
+        self._spent: dict[str, float] = {}  # until the last round in the trace
         self._listed: set[int] = set()  # nodes whose likeliest next tokens are in the trace
 
     def stream(self, target: ModelState, draft: ModelState | None) -> None:
@@ -141,9 +120,10 @@ class Output:
             places = [node for node in dict.fromkeys(beam["after"] for beam in beams) if node not in self._listed]
             one_round["likeliest"] = [{"after": node, "tokens": self._likeliest(node)} for node in places]
             self._listed.update(places)
-        before, self._spent = self._spent, Spent.of(target, draft)
+        before, self._spent = self._spent, _spent(target, draft)
         one_round["text"] = text
-        one_round["pass"] = {**asdict(self._spent - before), "seconds": time.perf_counter() - self._submitted}
+        spent = {name: now - before.get(name, 0) for name, now in self._spent.items()}
+        one_round["pass"] = {**spent, "seconds": time.perf_counter() - self._submitted}
         # Draft tokens of a round may still be accepted later: the caller's copy stays as it is.
         return [{**one_round, "drafted": [{**draft_token} for draft_token in one_round["drafted"]]}]
 
@@ -218,3 +198,15 @@ class Output:
             evaluated_beams=record.evaluated(self._setup.options.num_beams),
             acceptance_by_position=record.positions or None,
         )
+
+
+def _spent(target: ModelState, draft: ModelState | None) -> dict[str, float]:
+    """Passes that a request took part in so far, its seconds of them, and the nodes that the target evaluated."""
+    draft_passes, draft_seconds = (0, 0.0) if draft is None else (draft.passes, draft.seconds)
+    return {
+        "target_passes": target.passes,
+        "draft_passes": draft_passes,
+        "target_seconds": target.seconds,
+        "draft_seconds": draft_seconds,
+        "nodes": target.nodes,
+    }

@@ -24,7 +24,7 @@ NORMALIZERS = attrgetter("normalizers")
 
 
 def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool:
-    """Evaluate a batch in one pass, and let each request go on with its logits.
+    """Evaluate the requests of a batch that are still live in one pass, and let each go on with its logits.
 
     If the pass fails, its halves are tried, and a request that fails alone is ended. If it fails for lack of memory,
     cached prefixes are evicted instead, and then the newest of several live requests is preempted.
@@ -39,8 +39,10 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
     Returns:
         Whether every request got its logits.
     """
+    if not (batch := scheduler.still_live(batch)):
+        return True
     alone: Batch = []
-    backend, start = batch[0][0].backend, time.perf_counter()  # a request that goes on may ask its other model
+    backend, start = batch[0][0].model.backend, time.perf_counter()  # a request that goes on may ask its other model
     try:
         logits, parts, selections, passes = _forward(batch, scheduler)
     except Exception as error:
@@ -56,18 +58,17 @@ def run_pass(batch: Batch, scheduler: Scheduler, one_torch_thread: bool) -> bool
         seconds = (time.perf_counter() - start) / passes
         scheduler.costs(backend, ahead=passes > 1).add(sum(len(nodes) for _, nodes in batch), seconds)
         scheduler.succeeded()
-        for part in scheduler.still_live(alone):
+        for part in alone:
             run_pass([part], scheduler, one_torch_thread)
         return True
     # Outside of the except block: inside it, Python would hold on to the memory of the failed pass.
     if len(batch) == 1:
-        if not (is_out_of_memory(failure) and scheduler.find_memory()):
+        if not (is_out_of_memory(failure) and (scheduler.budget.evict() or scheduler.preempt_newest())):
             batch[0][0].fail(failure)
         return False
     half = len(batch) // 2
     fine = run_pass(batch[:half], scheduler, one_torch_thread)
-    if rest := scheduler.still_live(batch[half:]):
-        fine &= run_pass(rest, scheduler, one_torch_thread)
+    fine &= run_pass(batch[half:], scheduler, one_torch_thread)
     if fine:
         scheduler.was_too_large(batch)
     return fine
@@ -80,23 +81,23 @@ def _forward(batch: Batch, scheduler: Scheduler) -> tuple[Tensor, list[slice], l
         The logits, float32 [n, vocab], each request's rows of them, and the selections that it asked for. Last, the
         number of passes. If several were allowed, there are no logits, and selections have rows for each pass.
     """
-    backend = batch[0][0].backend
+    backend = batch[0][0].model.backend
     start = time.perf_counter()
     passes = scheduler.passes_at_once(batch)
-    if unread := [state for request, _ in batch for state in request.unread_sources]:
+    if unread := [request.model for request, _ in batch if request.model.unread_source is not None]:
         with scheduler.passing():
-            sources = cast(EncodingBackend, backend).encode([state.unread_source or [] for state in unread])
-        for state, source in zip(unread, sources, strict=True):
-            state.source = source
+            sources = cast(EncodingBackend, backend).encode([model.unread_source or [] for model in unread])
+        for model, source in zip(unread, sources, strict=True):
+            model.source = source
     segments = [request.segment(nodes, passes - 1) for request, nodes in batch]
     parts = [slice(*ends) for ends in pairwise(accumulate((len(s.wanted) for s in segments), initial=0))]
     requested = [request.selection_requests(nodes) for request, nodes in batch]
     asked = [(part, one) for part, some in zip(parts, requested, strict=True) for one in some]
     if passes > 1:
-        ends = frozenset[int]().union(*(request.ends for request, _ in batch))
-        about_nodes, beams = [one for _, one in asked], [request.beams for request, _ in batch]
+        ends = frozenset[int]().union(*(request.step.ends for request, _ in batch))
+        about_nodes, beams = [one for _, one in asked], [request.step.beams for request, _ in batch]
         every = scheduler.passes_unseen(batch)
-        is_read = any(state.request.is_read for state, _ in batch)
+        is_read = any(request.request.is_read for request, _ in batch)
         show = partial(_show, batch, scheduler) if every < passes and is_read else None
         with scheduler.passing():
             found = cast(AheadBackend, backend).forward_ahead(

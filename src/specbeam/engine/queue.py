@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
+from operator import attrgetter
 
 from specbeam.engine.request_state import RequestState
 
+NUMBER = attrgetter("number")
 STARTS_PER_OLDEST = 8
 """One of this many requests that start is the request that has waited longest, whatever its priority."""
 
@@ -52,11 +55,7 @@ class Queue:
 
     def put_back(self, request: RequestState) -> None:
         """Queue a preempted request again, at its old place."""
-        line = self._lines.setdefault(request.priority, deque())
-        place = 0
-        while place < len(line) and line[place].number < request.number:
-            place += 1
-        line.insert(place, request)
+        insort(self._lines.setdefault(request.priority, deque()), request, key=NUMBER)
 
     def start(self, request: RequestState) -> None:
         """Remove a request that starts."""
@@ -72,4 +71,4 @@ class Queue:
 
     @property
     def _oldest(self) -> RequestState | None:
-        return min((line[0] for line in self._lines.values() if line), key=lambda one: one.number, default=None)
+        return min((line[0] for line in self._lines.values()), key=NUMBER, default=None)

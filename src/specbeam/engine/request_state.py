@@ -12,24 +12,23 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from specbeam.backends.contract import Backend, Segment
+from specbeam.backends.contract import Segment
 from specbeam.cache.budget import Budget
 from specbeam.decoding import DeadEnd, Evaluate, Hypothesis, Strategy
 from specbeam.decoding.alternatives import Alternatives
 from specbeam.engine.costs import Costs, SharedCost
 from specbeam.engine.drafters import Draft, make_drafter
 from specbeam.engine.failures import forget_frames, is_out_of_memory, not_finite, out_of_memory
-from specbeam.engine.model_state import ModelState, model_states
+from specbeam.engine.model_state import ModelState
 from specbeam.engine.output import Output
-from specbeam.engine.request import Request
+from specbeam.engine.request import Request, Wakeups
 from specbeam.engine.setup import make_setup
 from specbeam.engine.strategies import MakeStrategy, make_strategy
-from specbeam.engine.wakeups import Wakeups
 from specbeam.engine.wanted_rows import WantedRows
 from specbeam.errors import NotFinite, SpecbeamError, TooManyNodes
 from specbeam.model import LanguageModel
 from specbeam.options import Options
-from specbeam.selection import Beams, Selection, SelectionRequest, select
+from specbeam.selection import Selection, SelectionRequest, select
 from specbeam.tree import NO_NODES, Nodes
 
 
@@ -43,7 +42,8 @@ class RequestState:
         last_turn: when it last took part in a pass. Requests with lower numbers come first.
         priority: lower ones start first.
         deadline: when it is to end with the text so far, in seconds of ``time.monotonic``.
-        drafting: whether the pending nodes are for the draft model.
+        step: what the strategy asked for last.
+        model: its state on the model that is to evaluate the pending nodes.
         pending: nodes still to be evaluated, ancestors first, int64 [n].
     """
 
@@ -66,25 +66,33 @@ class RequestState:
         self.number = self.overtaken = self.last_turn = 0
         self.priority = priority
         self.deadline = math.inf if timeout is None else time.monotonic() + timeout
-        self.drafting = False
         self.pending = NO_NODES
         self._lm = lm
         self._setup = setup = make_setup(lm, prompt_ids, options, costs)
         self.request = Request(prompt_ids, setup.stop.max_length, self, cancellations, wakeups)
         self._output = Output(lm, setup, self.request)
-        room = max(0, budget.max_rows - setup.options.num_texts)  # for draft tokens
+        num_texts = setup.options.num_texts
         self._draft_cost = SharedCost(costs(draft.backend)) if isinstance(draft, LanguageModel) else None
         self._drafter = None
+        draft_tokens = 0
         if draft is not None:
+            room = max(0, budget.max_rows - num_texts)  # for draft tokens
             self._drafter = make_drafter(setup, lm, draft, len(prompt_ids), self._draft_cost, room)
-        self._states = model_states(budget, setup, lm, prompt_ids, draft, self._drafter, source)
-        self._target, self._draft = self._states[0], self._states[1] if len(self._states) > 1 else None
+            draft_tokens = self._drafter.controller.max_draft_tokens
+        rows = num_texts + draft_tokens
+        self._target = ModelState(budget, setup, prompt_ids, lm.backend, setup.tree, draft_tokens, rows, source)
+        self._states = [self._target]
+        self._draft = None
+        if isinstance(draft, LanguageModel) and self._drafter is not None:
+            drafted, rows = self._drafter.controller.max_drafted, self._drafter.controller.max_drafted_at_once
+            self._draft = ModelState(budget, setup, prompt_ids, draft.backend, self._drafter.tree, drafted, rows)
+            self._states.append(self._draft)
         self._trees = [*{state.tree for state in self._states}]
-        self._state = self._target  # on the model that is to evaluate the pending nodes
+        self.model = self._target
         self._make_strategy = strategy or make_strategy
         self._strategy: Strategy | None = None
         self._rows = WantedRows(NO_NODES)
-        self._step = Evaluate(NO_NODES)  # the latest of the strategy
+        self.step = Evaluate(NO_NODES)
         self._was_recomputed = False  # because logits were not finite
         self._show_error: Exception | None = None
 
@@ -106,7 +114,7 @@ class RequestState:
     @property
     def next_bytes(self) -> int:
         """Bytes that it needs for one more iteration, beside the bytes that it holds."""
-        return sum(state.next_bytes(self.pending if state is self._state else NO_NODES) for state in self._states)
+        return sum(state.next_bytes(self.pending if state is self.model else NO_NODES) for state in self._states)
 
     def found_bytes(self) -> int:
         """Bytes of slots that live requests hold, and that it would share if it began now."""
@@ -114,12 +122,7 @@ class RequestState:
 
     def growth_bytes(self, nodes: Nodes) -> int:
         """Bytes of new slots that a pass over some of its pending nodes takes."""
-        return self._state.slots.growth(nodes) * self._state.backend.slot_bytes
-
-    @property
-    def is_reading(self) -> bool:
-        """Whether the model that it needs next prefills its prompt, or recomputes its cache after a preemption."""
-        return self._state.is_reading
+        return self.model.slots.growth(nodes) * self.model.backend.slot_bytes
 
     @property
     def used_slots(self) -> int:
@@ -130,11 +133,6 @@ class RequestState:
     def done(self) -> bool:
         """Whether there is a result or an error."""
         return self.request.done
-
-    @property
-    def backend(self) -> Backend:
-        """The backend that is to evaluate the pending nodes."""
-        return self._state.backend
 
     def open(self) -> None:
         """Begin the strategy or, after a preemption, recompute the nodes that it needs."""
@@ -161,21 +159,11 @@ class RequestState:
             Whether to wait.
         """
         with self._failing_alone():
-            trees = (state.slots for one in others for state in one._states if state.backend is self.backend)
-            if self._state.slots.await_prefix(trees):
+            trees = (state.slots for one in others for state in one._states if state.backend is self.model.backend)
+            if self.model.slots.await_prefix(trees):
                 return True
             self._evaluate(self._rows.part)
         return False
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether the model that it needs next has not read any of its tokens, and another request might."""
-        return self._state.slots.is_fresh
-
-    @property
-    def unread_sources(self) -> list[ModelState]:
-        """The state that takes part in the next pass, if its encoder has not read the prompt yet."""
-        return [] if self._state.unread_source is None else [self._state]
 
     def end_early(self, finish_reason: str) -> None:
         """Make the text so far the result, unless the request is done."""
@@ -189,14 +177,14 @@ class RequestState:
 
         Each is over the tokens that the one before chose.
         """
-        if not self._step.ahead or self._setup.record.trace is not None or self._alternatives is not None:
+        if not self.step.ahead or self._setup.record.trace is not None or self._alternatives is not None:
             return 0
         are_all = len(nodes) == len(self.pending) == len(self._rows.ascending)
-        return self._step.ahead if are_all and self._rows.in_order and self._rows.is_whole else 0
+        return self.step.ahead if are_all and self._rows.in_order and self._rows.is_whole else 0
 
     def can_show(self, nodes: Nodes) -> bool:
         """Whether tokens can be handed out while passes go ahead. Without beams, each chosen token is certain."""
-        return self.request.can_be_shown and self.beams is None and nodes[-1] == self._setup.tree.tip
+        return self.request.can_be_shown and self.step.beams is None and nodes[-1] == self._setup.tree.tip
 
     def show(self, selection: Selection) -> None:
         """Hand out the tokens that passes ahead have chosen so far. An error ends the request after these passes."""
@@ -206,21 +194,11 @@ class RequestState:
             except Exception as error:
                 self._show_error = error
 
-    @property
-    def ends(self) -> frozenset[int]:
-        """Token ids after which it needs no pass that goes ahead."""
-        return self._step.ends
-
-    @property
-    def beams(self) -> Beams | None:
-        """How its pending nodes go on as beams, if they do."""
-        return self._step.beams
-
     def segment(self, nodes: Nodes, ahead: int = 0) -> Segment:
         """The request's part of a pass over some of its pending nodes, or of ``ahead`` more passes."""
         no_ancestors = len(nodes) == len(self.pending) == len(self._rows.part) and self._rows.is_whole
         wanted = np.arange(len(nodes)) if no_ancestors else self._rows.among(nodes)
-        request, state = self._step.selection_request, self._state
+        request, state = self.step.selection_request, self.model
         vocab = None if request is None else request.vocab
         return state.slots.segment(nodes, wanted, vocab, state.source, ahead)
 
@@ -232,8 +210,8 @@ class RequestState:
             other_nodes: the nodes that other requests are expected to bring to the next pass.
             requests: the number of requests in the pass.
         """
-        self._state.seconds += seconds
-        for cost in [self._draft_cost] if self.drafting else [self._setup.cost, self._setup.plain_cost]:
+        self.model.seconds += seconds
+        for cost in [self._draft_cost] if self.step.drafting else [self._setup.cost, self._setup.plain_cost]:
             if cost is not None:
                 cost.join(other_nodes, requests)
 
@@ -250,7 +228,7 @@ class RequestState:
 
         No result depends on the logits of a draft model.
         """
-        if self.drafting or self._step.any_logits:
+        if self.step.drafting or self.step.any_logits:
             return True
         if selections:
             return selections[0].finite
@@ -266,25 +244,21 @@ class RequestState:
             ahead: how many further passes the backend has run by itself. The selections have rows for each of them.
         """
         with self._failing_alone():
-            self._take(nodes, logits, rows, selections, ahead)
-
-    def _take(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection], ahead: int) -> None:
-        state = self._state
-        self.pending = self.pending[len(nodes) :]
-        state.evaluated(nodes, self.pending, ahead)
-        if len(self.pending) or not self._rows.is_last_part:
-            self._rows.add(logits[rows])
-            if not len(self.pending):
-                self._evaluate(self._rows.rest)
-            return
-        state.completed += 1 + ahead
-        if not selections:
-            logits = self._rows.complete(logits[rows])
-            rows = slice(0, len(logits))
-            selections = self.backend.choose(logits, [(rows, one) for one in self._selection_requests()])
-        if (alternatives := self._alternatives) is not None:
-            alternatives.add(self._rows.nodes, selections.pop())
-        self._advance(self._selection(selections[0]) if selections else logits)
+            self.pending = self.pending[len(nodes) :]
+            self.model.evaluated(nodes, self.pending, ahead)
+            if len(self.pending) or not self._rows.is_last_part:
+                self._rows.add(logits[rows])
+                if not len(self.pending):
+                    self._evaluate(self._rows.rest)
+                return
+            self.model.completed += 1 + ahead
+            if not selections:
+                logits = self._rows.complete(logits[rows])
+                rows = slice(0, len(logits))
+                selections = self.model.backend.choose(logits, [(rows, one) for one in self._selection_requests()])
+            if (alternatives := self._alternatives) is not None:
+                alternatives.add(self._rows.nodes, selections.pop())
+            self._advance(self._selection(selections[0]) if selections else logits)
 
     def refuse(self, nodes: Nodes, logits: Tensor, rows: slice, selections: list[Selection]) -> None:
         """Its logits at wanted ones among some pending nodes are not finite, and its pass was over no other tree.
@@ -295,7 +269,7 @@ class RequestState:
         with self._failing_alone():
             problem = self._not_finite(nodes, logits, rows, selections)
             self._rows.restart()
-            self._state.lose(len(nodes))
+            self.model.lose(len(nodes))
             if self._was_recomputed:
                 self._advance(problem)
             else:
@@ -313,12 +287,12 @@ class RequestState:
     @property
     def _alternatives(self) -> Alternatives | None:
         """The memory for the likeliest tokens at the wanted nodes, if they were asked for."""
-        return None if self.drafting else self._output.alternatives
+        return None if self.step.drafting else self._output.alternatives
 
     def _selection_requests(self) -> list[SelectionRequest]:
         """The strategy's selection request, if it has one, then the one for alternatives, if they were asked for."""
         requests = []
-        if (own := self._step.selection_request) is not None:
+        if (own := self.step.selection_request) is not None:
             requests.append(SelectionRequest(top=0, vocab=own.vocab) if own.functions else own)
         if self._alternatives is not None:
             requests.append(self._alternatives.selection_request)
@@ -328,7 +302,7 @@ class RequestState:
         """The selection for the strategy. A caller's functions run here: they get all scores, and may fail."""
         if self._show_error is not None:
             raise self._show_error
-        if (own := self._step.selection_request) is None or not own.functions:
+        if (own := self.step.selection_request) is None or not own.functions:
             return selection
         return select(selection.logits, own, selection.normalizers)
 
@@ -357,7 +331,7 @@ class RequestState:
             if self._draft is not None and self._draft in self._states:
                 self._draft.close()
                 self._states.remove(self._draft)
-            if self.drafting or self._step.or_fewer:
+            if self.step.drafting or self.step.or_fewer:
                 self._advance(budget.too_small)
             if not self.done:
                 self._take_part(budget)
@@ -404,16 +378,15 @@ class RequestState:
             if isinstance(selection, Selection):
                 selection.sources = ()  # strategies may remember selections, but no logits
         self._release_dropped()
-        self.drafting = step.drafting
-        self._state = self._states[1] if step.drafting else self._target
-        self._step = step
+        self.model = self._states[1] if step.drafting else self._target
+        self.step = step
         self._rows = WantedRows(step.nodes)
         self._evaluate(self._rows.ascending)
         self._output.stream(self._target, self._draft)
 
     def _evaluate(self, part: Nodes) -> None:
         """Let some of the nodes that the strategy asked about be pending, with their ancestors that have no slot."""
-        self._rows.part, self.pending = part, self._state.slots.prepare(part)
+        self._rows.part, self.pending = part, self.model.slots.prepare(part)
 
     def _release_dropped(self) -> None:
         """Take back the slots of nodes that no sequence needs any more."""
@@ -424,18 +397,16 @@ class RequestState:
                         state.slots.free(dropped)
 
     def _finish(self, hypotheses: list[Hypothesis]) -> None:
+        """Hand out the result, and cache the best sequence for requests that begin with it."""
         self._output.finish(hypotheses, self._target, self._draft, drafted=self._drafter is not None)
-        self._cache_sequence(hypotheses[0].node)
-        self._release()
-
-    def _cache_sequence(self, node: int) -> None:
-        """Cache the best sequence for requests that begin with it."""
         for state in self._states:
-            tree = state.tree
-            end = node if tree is self._setup.tree else int(tree.kept[tree.depths(tree.kept).argmax()])
-            pending = self.pending if state is self._state else NO_NODES
+            tree, end = state.tree, hypotheses[0].node
+            if tree is not self._setup.tree:
+                end = int(tree.kept[tree.depths(tree.kept).argmax()])
+            pending = self.pending if state is self.model else NO_NODES
             path = tree.path(end)
             state.slots.add_prefix(path[~np.isin(path, pending)])
+        self._release()
 
     def _release(self) -> None:
         """Let go of all memory but the result."""

@@ -16,10 +16,10 @@ from specbeam.backends.contract import Backend
 from specbeam.cache.budget import Budget
 from specbeam.engine.costs import TILE_NODES, Costs
 from specbeam.engine.queue import Queue
-from specbeam.engine.request import Request
+from specbeam.engine.request import Request, Wakeups
 from specbeam.engine.request_state import RequestState
-from specbeam.engine.wakeups import Wakeups
 from specbeam.errors import QueueFull
+from specbeam.fork_guard import fork_guard
 from specbeam.interrupts import HeldInterrupts
 from specbeam.tree import Nodes
 
@@ -82,7 +82,6 @@ class Scheduler:
         max_waiting: int | None,
         max_pass_seconds: float | None,
         budget: Budget,
-        wakeups: Wakeups,
         costs: Costs,
     ) -> None:
         self.max_requests = max_requests
@@ -90,7 +89,7 @@ class Scheduler:
         self.max_waiting = max_waiting
         self.max_pass_seconds = max_pass_seconds
         self.budget = budget
-        self.wakeups = wakeups
+        self.wakeups = Wakeups()
         self.costs = costs
         self.halt = np.zeros(1, dtype=np.int32)
         self.cancelled = Cancelled(self.halt)
@@ -108,11 +107,7 @@ class Scheduler:
         self._good_passes = 0  # since the last batch that was too large
 
     def add(self, request: RequestState) -> None:
-        """Queue a request. May be called from any thread, but by one at a time.
-
-        Raises:
-            QueueFull: there is no place for it.
-        """
+        """Queue a request, if there is a place for it. May be called from any thread, but by one at a time."""
         self.check_for_place()
         request.number = next(self._numbers)
         self._unfinished[request] = None
@@ -150,11 +145,6 @@ class Scheduler:
         """Requests that wait for their turn."""
         return max(0, len(self._unfinished) - len(self._live))  # in an iteration, live requests may have ended
 
-    @property
-    def used_slots(self) -> int:
-        """Slots of the target in use by live requests. Slots that they share count once."""
-        return self.budget.target.used
-
     def take_new(self) -> None:
         """Give the requests that were submitted since the last iteration their places in the queue."""
         self.halt[0] = 0
@@ -171,6 +161,7 @@ class Scheduler:
                     self._end_early(request, "timeout")
             self._next_deadline = min((request.deadline for request in list(self._unfinished)), default=math.inf)
 
+    @fork_guard
     def cancel_all(self) -> None:
         """End all requests with the text so far."""
         for request in list(self._unfinished):
@@ -251,9 +242,9 @@ class Scheduler:
         by_model: defaultdict[tuple[bool, int], list[RequestState]] = defaultdict(list)
         live = list(self._live)
         for place, request in enumerate(live):
-            waits = not request.done and request.is_fresh and request.await_prefix(live[:place])
+            waits = not request.done and request.model.slots.is_fresh and request.await_prefix(live[:place])
             if not (request.done or waits):
-                by_model[not request.drafting, id(request.backend)].append(request)
+                by_model[not request.step.drafting, id(request.model.backend)].append(request)
         is_alone = sum(map(len, by_model.values())) == 1
         batches: list[Batch] = []
         for (for_target, _), requests in sorted(by_model.items()):
@@ -285,9 +276,9 @@ class Scheduler:
             requests = sorted(requests, key=lambda one: one.last_turn)[:room]
         most = [len(request.pending) for request in requests]
         if self.max_pass_seconds is not None and not is_alone:
-            reading = [at for at, request in enumerate(requests) if request.is_reading]
+            reading = [at for at, request in enumerate(requests) if request.model.is_reading]
             others = sum(most) - sum(most[at] for at in reading)
-            in_time = max(self._reading_nodes(requests[0].backend, others), len(reading))
+            in_time = max(self._reading_nodes(requests[0].model.backend, others), len(reading))
             for at, count in zip(reading, _share_out([most[at] for at in reading], in_time), strict=True):
                 most[at] = count
         taken = _share_out(most, room)
@@ -322,7 +313,7 @@ class Scheduler:
         More than one only if all live requests take part, and can go on without a look at their tokens. If ``halt`` is
         set meanwhile, the pass that runs is the last.
         """
-        backend = batch[0][0].backend
+        backend = batch[0][0].model.backend
         if len(batch) < len(self._live) or not hasattr(backend, "forward_ahead"):
             return 1
         most = min(MAX_PASSES_AT_ONCE, *(1 + request.max_ahead(nodes) for request, nodes in batch))
@@ -343,7 +334,7 @@ class Scheduler:
     def passes_unseen(self, batch: Batch) -> int:
         """After how many passes ahead the tokens of streamed texts are to be handed out."""
         nodes = sum(len(nodes) for _, nodes in batch)
-        times = self.costs(batch[0][0].backend, ahead=True)
+        times = self.costs(batch[0][0].model.backend, ahead=True)
         return 1 + int(MAX_SECONDS_UNSEEN / times.expected(nodes)) if times.knows(nodes) else 1
 
     def _count_sources(self) -> None:
@@ -357,7 +348,7 @@ class Scheduler:
         while True:
             room = self.budget.room if len(self._live) > 1 else self.budget.cache_bytes
             room -= self.budget.held
-            growth = sum(len(nodes) * request.backend.slot_bytes for batch in batches for request, nodes in batch)
+            growth = sum(len(nodes) * request.model.backend.slot_bytes for batch in batches for request, nodes in batch)
             if growth > room:  # some nodes may have slots, since a pass over them failed
                 growth = sum(request.growth_bytes(nodes) for batch in batches for request, nodes in batch)
             room -= growth
@@ -369,10 +360,6 @@ class Scheduler:
                 request.make_do(self.budget)
                 return []
             batches = [self.still_live(batch) for batch in batches]
-
-    def find_memory(self) -> bool:
-        """A pass found no memory: evict prefixes, or preempt the newest request. Returns whether it could."""
-        return self.budget.evict() or self.preempt_newest()
 
     def preempt_newest(self) -> bool:
         """Take the slots of the newest request. It goes on once another has ended.
