@@ -363,14 +363,11 @@ class Options:
             raise SpecbeamError(f"the model's generation_config.json: {error}, or set the option yourself") from error
 
     def _check_constraints(self) -> None:
-        from specbeam.constraints import Constraint  # it imports NumPy, which the command line's help does not need
+        if (constraint := self.constraint) is not None:
+            from specbeam.constraints import Constraint  # it imports NumPy, which the command line's help does not need
 
-        self._check(
-            "constraint",
-            self.constraint is None
-            or (isinstance(self.constraint, Constraint) and not isinstance(self.constraint, type)),
-            "a TokenTrie or another Constraint",
-        )
+            is_one = isinstance(constraint, Constraint) and not isinstance(constraint, type)
+            self._check("constraint", is_one, "a TokenTrie or another Constraint")
         allowed = self.prefix_allowed_tokens_fn
         self._check("prefix_allowed_tokens_fn", allowed is None or callable(allowed), "a function")
         given = self.logits_processor
