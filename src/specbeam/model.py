@@ -29,15 +29,7 @@ shown_precisions: set[str] = set()  # the lines that this process has shown
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and in which numbers a model runs. :func:`load` says more of each value.
-
-    Attributes:
-        backend: "cpu", "torch", "transformers", or "auto".
-        device: a PyTorch device such as "cpu" or "cuda:1", or "auto".
-        dtype: "float32", "bfloat16", "float16", or "auto".
-        quantize: the cpu backend's format of weights: "keep", "int8", "int4", "float32", or "auto".
-        threads: how many threads the cpu backend uses; None: $SPECBEAM_THREADS, else all processors of this process.
-    """
+    """Where and in which numbers a model runs: arguments of :func:`load`, which says what they mean."""
 
     backend: str = "auto"
     device: str = "auto"

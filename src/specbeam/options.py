@@ -22,6 +22,29 @@ MAX_SHOWN_CHARACTERS = 200
 """Messages show this much of a wrong value."""
 MAX_LOGIT_BIAS = 10_000
 """The sum of such biases over a sequence stays far from the scores that mark forbidden sequences."""
+NUMBERS: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "max_new_tokens": (int, lambda n: n >= 1, "at least 1"),
+    "min_new_tokens": (int, lambda n: n >= 0, "0 to max_new_tokens"),
+    "top_logprobs": (int, lambda n: n >= 0, "0 or more, or None"),
+    "temperature": (float, lambda x: x == 0 or 1e-5 <= x <= 1e5, "0, or 0.00001 to 100000"),
+    "top_k": (int, lambda n: n >= 0, "0 (all tokens) or more"),
+    "top_p": (float, lambda x: 0 < x <= 1, "over 0 and at most 1"),
+    "min_p": (float, lambda x: 0 <= x <= 1, "0 to 1"),
+    "typical_p": (float, lambda x: 0 < x <= 1, "over 0 and at most 1"),
+    "seed": (int, lambda n: 0 <= n < 2**63, "0 to 2**63 - 1"),
+    "repetition_penalty": (float, lambda x: 1e-5 <= x <= 1e5, "0.00001 to 100000"),
+    "no_repeat_ngram_size": (int, lambda n: n >= 0, "0 (off) or more"),
+    "frequency_penalty": (float, lambda x: abs(x) <= 2, "-2 to 2"),
+    "presence_penalty": (float, lambda x: abs(x) <= 2, "-2 to 2"),
+    "num_beams": (int, lambda n: n >= 1, "at least 1"),
+    "num_return_sequences": (int, lambda n: n >= 1, "at least 1"),
+    "length_penalty": (float, lambda x: abs(x) <= 10, "-10 to 10"),
+    "num_beam_groups": (int, lambda n: n >= 1, "at least 1"),
+    "diversity_penalty": (float, lambda x: 0 <= x <= MAX_LOGIT_BIAS, f"0 to {MAX_LOGIT_BIAS}"),
+    "draft_temperature": (float, lambda x: 1e-5 <= x <= 1e5, "0.00001 to 100000"),
+    "draft_top_k": (int, lambda n: n >= 0, "0 (all tokens) or more"),
+}
+"""The type of each option that is a number, whether a value is allowed, and the allowed values in words."""
 BEAM_OPTIONS = ("length_penalty", "early_stopping", "distinct")
 """Options that have no effect without beams, None if they are not given."""
 FILLED_OPTIONS = ("repetition_penalty", "no_repeat_ngram_size")
@@ -178,20 +201,20 @@ class Options:
     logits_processor: Any = ()
 
     def __post_init__(self) -> None:
-        self._make_number("max_new_tokens", int)
-        self._make_number("min_new_tokens", int)
-        self._check("max_new_tokens", self.max_new_tokens >= 1, "at least 1")
-        self._check("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
-        self._make_number("top_logprobs", int)
-        self._check("top_logprobs", self.top_logprobs is None or self.top_logprobs >= 0, "0 or more, or None")
-        for name in ("share_prefix", "trace"):
+        for name, (kind, holds, allowed) in NUMBERS.items():
+            self._make_number(name, kind)
             value = getattr(self, name)
-            self._check(name, value is True or value is False, "true or false")
+            self._check(name, value is None or holds(value), allowed)
+        for name in ("do_sample", "distinct", "bound_rule", "share_prefix", "trace"):
+            value = getattr(self, name)
+            self._check(name, isinstance(value, bool) or value is _DEFAULTS[name], "true or false")
+        self._check("min_new_tokens", self.min_new_tokens <= self.max_new_tokens, "0 to max_new_tokens")
         self._check_ends()
         self._check_sampling()
-        self._check_penalties()
+        self._make_logit_bias()
+        self._make_bad_words()
         self._check_beams()
-        self._check_drafts()
+        self._check_draft_sizes()
         self._check_constraints()
 
     def _check_ends(self) -> None:
@@ -203,41 +226,16 @@ class Options:
             self._check("eos_token_id", all(0 <= i < 2**63 for i in ids), "token ids")
 
     def _check_sampling(self) -> None:
-        for name in SAMPLING_OPTIONS:
-            self._make_number(name, int if name == "top_k" else float)
-        self._make_number("seed", int)
-        self._check("do_sample", any(self.do_sample is value for value in (None, True, False)), "true or false")
-        value = self.temperature
-        self._check("temperature", value is None or value == 0 or 1e-5 <= value <= 1e5, "0, or 0.00001 to 100000")
-        self._check("top_k", self.top_k is None or self.top_k >= 0, "0 (all tokens) or more")
-        self._check("top_p", self.top_p is None or 0 < self.top_p <= 1, "over 0 and at most 1")
-        self._check("min_p", self.min_p is None or 0 <= self.min_p <= 1, "0 to 1")
-        self._check("typical_p", self.typical_p is None or 0 < self.typical_p <= 1, "over 0 and at most 1")
-        self._check("seed", self.seed is None or 0 <= self.seed < 2**63, "0 to 2**63 - 1")
         if self.do_sample and self.temperature == 0:
             raise SpecbeamError("temperature=0 is greedy and contradicts do_sample=True: leave one out")
         # The likeliest token is in every truncated distribution: temperature=0 honours top_p and the others.
-        if self.do_sample is False and self.temperature != 0 and (shaping := self._shaping):
-            name = shaping[0]
-            raise SpecbeamError(f"{name}={getattr(self, name)} has no effect with do_sample=False: leave one out")
-        if self.seed is not None and not self.samples:
-            raise SpecbeamError(
-                f"seed={self.seed} has no effect without sampling: give do_sample=True or a temperature over 0, or "
-                "leave it out"
-            )
-
-    def _check_penalties(self) -> None:
-        for name in ("repetition_penalty", "frequency_penalty", "presence_penalty"):
-            self._make_number(name, float)
-        self._make_number("no_repeat_ngram_size", int)
-        penalty = self.repetition_penalty
-        self._check("repetition_penalty", penalty is None or 1e-5 <= penalty <= 1e5, "0.00001 to 100000")
-        size = self.no_repeat_ngram_size
-        self._check("no_repeat_ngram_size", size is None or size >= 0, "0 (off) or more")
-        self._check("frequency_penalty", abs(self.frequency_penalty) <= 2, "-2 to 2")
-        self._check("presence_penalty", abs(self.presence_penalty) <= 2, "-2 to 2")
-        self._make_logit_bias()
-        self._make_bad_words()
+        if self.do_sample is False and self.temperature != 0:
+            for name in self._shaping:
+                raise self._without_effect(name, "with do_sample=False: leave one out")
+        for name in ("seed", "draft_temperature", "draft_top_k"):
+            if getattr(self, name) is not None and not self.samples:
+                how = "give do_sample=True or a temperature over 0, or leave it out"
+                raise self._without_effect(name, f"without sampling: {how}")
 
     def _make_logit_bias(self) -> None:
         given = self.logit_bias
@@ -271,33 +269,17 @@ class Options:
         object.__setattr__(self, "bad_words_ids", tuple(tuple(map(int, word)) for word in words))
 
     def _check_beams(self) -> None:
-        for name in ("num_beams", "num_return_sequences", "num_beam_groups"):
-            self._make_number(name, int)
-        for name in ("length_penalty", "diversity_penalty"):
-            self._make_number(name, float)
-        self._check("num_beams", self.num_beams >= 1, "at least 1")
-        returned = self.num_return_sequences
         draws = self.samples and self.num_beams == 1
         allowed = "1 to num_beams, or do_sample=True without beams"
-        self._check("num_return_sequences", 1 <= returned <= self.num_beams or (returned > 1 and draws), allowed)
-        self._check("length_penalty", self.length_penalty is None or abs(self.length_penalty) <= 10, "-10 to 10")
+        self._check("num_return_sequences", self.num_return_sequences <= self.num_beams or draws, allowed)
         early = self.early_stopping
-        never = isinstance(early, str) and early == "never"
-        known = never or any(early is value for value in (None, True, False))
+        known = early is None or isinstance(early, bool) or (isinstance(early, str) and early == "never")
         self._check("early_stopping", known, 'true, false or "never"')
-        self._check("distinct", any(self.distinct is value for value in (None, True, False)), "true or false")
-        self._check("bound_rule", self.bound_rule is True or self.bound_rule is False, "true or false")
         for name in (*BEAM_OPTIONS, "bound_rule"):
             if getattr(self, name) != _DEFAULTS[name] and self.num_beams == 1:
-                raise SpecbeamError(
-                    f"{name}={getattr(self, name)} has no effect without beams: give num_beams of 2 or more, or "
-                    "leave it out"
-                )
+                raise self._without_effect(name, "without beams: give num_beams of 2 or more, or leave it out")
         groups = self.num_beam_groups
-        self._check(
-            "num_beam_groups", groups >= 1 and self.num_beams % groups == 0, f"a divisor of {self.num_beams} beams"
-        )
-        self._check("diversity_penalty", 0 <= self.diversity_penalty <= MAX_LOGIT_BIAS, f"0 to {MAX_LOGIT_BIAS}")
+        self._check("num_beam_groups", self.num_beams % groups == 0, f"a divisor of {self.num_beams} beams")
         if self.diversity_penalty and groups == 1:
             raise SpecbeamError(f"diversity_penalty={self.diversity_penalty} needs num_beam_groups of 2 or more")
         if groups > 1 and self.samples:
@@ -310,21 +292,12 @@ class Options:
                 "same hypotheses"
             )
 
-    def _check_drafts(self) -> None:
+    def _check_draft_sizes(self) -> None:
         for name, largest in MAX_DRAFT_SIZES.items():
             size = getattr(self, name)
             if not (isinstance(size, str) and size == "auto"):
                 whole = isinstance(size, Integral) and not isinstance(size, bool)
                 self._check(name, whole and 1 <= size <= largest, f'"auto", or 1 to {largest}')
-        self._make_number("draft_temperature", float)
-        self._make_number("draft_top_k", int)
-        temperature = self.draft_temperature
-        in_range = temperature is None or 1e-5 <= temperature <= 1e5
-        self._check("draft_temperature", in_range, "0.00001 to 100000")
-        self._check("draft_top_k", self.draft_top_k is None or self.draft_top_k >= 0, "0 (all tokens) or more")
-        for name in ("draft_temperature", "draft_top_k"):
-            if getattr(self, name) is not None and not self.samples:
-                raise SpecbeamError(f"{name}={getattr(self, name)} has no effect without sampling: leave it out")
 
     def draft_size(self, name: str) -> int | None:
         """The value of num_draft_tokens, draft_width or draft_budget; None if it adapts."""
@@ -339,9 +312,7 @@ class Options:
         """
         for name in MAX_DRAFT_SIZES:
             if not drafts and self.draft_size(name) is not None:
-                raise SpecbeamError(
-                    f"{name}={self.draft_size(name)} has no effect without a draft: give one, or leave it out"
-                )
+                raise self._without_effect(name, "without a draft: give one, or leave it out")
         if drafts and self.num_return_sequences > self.num_beams:
             raise SpecbeamError(
                 f"num_return_sequences={self.num_return_sequences} samples cannot have a draft, which would "
@@ -392,14 +363,11 @@ class Options:
             raise SpecbeamError(f"the model's generation_config.json: {error}, or set the option yourself") from error
 
     def _check_constraints(self) -> None:
-        from specbeam.constraints import Constraint  # it imports NumPy, which the command line's help does not need
+        if (constraint := self.constraint) is not None:
+            from specbeam.constraints import Constraint  # it imports NumPy, which the command line's help does not need
 
-        self._check(
-            "constraint",
-            self.constraint is None
-            or (isinstance(self.constraint, Constraint) and not isinstance(self.constraint, type)),
-            "a TokenTrie or another Constraint",
-        )
+            is_one = isinstance(constraint, Constraint) and not isinstance(constraint, type)
+            self._check("constraint", is_one, "a TokenTrie or another Constraint")
         allowed = self.prefix_allowed_tokens_fn
         self._check("prefix_allowed_tokens_fn", allowed is None or callable(allowed), "a function")
         given = self.logits_processor
@@ -410,6 +378,9 @@ class Options:
     def _check(self, name: str, holds: bool, allowed: str) -> None:
         if not holds:
             raise SpecbeamError(f"{name}={_shown(getattr(self, name))} is not allowed: give {allowed}")
+
+    def _without_effect(self, name: str, reason: str) -> SpecbeamError:
+        return SpecbeamError(f"{name}={getattr(self, name)} has no effect {reason}")
 
     def _make_number(self, name: str, make: type) -> None:
         """Check the kind of an option and make it a Python number. It may be a NumPy number."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from specbeam.options import Options
@@ -55,16 +55,8 @@ def rounds(trace: Sequence[dict[str, Any]]) -> Iterator[Event]:
 
 def end(result: Result) -> Event:
     """The last event: the texts, best first, and their cost."""
-    texts = [
-        {
-            "text": sequence.text,
-            "token_ids": sequence.token_ids,
-            "log_prob": sequence.log_prob,
-            "score": sequence.score,
-            "finish_reason": sequence.finish_reason,
-        }
-        for sequence in result.sequences
-    ]
+    # Without the likeliest tokens, which the rounds have.
+    texts = [replace(sequence, top_logprobs=None).to_dict() for sequence in result.sequences]
     return {"event": "end", "sequences": texts, "stats": asdict(result.stats)}
 
 

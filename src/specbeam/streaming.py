@@ -55,9 +55,6 @@ class TextStream:
 
     def _take(self, new: str) -> str:
         """Add text, up to the first stop string. Return what can no longer begin one."""
-        if not self._stop_strings:
-            self._pieces.append(new)
-            return new
         text = self._held + new
         found = [at for s in self._stop_strings if (at := text.find(s)) >= 0]
         if found:

@@ -46,9 +46,8 @@ class FinishedRows:
             raise SpecbeamError(f"{self.path} cannot be written: {error.strerror}") from error
         try:
             if not self.count:  # the process ended before it finished a row
-                with self.reporting_kept_rows():
-                    self._journal.clear()
-                    self._journal.append({"fingerprint": fingerprint})
+                self._journal.clear()
+                self._journal.append({"fingerprint": fingerprint})
             self._file = self.path.open("rb")
         except BaseException:
             self._close_journal()

@@ -127,8 +127,7 @@ class Rows(ABC):
     def schema(self) -> Any:
         """The names and types of the columns of a Parquet file with these rows.
 
-        Raises:
-            SpecbeamError: the cells of a column have different types.
+        Raises SpecbeamError, or pyarrow's errors, if the cells of a column have different types.
         """
 
     @abstractmethod
@@ -255,13 +254,7 @@ class TextRows(Rows):
         schema = pa.schema([])
         for rows in chunks(self, ROWS_PER_TABLE):
             found = table_of(rows, {name: None for row in rows for name in row}).schema
-            if not found.equals(schema):
-                try:
-                    schema = pa.unify_schemas([schema, found], promote_options="permissive")
-                except pa.ArrowException as error:
-                    raise SpecbeamError(
-                        f"{self.path} cannot become a .parquet file ({error}): name OUT .jsonl"
-                    ) from error
+            schema = pa.unify_schemas([schema, found], promote_options="permissive")
         for _ in self.tables(schema):  # whole numbers may be too large for a column that has fractions elsewhere
             pass
         return schema
@@ -434,12 +427,10 @@ def writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
 
 def parquet_writer(path: Path, rows: Rows, types: Mapping[str, Type]) -> Write:
     pa = pyarrow()
-    given = rows.schema()
     added = {name: arrow_type(pa, kind) for name, kind in types.items()}
-    schema = given
-    for name, kind in added.items():
-        schema = schema.append(pa.field(name, kind))
     try:
+        given = rows.schema()
+        schema = pa.schema([*given, *pa.schema(added)], given.metadata)
         pa.parquet.ParquetWriter(io.BytesIO(), schema).close()
     except pa.ArrowException as error:
         raise SpecbeamError(f"{rows.path} cannot become a .parquet file ({error}): name OUT .jsonl") from error
