@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from specbeam import chat_templates
-from specbeam.cli.prompts import read_prompts
+from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError
 from specbeam.option_names import BACKENDS, LOOKUPS
 from specbeam.options import Options
@@ -186,7 +186,7 @@ def check_sources(given: argparse.Namespace) -> None:
     if given.draft_corpus is not None and given.draft != "suffix":
         raise SpecbeamError("--draft-corpus goes with --draft suffix")
     if given.draft_corpus is not None:
-        next(read_prompts(None, given.draft_corpus))
+        next(read_rows(None, given.draft_corpus))
     check_source(given.model)
     if given.draft is not None and given.draft not in LOOKUPS:
         try:
@@ -221,7 +221,7 @@ def load_draft(given: argparse.Namespace, lm: Any) -> Any:
     from specbeam.drafting.suffix import suffix_automaton
 
     if given.draft_corpus is not None:
-        return suffix_automaton(lm, (text for _, text in read_prompts(None, given.draft_corpus)))
+        return suffix_automaton(lm, (row.prompt for row in read_rows(None, given.draft_corpus)))
     if given.draft in (None, *LOOKUPS):
         return given.draft
     return lm.draft_model(given.draft)

@@ -23,7 +23,7 @@ from specbeam.cli.arguments import (
     options_of,
 )
 from specbeam.cli.printing import check_writable, one_line
-from specbeam.cli.prompts import read_prompts
+from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError
 from specbeam.option_names import LOOKUPS
 from specbeam.options import ARGUMENTS, Options, check_names
@@ -278,7 +278,7 @@ def contents(given: argparse.Namespace) -> list[str]:
     if given.draft not in (None, *LOOKUPS):
         found.append(open_checkpoint(locate(given.draft)).fingerprint())
     if given.draft_corpus is not None:
-        corpus = [prompt for _, prompt in read_prompts(None, given.draft_corpus)]
+        corpus = [row.prompt for row in read_rows(None, given.draft_corpus)]
         found.append(hashlib.sha256(json.dumps(corpus).encode()).hexdigest())
     return found
 

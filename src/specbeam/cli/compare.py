@@ -14,7 +14,7 @@ from typing import Any
 from specbeam.cli.arguments import add_draft_to, add_model_to, add_options_to, load_draft, load_model
 from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line
-from specbeam.cli.prompts import read_prompts
+from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError
 from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
 
@@ -113,7 +113,7 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def run(given: argparse.Namespace) -> int:
     chosen = options_by_strategy(given)  # wrong input is refused before a model is loaded
-    prompts = [text for prompt in given.prompts for _, text in read_prompts(prompt, None)]
+    prompts = [row.prompt for prompt in given.prompts for row in read_rows(prompt, None)]
 
     from tqdm import tqdm
 

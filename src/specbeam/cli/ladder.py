@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.arguments import add_model_to, load_model
 from specbeam.cli.printing import json_line
-from specbeam.cli.prompts import read_prompts
+from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError
 from specbeam.options import Options
 
@@ -62,7 +62,7 @@ def run(given: argparse.Namespace) -> int:
     Options.of({"max_new_tokens": given.max_new_tokens})  # wrong input is refused before a model is loaded
     if given.runs < 1:
         raise SpecbeamError(f"--runs {given.runs} is not allowed: give at least 1")
-    ((_, prompt),) = read_prompts(given.prompt, None)
+    prompt = next(read_rows(given.prompt, None)).prompt
 
     import torch
     from tqdm import tqdm
