@@ -50,12 +50,21 @@ def add_source_alone_to(parser: Any) -> None:
     source.completer = completer()
 
 
+def add_generation_to(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -> None:
+    """The options of commands that generate: for a model, its prompts, the generation and a draft."""
+    add_model_to(parser)
+    add_options_to(parser, max_new_tokens)
+    add_draft_to(parser)
+
+
 def add_model_to(parser: argparse.ArgumentParser) -> None:
-    """The options for a model: its source, backend, device and number types."""
+    """The options for a model, and for the form in which it reads prompts."""
     model = parser.add_argument_group("model")
     add_source_to(model)
     model.add_argument("--adapter", metavar="SOURCE", help="a LoRA adapter to merge into it: a folder or a hub id")
     add_placement_to(model)
+    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
+    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
 
 
 def add_placement_to(model: Any) -> None:
@@ -70,11 +79,12 @@ def add_placement_to(model: Any) -> None:
     model.add_argument("--threads", type=int, metavar="N", help="on a CPU: the number of threads (default: all)")
 
 
-def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -> None:
+def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """The options for generation: the fields of Options, under the same names."""
     options = parser.add_argument_group("generation (transformers' names; see specbeam.Options)")
     add = options.add_argument
-    add("--max-new-tokens", type=int, metavar="N", help=f"end after N new tokens (default {max_new_tokens})")
+    about = "end after N new tokens (default %(default)s)"
+    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=about)
     add("--min-new-tokens", type=int, metavar="N", help="do not end before N new tokens (default 0)")
     add("--do-sample", action=argparse.BooleanOptionalAction, help="draw tokens instead of taking the likeliest")
     add("--temperature", type=float, metavar="T", help="over 1 flatter, under 1 sharper, 0 greedy")
@@ -122,7 +132,6 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -
 
 
 def add_draft_to(parser: argparse.ArgumentParser) -> None:
-    """The options for a draft: its source and its sizes."""
     draft = parser.add_argument_group("draft (the same text sooner; see docs/speculation.md)")
     add = draft.add_argument
     source = add(
@@ -172,9 +181,15 @@ def early_stopping(value: str) -> bool | str:
 
 
 def options_of(given: argparse.Namespace, own: dict[str, Any] | None = None) -> Options:
-    """The options from the command line. A prompt's ``own`` options take their place."""
+    """The options from the command line. A prompt's ``own`` options take their place.
+
+    Raises:
+        SpecbeamError: an option is wrong, or contradicts having a draft or none.
+    """
     values = {field.name: getattr(given, field.name, None) for field in fields(Options)}
-    return Options.of({name: value for name, value in values.items() if value is not None} | (own or {}))
+    options = Options.of({name: value for name, value in values.items() if value is not None} | (own or {}))
+    options.check_drafting(given.draft is not None)
+    return options
 
 
 def check_sources(given: argparse.Namespace) -> None:
@@ -208,7 +223,7 @@ def check_source(source: str) -> None:
 
 def load_model(given: argparse.Namespace) -> LanguageModel:
     """Load the model as the options of ``add_model_to`` say."""
-    if not getattr(given, "raw", True):
+    if not given.raw:
         chat_templates.render.start()  # while this process imports and loads
     from specbeam.model import load
 

@@ -13,15 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.arguments import (
-    add_draft_to,
-    add_model_to,
-    add_options_to,
-    check_sources,
-    load_draft,
-    load_model,
-    options_of,
-)
+from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
 from specbeam.cli.printing import check_writable, one_line
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError
@@ -82,11 +74,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="prompts that share a pass (default %(default)s)"
     )
-    add_model_to(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
-    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
-    add_options_to(parser)
-    add_draft_to(parser)
+    add_generation_to(parser)
     add_launcher_to(parser)
     parser.set_defaults(run=run)
 
@@ -123,7 +111,9 @@ def launcher_of(given: argparse.Namespace) -> Callable[..., None]:
 def run(given: argparse.Namespace) -> int:
     from specbeam.jobs.lock import locked
 
-    options = checked_options(given)  # wrong input is refused before a model is loaded
+    options = options_of(given)  # wrong input is refused before a model is loaded
+    if given.batch_size < 1:
+        raise SpecbeamError(f"--batch-size {given.batch_size} is not allowed: give at least 1")
     check_sources(given)
     launch = launcher_of(given)
     source, output = Path(given.input), Path(given.output)
@@ -203,15 +193,6 @@ def notices(source: Path, columns: list[str], prompts: str, added: dict[str, str
     for name in columns:
         if name != prompts and name in (*OPTION_NAMES, *ARGUMENTS):
             yield f"the column {name} of {source} is kept as data: options come from the command line, for all rows"
-
-
-def checked_options(given: argparse.Namespace) -> Options:
-    """The options for all rows. Raises SpecbeamError for options that cannot go together here."""
-    options = options_of(given)
-    if given.batch_size < 1:
-        raise SpecbeamError(f"--batch-size {given.batch_size} is not allowed: give at least 1")
-    options.check_drafting(given.draft is not None)
-    return options
 
 
 def check_output(source: Path, output: Path) -> None:

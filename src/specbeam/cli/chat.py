@@ -14,15 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.arguments import (
-    add_draft_to,
-    add_model_to,
-    add_options_to,
-    check_sources,
-    load_draft,
-    load_model,
-    options_of,
-)
+from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
 from specbeam.cli.generate import drain, summary
 from specbeam.cli.interrupts import ctrl_c_cancels
 from specbeam.cli.printing import one_line, printing_to
@@ -47,20 +39,15 @@ def add_to(commands: Any) -> None:
         "chat",
         help="talk with a model",
         description=f"Talk with a model. An answer has at most {MAX_NEW_TOKENS} tokens unless you say otherwise. "
-        "/help lists the commands of a conversation. Without a terminal, each line of standard input is a message.",
+        "/help lists the commands of a conversation. Without a terminal, each line of standard input is a message. "
+        "With --raw the model reads a transcript.",
     )
-    add_model_to(parser)
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--raw", action="store_true", help="let the model read a transcript, without its chat template")
-    add_options_to(parser, max_new_tokens=MAX_NEW_TOKENS)
-    add_draft_to(parser)
+    add_generation_to(parser, MAX_NEW_TOKENS)
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    given.max_new_tokens = MAX_NEW_TOKENS if given.max_new_tokens is None else given.max_new_tokens
     options = options_of(given)  # wrong input is refused before the slow imports
-    options.check_drafting(given.draft is not None)
     if options.num_return_sequences > 1:
         raise SpecbeamError("--num-return-sequences has no use in a chat, which goes on with one answer: leave it out")
     check_sources(given)

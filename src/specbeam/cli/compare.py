@@ -11,7 +11,7 @@ from dataclasses import fields
 from statistics import fmean
 from typing import Any
 
-from specbeam.cli.arguments import add_draft_to, add_model_to, add_options_to, load_draft, load_model
+from specbeam.cli.arguments import add_generation_to, load_draft, load_model
 from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line
 from specbeam.cli.prompts import read_rows
@@ -62,16 +62,9 @@ def add_to(commands: Any) -> None:
         metavar="LIST",
         help=f"some of {','.join(TWINS)} (default all but sample)",
     )
-    add_model_to(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
-    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
-    add_options_to(parser)
+    add_generation_to(parser, max_new_tokens=48)
     parser.add_argument("--do-sample", action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=48, metavar="N", help="end after N new tokens (default 48)"
-    )
     parser.add_argument("--num-beams", type=int, metavar="B", help=f"beams for beam search (default {DEFAULT_BEAMS})")
-    add_draft_to(parser)
     parser.add_argument("--draft", metavar="SOURCE", help="a smaller model, ngram or suffix (default ngram)")
     parser.add_argument("--json", action="store_true", help="print only one JSON object per prompt")
     parser.set_defaults(run=run)

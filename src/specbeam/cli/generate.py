@@ -13,15 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from specbeam.cli.arguments import (
-    add_draft_to,
-    add_model_to,
-    add_options_to,
-    check_sources,
-    load_draft,
-    load_model,
-    options_of,
-)
+from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
 from specbeam.cli.interrupts import ctrl_c_cancels
 from specbeam.cli.printing import check_writable, json_line, one_line, printing_to
 from specbeam.cli.prompts import PromptRow, read_rows
@@ -61,11 +53,7 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help="write the texts to a file instead, which appears once it is whole; .jsonl and .json as with --json",
     )
-    add_model_to(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
-    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
-    add_options_to(parser)
-    add_draft_to(parser)
+    add_generation_to(parser)
     parser.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
@@ -163,11 +151,9 @@ def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
         strange = [name for name in row.fields if name not in (*names, *OTHER_FIELDS)]
         check_names([name for name in strange if resembles(name, names)], names, "option")
         own = {name: value for name, value in row.fields.items() if name in names and value is not None}
-        options = options_of(given, own)
-        options.check_drafting(given.draft is not None)
+        return options_of(given, own)
     except SpecbeamError as error:
         raise SpecbeamError(f"{row.name}: {error}" if row.fields else str(error)) from error
-    return options
 
 
 def resembles(name: str, names: list[str]) -> bool:

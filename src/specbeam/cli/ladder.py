@@ -43,8 +43,6 @@ def add_to(commands: Any) -> None:
     )
     add_model_to(parser)
     parser.add_argument("--device", default="all", help="all, cpu, cuda, mps, ... (default all)")
-    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
-    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
     parser.set_defaults(run=run)
 
