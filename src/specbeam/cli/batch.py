@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
-from specbeam.cli.printing import check_writable, one_line
+from specbeam.cli.printing import check_writable, one_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError
 from specbeam.option_names import LOOKUPS
@@ -100,9 +100,7 @@ def launcher_of(given: argparse.Namespace) -> Callable[..., None]:
     cluster = {name: getattr(given, name) for name in ("address", "workers", "cpus", "gpus")}
     cluster = {name: value for name, value in cluster.items() if value is not None}
     if given.launcher == "ray":
-        from tqdm import tqdm
-
-        return partial(run_on_ray, **cluster, warn=lambda line: tqdm.write(f"specbeam: {line}", file=sys.stderr))
+        return partial(run_on_ray, **cluster, warn=lambda line: print_lines(f"specbeam: {line}", file=sys.stderr))
     for name in cluster:
         raise SpecbeamError(f"--{name} goes with --launcher ray")
     return run_here

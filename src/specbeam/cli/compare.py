@@ -13,7 +13,7 @@ from typing import Any
 
 from specbeam.cli.arguments import add_generation_to, load_draft, load_model
 from specbeam.cli.generate import numbered_texts
-from specbeam.cli.printing import json_line, one_line
+from specbeam.cli.printing import json_line, one_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError
 from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
@@ -129,13 +129,6 @@ def run(given: argparse.Namespace) -> int:
 
     done: list[dict[str, Any]] = []
     with tqdm(total=len(prompts) * len(chosen), desc="warm-up", leave=False, disable=None) as bar:
-
-        def say(*lines: str, file: Any = sys.stdout) -> None:
-            if not lines:
-                return
-            with bar.external_write_mode(file=file):
-                print(*lines, sep="\n", file=file, flush=True)
-
         for strategy, options in chosen.items():
             few = {"max_new_tokens": min(WARM_UP_TOKENS, given.max_new_tokens), "min_new_tokens": 0}
             with suppress(Exception):  # the measured run reports it
@@ -144,26 +137,26 @@ def run(given: argparse.Namespace) -> int:
             results: dict[str, Any] = {}
             try:
                 if not given.json:
-                    say(*heading(prompt, given.draft), header())
+                    print_lines(*heading(prompt, given.draft), header())
                 for strategy, options in chosen.items():
                     bar.set_description(strategy)
                     results[strategy] = generate(lm, prompt, **where[strategy], **options)
                     bar.update()
                     if not given.json:
-                        say(row(strategy, [results]))
+                        print_lines(row(strategy, [results]))
             except BrokenPipeError:  # nobody reads on
                 raise
             except Exception as error:  # the other prompts go on after any error
-                say(f"specbeam: prompt {number} failed: {one_line(error)}", file=sys.stderr)
+                print_lines(f"specbeam: prompt {number} failed: {one_line(error)}", file=sys.stderr)
                 continue
             except KeyboardInterrupt:
-                say(*(means(chosen, done) if not given.json else ()))
+                print_lines(*(means(chosen, done) if not given.json else ()))
                 left = "give only the others to go on" if done else "the same command begins again"
                 raise KeyboardInterrupt(f"{len(done)} of {len(prompts)} prompts are finished; {left}") from None
             done.append(results)
-            say(*([json_line(to_dict(prompt, given.draft, results))] if given.json else texts(results)))
+            print_lines(*([json_line(to_dict(prompt, given.draft, results))] if given.json else texts(results)))
         if not given.json:
-            say(*means(chosen, done))
+            print_lines(*means(chosen, done))
     return 0 if len(done) == len(prompts) else FAILED
 
 

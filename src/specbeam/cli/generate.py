@@ -9,13 +9,14 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
 from specbeam.cli.interrupts import ctrl_c_cancels
-from specbeam.cli.printing import check_writable, json_line, one_line, printing_to
+from specbeam.cli.printing import check_writable, json_line, one_line, print_lines, printing_to
 from specbeam.cli.prompts import PromptRow, read_rows
 from specbeam.cli.trace import show_trace
 from specbeam.errors import FAILED, SpecbeamError
@@ -231,6 +232,7 @@ class Printer:
         self.number_of_prompts = len(rows)
         self.finished = self.failed = 0
         self.out = out
+        self._print = partial(print_lines, file=out)
         self.as_json = as_json
         self.stream = stream
         self.shows_trace = shows_trace
@@ -251,12 +253,12 @@ class Printer:
                 result = request.result()
             except Exception as error:  # the other prompts go on after any error
                 self.failed += 1
-                self._print(f"specbeam: {row.name or 'the prompt'} failed: {one_line(error)}", file=sys.stderr)
+                print_lines(f"specbeam: {row.name or 'the prompt'} failed: {one_line(error)}", file=sys.stderr)
                 continue
             self.finished += result.finish_reason != "cancelled"
             if self.as_json:
                 if shown_prompt is not None:
-                    self._print(shown_prompt, file=sys.stderr)
+                    print_lines(shown_prompt, file=sys.stderr)
                 self._print(json_line(self._about(row, index) | result.to_dict(), out=self.out))
                 continue
             if self.stream:
@@ -267,7 +269,7 @@ class Printer:
             if self.shows_trace and result.trace is not None:
                 self._print(*show_trace(result.trace, colour=self.out.isatty() and "NO_COLOR" not in os.environ))
             if self.out is sys.stdout or self.number_of_prompts == 1:
-                self._print(summary(result), file=sys.stderr)
+                print_lines(summary(result), file=sys.stderr)
         if not self.waiting:
             self.bar.close()
 
@@ -283,11 +285,6 @@ class Printer:
             self._print(*between, f"[{which}: {shortened(row.prompt)}]")
         if shown_prompt is not None:
             self._print(shown_prompt)
-
-    def _print(self, *lines: str, end: str = "\n", file: TextIO | None = None) -> None:
-        out = file or self.out
-        with self.bar.external_write_mode(file=out):
-            print(*lines, sep="\n", end=end, file=out, flush=True)
 
 
 def drain(pieces: Any) -> Iterator[Any]:

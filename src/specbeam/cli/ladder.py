@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from specbeam.cli.arguments import add_model_to, load_model
-from specbeam.cli.printing import json_line
+from specbeam.cli.printing import json_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError
 from specbeam.options import Options
@@ -74,23 +73,18 @@ def run(given: argparse.Namespace) -> int:
     found: list[Rung] = []
     left = {device: [*given.rungs] for device in chosen}
     with tqdm(total=len(chosen) * len(given.rungs), unit="rung", leave=False, disable=None) as bar:
-
-        def say(*lines: str) -> None:
-            with bar.external_write_mode(file=sys.stdout):
-                print(*lines, sep="\n", flush=True)
-
         try:
             for device in chosen:
                 here: list[Rung] = []
                 for rung in rungs_on(device, given, prompt, bar.set_description):
                     bar.update()
                     if not given.json:
-                        say(*([] if here else heading(rung, prompt, given.runs)), row(rung, [*here, rung]))
+                        print_lines(*([] if here else heading(rung, prompt, given.runs)), row(rung, [*here, rung]))
                     here.append(rung)
                     found.append(rung)
                     left[device].remove(rung.number)
                 if not given.json:
-                    say(*verdict(here))
+                    print_lines(*verdict(here))
         except KeyboardInterrupt:
             others = " and ".join(
                 f"--device {device} --rungs {','.join(map(str, numbers))}"
@@ -104,7 +98,7 @@ def run(given: argparse.Namespace) -> int:
         finally:  # after Ctrl-C, too
             if given.json and found:
                 about = {"model": given.model, "prompt": prompt, "torch": torch.__version__}
-                say(json_line(about | {"rungs": [*map(to_dict, found)]}))
+                print_lines(json_line(about | {"rungs": [*map(to_dict, found)]}))
     wrong = [rung for rung in found if rung.difference is not None and not rung.difference.near_tie]
     return FAILED if wrong or all(rung.failure for rung in found) else 0
 
