@@ -8,7 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,7 +151,7 @@ def run_alone(
             def keep(job: list[NumberedPrompt], result: Any) -> None:
                 nonlocal tokens
                 if isinstance(result, Exception):
-                    result = [failure(number, one_line(result)) for number, _ in job]
+                    result = [failure(number, result) for number, _ in job]
                 finished.add(result)
                 tokens += sum(answer["new_tokens"] or 0 for answer in result)
                 bar.update(len(result))
@@ -166,7 +166,7 @@ def run_alone(
 
             todo = (prompt for prompt in enumerate(rows.cells(column)) if prompt[0] not in finished)
             try:
-                launch(chunks(todo, BATCHES_PER_JOB * given.batch_size), Generation(given, options), keep)
+                launch(chunks(todo, BATCHES_PER_JOB * given.batch_size), partial(make_work, given, options), keep)
                 with finished.reporting_kept_rows():
                     write(cells())
             except KeyboardInterrupt:
@@ -262,16 +262,10 @@ def contents(given: argparse.Namespace) -> list[str]:
     return found
 
 
-@dataclass(frozen=True)
-class Generation:
-    """Makes the work of a worker: it loads the models, and returns a function from jobs to answers."""
-
-    given: argparse.Namespace
-    options: Options
-
-    def __call__(self) -> Work:
-        lm = load_model(self.given)
-        return partial(generate, lm, load_draft(self.given, lm), self.options, self.given)
+def make_work(given: argparse.Namespace, options: Options) -> Work:
+    """Load the models, in a worker. Returns the function that makes answers of jobs."""
+    lm = load_model(given)
+    return partial(generate, lm, load_draft(given, lm), options, given)
 
 
 def generate(
@@ -290,7 +284,7 @@ def generate(
                     raise SpecbeamError("the row has no prompt")
                 request = engine.submit(prompt, options, system=given.system, raw=given.raw, draft=draft)
             except SpecbeamError as error:
-                answers.append(failure(number, str(error)))
+                answers.append(failure(number, error))
             else:
                 yield number, request
 
@@ -298,7 +292,7 @@ def generate(
         try:
             answers.append(answer(number, request.result(), given.tokens))
         except Exception as error:  # whatever it was, the other rows go on
-            answers.append(failure(number, one_line(error)))
+            answers.append(failure(number, error))
     return answers
 
 
@@ -316,5 +310,5 @@ def answer(number: int, result: Result, tokens: bool) -> Answer:
     }
 
 
-def failure(number: int, error: str) -> Answer:
-    return {"row": number, **dict.fromkeys(COLUMN_TYPES), "error": " ".join(error.split())}
+def failure(number: int, error: Exception) -> Answer:
+    return {"row": number, **dict.fromkeys(COLUMN_TYPES), "error": one_line(error)}
