@@ -174,7 +174,7 @@ class Chat:
         try:
             if self.has_template:
                 return encode(self.lm, messages, system=self.system, most=most)
-            said = [f"{SPEAKERS.get(m['role'], m['role'])}: {m['content']}" for m in messages]
+            said = [f"{SPEAKERS[m['role']]}: {m['content']}" for m in messages]
             text = "\n\n".join([*([self.system] if self.system else []), *said, "Assistant:"])
             return encode(self.lm, text, raw=True, most=most)
         except PromptTooLong as error:
@@ -196,11 +196,8 @@ class Chat:
 
     def do_clear(self, argument: str) -> None:
         """/clear: forget all turns. The system message stays."""
-        self._forget()
-        note("[all turns are forgotten]")
-
-    def _forget(self) -> None:
         self.messages, self.results = [], []
+        note("[all turns are forgotten]")
 
     def do_drop(self, argument: str) -> None:
         """/drop [N]: forget the oldest N turns (1), for example when the context is full."""
@@ -271,7 +268,7 @@ class Chat:
         found = found.get("messages") if isinstance(found, dict) else found
         if not is_conversation(found):
             raise SpecbeamError(f'/load {argument}: a conversation is a list of messages with "role" and "content"')
-        self._forget()
+        self.results = []
         if found[0]["role"] == "system":
             self.system = found[0]["content"]
         self.messages = [message for message in found if message["role"] != "system"]
