@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -178,6 +178,16 @@ token_ids.__name__ = "list of token ids"
 
 def early_stopping(value: str) -> bool | str:
     return {"true": True, "false": False}.get(value.lower(), value)
+
+
+def some_of(names: Collection[str], kind: str, text: str) -> list[str]:
+    """The names that a text has between commas, in the order of ``names``. Raises ArgumentTypeError for others."""
+    asked = [name.strip().replace("_", "-") for name in text.split(",") if name.strip()]
+    for name in asked or [""]:
+        if name not in names:
+            wrong = f"{name!r} is no {kind}" if name else f"no {kind} is named"
+            raise argparse.ArgumentTypeError(f"{wrong}: give some of {','.join(names)}")
+    return [name for name in names if name in asked]
 
 
 def options_of(given: argparse.Namespace, own: dict[str, Any] | None = None) -> Options:

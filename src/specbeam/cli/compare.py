@@ -8,10 +8,11 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from statistics import fmean
 from typing import Any
 
-from specbeam.cli.arguments import add_generation_to, load_draft, load_model
+from specbeam.cli.arguments import add_generation_to, load_draft, load_model, some_of
 from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line, print_lines
 from specbeam.cli.prompts import read_rows
@@ -57,7 +58,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--strategies",
         "--methods",
-        type=strategies,
+        type=partial(some_of, TWINS, "strategy"),
         default=[name for name in TWINS if name != "sample"],
         metavar="LIST",
         help=f"some of {','.join(TWINS)} (default all but sample)",
@@ -68,15 +69,6 @@ def add_to(commands: Any) -> None:
     parser.add_argument("--draft", metavar="SOURCE", help="a smaller model, ngram or suffix (default ngram)")
     parser.add_argument("--json", action="store_true", help="print only one JSON object per prompt")
     parser.set_defaults(run=run)
-
-
-def strategies(text: str) -> list[str]:
-    asked = [name.strip().replace("_", "-") for name in text.split(",") if name.strip()]
-    for name in asked or [""]:
-        if name not in TWINS:
-            wrong = f"{name!r} is no strategy" if name else "no strategy is named"
-            raise argparse.ArgumentTypeError(f"{wrong}: give some of {','.join(TWINS)}")
-    return [name for name in TWINS if name in asked]
 
 
 def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.arguments import add_model_to, load_model
+from specbeam.cli.arguments import add_model_to, load_model, some_of
 from specbeam.cli.printing import json_line, print_lines
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError
@@ -47,12 +47,7 @@ def add_to(commands: Any) -> None:
 
 
 def rungs(text: str) -> list[int]:
-    asked = [number.strip() for number in text.split(",") if number.strip()]
-    for number in asked or [""]:
-        if number not in map(str, RUNG_NUMBERS):
-            wrong = f"{number!r} is no rung" if number else "no rung is named"
-            raise argparse.ArgumentTypeError(f"{wrong}: give some of {','.join(map(str, RUNG_NUMBERS))}")
-    return [number for number in RUNG_NUMBERS if str(number) in asked]
+    return [int(number) for number in some_of([*map(str, RUNG_NUMBERS)], "rung", text)]
 
 
 def run(given: argparse.Namespace) -> int:
