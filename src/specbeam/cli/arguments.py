@@ -208,9 +208,9 @@ def check_sources(given: argparse.Namespace) -> None:
     Raises:
         SpecbeamError: no such file, folder or alias.
     """
-    if given.draft_corpus is not None and given.draft != "suffix":
-        raise SpecbeamError("--draft-corpus goes with --draft suffix")
     if given.draft_corpus is not None:
+        if given.draft != "suffix":
+            raise SpecbeamError("--draft-corpus goes with --draft suffix")
         next(read_rows(None, given.draft_corpus))
     check_source(given.model)
     if given.draft is not None and given.draft not in LOOKUPS:

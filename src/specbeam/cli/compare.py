@@ -12,7 +12,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-from specbeam.cli.arguments import add_generation_to, load_draft, load_model, some_of
+from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, some_of
 from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line, print_lines
 from specbeam.cli.prompts import read_rows
@@ -79,8 +79,6 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """
     if given.do_sample is not None:
         raise SpecbeamError("--strategies has sample for sampling: leave out --do-sample")
-    if given.draft_corpus is not None and given.draft != "suffix":
-        raise SpecbeamError("--draft-corpus goes with --draft suffix")
     values = {name: value for name, value in vars(given).items() if value is not None}
     for name, users in ONLY.items():
         if name in values and not {*users} & {*given.strategies}:
@@ -98,6 +96,7 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def run(given: argparse.Namespace) -> int:
     chosen = options_by_strategy(given)  # wrong input is refused before a model is loaded
+    check_sources(given)
     prompts = [row.prompt for prompt in given.prompts for row in read_rows(prompt, None)]
 
     from tqdm import tqdm
