@@ -34,13 +34,6 @@ def completer(*names: str) -> Callable[..., list[str]]:
 
 
 def add_source_to(parser: Any) -> None:
-    """The options for a checkpoint: its source and its revision."""
-    add_source_alone_to(parser)
-    parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
-
-
-def add_source_alone_to(parser: Any) -> None:
-    """The option for a checkpoint's source."""
     source = parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
@@ -48,6 +41,10 @@ def add_source_alone_to(parser: Any) -> None:
         help="an alias, a folder, a .gguf file or a hub id (default %(default)s)",
     )
     source.completer = completer()
+
+
+def add_revision_to(parser: Any) -> None:
+    parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
 
 
 def add_generation_to(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -> None:
@@ -61,6 +58,7 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
     """The options for a model, and for the form in which it reads prompts."""
     model = parser.add_argument_group("model")
     add_source_to(model)
+    add_revision_to(model)
     model.add_argument("--adapter", metavar="SOURCE", help="a LoRA adapter to merge into it: a folder or a hub id")
     add_placement_to(model)
     parser.add_argument("--system", metavar="TEXT", help="a system message to put first")

@@ -7,7 +7,7 @@ import sys
 from datetime import datetime
 from typing import Any
 
-from specbeam.cli.arguments import completer
+from specbeam.cli.arguments import add_revision_to, completer
 from specbeam.cli.printing import json_line
 from specbeam.errors import SpecbeamError
 
@@ -23,12 +23,12 @@ def add_to(commands: Any) -> None:
     action = actions.add_parser("pull", help="fetch a model and print its path")
     name = action.add_argument("name", metavar="NAME", help="an alias or a hub id")
     name.completer = completer()
-    action.add_argument("--revision", help="a branch, tag or commit of a hub id")
+    add_revision_to(action)
     action.set_defaults(run=pull)
     action = actions.add_parser("show", help="describe a model; nothing is fetched")
     source = action.add_argument("source", metavar="SOURCE", help="an alias, a folder, a .gguf file or a hub id")
     source.completer = completer()
-    action.add_argument("--revision", help="a branch, tag or commit of a hub id")
+    add_revision_to(action)
     action.add_argument("--json", action="store_true", help="print a JSON object")
     action.set_defaults(run=show)
     action = actions.add_parser("rm", help="remove a fetched model from the disk, with its packed weights")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from specbeam.cli.arguments import add_source_to, check_source
+from specbeam.cli.arguments import add_revision_to, add_source_to, check_source
 from specbeam.cli.printing import json_line
 from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError
@@ -24,6 +24,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("text", metavar="TEXT", help="the text; - reads it from standard input")
     add_source_to(parser)
+    add_revision_to(parser)
     parser.add_argument(
         "--chat",
         action="store_true",
