@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from specbeam.cli.printing import one_line
 from specbeam.errors import BAD_INPUT, FAILED, INTERRUPTED, SpecbeamError
 from specbeam.option_names import nearest_name
 
@@ -61,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:  # after --help, too
             sys.stdout.flush()
     except SpecbeamError as error:
-        print(f"specbeam: {_with_flags(' '.join(str(error).split()), arguments)}", file=sys.stderr)
+        print(f"specbeam: {_with_flags(one_line(error), arguments)}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt as interrupt:
         print(": ".join(["specbeam: interrupted", *map(str, interrupt.args)]), file=sys.stderr)

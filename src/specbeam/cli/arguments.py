@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from specbeam import chat_templates
-from specbeam.cli.prompts import read_prompts
+from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError
 from specbeam.option_names import BACKENDS, LOOKUPS
 from specbeam.options import Options
@@ -34,13 +34,6 @@ def completer(*names: str) -> Callable[..., list[str]]:
 
 
 def add_source_to(parser: Any) -> None:
-    """The options for a checkpoint: its source and its revision."""
-    add_source_alone_to(parser)
-    parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
-
-
-def add_source_alone_to(parser: Any) -> None:
-    """The option for a checkpoint's source."""
     source = parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
@@ -50,12 +43,26 @@ def add_source_alone_to(parser: Any) -> None:
     source.completer = completer()
 
 
+def add_revision_to(parser: Any) -> None:
+    parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
+
+
+def add_generation_to(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -> None:
+    """The options of commands that generate: for a model, its prompts, the generation and a draft."""
+    add_model_to(parser)
+    add_options_to(parser, max_new_tokens)
+    add_draft_to(parser)
+
+
 def add_model_to(parser: argparse.ArgumentParser) -> None:
-    """The options for a model: its source, backend, device and number types."""
+    """The options for a model, and for the form in which it reads prompts."""
     model = parser.add_argument_group("model")
     add_source_to(model)
+    add_revision_to(model)
     model.add_argument("--adapter", metavar="SOURCE", help="a LoRA adapter to merge into it: a folder or a hub id")
     add_placement_to(model)
+    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
+    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
 
 
 def add_placement_to(model: Any) -> None:
@@ -70,11 +77,12 @@ def add_placement_to(model: Any) -> None:
     model.add_argument("--threads", type=int, metavar="N", help="on a CPU: the number of threads (default: all)")
 
 
-def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -> None:
+def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
     """The options for generation: the fields of Options, under the same names."""
     options = parser.add_argument_group("generation (transformers' names; see specbeam.Options)")
     add = options.add_argument
-    add("--max-new-tokens", type=int, metavar="N", help=f"end after N new tokens (default {max_new_tokens})")
+    about = "end after N new tokens (default %(default)s)"
+    add("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=about)
     add("--min-new-tokens", type=int, metavar="N", help="do not end before N new tokens (default 0)")
     add("--do-sample", action=argparse.BooleanOptionalAction, help="draw tokens instead of taking the likeliest")
     add("--temperature", type=float, metavar="T", help="over 1 flatter, under 1 sharper, 0 greedy")
@@ -122,7 +130,6 @@ def add_options_to(parser: argparse.ArgumentParser, max_new_tokens: int = 256) -
 
 
 def add_draft_to(parser: argparse.ArgumentParser) -> None:
-    """The options for a draft: its source and its sizes."""
     draft = parser.add_argument_group("draft (the same text sooner; see docs/speculation.md)")
     add = draft.add_argument
     source = add(
@@ -171,10 +178,26 @@ def early_stopping(value: str) -> bool | str:
     return {"true": True, "false": False}.get(value.lower(), value)
 
 
+def some_of(names: Collection[str], kind: str, text: str) -> list[str]:
+    """The names that a text has between commas, in the order of ``names``. Raises ArgumentTypeError for others."""
+    asked = [name.strip().replace("_", "-") for name in text.split(",") if name.strip()]
+    for name in asked or [""]:
+        if name not in names:
+            wrong = f"{name!r} is no {kind}" if name else f"no {kind} is named"
+            raise argparse.ArgumentTypeError(f"{wrong}: give some of {','.join(names)}")
+    return [name for name in names if name in asked]
+
+
 def options_of(given: argparse.Namespace, own: dict[str, Any] | None = None) -> Options:
-    """The options from the command line. A prompt's ``own`` options take their place."""
+    """The options from the command line. A prompt's ``own`` options take their place.
+
+    Raises:
+        SpecbeamError: an option is wrong, or contradicts having a draft or none.
+    """
     values = {field.name: getattr(given, field.name, None) for field in fields(Options)}
-    return Options.of({name: value for name, value in values.items() if value is not None} | (own or {}))
+    options = Options.of({name: value for name, value in values.items() if value is not None} | (own or {}))
+    options.check_drafting(given.draft is not None)
+    return options
 
 
 def check_sources(given: argparse.Namespace) -> None:
@@ -183,10 +206,10 @@ def check_sources(given: argparse.Namespace) -> None:
     Raises:
         SpecbeamError: no such file, folder or alias.
     """
-    if given.draft_corpus is not None and given.draft != "suffix":
-        raise SpecbeamError("--draft-corpus goes with --draft suffix")
     if given.draft_corpus is not None:
-        next(read_prompts(None, given.draft_corpus))
+        if given.draft != "suffix":
+            raise SpecbeamError("--draft-corpus goes with --draft suffix")
+        next(read_rows(None, given.draft_corpus))
     check_source(given.model)
     if given.draft is not None and given.draft not in LOOKUPS:
         try:
@@ -208,7 +231,7 @@ def check_source(source: str) -> None:
 
 def load_model(given: argparse.Namespace) -> LanguageModel:
     """Load the model as the options of ``add_model_to`` say."""
-    if not getattr(given, "raw", True):
+    if not given.raw:
         chat_templates.render.start()  # while this process imports and loads
     from specbeam.model import load
 
@@ -221,7 +244,7 @@ def load_draft(given: argparse.Namespace, lm: Any) -> Any:
     from specbeam.drafting.suffix import suffix_automaton
 
     if given.draft_corpus is not None:
-        return suffix_automaton(lm, (text for _, text in read_prompts(None, given.draft_corpus)))
+        return suffix_automaton(lm, (row.prompt for row in read_rows(None, given.draft_corpus)))
     if given.draft in (None, *LOOKUPS):
         return given.draft
     return lm.draft_model(given.draft)

@@ -8,22 +8,14 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.arguments import (
-    add_draft_to,
-    add_model_to,
-    add_options_to,
-    check_sources,
-    load_draft,
-    load_model,
-    options_of,
-)
-from specbeam.cli.printing import check_writable, one_line
-from specbeam.cli.prompts import read_prompts
+from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
+from specbeam.cli.printing import check_writable, one_line, print_lines
+from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError
 from specbeam.option_names import LOOKUPS
 from specbeam.options import ARGUMENTS, Options, check_names
@@ -82,11 +74,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--batch-size", type=int, default=8, metavar="N", help="prompts that share a pass (default %(default)s)"
     )
-    add_model_to(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
-    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
-    add_options_to(parser)
-    add_draft_to(parser)
+    add_generation_to(parser)
     add_launcher_to(parser)
     parser.set_defaults(run=run)
 
@@ -112,9 +100,7 @@ def launcher_of(given: argparse.Namespace) -> Callable[..., None]:
     cluster = {name: getattr(given, name) for name in ("address", "workers", "cpus", "gpus")}
     cluster = {name: value for name, value in cluster.items() if value is not None}
     if given.launcher == "ray":
-        from tqdm import tqdm
-
-        return partial(run_on_ray, **cluster, warn=lambda line: tqdm.write(f"specbeam: {line}", file=sys.stderr))
+        return partial(run_on_ray, **cluster, warn=lambda line: print_lines(f"specbeam: {line}", file=sys.stderr))
     for name in cluster:
         raise SpecbeamError(f"--{name} goes with --launcher ray")
     return run_here
@@ -123,7 +109,9 @@ def launcher_of(given: argparse.Namespace) -> Callable[..., None]:
 def run(given: argparse.Namespace) -> int:
     from specbeam.jobs.lock import locked
 
-    options = checked_options(given)  # wrong input is refused before a model is loaded
+    options = options_of(given)  # wrong input is refused before a model is loaded
+    if given.batch_size < 1:
+        raise SpecbeamError(f"--batch-size {given.batch_size} is not allowed: give at least 1")
     check_sources(given)
     launch = launcher_of(given)
     source, output = Path(given.input), Path(given.output)
@@ -163,7 +151,7 @@ def run_alone(
             def keep(job: list[NumberedPrompt], result: Any) -> None:
                 nonlocal tokens
                 if isinstance(result, Exception):
-                    result = [failure(number, one_line(result)) for number, _ in job]
+                    result = [failure(number, result) for number, _ in job]
                 finished.add(result)
                 tokens += sum(answer["new_tokens"] or 0 for answer in result)
                 bar.update(len(result))
@@ -178,7 +166,7 @@ def run_alone(
 
             todo = (prompt for prompt in enumerate(rows.cells(column)) if prompt[0] not in finished)
             try:
-                launch(chunks(todo, BATCHES_PER_JOB * given.batch_size), Generation(given, options), keep)
+                launch(chunks(todo, BATCHES_PER_JOB * given.batch_size), partial(make_work, given, options), keep)
                 with finished.reporting_kept_rows():
                     write(cells())
             except KeyboardInterrupt:
@@ -203,15 +191,6 @@ def notices(source: Path, columns: list[str], prompts: str, added: dict[str, str
     for name in columns:
         if name != prompts and name in (*OPTION_NAMES, *ARGUMENTS):
             yield f"the column {name} of {source} is kept as data: options come from the command line, for all rows"
-
-
-def checked_options(given: argparse.Namespace) -> Options:
-    """The options for all rows. Raises SpecbeamError for options that cannot go together here."""
-    options = options_of(given)
-    if given.batch_size < 1:
-        raise SpecbeamError(f"--batch-size {given.batch_size} is not allowed: give at least 1")
-    options.check_drafting(given.draft is not None)
-    return options
 
 
 def check_output(source: Path, output: Path) -> None:
@@ -278,21 +257,15 @@ def contents(given: argparse.Namespace) -> list[str]:
     if given.draft not in (None, *LOOKUPS):
         found.append(open_checkpoint(locate(given.draft)).fingerprint())
     if given.draft_corpus is not None:
-        corpus = [prompt for _, prompt in read_prompts(None, given.draft_corpus)]
+        corpus = [row.prompt for row in read_rows(None, given.draft_corpus)]
         found.append(hashlib.sha256(json.dumps(corpus).encode()).hexdigest())
     return found
 
 
-@dataclass(frozen=True)
-class Generation:
-    """Makes the work of a worker: it loads the models, and returns a function from jobs to answers."""
-
-    given: argparse.Namespace
-    options: Options
-
-    def __call__(self) -> Work:
-        lm = load_model(self.given)
-        return partial(generate, lm, load_draft(self.given, lm), self.options, self.given)
+def make_work(given: argparse.Namespace, options: Options) -> Work:
+    """Load the models, in a worker. Returns the function that makes answers of jobs."""
+    lm = load_model(given)
+    return partial(generate, lm, load_draft(given, lm), options, given)
 
 
 def generate(
@@ -311,7 +284,7 @@ def generate(
                     raise SpecbeamError("the row has no prompt")
                 request = engine.submit(prompt, options, system=given.system, raw=given.raw, draft=draft)
             except SpecbeamError as error:
-                answers.append(failure(number, str(error)))
+                answers.append(failure(number, error))
             else:
                 yield number, request
 
@@ -319,7 +292,7 @@ def generate(
         try:
             answers.append(answer(number, request.result(), given.tokens))
         except Exception as error:  # whatever it was, the other rows go on
-            answers.append(failure(number, one_line(error)))
+            answers.append(failure(number, error))
     return answers
 
 
@@ -337,5 +310,5 @@ def answer(number: int, result: Result, tokens: bool) -> Answer:
     }
 
 
-def failure(number: int, error: str) -> Answer:
-    return {"row": number, **dict.fromkeys(COLUMN_TYPES), "error": " ".join(error.split())}
+def failure(number: int, error: Exception) -> Answer:
+    return {"row": number, **dict.fromkeys(COLUMN_TYPES), "error": one_line(error)}

@@ -14,15 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.arguments import (
-    add_draft_to,
-    add_model_to,
-    add_options_to,
-    check_sources,
-    load_draft,
-    load_model,
-    options_of,
-)
+from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
 from specbeam.cli.generate import drain, summary
 from specbeam.cli.interrupts import ctrl_c_cancels
 from specbeam.cli.printing import one_line, printing_to
@@ -47,20 +39,15 @@ def add_to(commands: Any) -> None:
         "chat",
         help="talk with a model",
         description=f"Talk with a model. An answer has at most {MAX_NEW_TOKENS} tokens unless you say otherwise. "
-        "/help lists the commands of a conversation. Without a terminal, each line of standard input is a message.",
+        "/help lists the commands of a conversation. Without a terminal, each line of standard input is a message. "
+        "With --raw the model reads a transcript.",
     )
-    add_model_to(parser)
-    parser.add_argument("--system", metavar="TEXT", help="the system message")
-    parser.add_argument("--raw", action="store_true", help="let the model read a transcript, without its chat template")
-    add_options_to(parser, max_new_tokens=MAX_NEW_TOKENS)
-    add_draft_to(parser)
+    add_generation_to(parser, MAX_NEW_TOKENS)
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    given.max_new_tokens = MAX_NEW_TOKENS if given.max_new_tokens is None else given.max_new_tokens
     options = options_of(given)  # wrong input is refused before the slow imports
-    options.check_drafting(given.draft is not None)
     if options.num_return_sequences > 1:
         raise SpecbeamError("--num-return-sequences has no use in a chat, which goes on with one answer: leave it out")
     check_sources(given)
@@ -187,7 +174,7 @@ class Chat:
         try:
             if self.has_template:
                 return encode(self.lm, messages, system=self.system, most=most)
-            said = [f"{SPEAKERS.get(m['role'], m['role'])}: {m['content']}" for m in messages]
+            said = [f"{SPEAKERS[m['role']]}: {m['content']}" for m in messages]
             text = "\n\n".join([*([self.system] if self.system else []), *said, "Assistant:"])
             return encode(self.lm, text, raw=True, most=most)
         except PromptTooLong as error:
@@ -209,11 +196,8 @@ class Chat:
 
     def do_clear(self, argument: str) -> None:
         """/clear: forget all turns. The system message stays."""
-        self._forget()
-        note("[all turns are forgotten]")
-
-    def _forget(self) -> None:
         self.messages, self.results = [], []
+        note("[all turns are forgotten]")
 
     def do_drop(self, argument: str) -> None:
         """/drop [N]: forget the oldest N turns (1), for example when the context is full."""
@@ -284,7 +268,7 @@ class Chat:
         found = found.get("messages") if isinstance(found, dict) else found
         if not is_conversation(found):
             raise SpecbeamError(f'/load {argument}: a conversation is a list of messages with "role" and "content"')
-        self._forget()
+        self.results = []
         if found[0]["role"] == "system":
             self.system = found[0]["content"]
         self.messages = [message for message in found if message["role"] != "system"]

@@ -8,13 +8,14 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import fields
+from functools import partial
 from statistics import fmean
 from typing import Any
 
-from specbeam.cli.arguments import add_draft_to, add_model_to, add_options_to, load_draft, load_model
+from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, some_of
 from specbeam.cli.generate import numbered_texts
-from specbeam.cli.printing import json_line, one_line
-from specbeam.cli.prompts import read_prompts
+from specbeam.cli.printing import json_line, one_line, print_lines
+from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError
 from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
 
@@ -57,33 +58,17 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--strategies",
         "--methods",
-        type=strategies,
+        type=partial(some_of, TWINS, "strategy"),
         default=[name for name in TWINS if name != "sample"],
         metavar="LIST",
         help=f"some of {','.join(TWINS)} (default all but sample)",
     )
-    add_model_to(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
-    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
-    add_options_to(parser)
+    add_generation_to(parser, max_new_tokens=48)
     parser.add_argument("--do-sample", action=argparse.BooleanOptionalAction, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--max-new-tokens", type=int, default=48, metavar="N", help="end after N new tokens (default 48)"
-    )
     parser.add_argument("--num-beams", type=int, metavar="B", help=f"beams for beam search (default {DEFAULT_BEAMS})")
-    add_draft_to(parser)
     parser.add_argument("--draft", metavar="SOURCE", help="a smaller model, ngram or suffix (default ngram)")
     parser.add_argument("--json", action="store_true", help="print only one JSON object per prompt")
     parser.set_defaults(run=run)
-
-
-def strategies(text: str) -> list[str]:
-    asked = [name.strip().replace("_", "-") for name in text.split(",") if name.strip()]
-    for name in asked or [""]:
-        if name not in TWINS:
-            wrong = f"{name!r} is no strategy" if name else "no strategy is named"
-            raise argparse.ArgumentTypeError(f"{wrong}: give some of {','.join(TWINS)}")
-    return [name for name in TWINS if name in asked]
 
 
 def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
@@ -94,8 +79,6 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """
     if given.do_sample is not None:
         raise SpecbeamError("--strategies has sample for sampling: leave out --do-sample")
-    if given.draft_corpus is not None and given.draft != "suffix":
-        raise SpecbeamError("--draft-corpus goes with --draft suffix")
     values = {name: value for name, value in vars(given).items() if value is not None}
     for name, users in ONLY.items():
         if name in values and not {*users} & {*given.strategies}:
@@ -113,7 +96,8 @@ def options_by_strategy(given: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 def run(given: argparse.Namespace) -> int:
     chosen = options_by_strategy(given)  # wrong input is refused before a model is loaded
-    prompts = [text for prompt in given.prompts for _, text in read_prompts(prompt, None)]
+    check_sources(given)
+    prompts = [row.prompt for prompt in given.prompts for row in read_rows(prompt, None)]
 
     from tqdm import tqdm
 
@@ -136,13 +120,6 @@ def run(given: argparse.Namespace) -> int:
 
     done: list[dict[str, Any]] = []
     with tqdm(total=len(prompts) * len(chosen), desc="warm-up", leave=False, disable=None) as bar:
-
-        def say(*lines: str, file: Any = sys.stdout) -> None:
-            if not lines:
-                return
-            with bar.external_write_mode(file=file):
-                print(*lines, sep="\n", file=file, flush=True)
-
         for strategy, options in chosen.items():
             few = {"max_new_tokens": min(WARM_UP_TOKENS, given.max_new_tokens), "min_new_tokens": 0}
             with suppress(Exception):  # the measured run reports it
@@ -151,26 +128,26 @@ def run(given: argparse.Namespace) -> int:
             results: dict[str, Any] = {}
             try:
                 if not given.json:
-                    say(*heading(prompt, given.draft), header())
+                    print_lines(*heading(prompt, given.draft), header())
                 for strategy, options in chosen.items():
                     bar.set_description(strategy)
                     results[strategy] = generate(lm, prompt, **where[strategy], **options)
                     bar.update()
                     if not given.json:
-                        say(row(strategy, [results]))
+                        print_lines(row(strategy, [results]))
             except BrokenPipeError:  # nobody reads on
                 raise
             except Exception as error:  # the other prompts go on after any error
-                say(f"specbeam: prompt {number} failed: {one_line(error)}", file=sys.stderr)
+                print_lines(f"specbeam: prompt {number} failed: {one_line(error)}", file=sys.stderr)
                 continue
             except KeyboardInterrupt:
-                say(*(means(chosen, done) if not given.json else ()))
+                print_lines(*(means(chosen, done) if not given.json else ()))
                 left = "give only the others to go on" if done else "the same command begins again"
                 raise KeyboardInterrupt(f"{len(done)} of {len(prompts)} prompts are finished; {left}") from None
             done.append(results)
-            say(*([json_line(to_dict(prompt, given.draft, results))] if given.json else texts(results)))
+            print_lines(*([json_line(to_dict(prompt, given.draft, results))] if given.json else texts(results)))
         if not given.json:
-            say(*means(chosen, done))
+            print_lines(*means(chosen, done))
     return 0 if len(done) == len(prompts) else FAILED
 
 

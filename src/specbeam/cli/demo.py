@@ -9,7 +9,7 @@ import webbrowser
 from typing import Any
 
 from specbeam.cli import serve
-from specbeam.cli.arguments import add_source_alone_to
+from specbeam.cli.arguments import add_source_to
 
 MAX_BEAMS = 64
 
@@ -20,7 +20,7 @@ def add_to(commands: Any) -> None:
         help="watch beams grow and drafts get accepted, in the browser",
         description="Start the server on this machine with a small model, and open its page. Ctrl-C ends it.",
     )
-    add_source_alone_to(parser)
+    add_source_to(parser)
     parser.add_argument(
         "--port", type=int, default=8000, metavar="N", help="0 takes any free one (default %(default)s)"
     )

@@ -9,21 +9,14 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from specbeam.cli.arguments import (
-    add_draft_to,
-    add_model_to,
-    add_options_to,
-    check_sources,
-    load_draft,
-    load_model,
-    options_of,
-)
+from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
 from specbeam.cli.interrupts import ctrl_c_cancels
-from specbeam.cli.printing import check_writable, json_line, one_line, printing_to
+from specbeam.cli.printing import check_writable, json_line, one_line, print_lines, printing_to
 from specbeam.cli.prompts import PromptRow, read_rows
 from specbeam.cli.trace import show_trace
 from specbeam.errors import FAILED, SpecbeamError
@@ -61,11 +54,7 @@ def add_to(commands: Any) -> None:
         metavar="FILE",
         help="write the texts to a file instead, which appears once it is whole; .jsonl and .json as with --json",
     )
-    add_model_to(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
-    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
-    add_options_to(parser)
-    add_draft_to(parser)
+    add_generation_to(parser)
     parser.add_argument(
         "--stream",
         action=argparse.BooleanOptionalAction,
@@ -163,11 +152,9 @@ def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
         strange = [name for name in row.fields if name not in (*names, *OTHER_FIELDS)]
         check_names([name for name in strange if resembles(name, names)], names, "option")
         own = {name: value for name, value in row.fields.items() if name in names and value is not None}
-        options = options_of(given, own)
-        options.check_drafting(given.draft is not None)
+        return options_of(given, own)
     except SpecbeamError as error:
         raise SpecbeamError(f"{row.name}: {error}" if row.fields else str(error)) from error
-    return options
 
 
 def resembles(name: str, names: list[str]) -> bool:
@@ -199,11 +186,11 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
     one_text = len(rows) == 1 and options[0].num_return_sequences == 1
     stream = given.stream and one_text and not given.json and out is sys.stdout
     printer = Printer(rows, requests, shown_prompts, out, given.json, stream, shows_trace=bool(given.trace))
-    with ctrl_c_cancels(requests) as ctrl_c:
+    with ctrl_c_cancels(requests) as pressed:
         while engine.step():
             printer.print_ready()
         printer.print_ready()
-    if ctrl_c.pressed:
+    if pressed.is_set():
         if out is not sys.stdout:
             raise KeyboardInterrupt(f"{given.output} was not written")
         if len(rows) > 1:
@@ -245,6 +232,7 @@ class Printer:
         self.number_of_prompts = len(rows)
         self.finished = self.failed = 0
         self.out = out
+        self._print = partial(print_lines, file=out)
         self.as_json = as_json
         self.stream = stream
         self.shows_trace = shows_trace
@@ -265,12 +253,12 @@ class Printer:
                 result = request.result()
             except Exception as error:  # the other prompts go on after any error
                 self.failed += 1
-                self._print(f"specbeam: {row.name or 'the prompt'} failed: {one_line(error)}", file=sys.stderr)
+                print_lines(f"specbeam: {row.name or 'the prompt'} failed: {one_line(error)}", file=sys.stderr)
                 continue
             self.finished += result.finish_reason != "cancelled"
             if self.as_json:
                 if shown_prompt is not None:
-                    self._print(shown_prompt, file=sys.stderr)
+                    print_lines(shown_prompt, file=sys.stderr)
                 self._print(json_line(self._about(row, index) | result.to_dict(), out=self.out))
                 continue
             if self.stream:
@@ -281,7 +269,7 @@ class Printer:
             if self.shows_trace and result.trace is not None:
                 self._print(*show_trace(result.trace, colour=self.out.isatty() and "NO_COLOR" not in os.environ))
             if self.out is sys.stdout or self.number_of_prompts == 1:
-                self._print(summary(result), file=sys.stderr)
+                print_lines(summary(result), file=sys.stderr)
         if not self.waiting:
             self.bar.close()
 
@@ -297,11 +285,6 @@ class Printer:
             self._print(*between, f"[{which}: {shortened(row.prompt)}]")
         if shown_prompt is not None:
             self._print(shown_prompt)
-
-    def _print(self, *lines: str, end: str = "\n", file: TextIO | None = None) -> None:
-        out = file or self.out
-        with self.bar.external_write_mode(file=out):
-            print(*lines, sep="\n", end=end, file=out, flush=True)
 
 
 def drain(pieces: Any) -> Iterator[Any]:

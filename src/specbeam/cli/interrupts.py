@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # it imports PyTorch, which takes a second
     from specbeam.engine import Request
 
 
-@dataclass
-class CtrlC:
-    """Whether Ctrl-C was pressed."""
-
-    pressed: bool = False
-
-
 @contextlib.contextmanager
-def ctrl_c_cancels(requests: Sequence[Request]) -> Iterator[CtrlC]:
+def ctrl_c_cancels(requests: Sequence[Request]) -> Iterator[threading.Event]:
     """Let Ctrl-C end requests between two passes, so that their texts so far are whole. A second one interrupts.
 
-    A background job of a shell ignores Ctrl-C, and goes on doing so.
+    A background job of a shell ignores Ctrl-C, and goes on doing so. The event is set once it was pressed.
     """
-    ctrl_c = CtrlC()
+    pressed = threading.Event()
     before = signal.getsignal(signal.SIGINT)
     if before is signal.SIG_IGN:
-        yield ctrl_c
+        yield pressed
         return
 
     def cancel(*_: Any) -> None:
-        ctrl_c.pressed = True
+        pressed.set()
         for request in requests:
             request.cancel()
         signal.signal(signal.SIGINT, before)
 
     signal.signal(signal.SIGINT, cancel)
     try:
-        yield ctrl_c
+        yield pressed
     finally:
         signal.signal(signal.SIGINT, before)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from specbeam.cli.arguments import add_model_to, load_model
-from specbeam.cli.printing import json_line
-from specbeam.cli.prompts import read_prompts
+from specbeam.cli.arguments import add_model_to, load_model, some_of
+from specbeam.cli.printing import json_line, print_lines
+from specbeam.cli.prompts import read_rows
 from specbeam.errors import FAILED, SpecbeamError
 from specbeam.options import Options
 
@@ -43,26 +42,19 @@ def add_to(commands: Any) -> None:
     )
     add_model_to(parser)
     parser.add_argument("--device", default="all", help="all, cpu, cuda, mps, ... (default all)")
-    parser.add_argument("--system", metavar="TEXT", help="a system message to put first")
-    parser.add_argument("--raw", action="store_true", help="do not apply the model's chat template")
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
     parser.set_defaults(run=run)
 
 
 def rungs(text: str) -> list[int]:
-    asked = [number.strip() for number in text.split(",") if number.strip()]
-    for number in asked or [""]:
-        if number not in map(str, RUNG_NUMBERS):
-            wrong = f"{number!r} is no rung" if number else "no rung is named"
-            raise argparse.ArgumentTypeError(f"{wrong}: give some of {','.join(map(str, RUNG_NUMBERS))}")
-    return [number for number in RUNG_NUMBERS if str(number) in asked]
+    return [int(number) for number in some_of([*map(str, RUNG_NUMBERS)], "rung", text)]
 
 
 def run(given: argparse.Namespace) -> int:
     Options.of({"max_new_tokens": given.max_new_tokens})  # wrong input is refused before a model is loaded
     if given.runs < 1:
         raise SpecbeamError(f"--runs {given.runs} is not allowed: give at least 1")
-    ((_, prompt),) = read_prompts(given.prompt, None)
+    prompt = next(read_rows(given.prompt, None)).prompt
 
     import torch
     from tqdm import tqdm
@@ -76,23 +68,18 @@ def run(given: argparse.Namespace) -> int:
     found: list[Rung] = []
     left = {device: [*given.rungs] for device in chosen}
     with tqdm(total=len(chosen) * len(given.rungs), unit="rung", leave=False, disable=None) as bar:
-
-        def say(*lines: str) -> None:
-            with bar.external_write_mode(file=sys.stdout):
-                print(*lines, sep="\n", flush=True)
-
         try:
             for device in chosen:
                 here: list[Rung] = []
                 for rung in rungs_on(device, given, prompt, bar.set_description):
                     bar.update()
                     if not given.json:
-                        say(*([] if here else heading(rung, prompt, given.runs)), row(rung, [*here, rung]))
+                        print_lines(*([] if here else heading(rung, prompt, given.runs)), row(rung, [*here, rung]))
                     here.append(rung)
                     found.append(rung)
                     left[device].remove(rung.number)
                 if not given.json:
-                    say(*verdict(here))
+                    print_lines(*verdict(here))
         except KeyboardInterrupt:
             others = " and ".join(
                 f"--device {device} --rungs {','.join(map(str, numbers))}"
@@ -106,7 +93,7 @@ def run(given: argparse.Namespace) -> int:
         finally:  # after Ctrl-C, too
             if given.json and found:
                 about = {"model": given.model, "prompt": prompt, "torch": torch.__version__}
-                say(json_line(about | {"rungs": [*map(to_dict, found)]}))
+                print_lines(json_line(about | {"rungs": [*map(to_dict, found)]}))
     wrong = [rung for rung in found if rung.difference is not None and not rung.difference.near_tie]
     return FAILED if wrong or all(rung.failure for rung in found) else 0
 

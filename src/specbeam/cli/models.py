@@ -7,7 +7,7 @@ import sys
 from datetime import datetime
 from typing import Any
 
-from specbeam.cli.arguments import completer
+from specbeam.cli.arguments import add_revision_to, completer
 from specbeam.cli.printing import json_line
 from specbeam.errors import SpecbeamError
 
@@ -23,12 +23,12 @@ def add_to(commands: Any) -> None:
     action = actions.add_parser("pull", help="fetch a model and print its path")
     name = action.add_argument("name", metavar="NAME", help="an alias or a hub id")
     name.completer = completer()
-    action.add_argument("--revision", help="a branch, tag or commit of a hub id")
+    add_revision_to(action)
     action.set_defaults(run=pull)
     action = actions.add_parser("show", help="describe a model; nothing is fetched")
     source = action.add_argument("source", metavar="SOURCE", help="an alias, a folder, a .gguf file or a hub id")
     source.completer = completer()
-    action.add_argument("--revision", help="a branch, tag or commit of a hub id")
+    add_revision_to(action)
     action.add_argument("--json", action="store_true", help="print a JSON object")
     action.set_defaults(run=show)
     action = actions.add_parser("rm", help="remove a fetched model from the disk, with its packed weights")
@@ -65,10 +65,8 @@ def list_models(given: argparse.Namespace) -> int:
     width = max(len(str(model["name"])) for model in models)
     for model in models:
         here = "on disk" if model["path"] else "not fetched"
-        size, about = (
-            megabytes(model["bytes_to_fetch"] or model["bytes_on_disk"]),
-            model.get("description", "from the hub"),
-        )
+        size = megabytes(model["bytes_to_fetch"] or model["bytes_on_disk"])
+        about = model.get("description", "from the hub")
         print(f"{model['name']:{width}}  {size:>9}  {here:11}  {model.get('license', ''):10}  {about}")
     return 0
 
@@ -162,12 +160,12 @@ def show_packed(given: argparse.Namespace) -> int:
     from specbeam.checkpoints import packed
 
     if given.clear:
-        print(f"removed {packed.clear() / 1e6:,.0f} MB from {packed.folder()}")
+        print(f"removed {megabytes(packed.clear())} from {packed.folder()}")
     files = packed.files()
     width = max((len(file.path.stem) for file in files), default=0)
     for file in reversed(files):
         used = datetime.fromtimestamp(file.used).strftime("%Y-%m-%d %H:%M")
-        print(f"{file.path.stem:{width}}  {file.size / 1e6:8,.0f} MB  used {used}")
-    total = sum(file.size for file in files)
-    print(f"[{total / 1e6:,.0f} MB of at most {packed.limit() / 1e6:,.0f} MB in {packed.folder()}]", file=sys.stderr)
+        print(f"{file.path.stem:{width}}  {megabytes(file.size):>11}  used {used}")
+    total = megabytes(sum(file.size for file in files))
+    print(f"[{total} of at most {megabytes(packed.limit())} in {packed.folder()}]", file=sys.stderr)
     return 0

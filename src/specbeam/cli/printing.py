@@ -26,6 +26,15 @@ def one_line(error: Exception) -> str:
     return kind + " ".join(str(error).split())
 
 
+def print_lines(*lines: str, end: str = "\n", file: TextIO | None = None) -> None:
+    """Print lines, if there are any, above the progress bars of the terminal."""
+    from tqdm import tqdm
+
+    if lines:
+        with tqdm.external_write_mode(file=file):
+            print(*lines, sep="\n", end=end, file=file, flush=True)
+
+
 @contextmanager
 def printing_to(file: str | None) -> Iterator[TextIO]:
     """Standard output, or a file in UTF-8. The file appears once all of it is written, and replaces one there.

@@ -27,12 +27,6 @@ class PromptRow:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_prompts(prompt: str | None, file: str | None) -> Iterator[tuple[str, Any]]:
-    """The prompts, each with a name for error messages. Raises as :func:`read_rows` does."""
-    for row in read_rows(prompt, file):
-        yield row.name, row.prompt
-
-
 def read_rows(prompt: str | None, file: str | None) -> Iterator[PromptRow]:
     """The prompt, or the prompts of a file.
 
@@ -49,7 +43,7 @@ def read_rows(prompt: str | None, file: str | None) -> Iterator[PromptRow]:
         return
     assert file is not None
     file = "standard input" if file == "-" else file
-    number = found = 0
+    found = 0
     for number, line in enumerate(_read(file).split("\n"), 1):  # splitlines() would also cut at U+2028
         line = line.removesuffix("\r")
         if line.strip():

@@ -192,7 +192,8 @@ def _serve(
         cors_origins=tuple(given.cors_origin or ()),
     )
     bound = listen(given.host, given.port)  # before the models, which take long to load
-    load = partial(_load, _placement(given), sources, [named for named in drafts if named[1] not in LOOKUPS])
+    placement = {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
+    load = partial(_load, placement, sources, [named for named in drafts if named[1] not in LOOKUPS])
     default_draft = drafts[0][0] if drafts else NO_DRAFT
 
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(message)s", level=logging.WARNING)
@@ -235,17 +236,15 @@ def _serve(
         accept(bound)
         gc.collect()
         gc.freeze()  # a full collection need not look at models and libraries, while no text goes on
-        print(f"specbeam: {names} at {page}v1", file=sys.stderr)
-        print(f"specbeam: the page is {page}", file=sys.stderr, flush=True)
-        for sentence in caches:
-            print(f"specbeam: {sentence} (--max-cache-tokens changes that)", file=sys.stderr, flush=True)
-        print(
-            f"specbeam: beside other requests, prompts are prefilled in chunks of about {limits.max_pass_seconds:g} s "
+        lines = [
+            f"{names} at {page}v1",
+            f"the page is {page}",
+            *(f"{sentence} (--max-cache-tokens changes that)" for sentence in caches),
+            f"beside other requests, prompts are prefilled in chunks of about {limits.max_pass_seconds:g} s "
             "(--max-pass-seconds changes that)",
-            file=sys.stderr,
-            flush=True,
-        )
-        for line in precisions:
+            *precisions,
+        ]
+        for line in lines:
             print(f"specbeam: {line}", file=sys.stderr, flush=True)
         if not access.is_local and not access.api_keys:
             _warn(host, port)
@@ -300,10 +299,6 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def _placement(given: argparse.Namespace) -> dict[str, Any]:
-    return {name: getattr(given, name) for name in ("backend", "device", "dtype", "quantize", "threads")}
 
 
 def _load(

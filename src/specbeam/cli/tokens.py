@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from specbeam.cli.arguments import add_source_to, check_source
+from specbeam.cli.arguments import add_revision_to, add_source_to, check_source
 from specbeam.cli.printing import json_line
-from specbeam.cli.prompts import read_prompts
+from specbeam.cli.prompts import read_rows
 from specbeam.errors import SpecbeamError
 from specbeam.token_texts import text_of
 
@@ -24,6 +24,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("text", metavar="TEXT", help="the text; - reads it from standard input")
     add_source_to(parser)
+    add_revision_to(parser)
     parser.add_argument(
         "--chat",
         action="store_true",
@@ -42,7 +43,7 @@ def add_to(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     if given.system is not None and not given.chat:
         raise SpecbeamError("--system goes with --chat")
-    ((_, text),) = read_prompts(given.text, None)
+    text = next(read_rows(given.text, None)).prompt
     if not text:
         raise SpecbeamError("the text is empty: give at least one character")
     check_source(given.model)

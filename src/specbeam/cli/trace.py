@@ -59,16 +59,11 @@ def _text(beam: dict[str, Any], accepted: str) -> str:
     return accepted.format(text) if beam["drafted"] else text
 
 
-def _rejected_at_the_end(one_round: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _rejected_at_the_end(one_round: dict[str, Any]) -> list[dict[str, Any]]:
     """The rejected draft tokens in the place of the round's last token."""
     drafted = one_round["drafted"]
-    above = None
-    for number, token in enumerate(drafted):
-        if token["accepted"]:
-            above = number
-    for token in drafted:
-        if not token["accepted"] and token["parent"] == above:
-            yield token
+    above = max((number for number, token in enumerate(drafted) if token["accepted"]), default=None)
+    return [token for token in drafted if not token["accepted"] and token["parent"] == above]
 
 
 def show(text: str) -> str:

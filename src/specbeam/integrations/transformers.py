@@ -30,11 +30,7 @@ from specbeam.backends.transformers import check_weights, context_length_of
 from specbeam.compat import argument_of_generate
 from specbeam.engine import Engine, Request
 from specbeam.errors import SpecbeamError
-from specbeam.integrations.transformers_processors import (
-    Row,
-    check_processors,
-    options_of,
-)
+from specbeam.integrations.transformers_processors import Row, check_processors, options_of
 from specbeam.integrations.transformers_prompts import Prompts, refuse
 from specbeam.integrations.transformers_steps import Details, Steps
 from specbeam.model import LanguageModel
@@ -164,7 +160,8 @@ def generate(
     assistant_model = assistant_model or argument_of_generate("assistant_model")
     tokenizer = tokenizer or argument_of_generate("tokenizer")
     assistant_tokenizer = assistant_tokenizer or argument_of_generate("assistant_tokenizer")
-    theirs = argument_of_generate("streamer")  # it has the prompt already
+    has_prompt = streamer is None  # a streamer that generate keeps to itself has the prompt already
+    streamer = argument_of_generate("streamer") if streamer is None else streamer
     if None in (logits_processor, stopping_criteria, generation_config):
         raise SpecbeamError(
             "specbeam.hf.generate is not to be called, but given to the model: "
@@ -172,10 +169,9 @@ def generate(
             "specbeam.generate(specbeam.hf.wrap(model, tokenizer), prompt)"
         )
     _check_streamer(streamer)
-    _check_streamer(theirs)
     beams = generation_config.num_beams or 1
     _check_config(generation_config, beams, assistant_model is not None)
-    if beams > 1 and (streamer or theirs) is not None:
+    if beams > 1 and streamer is not None:
         raise SpecbeamError(
             "`streamer` cannot be used with beam search: set num_beams to 1. To stream the text that all beams share, "
             "use specbeam.stream(specbeam.hf.wrap(model, tokenizer), prompt, num_beams=...)"
@@ -211,8 +207,9 @@ def generate(
     details = Details(generation_config, replaces_invalid, keep)
     # Samples are requests of their own where a prefix_allowed_tokens_fn gets their number, and where each has a draft,
     # a streamer, scores, logits or a cache.
-    alone = _has_numbered_texts(logits_processor) or how or details.scores or details.logits or keep is not None
-    together = 1 if beams == 1 and (alone or (streamer or theirs) is not None) else copies
+    is_numbered = any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in logits_processor)
+    alone = is_numbered or how or details.scores or details.logits or keep is not None
+    together = 1 if beams == 1 and (alone or streamer is not None) else copies
     do_sample = bool(generation_config.do_sample)
     options: dict[str, Any] = {
         "max_new_tokens": stopping_criteria.max_length - length,
@@ -242,9 +239,9 @@ def generate(
         steps.append(Steps(row, criteria, details))
         requests.append(engine.submit(prompt.token_ids, own, strategy=steps[-1].strategy, source=prompt.source, **how))
     fill = _fill_value(generation_config, beams)
-    if streamer is not None:
+    if streamer is not None and not has_prompt:
         streamer.put(input_ids.cpu())
-    _run(engine, requests, theirs if streamer is None else streamer, fill)
+    _run(engine, requests, streamer, fill)
     texts = [sequence for request in requests for sequence in request.result().sequences]
     _check_lengths(model, requests, lm.backend, options["max_new_tokens"])
 
@@ -400,10 +397,6 @@ def _check_config(generation_config: Any, beams: int, has_assistant: bool) -> No
         for name in ("output_attentions", "output_hidden_states"):
             refuse(bool(getattr(generation_config, name)), name)
         refuse(bool(generation_config.output_logits and beams > 1), "output_logits with beams")
-
-
-def _has_numbered_texts(processors: Iterable[Any]) -> bool:
-    return any(isinstance(p, PrefixConstrainedLogitsProcessor) for p in processors)
 
 
 def _fill_value(generation_config: Any, beams: int) -> int:

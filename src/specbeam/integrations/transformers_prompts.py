@@ -85,7 +85,6 @@ class Prompts:
         self.cache: Cache | None = given if wanted else None
         repeats = wanted and not is_callers and _is_dynamic(given)  # prefill each prompt once, and repeat its cache
         self._every = slice(None, None, 1 if wanted and not repeats else copies)
-        self.have_ids = True
         if isinstance(backend, EncoderDecoderBackend):
             self.rows = self._encoded(backend, input_ids)
         else:

@@ -275,7 +275,7 @@ class ObservedStopping(Stopping):
         met: Callable[[Tree, Nodes], NDArray[np.bool_]],
         step: Callable[[Tree, int], bool] | None,
     ) -> None:
-        super().__init__(stop.eos_token_ids, stop.max_length, (), lambda ids: "")
+        super().__init__(stop.eos_token_ids, stop.max_length, (), None)
         self._met = met
         self._step = step
 
