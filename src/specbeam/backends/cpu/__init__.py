@@ -20,11 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.contract import Segment, logits_wanted
+from specbeam.backends.contract import Backend, Segment, logits_wanted
 from specbeam.backends.cpu.choosing import Choice, choose, needs_torch
 from specbeam.backends.cpu.library import SHOW, AheadStruct, ModelConfigStruct, address, choose_isa, library
 from specbeam.backends.cpu.weights import MODES, load_weights
-from specbeam.backends.devices import memory_for_caches, peak_memory
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
 from specbeam.errors import SpecbeamError
@@ -44,7 +43,7 @@ MAX_THREADS = 1024
 """As in native/model.h."""
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """A checkpoint packed for the native kernels.
 
     Args:
@@ -61,7 +60,6 @@ class CpuBackend:
     has_threads = True
     device = torch.device("cpu")
     dtype = torch.float32
-    start_token_ids: list[int] | None = None
 
     def __init__(
         self, checkpoint: Checkpoint, quantize: str = "auto", threads: int | None = None, isa: str = ""
@@ -165,12 +163,6 @@ class CpuBackend:
     def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
         with self._one_pass:
             return choose(self._library, self._model, logits, requests)
-
-    def memory_for_caches(self) -> int:
-        return memory_for_caches(self.device)
-
-    def peak_memory(self) -> int | None:
-        return peak_memory(self.device)
 
     def _fill(self, config: Config) -> None:
         """Give the native model the addresses of its parameters."""

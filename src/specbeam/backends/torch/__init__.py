@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from threading import Lock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specbeam.backends.contract import Segment, logits_wanted
-from specbeam.backends.devices import choose_device, choose_dtype, memory_for_caches, peak_memory
+from specbeam.backends.contract import Backend, Segment, logits_wanted
+from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, index, seen_by
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
 from specbeam.backends.torch.weights import load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
-from specbeam.selection import Selection, SelectionRequest, choose
 from specbeam.selection.transfer import to_device
 
 
-class TorchBackend:
+class TorchBackend(Backend):
     """A checkpoint loaded into a :class:`Transformer`.
 
     Args:
@@ -32,8 +30,6 @@ class TorchBackend:
     """
 
     name = "torch"
-    has_threads = False
-    start_token_ids: list[int] | None = None
 
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
         self.device = choose_device(device)
@@ -83,13 +79,3 @@ class TorchBackend:
             seen=index(seen.slots, self.device),
             visible={w: None if mask is None else to_device(mask, self.device) for w, mask in masks.items()},
         )
-
-    @torch.inference_mode()
-    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
-        return choose(logits, requests)
-
-    def memory_for_caches(self) -> int:
-        return memory_for_caches(self.device)
-
-    def peak_memory(self) -> int | None:
-        return peak_memory(self.device)
