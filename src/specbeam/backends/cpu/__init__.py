@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from specbeam.backends.contract import Backend, Segment, logits_wanted
-from specbeam.backends.cpu.choosing import Choice, choose, needs_torch
+from specbeam.backends.cpu.choosing import Choice, needs_torch
 from specbeam.backends.cpu.library import SHOW, AheadStruct, ModelConfigStruct, address, choose_isa, library
 from specbeam.backends.cpu.weights import MODES, load_weights
 from specbeam.checkpoints.checkpoint import Checkpoint
@@ -132,7 +132,7 @@ class CpuBackend(Backend):
         def show_all(so_far: int) -> int:
             try:
                 assert show is not None
-                show(choice.selections_ahead(so_far))
+                show(choice.selections(so_far))
             except BaseException as error:  # it cannot pass through native code
                 failures.append(error)
             return not failures
@@ -158,11 +158,15 @@ class CpuBackend(Backend):
             raise RuntimeError(f"passes were refused: {wrong.decode()}")
         if failures:
             raise failures.pop()
-        return choice.selections_ahead(int(done[0]))
+        return choice.selections(int(done[0]))
 
     def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
+        choice = Choice(logits.contiguous(), requests)
         with self._one_pass:
-            return choose(self._library, self._model, logits, requests)
+            wrong = self._library.specbeam_choose(self._model, choice.address)
+        if wrong:
+            raise RuntimeError(f"a selection request was refused: {wrong.decode()}")
+        return choice.selections()
 
     def _fill(self, config: Config) -> None:
         """Give the native model the addresses of its parameters."""

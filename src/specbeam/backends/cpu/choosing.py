@@ -1,8 +1,7 @@
-"""Selections in native code: fills the structures of native/select.h, and reads the results."""
+"""Selections in native code, as by :func:`specbeam.selection.choose`. Fills the structures of native/select.h."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,25 +18,6 @@ REQUEST_DTYPE, EDIT_DTYPE = np.dtype(SelectionRequestStruct), np.dtype(EditStruc
 CHOICE_FIELDS = [field[0] for field in ChoiceStruct._fields_]
 """All of them are as long as an int64."""
 NORMALIZERS_ALONE = SelectionRequest(top=0)
-
-
-def choose(
-    native: ctypes.CDLL, model: int, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]
-) -> list[Selection]:
-    """The selections that are requested of a pass, as by :func:`specbeam.selection.choose`.
-
-    Args:
-        native: the library of the model.
-        model: the native model. Its threads do the work, and no pass of it may be running.
-        logits: float32 [rows, vocab] on the CPU.
-
-    Raises:
-        RuntimeError: a request does not fit the logits.
-    """
-    choice = Choice(logits.contiguous(), requests)
-    if wrong := native.specbeam_choose(model, choice.address):
-        raise RuntimeError(f"a selection request was refused: {wrong.decode()}")
-    return choice.selections()
 
 
 class Choice:
@@ -108,53 +88,30 @@ class Choice:
         self._outputs = [array for array, _ in outputs.values()]
         self.address = address(self._struct)
 
-    def selections(self) -> list[Selection]:
-        """The selections from the logits of one pass."""
-        tokens, noise, log_probs, scores, given_log_probs, normalizers, totals = self._outputs
+    def selections(self, done: int = 1) -> list[Selection]:
+        """The selections from the logits of the passes that were done. Only the last one has its logits."""
+        by_pass = [array.reshape(self.passes, -1) for array in self._outputs]
+        tokens, noise, log_probs, scores, given_log_probs, normalizers, totals = by_pass
         columns = self.logits.shape[1]
         selections = []
         for (rows, request), fields in zip(self.requests, self.fields, strict=True):
             _, n, vocab, top, at, width, given_at, row, *_ = fields
             here = self.logits if vocab == columns else self.logits[:, :vocab]
-            of_rows = normalizers[row : row + n]
+            of_rows = slice(row, row + n)
             if needs_torch(request):
-                selections.append(select(here[rows], request, of_rows))
+                selections.append(select(here[rows], request, normalizers[0, of_rows]))
                 continue
-            end, shape = at + n * top, (n, top)
+            found, shape = slice(at, at + n * top), (done * n, top)
+            given = slice(given_at, given_at + n * width)
             selections.append(
                 Selection(
-                    tokens[at:end].reshape(shape),
-                    log_probs[at:end].reshape(shape),
-                    scores[at:end].reshape(shape),
-                    of_rows,
-                    None if request.noise is None else noise[at:end].reshape(shape),
-                    None
-                    if request.given is None
-                    else given_log_probs[given_at : given_at + n * width].reshape(n, width),
-                    totals[row : row + n] if request.total else None,
-                    ((here, rows),),
-                )
-            )
-        return selections
-
-    def selections_ahead(self, done: int) -> list[Selection]:
-        """The selections from the logits of the passes that were done. Only the last one has its logits."""
-        by_pass = [array.reshape(self.passes, -1)[:done] for array in self._outputs]
-        tokens, noise, log_probs, scores, _, normalizers, totals = by_pass
-        columns = self.logits.shape[1]
-        selections = []
-        for (rows, request), (_, n, vocab, top, at, _, _, row, *_) in zip(self.requests, self.fields, strict=True):
-            found, of_rows, shape = slice(at, at + n * top), slice(row, row + n), (done * n, top)
-            here = self.logits if vocab == columns else self.logits[:, :vocab]
-            selections.append(
-                Selection(
-                    tokens[:, found].reshape(shape),
-                    log_probs[:, found].reshape(shape),
-                    scores[:, found].reshape(shape),
-                    normalizers[:, of_rows].reshape(-1),
-                    None if request.noise is None else noise[:, found].reshape(shape),
-                    None,
-                    totals[:, of_rows].reshape(-1) if request.total else None,
+                    tokens[:done, found].reshape(shape),
+                    log_probs[:done, found].reshape(shape),
+                    scores[:done, found].reshape(shape),
+                    normalizers[:done, of_rows].reshape(-1),
+                    None if request.noise is None else noise[:done, found].reshape(shape),
+                    None if request.given is None else given_log_probs[:done, given].reshape(done * n, width),
+                    totals[:done, of_rows].reshape(-1) if request.total else None,
                     ((here, rows),),
                 )
             )
