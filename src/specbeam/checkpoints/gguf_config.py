@@ -57,7 +57,7 @@ def _read(
             raise SpecbeamError(f"the GGUF file has no {name}.{key}: it is not a complete {name} model")
         return value
 
-    features: dict[str, Any] = {"activation": "silu"} | architecture.features
+    features: dict[str, Any] = dict(architecture.features)
     features["qkv_bias"] = any(f"blk.0.attn_{x}.bias" in tensors for x in ("q", "qkv"))
     features["output_bias"] = "blk.0.attn_output.bias" in tensors
     features["mlp_bias"] = "blk.0.ffn_down.bias" in tensors
