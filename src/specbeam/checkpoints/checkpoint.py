@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.errors import SpecbeamError
 from specbeam.machine import usable_processors
 
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of number types in PyTorch, by the names in safetensors and GGUF files."""
 TEXT_FILES = (".json", ".jinja", ".txt", ".model")
 """Endings of a folder's files that hold its configuration, its tokenizer and its chat template."""
 Piece = tuple[int, Callable[[], object]]
@@ -76,10 +79,14 @@ class Checkpoint(ABC):
     Attributes:
         path: a folder or a file.
         adapter: merged into the weights as they are read, if there is one.
+        shapes: the shape of each tensor, as it lies in the file.
+        weights_by_type: how many weights have each number type, by its name in the file.
     """
 
     path: Path
     adapter: Adapter | None = None
+    shapes: dict[str, tuple[int, ...]]
+    weights_by_type: Counter[str]
 
     @property
     @abstractmethod
@@ -115,14 +122,10 @@ class Checkpoint(ABC):
         """The names of our modules in its files, by our names: see :class:`Architecture`."""
 
     @property
-    @abstractmethod
     def dtype(self) -> str:
         """The dtype of most of the weights, such as "bfloat16" or "Q4_K"."""
-
-    @property
-    @abstractmethod
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor, as it lies in the file."""
+        most = self.weights_by_type.most_common(1)[0][0] if self.weights_by_type else "unknown"
+        return DTYPES.get(most, most)
 
     @abstractmethod
     def read(self, source: str, start: int, stop: int) -> Tensor:
@@ -148,9 +151,9 @@ class Checkpoint(ABC):
             raise SpecbeamError(f"{error.filename} cannot be read: {error.strerror}") from error
 
     @property
+    @abstractmethod
     def ignored(self) -> tuple[str, ...]:
         """Ends of the names of tensors that are no parameters. They are not read."""
-        return ()
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]:

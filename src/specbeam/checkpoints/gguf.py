@@ -96,8 +96,11 @@ class GGUFCheckpoint(Checkpoint):
             RecursionError,
         ) as error:
             raise SpecbeamError(f"{path} is damaged: its header cannot be read. Fetch it again") from error
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self.weights_by_type = Counter()
         size = path.stat().st_size
         for name, tensor in self._tensors.items():
+            self.weights_by_type[tensor.type.name] += prod(tensor.shape)
             end = tensor.offset + prod(tensor.shape[:-1]) * tensor.row_bytes
             if end > size:
                 raise SpecbeamError(
@@ -111,7 +114,7 @@ class GGUFCheckpoint(Checkpoint):
         architecture = str(self.metadata.get("general.architecture", "unknown"))
         return Facts(
             architecture=architecture,
-            parameters=sum(prod(t.shape) for t in self._tensors.values()),
+            parameters=sum(map(prod, self.shapes.values())),
             context=number if isinstance(number := self.metadata.get(f"{architecture}.context_length"), int) else None,
             quantization=self._file_type() or self.dtype,
             size=self.path.stat().st_size,
@@ -160,18 +163,6 @@ class GGUFCheckpoint(Checkpoint):
     @property
     def modules(self) -> Mapping[str, str]:
         return self.architecture.gguf_tensors
-
-    @property
-    def dtype(self) -> str:
-        weights: Counter[str] = Counter()
-        for tensor in self._tensors.values():
-            weights[tensor.type.name] += prod(tensor.shape)
-        most = weights.most_common(1)[0][0] if weights else "unknown"
-        return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(most, most)
-
-    @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     @property
     def extents(self) -> list[tuple[Path, list[Extent]]]:
