@@ -59,7 +59,6 @@ class CpuBackend(Backend):
     name = "cpu"
     has_threads = True
     device = torch.device("cpu")
-    dtype = torch.float32
 
     def __init__(
         self, checkpoint: Checkpoint, quantize: str = "auto", threads: int | None = None, isa: str = ""
@@ -75,7 +74,8 @@ class CpuBackend(Backend):
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so whole numbers are enough.
         whole = self.quantize != "float32"
         self._model = _new_model(self._library, checkpoint, self.threads, whole)
-        _free_with(self, self._library.specbeam_model_delete, self._model)
+        # Not at exit: there a daemon thread may still be using it.
+        weakref.finalize(self, self._library.specbeam_model_delete, self._model).atexit = False
         self.slot_bytes: int = self._library.specbeam_cache_slot_bytes(self._model)
         self._fill(config)
         if (started := self._library.specbeam_model_threads(self._model)) < self.threads:
@@ -241,11 +241,6 @@ def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
     if quantize == "auto":
         return "keep" if checkpoint.quantized else "int8"
     return quantize
-
-
-def _free_with(owner: object, free: Callable[[int], None], handle: int) -> None:
-    """Free native memory when its owner dies, but not at exit: there a daemon thread may still be using it."""
-    weakref.finalize(owner, free, handle).atexit = False
 
 
 def _new_model(native: ctypes.CDLL, checkpoint: Checkpoint, threads: int, whole: bool) -> int:
