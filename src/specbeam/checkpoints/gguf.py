@@ -78,6 +78,8 @@ class GGUFCheckpoint(Checkpoint):
         SpecbeamError: the file is truncated, damaged, or not a GGUF file.
     """
 
+    ignored = DIVISORS
+
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
@@ -147,10 +149,6 @@ class GGUFCheckpoint(Checkpoint):
             if kind == CONTROL and token in END_TOKENS
         }
         return frozenset({i for i in named if i is not None and 0 <= i < NO_TOKEN} | known)
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        return DIVISORS
 
     @property
     def modules(self) -> Mapping[str, str]:
