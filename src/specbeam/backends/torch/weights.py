@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import nn
 
 from specbeam.backends.torch.transformer import Transformer
 from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
@@ -27,10 +26,7 @@ def load_weights(model: Transformer, checkpoint: Checkpoint, device: torch.devic
             are not finite.
     """
     checkpoint.check_tensors({name: tuple(p.shape) for name, p in model.named_parameters()})
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            empty = torch.empty(p.shape, dtype=dtype, device=device)
-            module.register_parameter(name, nn.Parameter(empty, requires_grad=False))
+    model.to(dtype).to_empty(device=device)
     model.frequencies = {rope: frequencies.to(device) for rope, frequencies in model.frequencies.items()}
     pieces = [piece for name, p in model.named_parameters() for piece in _pieces(checkpoint, name, p.data)]
     read_all(pieces, "loading weights")
