@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from specbeam.errors import SpecbeamError
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+CONTROL, USER_DEFINED = 3, 4
 MAX_TOKEN_LENGTH = 1024
 """Characters. All ways to cut a token in two are tried, so the time goes with the square of its length."""
 
