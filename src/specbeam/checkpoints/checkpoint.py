@@ -162,8 +162,8 @@ class Checkpoint(ABC):
 
     @property
     def quantized(self) -> bool:
-        """Whether its matrices are stored in blocks that have scales of their own."""
-        return False
+        """Whether matrices are stored in blocks that have scales of their own."""
+        return any(self.blocks(source) is not None for source in self.shapes)
 
     def blocks(self, source: str) -> int | None:
         """The kind of blocks in which a tensor is stored, by llama.cpp's numbers; None for a tensor without blocks."""

@@ -160,10 +160,6 @@ class GGUFCheckpoint(Checkpoint):
         header = min((t.start for t in tensors), default=self.path.stat().st_size)
         return [(self.path, [Extent(0, header, whole=True), *tensors])]
 
-    @property
-    def quantized(self) -> bool:
-        return any(tensor.type in BLOCKS for tensor in self._tensors.values())
-
     def blocks(self, source: str) -> int | None:
         kind = self._tensors[source].type
         return int(kind) if kind in BLOCKS else None
@@ -171,12 +167,8 @@ class GGUFCheckpoint(Checkpoint):
     def raw(self, source: str) -> tuple[int, NDArray[np.uint8], NDArray[np.int64] | None]:
         tensor = self._tensors[source]
         rows = tensor.shape[0]
-        order = None
-        if self._interleaved(source):
-            heads = np.arange(rows).reshape(-1, self.config.head_dim // 2, 2)
-            order = np.ascontiguousarray(heads.swapaxes(1, 2).ravel(), dtype=np.int64)
         data = np.memmap(self.path, np.uint8, "r", tensor.offset, (rows * tensor.row_bytes,))
-        return int(tensor.type), data, order
+        return int(tensor.type), data, self._order(source, rows)
 
     def piece_rows(self, source: str, elements: int) -> int:
         rows = super().piece_rows(source, elements)
@@ -185,11 +177,15 @@ class GGUFCheckpoint(Checkpoint):
         return rows
 
     def read(self, source: str, start: int, stop: int) -> Tensor:
-        rows = self._read(source, start, stop)
-        if self._interleaved(source):  # (pairs, halves) to (halves, pairs) in every head
-            heads = rows.view(-1, self.config.head_dim // 2, 2, *rows.shape[1:])
-            rows = heads.transpose(1, 2).reshape(rows.shape)
-        return rows
+        rows, order = self._read(source, start, stop), self._order(source, stop - start)
+        return rows if order is None else rows[torch.from_numpy(order)]
+
+    def _order(self, source: str, rows: int) -> NDArray[np.int64] | None:
+        """For each row of whole heads of ours, the row in the file; None for the same order."""
+        if not self._interleaved(source):
+            return None
+        pairs = np.arange(rows, dtype=np.int64).reshape(-1, self.config.head_dim // 2, 2)  # heads, pairs, halves
+        return pairs.swapaxes(1, 2).ravel()
 
     def _interleaved(self, source: str) -> bool:
         return self.architecture.gguf_interleaves_rope and (".attn_q." in source or ".attn_k." in source)
