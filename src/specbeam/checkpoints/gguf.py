@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.checkpoints.checkpoint import Checkpoint, Facts
+from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts
 from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.fingerprint import Extent
@@ -43,9 +43,7 @@ END_TOKENS = (
     "<|end_of_text|>",
 )
 """Control tokens that end a text, besides the tokens that the file names (the same in llama.cpp)."""
-PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
-BLOCKS = set(GGMLQuantizationType) - PLAIN
-
+BLOCKS = {kind for kind in GGMLQuantizationType if kind.name not in DTYPES}
 
 KINDS: dict[type, tuple[str, ...]] = {
     str: ("general.architecture", "tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"),
