@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
@@ -127,9 +127,22 @@ class Checkpoint(ABC):
         most = self.weights_by_type.most_common(1)[0][0] if self.weights_by_type else "unknown"
         return DTYPES.get(most, most)
 
-    @abstractmethod
     def read(self, source: str, start: int, stop: int) -> Tensor:
         """Rows start to stop of a tensor, dequantized and in our order. Several threads may call it."""
+        order = self.order(source)
+        if order is None:
+            return self.read_stored(source, start, stop)
+        rows = order[start:stop]
+        first = int(rows.min())
+        return self.read_stored(source, first, int(rows.max()) + 1)[torch.from_numpy(rows - first)]
+
+    @abstractmethod
+    def read_stored(self, source: str, start: int, stop: int) -> Tensor:
+        """Rows start to stop of a tensor as the file has them, dequantized."""
+
+    @abstractmethod
+    def order(self, source: str) -> NDArray[np.int64] | None:
+        """For each row of a tensor in our order, the row in the file; None for the same order."""
 
     @property
     @abstractmethod
@@ -169,17 +182,9 @@ class Checkpoint(ABC):
         """The kind of blocks in which a tensor is stored, by llama.cpp's numbers; None for a tensor without blocks."""
         return None
 
-    def raw(self, source: str) -> tuple[int, NDArray[np.uint8], NDArray[np.int64] | None]:
-        """A tensor in blocks.
-
-        Returns:
-            The kind of the blocks, their bytes, and for each row of ours the row in the file (None: the same order).
-        """
+    def raw(self, source: str) -> NDArray[np.uint8]:
+        """The bytes of a tensor in blocks, in the order of the file."""
         raise NotImplementedError
-
-    def piece_rows(self, source: str, elements: int) -> int:
-        """How many rows of a tensor have about this many elements, to read them at once."""
-        return max(1, elements // max(1, prod(self.shape(source)[1:])))
 
     def place(self, source: str) -> tuple[Path, str]:
         """The file of a tensor, and its name there."""

@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
@@ -185,17 +187,14 @@ class FolderCheckpoint(Checkpoint):
         shape = self.shapes[source]
         return shape[::-1] if self.architecture.stores_transposed(source) else shape
 
-    def piece_rows(self, source: str, elements: int) -> int:
-        if self.architecture.stores_qkv_by_head(source):
-            return self.config.head_dim
-        return super().piece_rows(source, elements)
+    def order(self, source: str) -> NDArray[np.int64] | None:
+        if not self.architecture.stores_qkv_by_head(source):
+            return None
+        rows = np.arange(self.shapes[source][0], dtype=np.int64).reshape(-1, 3, self.config.head_dim)
+        return rows.swapaxes(0, 1).ravel()  # (heads, 3, head_dim) to (3, heads, head_dim)
 
-    def read(self, source: str, start: int, stop: int) -> Tensor:
+    def read_stored(self, source: str, start: int, stop: int) -> Tensor:
         architecture = self.architecture
-        if architecture.stores_qkv_by_head(source):  # (heads, 3, head_dim) in the file, (3, heads, head_dim) here
-            config = self.config
-            part, head = divmod(start // config.head_dim, config.num_heads)
-            start, stop = (first := (3 * head + part) * config.head_dim), first + stop - start
         # Open the file for each piece: pages that a mapping has touched count as ours until it is closed.
         file, name = self._places[source]
         with safe_open(file, "pt") as tensors:

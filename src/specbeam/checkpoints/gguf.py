@@ -123,7 +123,7 @@ class GGUFCheckpoint(Checkpoint):
     @cached_property
     def config(self) -> Config:
         divisors = {
-            name: tuple(self._read(name, 0, self.shapes[name][0]).flatten().tolist())
+            name: tuple(self.read_stored(name, 0, self.shapes[name][0]).flatten().tolist())
             for name in DIVISORS
             if name in self._tensors
         }
@@ -162,33 +162,17 @@ class GGUFCheckpoint(Checkpoint):
         kind = self._tensors[source].type
         return int(kind) if kind in BLOCKS else None
 
-    def raw(self, source: str) -> tuple[int, NDArray[np.uint8], NDArray[np.int64] | None]:
+    def raw(self, source: str) -> NDArray[np.uint8]:
         tensor = self._tensors[source]
-        rows = tensor.shape[0]
-        data = np.memmap(self.path, np.uint8, "r", tensor.offset, (rows * tensor.row_bytes,))
-        return int(tensor.type), data, self._order(source, rows)
+        return np.memmap(self.path, np.uint8, "r", tensor.offset, (tensor.shape[0] * tensor.row_bytes,))
 
-    def piece_rows(self, source: str, elements: int) -> int:
-        rows = super().piece_rows(source, elements)
-        if self._interleaved(source):  # whole heads
-            rows = max(1, rows // self.config.head_dim) * self.config.head_dim
-        return rows
-
-    def read(self, source: str, start: int, stop: int) -> Tensor:
-        rows, order = self._read(source, start, stop), self._order(source, stop - start)
-        return rows if order is None else rows[torch.from_numpy(order)]
-
-    def _order(self, source: str, rows: int) -> NDArray[np.int64] | None:
-        """For each row of whole heads of ours, the row in the file; None for the same order."""
-        if not self._interleaved(source):
+    def order(self, source: str) -> NDArray[np.int64] | None:
+        if not self.architecture.gguf_interleaves_rope or not (".attn_q." in source or ".attn_k." in source):
             return None
-        pairs = np.arange(rows, dtype=np.int64).reshape(-1, self.config.head_dim // 2, 2)  # heads, pairs, halves
-        return pairs.swapaxes(1, 2).ravel()
+        rows = np.arange(self.shapes[source][0], dtype=np.int64).reshape(-1, self.config.head_dim // 2, 2)
+        return rows.swapaxes(1, 2).ravel()  # (pairs, halves) to (halves, pairs) in every head
 
-    def _interleaved(self, source: str) -> bool:
-        return self.architecture.gguf_interleaves_rope and (".attn_q." in source or ".attn_k." in source)
-
-    def _read(self, source: str, start: int, stop: int) -> Tensor:
+    def read_stored(self, source: str, start: int, stop: int) -> Tensor:
         tensor = self._tensors[source]
         vector = len(tensor.shape) == 1  # one row of the file, and many of ours
         first, last = (0, 1) if vector else (start, stop)

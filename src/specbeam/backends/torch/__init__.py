@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import prod
 from threading import Lock
 
 import numpy as np
@@ -108,7 +109,7 @@ def _pieces(checkpoint: Checkpoint, name: str, parameter: Tensor) -> Iterator[Pi
     row = 0
     for source in checkpoint.sources(name):
         rows = checkpoint.shape(source)[0]
-        step = checkpoint.piece_rows(source, PIECE_ELEMENTS)
+        step = max(1, PIECE_ELEMENTS // prod(parameter.shape[1:]))
         for start in range(0, rows, step):
             stop = min(start + step, rows)
             target = parameter[row + start : row + stop]
