@@ -49,6 +49,7 @@ FAMILIES = {
     "phi3, longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 128}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5}),
     "gemma2": ("gemma2", {"sliding_window": 5, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 4.0}),
+    "gemma2, another activation": ("gemma2", {"hidden_activation": "silu"}),
     "gemma3": ("gemma3", {"sliding_window": 5, "layer_types": SOME_SLIDING, "num_hidden_layers": 4}),
     "gemma3, linear rope": (
         "gemma3",

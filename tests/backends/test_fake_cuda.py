@@ -7,7 +7,7 @@ import torch
 import specbeam
 from specbeam import hf, ladder
 from specbeam.backends import devices
-from specbeam.backends.torch import TorchBackend, weights
+from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.cache import KeyValues
 from specbeam.cache.slots import Slots
 from specbeam.engine import CostTable
@@ -28,7 +28,7 @@ def gpu(monkeypatch):
             read()
 
     with fake_cuda() as gpu:
-        monkeypatch.setattr(weights, "read_all", read_here)
+        monkeypatch.setattr("specbeam.backends.torch.read_all", read_here)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10**9, 2 * 10**9))

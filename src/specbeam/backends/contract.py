@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.selection import Beams, Selection, SelectionRequest
+from specbeam.backends import devices
+from specbeam.selection import Beams, Selection, SelectionRequest, choose
 
 
 @dataclass(slots=True)
@@ -53,7 +54,10 @@ def logits_wanted(segments: list[Segment], vocab_size: int) -> int:
 
 
 class Backend(Protocol):
-    """One loaded model on one device, with one KV cache. It knows nothing of strategies and trees."""
+    """One loaded model on one device, with one KV cache. It knows nothing of strategies and trees.
+
+    Subclasses inherit the choice of tokens in PyTorch, and the sizes of memory of their device.
+    """
 
     name: str
     device: torch.device
@@ -65,9 +69,9 @@ class Backend(Protocol):
     """The most last tokens that a node sees in any layer, its own included. None if a layer sees all tokens."""
     slot_bytes: int
     """Bytes of keys and values per slot."""
-    has_threads: bool
+    has_threads: bool = False
     """Whether its passes run on its own threads, not on PyTorch's."""
-    start_token_ids: list[int] | None
+    start_token_ids: list[int] | None = None
     """The first tokens of every sequence of a model with an encoder. None for others, which begin with the prompt."""
 
     def reserve(self, slots: int) -> None:
@@ -86,18 +90,22 @@ class Backend(Protocol):
             is at least the largest ``vocab`` of the segments, and at most vocab_size.
         """
 
+    @torch.inference_mode()
     def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
         """The selections that are requested of a pass's logits, float32 [w, v]. All come to the CPU together.
 
         Args:
             requests: slices of the rows, and what to select from them, without functions, which the engine runs.
         """
+        return choose(logits, requests)
 
     def memory_for_caches(self) -> int:
         """Bytes the engine may fill with keys and values."""
+        return devices.memory_for_caches(self.device)
 
     def peak_memory(self) -> int | None:
         """Most bytes held so far: device memory on a GPU, the process's memory on a CPU; None if unknown."""
+        return devices.peak_memory(self.device)
 
 
 class AheadBackend(Backend, Protocol):

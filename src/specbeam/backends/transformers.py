@@ -7,7 +7,7 @@ block per tree, states which slots each of the nodes sees. A cache of ours puts 
 from __future__ import annotations
 
 import inspect
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,15 +23,14 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, Cache
 from transformers.pytorch_utils import Conv1D
 
-from specbeam.backends.contract import Segment
-from specbeam.backends.devices import choose_device, choose_dtype, memory_for_caches, peak_memory
+from specbeam.backends.contract import Backend, Segment
+from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, Seen, index, seen_by
 from specbeam.checkpoints.adapter import Adapter
 from specbeam.checkpoints.code import check_model, refusing
 from specbeam.checkpoints.files import read_json
 from specbeam.checkpoints.finite import are_finite, not_finite
 from specbeam.errors import SpecbeamError
-from specbeam.selection import Selection, SelectionRequest, choose
 from specbeam.selection.transfer import to_device
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -92,7 +91,7 @@ class ReadPrompt:
         return self.layers[0][0].shape[1]
 
 
-class TransformersBackend(ABC):
+class TransformersBackend(Backend):
     """A loaded model of transformers. It is not changed, and may be used otherwise between passes.
 
     Args:
@@ -103,8 +102,6 @@ class TransformersBackend(ABC):
     """
 
     name = "transformers"
-    has_threads = False
-    start_token_ids: list[int] | None = None
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -210,16 +207,6 @@ class TransformersBackend(ABC):
 
     def _source_to_measure(self) -> Any:
         return None
-
-    @torch.inference_mode()
-    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
-        return choose(logits, requests)
-
-    def memory_for_caches(self) -> int:
-        return memory_for_caches(self.device)
-
-    def peak_memory(self) -> int | None:
-        return peak_memory(self.device)
 
 
 class CausalBackend(TransformersBackend):

@@ -15,7 +15,7 @@ class Architecture:
     Attributes:
         name: ``model_type`` in config.json.
         gguf_name: ``general.architecture`` in GGUF files; None if its files carry the name of another architecture.
-        features: fields of :class:`Config` that all models of the architecture share.
+        features: fields of :class:`Config` that all its models share. A config.json names its activation itself.
         folder_tensors: for each module of ours, the name of the module in a folder's files. N stands for the layer.
             ``{q,k,v}`` stands for several modules, whose rows are stacked in this order.
         gguf_tensors: the same for GGUF files.

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import difflib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
@@ -26,6 +27,8 @@ from specbeam.checkpoints.fingerprint import Extent, fingerprint
 from specbeam.errors import SpecbeamError
 from specbeam.machine import usable_processors
 
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+"""Names of number types in PyTorch, by the names in safetensors and GGUF files."""
 TEXT_FILES = (".json", ".jinja", ".txt", ".model")
 """Endings of a folder's files that hold its configuration, its tokenizer and its chat template."""
 Piece = tuple[int, Callable[[], object]]
@@ -76,10 +79,14 @@ class Checkpoint(ABC):
     Attributes:
         path: a folder or a file.
         adapter: merged into the weights as they are read, if there is one.
+        shapes: the shape of each tensor, as it lies in the file.
+        weights_by_type: how many weights have each number type, by its name in the file.
     """
 
     path: Path
     adapter: Adapter | None = None
+    shapes: dict[str, tuple[int, ...]]
+    weights_by_type: Counter[str]
 
     @property
     @abstractmethod
@@ -115,18 +122,27 @@ class Checkpoint(ABC):
         """The names of our modules in its files, by our names: see :class:`Architecture`."""
 
     @property
-    @abstractmethod
     def dtype(self) -> str:
         """The dtype of most of the weights, such as "bfloat16" or "Q4_K"."""
+        most = self.weights_by_type.most_common(1)[0][0] if self.weights_by_type else "unknown"
+        return DTYPES.get(most, most)
 
-    @property
-    @abstractmethod
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of each tensor, as it lies in the file."""
-
-    @abstractmethod
     def read(self, source: str, start: int, stop: int) -> Tensor:
         """Rows start to stop of a tensor, dequantized and in our order. Several threads may call it."""
+        order = self.order(source)
+        if order is None:
+            return self.read_stored(source, start, stop)
+        rows = order[start:stop]
+        first = int(rows.min())
+        return self.read_stored(source, first, int(rows.max()) + 1)[torch.from_numpy(rows - first)]
+
+    @abstractmethod
+    def read_stored(self, source: str, start: int, stop: int) -> Tensor:
+        """Rows start to stop of a tensor as the file has them, dequantized."""
+
+    @abstractmethod
+    def order(self, source: str) -> NDArray[np.int64] | None:
+        """For each row of a tensor in our order, the row in the file; None for the same order."""
 
     @property
     @abstractmethod
@@ -148,9 +164,9 @@ class Checkpoint(ABC):
             raise SpecbeamError(f"{error.filename} cannot be read: {error.strerror}") from error
 
     @property
+    @abstractmethod
     def ignored(self) -> tuple[str, ...]:
         """Ends of the names of tensors that are no parameters. They are not read."""
-        return ()
 
     @property
     def generation_defaults(self) -> Mapping[str, Any]:
@@ -159,24 +175,16 @@ class Checkpoint(ABC):
 
     @property
     def quantized(self) -> bool:
-        """Whether its matrices are stored in blocks that have scales of their own."""
-        return False
+        """Whether matrices are stored in blocks that have scales of their own."""
+        return any(self.blocks(source) is not None for source in self.shapes)
 
     def blocks(self, source: str) -> int | None:
         """The kind of blocks in which a tensor is stored, by llama.cpp's numbers; None for a tensor without blocks."""
         return None
 
-    def raw(self, source: str) -> tuple[int, NDArray[np.uint8], NDArray[np.int64] | None]:
-        """A tensor in blocks.
-
-        Returns:
-            The kind of the blocks, their bytes, and for each row of ours the row in the file (None: the same order).
-        """
+    def raw(self, source: str) -> NDArray[np.uint8]:
+        """The bytes of a tensor in blocks, in the order of the file."""
         raise NotImplementedError
-
-    def piece_rows(self, source: str, elements: int) -> int:
-        """How many rows of a tensor have about this many elements, to read them at once."""
-        return max(1, elements // max(1, prod(self.shape(source)[1:])))
 
     def place(self, source: str) -> tuple[Path, str]:
         """The file of a tensor, and its name there."""

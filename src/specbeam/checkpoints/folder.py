@@ -11,6 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
@@ -24,8 +26,6 @@ from specbeam.checkpoints.fingerprint import Extent
 from specbeam.checkpoints.folder_config import check_counts, config_from_hugging_face
 from specbeam.checkpoints.safetensors_file import extents_of, shapes_of
 from specbeam.errors import SpecbeamError, Unsupported
-
-DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 class FolderCheckpoint(Checkpoint):
@@ -46,8 +46,8 @@ class FolderCheckpoint(Checkpoint):
         self._config = read_json(path, "config.json")
         named = weight_map(path)
         self._places: dict[str, tuple[Path, str]] = {}  # the file of each tensor, and its name there
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: Counter[str] = Counter()
+        self.shapes = {}
+        self.weights_by_type = Counter()
         self._weights = sorted(set(named.values())) or [path / WEIGHTS]
         for file in self._weights:
             if not file.is_file():
@@ -55,25 +55,25 @@ class FolderCheckpoint(Checkpoint):
                     f"{path} has no {file.relative_to(path)}: only models saved as safetensors can be loaded"
                 )
             for tensor, (shape, dtype) in shapes_of(file).items():
-                self._places[tensor], self._shapes[tensor] = (file, tensor), shape
-                self._dtypes[dtype] += prod(shape)
-        lost = sorted(set(named) - set(self._shapes))
+                self._places[tensor], self.shapes[tensor] = (file, tensor), shape
+                self.weights_by_type[dtype] += prod(shape)
+        lost = sorted(set(named) - set(self.shapes))
         if lost:
             raise SpecbeamError(f"{path}: the index names tensor {lost[0]}, but its file does not have it")
-        if not self._shapes:
+        if not self.shapes:
             raise SpecbeamError(f"{path} holds no tensors")
-        check_counts(self._config, self._shapes)
+        check_counts(self._config, self.shapes)
 
     def _stored(self, name: str) -> str:
         """The name of a tensor in the files. Saved without its head, as the first GPT-2 was, a model's lack a part."""
         bare = name.partition(".")[2]
-        return bare if name not in self._shapes and bare in self._shapes else name
+        return bare if name not in self.shapes and bare in self.shapes else name
 
     @property
     def facts(self) -> Facts:
         return Facts(
             architecture=str(self._config.get("model_type", "unknown")),
-            parameters=sum(map(prod, self._shapes.values())),
+            parameters=sum(map(prod, self.shapes.values())),
             context=number if isinstance(number := self._config.get("max_position_embeddings"), int) else None,
             quantization=self._quantized() or self.dtype,
             size=sum(file.stat().st_size for file, _ in self.extents),
@@ -97,7 +97,7 @@ class FolderCheckpoint(Checkpoint):
     def config(self) -> Config:
         if quantized := self._quantized():
             raise Unsupported(f"{self.path} is quantized with {quantized}: load an unquantized folder or a GGUF file")
-        config = config_from_hugging_face(self._config, self._shapes)
+        config = config_from_hugging_face(self._config, self.shapes)
         return config if self.adapter is None else self._take_replaced(config, self.adapter)
 
     def _take_replaced(self, config: Config, adapter: Adapter) -> Config:
@@ -107,11 +107,11 @@ class FolderCheckpoint(Checkpoint):
         self._tied = both if config.tied_head else []
         vocab_sizes = adapter.vocab_sizes(both)
         embedding, head = map(self._stored, both)
-        if vocab_sizes and config.tied_head and embedding in self._shapes:  # from now on the two are different
-            self._places[head], self._shapes[head] = self._places[embedding], self._shapes[embedding]
+        if vocab_sizes and config.tied_head and embedding in self.shapes:  # from now on the two are different
+            self._places[head], self.shapes[head] = self._places[embedding], self.shapes[embedding]
         for name, new in adapter.replaced.items():
             stored = self._stored(name)
-            self._places[stored], self._shapes[stored] = (adapter.weights, new), adapter.shapes[new]
+            self._places[stored], self.shapes[stored] = (adapter.weights, new), adapter.shapes[new]
         return replace(config, tied_head=False, vocab_size=vocab_sizes[0]) if vocab_sizes else config
 
     @cached_property
@@ -150,11 +150,6 @@ class FolderCheckpoint(Checkpoint):
         return {name: value for name, value in self._generation_config.items() if value is not None}
 
     @property
-    def dtype(self) -> str:
-        most = self._dtypes.most_common(1)[0][0]
-        return DTYPES.get(most, most)
-
-    @property
     def ignored(self) -> tuple[str, ...]:
         # A model with a tied head sometimes stores it once more.
         tied = (self.modules["head"] + ".weight",) if self._config.get("tie_word_embeddings", True) else ()
@@ -163,10 +158,6 @@ class FolderCheckpoint(Checkpoint):
     @property
     def modules(self) -> Mapping[str, str]:
         return self.architecture.folder_tensors
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes
 
     @property
     def extents(self) -> list[tuple[Path, list[Extent]]]:
@@ -178,7 +169,7 @@ class FolderCheckpoint(Checkpoint):
 
     def check_tensors(self, parameters: Mapping[str, tuple[int, ...]]) -> None:
         if self.adapter is not None:
-            known = {source for name in parameters for source in self.sources(name)} & set(self._shapes)
+            known = {source for name in parameters for source in self.sources(name)} & set(self.shapes)
             self.adapter.check(
                 lambda name: self.shape(stored) if (stored := self._stored(name)) in known else None, self._tied
             )
@@ -196,17 +187,14 @@ class FolderCheckpoint(Checkpoint):
         shape = self.shapes[source]
         return shape[::-1] if self.architecture.stores_transposed(source) else shape
 
-    def piece_rows(self, source: str, elements: int) -> int:
-        if self.architecture.stores_qkv_by_head(source):
-            return self.config.head_dim
-        return super().piece_rows(source, elements)
+    def order(self, source: str) -> NDArray[np.int64] | None:
+        if not self.architecture.stores_qkv_by_head(source):
+            return None
+        rows = np.arange(self.shapes[source][0], dtype=np.int64).reshape(-1, 3, self.config.head_dim)
+        return rows.swapaxes(0, 1).ravel()  # (heads, 3, head_dim) to (3, heads, head_dim)
 
-    def read(self, source: str, start: int, stop: int) -> Tensor:
+    def read_stored(self, source: str, start: int, stop: int) -> Tensor:
         architecture = self.architecture
-        if architecture.stores_qkv_by_head(source):  # (heads, 3, head_dim) in the file, (3, heads, head_dim) here
-            config = self.config
-            part, head = divmod(start // config.head_dim, config.num_heads)
-            start, stop = (first := (3 * head + part) * config.head_dim), first + stop - start
         # Open the file for each piece: pages that a mapping has touched count as ours until it is closed.
         file, name = self._places[source]
         with safe_open(file, "pt") as tensors:

@@ -104,10 +104,8 @@ def _read(architecture: Architecture, given: Any, tensors: Collection[str]) -> C
     activation = get("hidden_activation", "hidden_act", "activation_function")
     if activation not in ACTIVATIONS:
         raise Unsupported(f"activation {activation!r} is not supported: supported are {', '.join(ACTIVATIONS)}")
-    features: dict[str, Any] = {
-        "activation": ACTIVATIONS[activation],
-        "mlp_bias": bool(get("mlp_bias")),
-    } | architecture.features
+    features: dict[str, Any] = {"mlp_bias": bool(get("mlp_bias"))} | architecture.features
+    features["activation"] = ACTIVATIONS[activation]
     if (bias := get("attention_bias")) is not None:
         features |= {"qkv_bias": bool(bias), "output_bias": bool(bias)}
 

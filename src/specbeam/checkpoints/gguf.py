@@ -18,7 +18,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.checkpoints.checkpoint import Checkpoint, Facts
+from specbeam.checkpoints.checkpoint import DTYPES, Checkpoint, Facts
 from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import Config
 from specbeam.checkpoints.fingerprint import Extent
@@ -43,9 +43,7 @@ END_TOKENS = (
     "<|end_of_text|>",
 )
 """Control tokens that end a text, besides the tokens that the file names (the same in llama.cpp)."""
-PLAIN = {GGMLQuantizationType.F32, GGMLQuantizationType.F16, GGMLQuantizationType.BF16}
-BLOCKS = set(GGMLQuantizationType) - PLAIN
-
+BLOCKS = {kind for kind in GGMLQuantizationType if kind.name not in DTYPES}
 
 KINDS: dict[type, tuple[str, ...]] = {
     str: ("general.architecture", "tokenizer.chat_template", "tokenizer.ggml.model", "tokenizer.ggml.pre"),
@@ -78,6 +76,8 @@ class GGUFCheckpoint(Checkpoint):
         SpecbeamError: the file is truncated, damaged, or not a GGUF file.
     """
 
+    ignored = DIVISORS
+
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
@@ -86,18 +86,13 @@ class GGUFCheckpoint(Checkpoint):
             raise SpecbeamError(f"{path} cannot be read: {error.strerror}") from error
         except SpecbeamError:
             raise
-        except (
-            struct.error,
-            LookupError,
-            TypeError,
-            ValueError,
-            ArithmeticError,
-            MemoryError,
-            RecursionError,
-        ) as error:
+        except Exception as error:  # anything may follow from wrong bytes
             raise SpecbeamError(f"{path} is damaged: its header cannot be read. Fetch it again") from error
+        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+        self.weights_by_type = Counter()
         size = path.stat().st_size
         for name, tensor in self._tensors.items():
+            self.weights_by_type[tensor.type.name] += prod(tensor.shape)
             end = tensor.offset + prod(tensor.shape[:-1]) * tensor.row_bytes
             if end > size:
                 raise SpecbeamError(
@@ -111,7 +106,7 @@ class GGUFCheckpoint(Checkpoint):
         architecture = str(self.metadata.get("general.architecture", "unknown"))
         return Facts(
             architecture=architecture,
-            parameters=sum(prod(t.shape) for t in self._tensors.values()),
+            parameters=sum(map(prod, self.shapes.values())),
             context=number if isinstance(number := self.metadata.get(f"{architecture}.context_length"), int) else None,
             quantization=self._file_type() or self.dtype,
             size=self.path.stat().st_size,
@@ -128,7 +123,7 @@ class GGUFCheckpoint(Checkpoint):
     @cached_property
     def config(self) -> Config:
         divisors = {
-            name: tuple(self._read(name, 0, self.shapes[name][0]).flatten().tolist())
+            name: tuple(self.read_stored(name, 0, self.shapes[name][0]).flatten().tolist())
             for name in DIVISORS
             if name in self._tensors
         }
@@ -154,24 +149,8 @@ class GGUFCheckpoint(Checkpoint):
         return frozenset({i for i in named if i is not None and 0 <= i < NO_TOKEN} | known)
 
     @property
-    def ignored(self) -> tuple[str, ...]:
-        return DIVISORS
-
-    @property
     def modules(self) -> Mapping[str, str]:
         return self.architecture.gguf_tensors
-
-    @property
-    def dtype(self) -> str:
-        weights: Counter[str] = Counter()
-        for tensor in self._tensors.values():
-            weights[tensor.type.name] += prod(tensor.shape)
-        most = weights.most_common(1)[0][0] if weights else "unknown"
-        return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}.get(most, most)
-
-    @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: tensor.shape for name, tensor in self._tensors.items()}
 
     @property
     def extents(self) -> list[tuple[Path, list[Extent]]]:
@@ -179,41 +158,21 @@ class GGUFCheckpoint(Checkpoint):
         header = min((t.start for t in tensors), default=self.path.stat().st_size)
         return [(self.path, [Extent(0, header, whole=True), *tensors])]
 
-    @property
-    def quantized(self) -> bool:
-        return any(tensor.type in BLOCKS for tensor in self._tensors.values())
-
     def blocks(self, source: str) -> int | None:
         kind = self._tensors[source].type
         return int(kind) if kind in BLOCKS else None
 
-    def raw(self, source: str) -> tuple[int, NDArray[np.uint8], NDArray[np.int64] | None]:
+    def raw(self, source: str) -> NDArray[np.uint8]:
         tensor = self._tensors[source]
-        rows = tensor.shape[0]
-        order = None
-        if self._interleaved(source):
-            heads = np.arange(rows).reshape(-1, self.config.head_dim // 2, 2)
-            order = np.ascontiguousarray(heads.swapaxes(1, 2).ravel(), dtype=np.int64)
-        data = np.memmap(self.path, np.uint8, "r", tensor.offset, (rows * tensor.row_bytes,))
-        return int(tensor.type), data, order
+        return np.memmap(self.path, np.uint8, "r", tensor.offset, (tensor.shape[0] * tensor.row_bytes,))
 
-    def piece_rows(self, source: str, elements: int) -> int:
-        rows = super().piece_rows(source, elements)
-        if self._interleaved(source):  # whole heads
-            rows = max(1, rows // self.config.head_dim) * self.config.head_dim
-        return rows
+    def order(self, source: str) -> NDArray[np.int64] | None:
+        if not self.architecture.gguf_interleaves_rope or not (".attn_q." in source or ".attn_k." in source):
+            return None
+        rows = np.arange(self.shapes[source][0], dtype=np.int64).reshape(-1, self.config.head_dim // 2, 2)
+        return rows.swapaxes(1, 2).ravel()  # (pairs, halves) to (halves, pairs) in every head
 
-    def read(self, source: str, start: int, stop: int) -> Tensor:
-        rows = self._read(source, start, stop)
-        if self._interleaved(source):  # (pairs, halves) to (halves, pairs) in every head
-            heads = rows.view(-1, self.config.head_dim // 2, 2, *rows.shape[1:])
-            rows = heads.transpose(1, 2).reshape(rows.shape)
-        return rows
-
-    def _interleaved(self, source: str) -> bool:
-        return self.architecture.gguf_interleaves_rope and (".attn_q." in source or ".attn_k." in source)
-
-    def _read(self, source: str, start: int, stop: int) -> Tensor:
+    def read_stored(self, source: str, start: int, stop: int) -> Tensor:
         tensor = self._tensors[source]
         vector = len(tensor.shape) == 1  # one row of the file, and many of ours
         first, last = (0, 1) if vector else (start, stop)
@@ -243,35 +202,26 @@ def read_header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
 
 
 def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    position = 4
+    data.seek(4)
 
     def scalar(kind: str) -> Any:
-        nonlocal position
-        (value,) = struct.unpack_from(kind, data, position)
-        position += struct.calcsize(kind)
-        return value
+        return struct.unpack(kind, data.read(struct.calcsize(kind)))[0]
 
     def string() -> str:
-        nonlocal position
         length = scalar("<Q")
-        position += length
-        if position > len(data):
+        if len(content := data.read(length)) < length:
             raise ValueError("a string ends beyond the file")
-        return data[position - length : position].decode("utf-8", errors="replace")
+        return content.decode("utf-8", errors="replace")
 
     def value(kind: int) -> Any:
-        nonlocal position
         if kind == STRING:
             return string()
         if kind != ARRAY:
             return scalar(SCALAR_FORMATS[kind])
         inner, length = scalar("<I"), scalar("<Q")
-        if length > len(data):
-            raise ValueError("an array has more entries than the file has bytes")
         if inner in SCALAR_FORMATS:
-            values = struct.unpack_from(f"<{length}{SCALAR_FORMATS[inner][1]}", data, position)
-            position += length * struct.calcsize(SCALAR_FORMATS[inner])
-            return list(values)
+            entries = f"<{length}{SCALAR_FORMATS[inner][1]}"
+            return list(struct.unpack(entries, data.read(struct.calcsize(entries))))
         return [value(inner) for _ in range(length)]
 
     version = scalar("<I")
@@ -291,7 +241,7 @@ def _read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], dict[str,
         shape = tuple(scalar("<Q") for _ in range(dimensions))[::-1]
         described.append((name, shape, GGMLQuantizationType(scalar("<I")), scalar("<Q")))
     alignment = max(1, metadata.get("general.alignment", 32))
-    start = -(-position // alignment) * alignment
+    start = -(-data.tell() // alignment) * alignment
     tensors = {}
     for name, shape, kind, offset in described:
         block, block_bytes = GGML_QUANT_SIZES[kind]

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from specbeam.checkpoints.architecture import Architecture
+from specbeam.checkpoints.code import refusing
 from specbeam.checkpoints.config import MAX_HEAD_DIM, Config, Layer, Rope, longrope_scale, make_layers, size
 from specbeam.checkpoints.families import GGUF_ARCHITECTURES, require_supported
 from specbeam.errors import SpecbeamError, Unsupported
@@ -36,12 +37,8 @@ def config_from_gguf(
     if "token_embd.weight" not in tensors:
         raise SpecbeamError("the GGUF file has no tensor token_embd.weight: it is not a language model")
     own = {key.removeprefix(f"{name}."): value for key, value in metadata.items() if key.startswith(f"{name}.")}
-    try:
+    with refusing(f"the GGUF file's metadata do not describe a {name} model"):
         return _read(GGUF_ARCHITECTURES[name], own, tensors, divisors or {})
-    except SpecbeamError:
-        raise
-    except (TypeError, ValueError, ArithmeticError) as error:
-        raise SpecbeamError(f"the GGUF file's metadata do not describe a {name} model: {error}") from None
 
 
 def _read(
@@ -57,7 +54,7 @@ def _read(
             raise SpecbeamError(f"the GGUF file has no {name}.{key}: it is not a complete {name} model")
         return value
 
-    features: dict[str, Any] = {"activation": "silu"} | architecture.features
+    features: dict[str, Any] = dict(architecture.features)
     features["qkv_bias"] = any(f"blk.0.attn_{x}.bias" in tensors for x in ("q", "qkv"))
     features["output_bias"] = "blk.0.attn_output.bias" in tensors
     features["mlp_bias"] = "blk.0.ffn_down.bias" in tensors

@@ -10,29 +10,23 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from specbeam.errors import SpecbeamError
 
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+CONTROL, USER_DEFINED = 3, 4
 MAX_TOKEN_LENGTH = 1024
 """Characters. All ways to cut a token in two are tried, so the time goes with the square of its length."""
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 PUNCTUATION_AND_SPACE = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+LLAMA3 = rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{{1,3}}|{PUNCTUATION_AND_SPACE}"
+QWEN2 = rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}|{PUNCTUATION_AND_SPACE}"
+GPT2, DIGITS_APART = "as GPT-2 does", "as GPT-2 does, but each digit apart"
 SPLITS = {
-    # how text is cut before merging; they differ in how many digits stay together
-    "llama-bpe": rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}{{1,3}}|{PUNCTUATION_AND_SPACE}",
-    "qwen2": rf"{CONTRACTIONS}|{LETTERS}|\p{{N}}|{PUNCTUATION_AND_SPACE}",
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "falcon3"), LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), QWEN2),
+    **dict.fromkeys(("gpt-2", "default", "gpt2", "mpt", "olmo", "jais", "phi-2"), GPT2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), DIGITS_APART),
 }
-SAME_SPLIT = {
-    "llama3": "llama-bpe",
-    "llama-v3": "llama-bpe",
-    "smaug-bpe": "llama-bpe",
-    "dbrx": "llama-bpe",
-    "falcon3": "llama-bpe",
-    "deepseek-r1-qwen": "qwen2",
-    "megrez": "qwen2",
-}
-DIGITS_APART = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"}
-GPT2_SPLIT = {"gpt-2", "default", "gpt2", "mpt", "olmo", "jais", "phi-2"}
+"""How text is cut before merging, by the name in the file. The ways differ in how many digits stay together."""
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
@@ -50,9 +44,9 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
         return metadata.get(f"tokenizer.ggml.{key}", otherwise)
 
     tokens: list[str] = get("tokens")
-    kind = get("model")
+    kind, way = get("model"), get("pre", "default")
     if kind == "gpt2":
-        tokenizer = _byte_level(tokens, get("merges", []), _split(get("pre")), path)
+        tokenizer = _byte_level(tokens, get("merges", []), way, path)
     elif kind == "llama":
         tokenizer = _sentencepiece(tokens, get("scores", []), get("add_space_prefix", True), path)
     else:
@@ -69,7 +63,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
     ]
     tokenizer.add_tokens(added)
     # Older converters left the flag out for the two kinds that always begin a text with it.
-    begins = kind == "llama" or (kind == "gpt2" and _split(get("pre")) == "llama-bpe")
+    begins = kind == "llama" or SPLITS.get(way) == LLAMA3
     if get("add_bos_token", begins) and "bos_token" in special:
         bos = special["bos_token"]
         tokenizer.post_processor = processors.TemplateProcessing(
@@ -88,35 +82,27 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Any:
 SPECIAL_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
 
 
-def _byte_level(tokens: list[str], merges: list[str], split: str, path: Path) -> Tokenizer:
+def _byte_level(tokens: list[str], merges: list[str], way: str, path: Path) -> Tokenizer:
     """Byte-pair encoding over bytes, as GPT-2 and most later models have it."""
+    split = SPLITS.get(way)
+    if split is None:
+        raise SpecbeamError(
+            f"{path}: how its tokenizer {way!r} splits text is not known here: known are {', '.join(sorted(SPLITS))}"
+        )
     vocabulary = {token: i for i, token in enumerate(tokens)}
     # Llama 3 takes a whole word that is a token as it is, though no merges lead to it.
-    tokenizer = Tokenizer(
-        models.BPE(vocabulary, [_pair(merge) for merge in merges], ignore_merges=split == "llama-bpe")
-    )
-    if split == "qwen2":
+    tokenizer = Tokenizer(models.BPE(vocabulary, [_pair(merge) for merge in merges], ignore_merges=split == LLAMA3))
+    if split == QWEN2:
         tokenizer.normalizer = normalizers.NFC()
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split not in SPLITS)
-    if split in SPLITS:
-        first: list[Any] = [pre_tokenizers.Split(Regex(SPLITS[split]), behavior="isolated")]
-    elif split in DIGITS_APART:
-        first = [pre_tokenizers.Digits(individual_digits=True)]
-    elif split in GPT2_SPLIT:
-        first = []
-    else:
-        raise SpecbeamError(
-            f"{path}: how its tokenizer {split!r} splits text is not known here: known are "
-            f"{', '.join(sorted({*SPLITS, *SAME_SPLIT, *DIGITS_APART, *GPT2_SPLIT}))}"
-        )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, byte_level])
+    steps: list[Any] = []
+    if split == DIGITS_APART:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    elif split != GPT2:
+        steps.append(pre_tokenizers.Split(Regex(split), behavior="isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split in (GPT2, DIGITS_APART)))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _split(name: Any) -> str:
-    """The name in SPLITS or in the sets below it of a way to split text."""
-    return SAME_SPLIT.get(str(name), str(name)) if name is not None else "default"
 
 
 def _pair(merge: str) -> tuple[str, str]:

@@ -6,8 +6,8 @@ import glob
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 from logging import ERROR
 from pathlib import Path
@@ -61,14 +61,13 @@ def fetch(repository: str, revision: str | None = None, pick: str | None = None,
         SpecbeamError: no such repository, revision or file, no access, no network and not in the cache, or a full disk.
             Also for an index that names files outside the repository.
     """
-    with _errors_of(repository, revision, download):
-        silence = no_answer(repository, revision) if download else None
-        try:
-            return _fetch(repository, revision, pick, download and silence is None)
-        except SpecbeamError:
-            raise
-        except Exception as not_in_cache:
-            raise silence or not_in_cache from None
+    silence = no_answer(repository, revision) if download else None
+    try:
+        return _fetch(repository, revision, pick, download and silence is None)
+    except SpecbeamError:
+        raise
+    except Exception as error:
+        raise _explained(silence or error, repository, revision, download) from error
 
 
 def no_answer(repository: str, revision: str | None = None, kind: str = "model") -> Exception | None:
@@ -208,13 +207,8 @@ def _choose(repository: str, names: list[str], pick: str | None) -> str:
     return fits[0]
 
 
-@contextmanager
-def _errors_of(repository: str, revision: str | None, download: bool) -> Iterator[None]:
-    """Turns the errors of huggingface_hub into one line.
-
-    Raises:
-        SpecbeamError: in their place.
-    """
+def _explained(error: Exception, repository: str, revision: str | None, download: bool) -> SpecbeamError:
+    """An error of huggingface_hub as one line."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -225,31 +219,25 @@ def _errors_of(repository: str, revision: str | None, download: bool) -> Iterato
     )
 
     at = f" at revision {revision!r}" if revision else ""
-    try:
-        yield
-    except SpecbeamError:
-        raise
-    except GatedRepoError as error:
-        raise SpecbeamError(f"{repository} is gated: accept its terms on its page and set HF_TOKEN") from error
-    except RepositoryNotFoundError as error:
-        raise SpecbeamError(
-            f"the hub has no {repository}, or it is private: check the name, or set HF_TOKEN"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise SpecbeamError(f"the hub has no {repository}{at}") from error
-    except HFValidationError as error:
-        raise SpecbeamError(f"{repository!r} is no hub id: {str(error).splitlines()[0]}") from error
-    except Exception as error:  # every HTTP library has its own ways to say that there is no network
-        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
-            raise SpecbeamError(f"{repository}{at} has no such file: {str(error).splitlines()[0]}") from error
-        if not download:
-            raise SpecbeamError(
-                f"{repository}{at} is not in the local cache: fetch it with specbeam models pull {repository}"
-            ) from error
-        offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
-        first = next(iter(str(error).strip().splitlines()), "")
-        why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}: {first}"
-        raise SpecbeamError(
-            f"{repository}{at} is not in the local cache and cannot be fetched ({why}): check the network, or give a "
-            "folder or a .gguf file"
-        ) from error
+    reason = next(iter(str(error).strip().splitlines()), "")
+    if isinstance(error, GatedRepoError):
+        return SpecbeamError(f"{repository} is gated: accept its terms on its page and set HF_TOKEN")
+    if isinstance(error, RepositoryNotFoundError):
+        return SpecbeamError(f"the hub has no {repository}, or it is private: check the name, or set HF_TOKEN")
+    if isinstance(error, RevisionNotFoundError):
+        return SpecbeamError(f"the hub has no {repository}{at}")
+    if isinstance(error, HFValidationError):
+        return SpecbeamError(f"{repository!r} is no hub id: {reason}")
+    if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+        return SpecbeamError(f"{repository}{at} has no such file: {reason}")
+    # Every HTTP library has its own ways to say that there is no network.
+    if not download:
+        return SpecbeamError(
+            f"{repository}{at} is not in the local cache: fetch it with specbeam models pull {repository}"
+        )
+    offline = os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+    why = "HF_HUB_OFFLINE is set" if offline else f"{type(error).__name__}: {reason}"
+    return SpecbeamError(
+        f"{repository}{at} is not in the local cache and cannot be fetched ({why}): check the network, or give a "
+        "folder or a .gguf file"
+    )

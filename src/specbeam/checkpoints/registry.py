@@ -169,19 +169,10 @@ def _wheel(package: str) -> str:
 
 
 def _download_wheel(package: str, folder: Path, name: str, bar: Any) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input"]
+    command += ["--retries=2", "--timeout=30", f"--dest={folder}", "--no-deps"]
     # Only wheels: to learn of an sdist's metadata pip would have to run its code.
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary", ":all:"]
-    command += [
-        "--disable-pip-version-check",
-        "--no-input",
-        "--retries",
-        "2",
-        "--timeout",
-        "30",
-        "--dest",
-        str(folder),
-        package,
-    ]
+    command += ["--only-binary=:all:", package]
     with (
         tempfile.TemporaryDirectory(dir=folder) as unfinished,
         tempfile.TemporaryFile("w+") as complaints,

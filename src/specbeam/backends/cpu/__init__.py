@@ -20,11 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from specbeam.backends.contract import Segment, logits_wanted
-from specbeam.backends.cpu.choosing import Choice, choose, needs_torch
+from specbeam.backends.contract import Backend, Segment, logits_wanted
+from specbeam.backends.cpu.choosing import Choice, needs_torch
 from specbeam.backends.cpu.library import SHOW, AheadStruct, ModelConfigStruct, address, choose_isa, library
 from specbeam.backends.cpu.weights import MODES, load_weights
-from specbeam.backends.devices import memory_for_caches, peak_memory
 from specbeam.checkpoints.checkpoint import Checkpoint
 from specbeam.checkpoints.config import Config
 from specbeam.errors import SpecbeamError
@@ -44,7 +43,7 @@ MAX_THREADS = 1024
 """As in native/model.h."""
 
 
-class CpuBackend:
+class CpuBackend(Backend):
     """A checkpoint packed for the native kernels.
 
     Args:
@@ -60,8 +59,6 @@ class CpuBackend:
     name = "cpu"
     has_threads = True
     device = torch.device("cpu")
-    dtype = torch.float32
-    start_token_ids: list[int] | None = None
 
     def __init__(
         self, checkpoint: Checkpoint, quantize: str = "auto", threads: int | None = None, isa: str = ""
@@ -77,7 +74,8 @@ class CpuBackend:
         # Exact weights deserve an exact cache. Quantized weights are rounded already, so whole numbers are enough.
         whole = self.quantize != "float32"
         self._model = _new_model(self._library, checkpoint, self.threads, whole)
-        _free_with(self, self._library.specbeam_model_delete, self._model)
+        # Not at exit: there a daemon thread may still be using it.
+        weakref.finalize(self, self._library.specbeam_model_delete, self._model).atexit = False
         self.slot_bytes: int = self._library.specbeam_cache_slot_bytes(self._model)
         self._fill(config)
         if (started := self._library.specbeam_model_threads(self._model)) < self.threads:
@@ -134,7 +132,7 @@ class CpuBackend:
         def show_all(so_far: int) -> int:
             try:
                 assert show is not None
-                show(choice.selections_ahead(so_far))
+                show(choice.selections(so_far))
             except BaseException as error:  # it cannot pass through native code
                 failures.append(error)
             return not failures
@@ -160,17 +158,15 @@ class CpuBackend:
             raise RuntimeError(f"passes were refused: {wrong.decode()}")
         if failures:
             raise failures.pop()
-        return choice.selections_ahead(int(done[0]))
+        return choice.selections(int(done[0]))
 
     def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
+        choice = Choice(logits.contiguous(), requests)
         with self._one_pass:
-            return choose(self._library, self._model, logits, requests)
-
-    def memory_for_caches(self) -> int:
-        return memory_for_caches(self.device)
-
-    def peak_memory(self) -> int | None:
-        return peak_memory(self.device)
+            wrong = self._library.specbeam_choose(self._model, choice.address)
+        if wrong:
+            raise RuntimeError(f"a selection request was refused: {wrong.decode()}")
+        return choice.selections()
 
     def _fill(self, config: Config) -> None:
         """Give the native model the addresses of its parameters."""
@@ -245,11 +241,6 @@ def choose_mode(quantize: str, checkpoint: Checkpoint) -> str:
     if quantize == "auto":
         return "keep" if checkpoint.quantized else "int8"
     return quantize
-
-
-def _free_with(owner: object, free: Callable[[int], None], handle: int) -> None:
-    """Free native memory when its owner dies, but not at exit: there a daemon thread may still be using it."""
-    weakref.finalize(owner, free, handle).atexit = False
 
 
 def _new_model(native: ctypes.CDLL, checkpoint: Checkpoint, threads: int, whole: bool) -> int:

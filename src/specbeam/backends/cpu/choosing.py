@@ -1,8 +1,7 @@
-"""Selections in native code: fills the structures of native/select.h, and reads the results."""
+"""Selections in native code, as by :func:`specbeam.selection.choose`. Fills the structures of native/select.h."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,25 +18,16 @@ REQUEST_DTYPE, EDIT_DTYPE = np.dtype(SelectionRequestStruct), np.dtype(EditStruc
 CHOICE_FIELDS = [field[0] for field in ChoiceStruct._fields_]
 """All of them are as long as an int64."""
 NORMALIZERS_ALONE = SelectionRequest(top=0)
-
-
-def choose(
-    native: ctypes.CDLL, model: int, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]
-) -> list[Selection]:
-    """The selections that are requested of a pass, as by :func:`specbeam.selection.choose`.
-
-    Args:
-        native: the library of the model.
-        model: the native model. Its threads do the work, and no pass of it may be running.
-        logits: float32 [rows, vocab] on the CPU.
-
-    Raises:
-        RuntimeError: a request does not fit the logits.
-    """
-    choice = Choice(logits.contiguous(), requests)
-    if wrong := native.specbeam_choose(model, choice.address):
-        raise RuntimeError(f"a selection request was refused: {wrong.decode()}")
-    return choice.selections()
+JOINED = {
+    "edit_rows": np.int32,
+    "edit_tokens": np.int32,
+    "edit_values": np.float32,
+    "given": np.int64,
+    "allowed": np.uint8,
+    "streams": np.uint32,
+    "positions": np.uint32,
+}
+"""The arrays that join parts of all requests, by the names in ``ChoiceStruct``."""
 
 
 class Choice:
@@ -56,26 +46,19 @@ class Choice:
 
     def __init__(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]], passes: int = 1) -> None:
         self.logits, self.requests, self.passes = logits, requests, passes
-        columns = logits.shape[1]
-        parts = Parts(columns)
-        self.fields = [
-            parts.add(rows, NORMALIZERS_ALONE if needs_torch(request) else request, request.vocab)
-            for rows, request in requests
-        ]
-        top, rows_of_all, given = parts.top_count, parts.row_count, parts.given.size
-        noises = top if parts.streams.size else 0
+        self._joined = {name: Joined(dtype) for name, dtype in JOINED.items()}
+        self._edits: list[tuple[int, int, int, int]] = []
+        self._one_of: list[int] = []
+        self._top_count = self._row_count = 0
+        self._fields = [self._add(rows, request) for rows, request in requests]
         inputs = {
-            "requests": np.array(self.fields, REQUEST_DTYPE),
-            "edits": np.array(parts.edits, EDIT_DTYPE),
-            "edit_rows": parts.edit_rows.array(),
-            "edit_tokens": parts.edit_tokens.array(),
-            "edit_values": parts.edit_values.array(),
-            "one_of": np.array(parts.one_of, np.int64),
-            "given": parts.given.array(),
-            "allowed": parts.allowed.array(),
-            "streams": parts.streams.array(),
-            "positions": parts.positions.array(),
+            "requests": np.array(self._fields, REQUEST_DTYPE),
+            "edits": np.array(self._edits, EDIT_DTYPE),
+            "one_of": np.array(self._one_of, np.int64),
+            **{name: joined.array() for name, joined in self._joined.items()},
         }
+        top, rows_of_all, given = self._top_count, self._row_count, len(inputs["given"])
+        noises = top if len(inputs["streams"]) else 0
         space = Space(passes * (8 * (top + noises) + 4 * (2 * top + given + 2 * rows_of_all)))
         outputs = {
             "tokens": space.take(passes * top, np.int64),
@@ -88,7 +71,7 @@ class Choice:
         }
         values = {
             "logit_rows": logits.shape[0],
-            "logit_columns": columns,
+            "logit_columns": logits.shape[1],
             "request_count": len(inputs["requests"]),
             "edit_count": len(inputs["edits"]),
             "entry_count": len(inputs["edit_rows"]),
@@ -108,125 +91,67 @@ class Choice:
         self._outputs = [array for array, _ in outputs.values()]
         self.address = address(self._struct)
 
-    def selections(self) -> list[Selection]:
-        """The selections from the logits of one pass."""
-        tokens, noise, log_probs, scores, given_log_probs, normalizers, totals = self._outputs
+    def selections(self, done: int = 1) -> list[Selection]:
+        """The selections from the logits of the passes that were done. Only the last one has its logits."""
+        by_pass = [array.reshape(self.passes, -1) for array in self._outputs]
+        tokens, noise, log_probs, scores, given_log_probs, normalizers, totals = by_pass
         columns = self.logits.shape[1]
         selections = []
-        for (rows, request), fields in zip(self.requests, self.fields, strict=True):
+        for (rows, request), fields in zip(self.requests, self._fields, strict=True):
             _, n, vocab, top, at, width, given_at, row, *_ = fields
             here = self.logits if vocab == columns else self.logits[:, :vocab]
-            of_rows = normalizers[row : row + n]
+            of_rows = slice(row, row + n)
             if needs_torch(request):
-                selections.append(select(here[rows], request, of_rows))
+                selections.append(select(here[rows], request, normalizers[0, of_rows]))
                 continue
-            end, shape = at + n * top, (n, top)
+            found, shape = slice(at, at + n * top), (done * n, top)
+            given = slice(given_at, given_at + n * width)
             selections.append(
                 Selection(
-                    tokens[at:end].reshape(shape),
-                    log_probs[at:end].reshape(shape),
-                    scores[at:end].reshape(shape),
-                    of_rows,
-                    None if request.noise is None else noise[at:end].reshape(shape),
-                    None
-                    if request.given is None
-                    else given_log_probs[given_at : given_at + n * width].reshape(n, width),
-                    totals[row : row + n] if request.total else None,
+                    tokens[:done, found].reshape(shape),
+                    log_probs[:done, found].reshape(shape),
+                    scores[:done, found].reshape(shape),
+                    normalizers[:done, of_rows].reshape(-1),
+                    None if request.noise is None else noise[:done, found].reshape(shape),
+                    None if request.given is None else given_log_probs[:done, given].reshape(done * n, width),
+                    totals[:done, of_rows].reshape(-1) if request.total else None,
                     ((here, rows),),
                 )
             )
         return selections
 
-    def selections_ahead(self, done: int) -> list[Selection]:
-        """The selections from the logits of the passes that were done. Only the last one has its logits."""
-        by_pass = [array.reshape(self.passes, -1)[:done] for array in self._outputs]
-        tokens, noise, log_probs, scores, _, normalizers, totals = by_pass
-        columns = self.logits.shape[1]
-        selections = []
-        for (rows, request), (_, n, vocab, top, at, _, _, row, *_) in zip(self.requests, self.fields, strict=True):
-            found, of_rows, shape = slice(at, at + n * top), slice(row, row + n), (done * n, top)
-            here = self.logits if vocab == columns else self.logits[:, :vocab]
-            selections.append(
-                Selection(
-                    tokens[:, found].reshape(shape),
-                    log_probs[:, found].reshape(shape),
-                    scores[:, found].reshape(shape),
-                    normalizers[:, of_rows].reshape(-1),
-                    None if request.noise is None else noise[:, found].reshape(shape),
-                    None,
-                    totals[:, of_rows].reshape(-1) if request.total else None,
-                    ((here, rows),),
-                )
-            )
-        return selections
-
-
-class Space:
-    """Memory for arrays. Its address is asked for once. Arrays of 8-byte numbers are taken first."""
-
-    def __init__(self, size: int) -> None:
-        self._bytes = np.empty(size, np.uint8)
-        self._address = address(self._bytes)
-        self._taken = 0
-
-    def take(self, count: int, dtype: Any) -> tuple[NDArray[Any], int]:
-        """An array of this many numbers, and its address."""
-        array = np.frombuffer(self._bytes, dtype, count, self._taken) if count else np.empty(0, dtype)
-        at = self._address + self._taken
-        self._taken += array.nbytes
-        return array, at
-
-
-def needs_torch(request: SelectionRequest) -> bool:
-    return bool(request.functions) or request.typical_p is not None
-
-
-class Parts:
-    """The parts of all selection requests, joined.
-
-    Attributes:
-        edits: the fields of each ``EditStruct``.
-        top_count, row_count: the numbers of the highest tokens, and of rows, of all requests.
-    """
-
-    def __init__(self, columns: int) -> None:
-        self.columns = columns
-        self.edits: list[tuple[int, int, int, int]] = []
-        self.edit_rows, self.edit_tokens, self.edit_values = Joined(np.int32), Joined(np.int32), Joined(np.float32)
-        self.one_of: list[int] = []
-        self.given, self.allowed = Joined(np.int64), Joined(np.uint8)
-        self.streams, self.positions = Joined(np.uint32), Joined(np.uint32)
-        self.top_count = self.row_count = 0
-
-    def add(self, rows: slice, request: SelectionRequest, vocab: int | None) -> tuple[Any, ...]:
+    def _add(self, rows: slice, request: SelectionRequest) -> tuple[Any, ...]:
         """Add a request's parts. Returns the fields of its ``SelectionRequestStruct``."""
-        n = rows.stop - rows.start
-        vocab = self.columns if vocab is None else min(vocab, self.columns)
+        joined, n, columns = self._joined, rows.stop - rows.start, self.logits.shape[1]
+        vocab = columns if request.vocab is None else min(request.vocab, columns)
+        if needs_torch(request):
+            request = NORMALIZERS_ALONE
         top = min(request.top, vocab)
-        top_place, row_place = self.top_count, self.row_count
-        self.top_count += n * top
-        self.row_count += n
+        top_place, row_place = self._top_count, self._row_count
+        self._top_count += n * top
+        self._row_count += n
         given = given_place = edits = one_of = seed = 0
         allowed_place = noise_place = -1
         if request.given is not None:
-            given, given_place = request.given.shape[1], self.given.add(request.given, (n, request.given.shape[1]))
+            given = request.given.shape[1]
+            given_place = joined["given"].add(request.given, (n, given))
         if request.edits:
-            edits = len(self.edits)
+            edits = len(self._edits)
             for edit in request.edits:
-                begin, values = self.edit_rows.add(edit.rows), self.edit_values.size
-                self.edit_tokens.add(edit.tokens, edit.rows.shape)
+                begin, values = joined["edit_rows"].add(edit.rows), joined["edit_values"].size
+                joined["edit_tokens"].add(edit.tokens, edit.rows.shape)
                 if edit.kind != "ban":
-                    self.edit_values.add(edit.values, edit.rows.shape)
-                self.edits.append((EDIT_KINDS[edit.kind], begin, self.edit_rows.size, values))
+                    joined["edit_values"].add(edit.values, edit.rows.shape)
+                self._edits.append((EDIT_KINDS[edit.kind], begin, joined["edit_rows"].size, values))
         if request.one_of:
-            one_of = len(self.one_of)
-            self.one_of += request.one_of
+            one_of = len(self._one_of)
+            self._one_of += request.one_of
         if request.allowed is not None:
             width = -(-vocab // 8)  # a mask of the target's tokens may be about a draft with fewer
-            allowed_place = self.allowed.add(request.allowed[:, :width], (n, width))
+            allowed_place = joined["allowed"].add(request.allowed[:, :width], (n, width))
         if request.noise is not None:
-            seed, noise_place = request.noise.seed, self.streams.add(request.noise.streams, (n,))
-            self.positions.add(request.noise.positions, (n,))
+            seed, noise_place = request.noise.seed, joined["streams"].add(request.noise.streams, (n,))
+            joined["positions"].add(request.noise.positions, (n,))
         return (
             rows.start,
             n,
@@ -250,6 +175,26 @@ class Parts:
             request.min_p or 0.0,
             seed,
         )
+
+
+class Space:
+    """Memory for arrays. Its address is asked for once. Arrays of 8-byte numbers are taken first."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes = np.empty(size, np.uint8)
+        self._address = address(self._bytes)
+        self._taken = 0
+
+    def take(self, count: int, dtype: Any) -> tuple[NDArray[Any], int]:
+        """An array of this many numbers, and its address."""
+        array = np.frombuffer(self._bytes, dtype, count, self._taken) if count else np.empty(0, dtype)
+        at = self._address + self._taken
+        self._taken += array.nbytes
+        return array, at
+
+
+def needs_torch(request: SelectionRequest) -> bool:
+    return bool(request.functions) or request.typical_p is not None
 
 
 class Joined:

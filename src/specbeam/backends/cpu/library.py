@@ -44,14 +44,8 @@ class SegmentStruct(ctypes.Structure):
     """``Segment`` of native/model.h."""
 
     _fields_ = [
-        ("nodes", c_int64),
-        ("prefix_length", c_int64),
-        ("suffix_columns", c_int64),
-        ("tokens", c_void_p),
-        ("positions", c_void_p),
-        ("slots", c_void_p),
-        ("prefix", c_void_p),
-        ("suffixes", c_void_p),
+        *((name, c_int64) for name in ("nodes", "prefix_length", "suffix_columns")),
+        *((name, c_void_p) for name in ("tokens", "positions", "slots", "prefix", "suffixes")),
     ]
 
 

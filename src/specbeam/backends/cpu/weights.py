@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import mmap
 import os
 from collections.abc import Iterator
@@ -166,19 +165,17 @@ def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Itera
         return
     blocks = -(-part.rows // 16)
     block_size = part.size // blocks
-    # A piece has whole blocks of 16 rows. Where the reader reorders the rows of heads, it has whole heads, too.
-    unit = math.lcm(16, checkpoint.piece_rows(part.source, 1))
-    step = max(1, PIECE_ELEMENTS // (unit * part.columns)) * unit
+    step = max(1, PIECE_ELEMENTS // (16 * part.columns)) * 16  # whole blocks
     for start in range(0, part.rows, step):
         stop = min(start + step, part.rows)
 
         def fill(start: int = start, stop: int = stop) -> None:
             if part.raw:
-                kind, blocks_, order = checkpoint.raw(part.source)
+                data, order = checkpoint.raw(part.source), checkpoint.order(part.source)
                 status = library().specbeam_pack(
-                    kind,
-                    blocks_.ctypes.data,
-                    blocks_.size,
+                    checkpoint.blocks(part.source),
+                    data.ctypes.data,
+                    data.size,
                     part.rows,
                     part.columns,
                     None if order is None else order.ctypes.data,
@@ -207,11 +204,7 @@ def _pieces(checkpoint: Checkpoint, part: Part, out: NDArray[np.uint8]) -> Itera
 
 
 def _floats(checkpoint: Checkpoint, source: str, start: int, stop: int) -> NDArray[np.float32]:
-    """The rows ``start`` to ``stop`` of a tensor in float32, read in pieces of ``piece_rows``."""
-    piece = checkpoint.piece_rows(source, 1)
-    step = piece if piece > 1 else stop - start
-    rows = [checkpoint.read(source, row, min(row + step, stop)) for row in range(start, stop, step)]
-    return np.ascontiguousarray(torch.cat(rows).float().numpy())
+    return np.ascontiguousarray(checkpoint.read(source, start, stop).float().numpy())
 
 
 def _path(checkpoint: Checkpoint, mode: str) -> Path:

@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from math import prod
 from threading import Lock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from specbeam.backends.contract import Segment, logits_wanted
-from specbeam.backends.devices import choose_device, choose_dtype, memory_for_caches, peak_memory
+from specbeam.backends.contract import Backend, Segment, logits_wanted
+from specbeam.backends.devices import choose_device, choose_dtype
 from specbeam.backends.torch.cache import KeyValues, index, seen_by
 from specbeam.backends.torch.transformer import Transformer, TreeSegment
-from specbeam.backends.torch.weights import load_weights
-from specbeam.checkpoints.checkpoint import Checkpoint
-from specbeam.selection import Selection, SelectionRequest, choose
+from specbeam.checkpoints.checkpoint import Checkpoint, Piece, read_all
+from specbeam.checkpoints.finite import are_finite, not_finite
+from specbeam.errors import SpecbeamError
 from specbeam.selection.transfer import to_device
 
+PIECE_ELEMENTS = 1 << 20
+"""Elements read at once: they stay in a processor's cache while they are dequantized."""
 
-class TorchBackend:
+
+class TorchBackend(Backend):
     """A checkpoint loaded into a :class:`Transformer`.
 
     Args:
@@ -32,8 +36,6 @@ class TorchBackend:
     """
 
     name = "torch"
-    has_threads = False
-    start_token_ids: list[int] | None = None
 
     def __init__(self, checkpoint: Checkpoint, device: str = "auto", dtype: str = "auto") -> None:
         self.device = choose_device(device)
@@ -84,12 +86,46 @@ class TorchBackend:
             visible={w: None if mask is None else to_device(mask, self.device) for w, mask in masks.items()},
         )
 
-    @torch.inference_mode()
-    def choose(self, logits: Tensor, requests: Sequence[tuple[slice, SelectionRequest]]) -> list[Selection]:
-        return choose(logits, requests)
 
-    def memory_for_caches(self) -> int:
-        return memory_for_caches(self.device)
+def load_weights(model: Transformer, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
+    """Fill a model that lies on the meta device with the tensors of a checkpoint.
 
-    def peak_memory(self) -> int | None:
-        return peak_memory(self.device)
+    The parameters are made in their dtype on their device and filled piece by piece. So memory holds them and a few
+    pieces, never a second copy.
+
+    Raises:
+        SpecbeamError: a tensor is missing, unknown or has another shape than the configuration asks for, or its weights
+            are not finite.
+    """
+    checkpoint.check_tensors({name: tuple(p.shape) for name, p in model.named_parameters()})
+    model.to(dtype).to_empty(device=device)
+    model.frequencies = {rope: frequencies.to(device) for rope, frequencies in model.frequencies.items()}
+    pieces = [piece for name, p in model.named_parameters() for piece in _pieces(checkpoint, name, p.data)]
+    read_all(pieces, "loading weights")
+
+
+def _pieces(checkpoint: Checkpoint, name: str, parameter: Tensor) -> Iterator[Piece]:
+    """Jobs that each fill some rows of a parameter."""
+    row = 0
+    for source in checkpoint.sources(name):
+        rows = checkpoint.shape(source)[0]
+        step = max(1, PIECE_ELEMENTS // prod(parameter.shape[1:]))
+        for start in range(0, rows, step):
+            stop = min(start + step, rows)
+            target = parameter[row + start : row + stop]
+
+            def fill(source: str = source, start: int = start, stop: int = stop, target: Tensor = target) -> None:
+                weights = checkpoint.read(source, start, stop)
+                target.copy_(weights)
+                if are_finite(target):
+                    return
+                if are_finite(weights):
+                    name = str(target.dtype).removeprefix("torch.")
+                    raise SpecbeamError(
+                        f"{checkpoint.path}: tensor {source} has weights of up to {weights.abs().max():.3g}, too "
+                        f"large for {name}: load it with dtype='bfloat16' or 'float32'"
+                    )
+                raise not_finite(*checkpoint.place(source))
+
+            yield target.numel(), fill
+        row += rows

@@ -7,6 +7,7 @@ for the whole batch. Only attention looks at one tree at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -84,6 +85,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None, scale: float
     return out.view(kv_heads, group, n, head_dim).permute(2, 0, 1, 3).reshape(n, heads * head_dim)
 
 
+@dataclass(eq=False)
 class TreeSegment:
     """One segment as attention needs it, on the device.
 
@@ -95,19 +97,11 @@ class TreeSegment:
         visible: by the window of a layer, which of these slots each node sees, bool [n, c]; None where nodes see all.
     """
 
-    def __init__(
-        self,
-        store: KeyValues,
-        rows: slice,
-        slots: slice | Tensor,
-        seen: slice | Tensor,
-        visible: dict[int | None, Tensor | None],
-    ) -> None:
-        self.store = store
-        self.rows = rows
-        self.slots = slots
-        self.seen = seen
-        self.visible = visible
+    store: KeyValues
+    rows: slice
+    slots: slice | Tensor
+    seen: slice | Tensor
+    visible: dict[int | None, Tensor | None]
 
 
 class Attention(nn.Module):

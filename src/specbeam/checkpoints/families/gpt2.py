@@ -5,7 +5,6 @@ A folder stores most matrices as [in, out], the layout of transformers' ``Conv1D
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,6 +19,7 @@ class GPT2(Architecture):
     gguf_name = "gpt2"
     features: ClassVar = {
         "norm": "layer",
+        "activation": "gelu_tanh",
         "gated_mlp": False,
         "learned_positions": True,
         "qkv_bias": True,
@@ -44,9 +44,6 @@ class GPT2(Architecture):
     def refine_folder_config(self, config: Config, given: Any) -> Config:
         width = 4 * config.hidden_size if given.n_inner is None else given.n_inner
         return replace(config, intermediate_size=width, num_kv_heads=config.num_heads)
-
-    def refine_gguf_config(self, config: Config, metadata: Mapping[str, Any]) -> Config:
-        return replace(config, activation="gelu_tanh")
 
     def stores_transposed(self, source: str) -> bool:
         return ".c_" in source and source.endswith(".weight")

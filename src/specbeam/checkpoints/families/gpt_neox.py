@@ -5,7 +5,6 @@ A folder keeps query, key and value of a head together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -18,7 +17,14 @@ class GPTNeoX(Architecture):
 
     name = "gpt_neox"
     gguf_name = "gptneox"
-    features: ClassVar = {"norm": "layer", "gated_mlp": False, "qkv_bias": True, "output_bias": True, "mlp_bias": True}
+    features: ClassVar = {
+        "norm": "layer",
+        "activation": "gelu",
+        "gated_mlp": False,
+        "qkv_bias": True,
+        "output_bias": True,
+        "mlp_bias": True,
+    }
     folder_tensors: ClassVar = {
         "embedding": "gpt_neox.embed_in",
         "blocks.N.attention_norm": "gpt_neox.layers.N.input_layernorm",
@@ -35,9 +41,6 @@ class GPTNeoX(Architecture):
 
     def refine_folder_config(self, config: Config, given: Any) -> Config:
         return replace(config, parallel=bool(given.use_parallel_residual), num_kv_heads=config.num_heads)
-
-    def refine_gguf_config(self, config: Config, metadata: Mapping[str, Any]) -> Config:
-        return replace(config, activation="gelu")
 
     def stores_qkv_by_head(self, source: str) -> bool:
         return ".query_key_value." in source
