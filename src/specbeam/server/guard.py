@@ -45,12 +45,11 @@ class Guard:
     A request that has notes was checked by the guard of another process (:mod:`specbeam.server.replicas`).
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, access: Access, metrics: Metrics, life: Life) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, access: Access, metrics: Metrics) -> None:
         self._app = app
         self._limits = limits
         self._access = access
         self._metrics = metrics
-        self._life = life
         self._turns = asyncio.Semaphore(MAX_BEGINNING)
         self._hosts = {*LOOPBACK, *access.allowed_hosts}
 
@@ -120,7 +119,7 @@ class Guard:
                 raise Refusal(
                     "the API key is wrong or missing: send Authorization: Bearer KEY", None, "invalid_api_key", 401
                 )
-        if self._life.is_stopping and scope["method"] == "POST":
+        if scope["app"].state.is_stopping and scope["method"] == "POST":
             raise stopping()
         if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
             raise Refusal(
@@ -212,19 +211,6 @@ def settle(scope: Scope, take_later: Callable[[Tally], object]) -> bool:
     notes["tally"] = Tally.of(call, left)
     Tally.later(call, left, take_later)
     return not left
-
-
-class Life:
-    """Whether the server takes new requests.
-
-    Attributes:
-        is_stopping: no new requests are taken.
-    """
-
-    def __init__(self) -> None:
-        self.is_stopping = False
-
-
 def _first(message: Message, receive: Receive) -> Receive:
     """Receives a message that has come, and then the next ones."""
     messages = [message]

@@ -35,7 +35,7 @@ from specbeam.jobs.cluster import joined_cluster
 from specbeam.model import LanguageModel
 from specbeam.server.app import make_app, protect
 from specbeam.server.errors import Refusal, json_response, stopping
-from specbeam.server.guard import Life, settle
+from specbeam.server.guard import settle
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics, Tally
 from specbeam.server.models import Load, Models
@@ -245,12 +245,12 @@ class Replica:
 
     async def stop(self, grace: float | None) -> None:
         """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
-        self._app.state.life.is_stopping = True
+        self._app.state.is_stopping = True
         await self._models.stop(grace)
 
     def check_health(self) -> None:
         """Ray calls this, and replaces the replica if it raises an exception."""
-        if self._models.ended and not self._app.state.life.is_stopping:
+        if self._models.ended and not self._app.state.is_stopping:
             raise RuntimeError(f"an error ended the engine of {', '.join(self._models.ended)}")
 
 
@@ -350,10 +350,9 @@ class Replicas:
 
 def make_front(replicas: Replicas, limits: Limits, access: Access) -> Starlette:
     """The application that clients see."""
-    life = Life()
 
-    async def health(_: Request) -> Response:
-        if life.is_stopping:
+    async def health(request: Request) -> Response:
+        if request.app.state.is_stopping:
             raise stopping()
         ready = [state for state in await replicas.states() if not state.ended]
         if not ready:
@@ -372,9 +371,8 @@ def make_front(replicas: Replicas, limits: Limits, access: Access) -> Starlette:
         ]
     )
     front.router.redirect_slashes = False
-    front.state.life = life
     front.state.models = replicas
-    protect(front, limits, access, replicas.metrics, life)
+    protect(front, limits, access, replicas.metrics)
     return front
 
 
