@@ -226,7 +226,7 @@ def make_app(
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics(request: Request) -> Response:
-        return Response(metrics.text(_models(request).loads), media_type="text/plain; version=0.0.4")
+        return metrics.response(_models(request).loads)
 
     add_page_to(app)
 

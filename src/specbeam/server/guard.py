@@ -16,6 +16,7 @@ from urllib.parse import quote, urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specbeam.engine import Request
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.limits import LOOPBACK_ADDRESSES, Access, Limits
 from specbeam.server.metrics import Metrics, Tally
@@ -171,20 +172,20 @@ class Guard:
         if outcome is None:
             outcome = "finished" if status < 400 else "refused" if status < 500 else "failed"
 
-        def log(later: Tally | None = None) -> None:
-            """Write the line. ``later``: the cost of texts that ended after their client had gone."""
+        def log(later_tokens: int = 0) -> None:
+            """Write the line. ``later_tokens`` are of texts that ended after their client had gone."""
             line = f"{scope['method']} {_path(scope)} {status} {outcome} {seconds:.3f} s"
             line += f" client={_client(scope)} id={notes['id']}"
             if (tally := notes.get("tally")) is not None:
-                new_tokens = tally.new_tokens + (0 if later is None else later.new_tokens)
-                line += f" model={tally.model} prompt_tokens={tally.prompt_tokens} new_tokens={new_tokens}"
+                line += f" model={tally.model} prompt_tokens={tally.prompt_tokens}"
+                line += f" new_tokens={tally.new_tokens + later_tokens}"
             if notes.get("prompts") is not None:
                 line += f" prompts={notes['prompts']!r}"
             logger.info(line)
 
         def end(later: Tally) -> None:
             self._metrics.add(later)
-            log(later)
+            log(later.new_tokens)
 
         is_over = settle(scope, end)
         self._metrics.count(notes["endpoint"], outcome, notes.get("tally"))
@@ -208,9 +209,19 @@ def settle(scope: Scope, take_later: Callable[[Tally], object]) -> bool:
     if (call := notes.pop("call", None)) is None:
         return True
     left = [request for request in call.requests if request.outcome is None]
-    notes["tally"] = Tally.of(call, left)
-    Tally.later(call, left, take_later)
+    notes["tally"] = Tally.of(call, [request for request in call.requests if request not in left])
+    unfinished = {*left}
+
+    def end(request: Request) -> None:
+        unfinished.remove(request)
+        if not unfinished:
+            take_later(Tally.of(call, left))
+
+    for request in left:
+        request.add_done_callback(end, asyncio.get_running_loop().call_soon_threadsafe)
     return not left
+
+
 def _first(message: Message, receive: Receive) -> Receive:
     """Receives a message that has come, and then the next ones."""
     messages = [message]

@@ -361,7 +361,7 @@ def make_front(replicas: Replicas, limits: Limits, access: Access) -> Starlette:
 
     async def read_metrics(_: Request) -> Response:
         loads = [load for state in await replicas.states() for load in state.loads]
-        return Response(replicas.metrics.text(loads), media_type="text/plain; version=0.0.4")
+        return replicas.metrics.response(loads)
 
     front = Starlette(
         routes=[
