@@ -24,9 +24,6 @@ from specbeam.server.page import is_page
 from specbeam.server.streams import ClientGone
 
 logger = logging.getLogger("specbeam.server")
-LOOPBACK = ("localhost", *LOOPBACK_ADDRESSES)
-OPEN_PATHS = ("/health",)
-"""Paths that need no API key."""
 MAX_BODY_SECONDS = 60.0
 """A client has this time to send its body."""
 MAX_BEGINNING = 8
@@ -52,7 +49,7 @@ class Guard:
         self._access = access
         self._metrics = metrics
         self._turns = asyncio.Semaphore(MAX_BEGINNING)
-        self._hosts = {*LOOPBACK, *access.allowed_hosts}
+        self._hosts = {"localhost", *LOOPBACK_ADDRESSES, *access.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or "specbeam" in scope:
@@ -111,7 +108,7 @@ class Guard:
                 "origin_not_allowed",
                 403,
             )
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] == "/health":  # needs no API key
             return
         if self._access.api_keys:
             scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -131,17 +128,18 @@ class Guard:
                 415,
             )
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._limits.max_body_bytes:
-            raise Refusal(self._too_large, None, "body_too_large", 413)
+        if length.isdecimal():
+            self._check_size(int(length[:20]))
 
     def _allows(self, origin: str) -> bool:
         return (
             origin in self._access.cors_origins or "*" in self._access.cors_origins or _hostname(origin) in self._hosts
         )
 
-    @property
-    def _too_large(self) -> str:
-        return f"the body is larger than this server's limit of {self._limits.max_body_bytes} bytes"
+    def _check_size(self, num_bytes: int) -> None:
+        limit = self._limits.max_body_bytes
+        if num_bytes > limit:
+            raise Refusal(f"the body is larger than this server's limit of {limit} bytes", None, "body_too_large", 413)
 
     async def _body(self, receive: Receive) -> Message:
         """The whole body of a request.
@@ -162,8 +160,7 @@ class Guard:
                 raise ClientGone
             body += message.get("body", b"")
             is_whole = not message.get("more_body", False)
-            if len(body) > self._limits.max_body_bytes:
-                raise Refusal(self._too_large, None, "body_too_large", 413)
+            self._check_size(len(body))
         return {"type": "http.request", "body": bytes(body)}
 
     def _note(self, scope: Scope, notes: dict[str, Any], seconds: float) -> None:
