@@ -129,8 +129,6 @@ class Answer(ABC):
         async for received in self.call.pieces():
             written: list[str] = []
             for number, piece in received:
-                if piece is None:
-                    continue
                 if number not in has_begun:
                     has_begun.add(number)
                     for choice in self.beginning(number):

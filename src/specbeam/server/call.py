@@ -28,8 +28,8 @@ from specbeam.server.models import ServedModel
 
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code, by which clients know that they have to shorten the conversation."""
-Pieces = list[tuple[int, Piece | None]]
-"""Pieces with the number of their request. None at the end of a request."""
+Pieces = list[tuple[int, Piece]]
+"""Pieces with the number of their request."""
 
 
 @dataclass(eq=False, repr=False)
@@ -187,31 +187,31 @@ class Call:
         Raises:
             Refusal: a request failed.
         """
-        loop = asyncio.get_running_loop()
+        call_soon = asyncio.get_running_loop().call_soon_threadsafe
         received: Pieces = []
-        has_pieces = asyncio.Event()
+        ended: list[Request] = []
+        has_news = asyncio.Event()
 
-        def take(number: int, piece: Piece | None) -> None:
+        def take(number: int, piece: Piece) -> None:
             received.append((number, piece))
-            has_pieces.set()
+            has_news.set()
 
-        def end(number: int, _: Request) -> None:
-            take(number, None)
+        def end(request: Request) -> None:
+            ended.append(request)
+            has_news.set()
 
         for number, request in enumerate(self.requests):
-            request.add_piece_callback(partial(take, number), loop.call_soon_threadsafe)
-            request.add_done_callback(partial(end, number), loop.call_soon_threadsafe)
-        unfinished = len(self.requests)
-        while unfinished:
-            await has_pieces.wait()
-            has_pieces.clear()
+            request.add_piece_callback(partial(take, number), call_soon)
+            request.add_done_callback(end, call_soon)
+        num_ended = 0
+        while num_ended < len(self.requests):
+            await has_news.wait()
+            has_news.clear()
+            num_ended = len(ended)
+            for request in ended:
+                if isinstance(request.outcome, Exception):
+                    raise self._refusal(request.outcome) from request.outcome
             taken, received[:] = [*received], []
-            for number, piece in taken:
-                if piece is None:
-                    unfinished -= 1
-                    outcome = self.requests[number].outcome
-                    if isinstance(outcome, Exception):
-                        raise self._refusal(outcome) from outcome
             yield taken
 
     def _refusal(self, error: Exception) -> Refusal:

@@ -218,8 +218,6 @@ class Answer:
         async for received in self._call.pieces():
             events = b""
             for _, piece in received:
-                if piece is None:
-                    continue
                 log_probs = self._log_probs(piece)
                 if piece.text or log_probs:
                     events += self._event("response.output_text.delta", **place, delta=piece.text, logprobs=log_probs)
