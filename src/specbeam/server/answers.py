@@ -15,7 +15,7 @@ from specbeam.results import Piece, Result, TopLogProbs
 from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
 from specbeam.server.fields import Decoding
-from specbeam.server.statistics import statistics, usage, vllm_metrics
+from specbeam.server.statistics import costs, usage
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
 """OpenAI's names. Clients know no other ones. A text that was ended early is not complete, as after "length"."""
@@ -77,27 +77,24 @@ class Answer(ABC):
         }
 
     @abstractmethod
-    def choice(self, index: int, part: Part, is_frame: bool) -> dict[str, Any]:
-        """A choice, or what a frame adds to it. In frames the end of a text comes without text."""
+    def choice(self, index: int, part: Part) -> dict[str, Any]:
+        """A choice, or what a frame of a stream adds to it. In frames the end of a text comes without text."""
 
-    def beginning(self, request: int) -> list[dict[str, Any]]:
-        """The choices of the frame that begins the texts of a request to the engine."""
-        return []
+    @abstractmethod
+    def beginning(self, index: int) -> dict[str, Any] | None:
+        """The choice of a frame before the text of a choice, if there is one."""
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer as one object."""
-        choices = [self.choice(index, Part.whole(text), is_frame=False) for index, text in self._best(results)]
+        choices = [self.choice(index, Part.whole(text)) for index, text in self._best(results)]
         return {
             **self._head,
             "object": self.kind,
             **self.details(),
             "choices": choices,
             "usage": usage(self.call, results),
-            **self._costs(results),
+            **costs(self.call, results),
         }
-
-    def _costs(self, results: Sequence[Result]) -> dict[str, Any]:
-        return {"metrics": vllm_metrics(self.call, results), "specbeam": statistics(results)}
 
     def details(self) -> dict[str, Any]:
         """Further values of the answer, or of the first frame."""
@@ -125,30 +122,29 @@ class Answer(ABC):
         plan, requests = self.call.plan, self.call.requests
         results: dict[int, Result] = {}
         has_begun: set[int] = set()
-        is_first = True
+        details = self.details()  # of the first frame
         async for received in self.call.pieces():
             written: list[str] = []
             for number, piece in received:
+                indices = range(number * plan.n, (number + 1) * plan.n) if plan.searches else [number]
                 if number not in has_begun:
                     has_begun.add(number)
-                    for choice in self.beginning(number):
-                        written.append(frame([choice], **(self.details() if is_first else {})))
-                        is_first = False
+                    for choice in filter(None, map(self.beginning, indices)):
+                        written.append(frame([choice], **details))
+                        details = {}
                 if piece.result is not None:
                     results[number] = piece.result
                 more: dict[str, Any] = {}
                 if len(results) == len(requests) and not self.fields.includes_usage:
-                    more = self._costs([results[i] for i in range(len(requests))])
-                index = number * plan.n if plan.searches else number
-                choices = [*self._parts(index, piece)]
+                    more = costs(self.call, [results[i] for i in range(len(requests))])
+                choices = [*self._parts(indices[0], piece)]
                 for place, choice in enumerate(choices):
                     written.append(frame([choice], **(more if place == len(choices) - 1 else {})))
             if written:
                 yield "".join(written).encode(errors="replace")
         if self.fields.includes_usage:
             in_order = [results[i] for i in range(len(requests))]
-            end = {"usage": usage(self.call, in_order), **self._costs(in_order)}
-            yield frame([], **end).encode(errors="replace")
+            yield frame([], usage=usage(self.call, in_order), **costs(self.call, in_order)).encode(errors="replace")
         yield LAST_FRAME
 
     def _parts(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -158,12 +154,11 @@ class Answer(ABC):
         """
         shows_tokens = piece.token_ids and (piece.top_logprobs is not None or self.fields.return_token_ids)
         if piece.text or shows_tokens:
-            part = Part(piece.text, piece.token_ids, piece.log_probs, piece.top_logprobs)
-            yield self.choice(index, part, is_frame=True)
+            yield self.choice(index, Part(piece.text, piece.token_ids, piece.log_probs, piece.top_logprobs))
         for place, text in enumerate([] if piece.result is None else piece.result.sequences):
             if place:
-                yield self.choice(index + place, replace(Part.whole(text), end=None), is_frame=True)
-            yield self.choice(index + place, Part(end=text), is_frame=True)
+                yield self.choice(index + place, replace(Part.whole(text), end=None))
+            yield self.choice(index + place, Part(end=text))
 
     def ending(self, part: Part) -> dict[str, Any]:
         """The values of a choice that say how it ended."""

@@ -144,24 +144,22 @@ class ChatCompletion(Answer):
     prefix = "chatcmpl"
     fields: ChatRequest
 
-    def choice(self, index: int, part: Part, is_frame: bool) -> dict[str, Any]:
-        if is_frame:
+    def choice(self, index: int, part: Part) -> dict[str, Any]:
+        if self.fields.stream:
             said: dict[str, Any] = {"delta": {"content": part.text} if part.end is None else {}}
         else:
             said = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
         made = {"index": index, **said, "logprobs": None, **self.ending(part)}
-        if self.fields.logprobs and (part.token_ids or not is_frame):
+        if self.fields.logprobs and (part.token_ids or not self.fields.stream):
             entries = chat_log_probs(self.call.model.texts, part.token_ids, part.log_probs, part.top_logprobs)
             made["logprobs"] = {"content": entries, "refusal": None}
         if self.fields.return_token_ids:
             made["token_ids"] = part.token_ids
         return made
 
-    def beginning(self, request: int) -> list[dict[str, Any]]:
-        plan = self.call.plan
-        indices = range(plan.n) if plan.searches else [request]
+    def beginning(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
-        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in indices]
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def details(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.call.requests[0].prompt_ids} if self.fields.return_token_ids else {}

@@ -59,29 +59,27 @@ class Completion(Answer):
         super().__init__(call, fields)
         self._log_probs: dict[int, CompletionLogProbs] = {}  # by choice
 
-    def choice(self, index: int, part: Part, is_frame: bool) -> dict[str, Any]:
-        if self.fields.echo and not is_frame:
+    def choice(self, index: int, part: Part) -> dict[str, Any]:
+        token_ids = part.token_ids
+        if self.fields.echo and not self.fields.stream:
             part = self._prompt(index) + part
         made = {"index": index, "text": part.text, "logprobs": None, **self.ending(part)}
         if self.fields.logprobs is not None:
             log_probs = self._log_probs.setdefault(index, CompletionLogProbs(self.call.model.texts))
             made["logprobs"] = log_probs(part.token_ids, part.log_probs, part.top_logprobs)
         if self.fields.return_token_ids:
-            made["token_ids"] = part.token_ids if is_frame or part.end is None else part.end.token_ids
-            if not is_frame:
+            made["token_ids"] = token_ids
+            if not self.fields.stream:
                 made["prompt_token_ids"] = self._request(index).prompt_ids
         return made
 
-    def beginning(self, request: int) -> list[dict[str, Any]]:
-        plan = self.call.plan
-        indices = range(request * plan.n, (request + 1) * plan.n) if plan.searches else [request]
-        made = []
-        for index in indices:
-            choice = self.choice(index, self._prompt(index) if self.fields.echo else Part(), is_frame=True)
-            if self.fields.return_token_ids:
-                choice |= {"token_ids": [], "prompt_token_ids": self._request(index).prompt_ids}
-            made.append(choice)
-        return made if self.fields.echo or self.fields.return_token_ids else []
+    def beginning(self, index: int) -> dict[str, Any] | None:
+        if not self.fields.echo and not self.fields.return_token_ids:
+            return None
+        choice = self.choice(index, self._prompt(index) if self.fields.echo else Part())
+        if self.fields.return_token_ids:
+            choice |= {"token_ids": [], "prompt_token_ids": self._request(index).prompt_ids}
+        return choice
 
     def _request(self, index: int) -> Request:
         """A request for the prompt of a choice."""

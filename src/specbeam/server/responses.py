@@ -17,7 +17,7 @@ from specbeam.server.errors import Refusal
 from specbeam.server.fields import Decoding, Fields, Unsupported, Whole, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.statistics import statistics, token_counts, vllm_metrics
+from specbeam.server.statistics import costs, token_counts
 from specbeam.server.tokens import chat_log_probs
 
 LOGPROBS = "message.output_text.logprobs"
@@ -161,8 +161,7 @@ class Answer:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + new,
             },
-            metrics=vllm_metrics(self._call, results),
-            specbeam=statistics(results),
+            **costs(self._call, results),
         )
 
     def _response(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
