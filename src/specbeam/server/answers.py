@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -14,12 +13,12 @@ import specbeam
 from specbeam.results import Piece, Result, TopLogProbs
 from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
+from specbeam.server.errors import to_json
 from specbeam.server.fields import Decoding
 from specbeam.server.statistics import costs, usage
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
 """OpenAI's names. Clients know no other ones. A text that was ended early is not complete, as after "length"."""
-_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 LAST_FRAME = b"data: [DONE]\n\n"
 
 
@@ -111,13 +110,13 @@ class Answer(ABC):
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The frames of the stream. Frames of one iteration of the engine come together."""
-        head = json.dumps({**self._head, "object": self.chunk_kind}, ensure_ascii=False)[:-1]
+        head = to_json({**self._head, "object": self.chunk_kind})[:-1]
         tail = ',"usage":null}\n\n' if self.fields.includes_usage else "}\n\n"
 
         def frame(choices: list[dict[str, Any]], **more: Any) -> str:
-            extra = "".join(f',"{name}":{_json(value)}' for name, value in more.items())
+            extra = "".join(f',"{name}":{to_json(value)}' for name, value in more.items())
             end = "}\n\n" if "usage" in more else tail
-            return f'data: {head},"choices":{_json(choices)}{extra}{end}'
+            return f'data: {head},"choices":{to_json(choices)}{extra}{end}'
 
         plan, requests = self.call.plan, self.call.requests
         results: dict[int, Result] = {}

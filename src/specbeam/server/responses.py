@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -13,7 +12,7 @@ from pydantic import Discriminator, Field, Tag, field_validator
 from specbeam.results import Result
 from specbeam.server.call import Call
 from specbeam.server.chat import MAX_TOP_LOGPROBS, ROLES, TextFormat
-from specbeam.server.errors import Refusal
+from specbeam.server.errors import Refusal, to_json
 from specbeam.server.fields import Decoding, Fields, Unsupported, Whole, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
@@ -238,8 +237,7 @@ class Answer:
     def _event(self, kind: str, **values: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._events, **values}
         self._events += 1
-        data = json.dumps(event, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        return f"event: {kind}\ndata: {data}\n\n".encode(errors="replace")
+        return f"event: {kind}\ndata: {to_json(event)}\n\n".encode(errors="replace")
 
 
 def _output_text(text: str, log_probs: list[Any]) -> dict[str, Any]:
