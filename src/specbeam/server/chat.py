@@ -12,12 +12,11 @@ from specbeam.prompts import Rendering
 from specbeam.server.answers import Answer, Part
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
-from specbeam.server.fields import Decoding, Fields, Unsupported, Whole, content_of
+from specbeam.server.fields import Count, Decoding, Empty, Fields, TopLogprobs, Unsupported, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.tokens import chat_log_probs
 
-MAX_TOP_LOGPROBS = 20
 ROLES = {"developer": "system"}
 """OpenAI's newer name of a role, and the name that chat templates know."""
 NAME = r"^[^\s<|\\/>]+$"
@@ -37,10 +36,10 @@ class Message(Fields):
     role: str
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(None, validate_default=True)
     name: Annotated[str, Field(pattern=NAME)] | None = Field(None, description="For the chat template: message.name.")
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Empty | None = None
     refusal: Unsupported = None
     audio: Unsupported = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Empty | None = None
     function_call: Unsupported = None
 
     _content_of = field_validator("content")(content_of)
@@ -94,19 +93,19 @@ class ChatRequest(TemplateFields, Decoding):
     messages: Annotated[list[Message], Field(min_length=1)] = Field(
         description="A message of the assistant at the end is continued, unless continue_final_message is false."
     )
-    max_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
-    max_completion_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = Field(None, description="max_tokens.")
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = Field(None, description="max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     response_format: TextFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Empty | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted: there are no tools.")
     reasoning_effort: Literal["none"] | None = None
     verbosity: Literal["medium"] | None = None
     audio: Unsupported = None
-    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    functions: Empty | None = None
     function_call: Literal["none", "auto"] | None = None
     moderation: Unsupported = None
     prediction: Unsupported = None

@@ -9,7 +9,7 @@ from pydantic import Field
 from specbeam.engine import Request
 from specbeam.server.answers import Answer, Part
 from specbeam.server.call import Call
-from specbeam.server.fields import Decoding, TokenId, Whole
+from specbeam.server.fields import CountOrZero, Decoding, TokenId, TopLogprobs
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.tokens import CompletionLogProbs
@@ -25,8 +25,8 @@ class CompletionRequest(Decoding):
     prompt: str | Tokens | Annotated[list[str], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)] = (
         Field(description="A text, token ids, or a list of either.")
     )
-    max_tokens: Annotated[Whole, Field(ge=0, lt=2**31)] | None = Field(None, description="16 if it is left out.")
-    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = Field(None, description="Likeliest tokens at each place.")
+    max_tokens: CountOrZero | None = Field(None, description="16 if it is left out.")
+    logprobs: TopLogprobs | None = Field(None, description="Likeliest tokens at each place.")
     echo: bool | None = Field(None, description="Begin with the prompt, also in logprobs.")
     suffix: Literal[""] | None = None
 

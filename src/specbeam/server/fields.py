@@ -58,7 +58,12 @@ TokenKey = Annotated[str, Field(pattern=r"^[0-9]+$")]
 """A token id as a name in an object."""
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 Count = Annotated[Whole, Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[Whole, Field(ge=0, lt=2**31)]
+TopLogprobs = Annotated[Whole, Field(ge=0, le=20)]
+"""How many of the likeliest tokens to return for each place."""
 Size = Count | Literal["auto"]
+Empty = Annotated[list[Any], Field(max_length=0)]
+"""The type of lists that OpenAI documents and that this server does not support."""
 Unsupported: TypeAlias = None
 """The type of fields that OpenAI documents and that this server does not support: only null is allowed."""
 
@@ -123,8 +128,8 @@ class Decoding(Fields):
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
-    no_repeat_ngram_size: Annotated[Whole, Field(ge=0, lt=2**31)] | None = None
-    min_tokens: Annotated[Whole, Field(ge=0, lt=2**31)] | None = Field(None, description="No end before these.")
+    no_repeat_ngram_size: CountOrZero | None = None
+    min_tokens: CountOrZero | None = Field(None, description="No end before these.")
     ignore_eos: bool | None = Field(None, description="Do not end at an end-of-sequence token.")
     stop_token_ids: list[TokenId] | None = Field(None, description="Further tokens that end the text.")
     num_beams: Count | None = Field(None, description="Beam search with this many beams. n is at most this.")
@@ -140,7 +145,7 @@ class Decoding(Fields):
     draft_width: Size | None = None
     draft_budget: Size | None = None
     draft_temperature: float | None = None
-    draft_top_k: Annotated[Whole, Field(ge=0, lt=2**31)] | None = None
+    draft_top_k: CountOrZero | None = None
     priority: Annotated[Whole, Field(ge=-(2**31), lt=2**31)] | None = Field(None, description="Lower ones start first.")
     structured_outputs: StructuredOutputs | None = Field(None, description='As in vLLM: {"choice": [texts]}.')
     return_token_ids: bool | None = Field(None, description="Add token_ids and prompt_token_ids.")
