@@ -6,7 +6,7 @@ are declared with their neutral values, because many clients send these along.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
@@ -22,29 +22,6 @@ SEEDS = 2**63
 """OpenAI's seeds may be negative. Ours are these numbers modulo this one."""
 MAX_STOP_STRINGS = 64
 MAX_CHOICES = 1000
-SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "length_penalty",
-    "early_stopping",
-    "num_beam_groups",
-    "diversity_penalty",
-    "distinct",
-    "num_draft_tokens",
-    "draft_width",
-    "draft_budget",
-    "draft_temperature",
-    "draft_top_k",
-    "trace",
-)
-"""Fields that are options of the same name."""
 
 
 def whole(value: Any) -> Any:
@@ -204,12 +181,10 @@ class Decoding(Fields):
             raise Refusal(f"n={n} is more than num_beams={beams}: give at most {beams}, or more beams", "n")
         if choices and searches and n > len(choices):
             raise Refusal(f"n={n} is more than the {len(choices)} texts of structured_outputs.choice", "n")
+        name = names["max_new_tokens"]
         if (self.min_tokens or 0) > max_tokens:
-            raise Refusal(
-                f"min_tokens={self.min_tokens} is more than {names['max_new_tokens']}={max_tokens}", "min_tokens"
-            )
+            raise Refusal(f"min_tokens={self.min_tokens} is more than {name}={max_tokens}", "min_tokens")
         if max_tokens > limits.max_tokens:
-            name = names["max_new_tokens"]
             raise Refusal(f"{name}={max_tokens} is more than this server's limit of {limits.max_tokens}", name)
         values = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
         if self.temperature is None and not searches:
@@ -257,6 +232,10 @@ class Decoding(Fields):
         )
 
 
+SAME_NAMES = {option.name for option in fields(Options)} & {*Decoding.model_fields} - {"seed", "num_beams"}
+"""Fields that are options of the same name, without those that the other fields decide about."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How the texts of a request are decoded.
@@ -278,5 +257,5 @@ class Plan:
     draft: Any
     priority: int
     names: dict[str, str]
-    asked: int | None = None
-    choices: tuple[str, ...] = ()
+    asked: int | None
+    choices: tuple[str, ...]
