@@ -329,5 +329,5 @@ def _about(model: ServedModel) -> dict[str, Any]:
         "owned_by": "specbeam",
         "max_model_len": model.lm.backend.context_length,
         "has_chat_template": bool(model.lm.tokenizer.chat_template),
-        "drafts": model.drafts,
+        "drafts": [*model.drafts],
     }
