@@ -28,10 +28,10 @@ class TokenTexts:
             piece = self._tokenizer.convert_ids_to_tokens(token)
             if piece is None:  # a model may have more rows than its tokenizer has tokens
                 text: str | bytes = ""
+            elif token in self._tokenizer.added_tokens_decoder:
+                text = piece
             else:
-                text = (
-                    piece if token in self._tokenizer.added_tokens_decoder else text_of(self._tokenizer, token, piece)
-                )
+                text = text_of(self._tokenizer, token, piece)
             if isinstance(text, bytes):
                 known = "bytes:" + "".join(f"\\x{byte:02x}" for byte in text), text
             else:
@@ -65,14 +65,10 @@ def chat_log_probs(
 
 
 class CompletionLogProbs:
-    """Makes the ``logprobs`` of one text of ``/v1/completions``, all at once or in parts.
-
-    Attributes:
-        offset: where the next token begins in the text, in characters.
-    """
+    """Makes the ``logprobs`` of one text of ``/v1/completions``, all at once or in parts."""
 
     def __init__(self, texts: TokenTexts) -> None:
-        self.offset = 0
+        self._offset = 0  # where the next token begins in the text, in characters
         self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
 
@@ -89,9 +85,9 @@ class CompletionLogProbs:
         for token, log_prob, likeliest in zip(tokens, log_probs, top or [{}] * len(tokens), strict=True):
             name, written = self._texts(token)
             names.append(name)
-            offsets.append(self.offset)
+            offsets.append(self._offset)
             if self._texts.is_shown(token):
-                self.offset += len(self._decoder.decode(written))
+                self._offset += len(self._decoder.decode(written))
             if log_prob is None:
                 rows.append(None)
                 continue
