@@ -392,17 +392,17 @@ function Facts({ run, node, choose }) {
   const likeliest = run.likeliest.get(node.parent.id) || [];
   const isAmong = !likeliest.length || node.logProb === null || likeliest.some((one) => one.token_id === node.token);
   const tokens = isAmong ? likeliest : [...likeliest, { token_id: node.token, text: node.text, log_prob: node.logProb }];
-  const state = node.kind === "masked" ? ["masked", "masked by the constraint"] : node.isRejected ? ["rejected", "rejected draft token"] : node.isAccepted ? ["accepted", "accepted draft token"] : node.kind === "drafted" ? ["drafted", "draft token"] : run.isDeferred(node) ? ["deferred", "deferred beam"] : node.isDropped ? ["pruned", "dropped beam"] : ["live", node.isEnd ? "end of a text" : run.width > 1 ? "beam" : "chosen by the model"];
+  const [kind, state] = run.stateOf(node);
   const instead = node.isRejected ? node.parent.children.find((one) => one.kind === "beam") : null;
   return html`<h3 class="token">${shown(node.text)}</h3>
-    <p class=${`state ${state[0]}`}>${state[1]}${node.rank >= 0 && run.beams.length > 1 ? `, number ${node.rank + 1}` : ""}</p>
+    <p class=${`state ${kind}`}>${state}${node.rank >= 0 && run.beams.length > 1 ? `, number ${node.rank + 1}` : ""}</p>
     <dl class="facts">
       ${node.logProb !== null && html`<div><dt>probability</dt><dd>${percent(node.logProb)}</dd></div><div><dt>log-probability</dt><dd>${node.logProb.toFixed(4)}</dd></div>`}
       ${node.score !== null && html`<div><dt>score of the path</dt><dd>${node.score.toFixed(4)}</dd></div>`}
       ${run.width > 1 && node.kind === "beam" && !node.isEnd && node.depth < run.front && html`<div><dt>evaluated</dt><dd>${node.isEvaluated ? "yes" : "no"}</dd></div>`}
       ${instead && html`<div><dt>came instead</dt><dd>${shown(instead.text)}</dd></div>`}
     </dl>
-    ${state[0] === "deferred" && html`<p class="help">${DEFERRED}</p>`}
+    ${kind === "deferred" && html`<p class="help">${DEFERRED}</p>`}
     ${tokens.length > 0 && html`<ol class="likeliest" aria-label="The likeliest tokens here">${tokens.map((one) => {
       const inside = html`${choose && html`<span class="hidden">Go on with </span>`}<span class="name">${shown(one.text)}</span><meter min="0" max="1" value=${Math.exp(one.log_prob)} aria-hidden="true"></meter><span class="share">${percent(one.log_prob)}</span>${one.masked && html`<span class="hidden">, masked by the constraint</span>`}`;
       return html`<li key=${one.token_id} class=${`${one.token_id === node.token ? "this" : ""} ${one.masked ? "masked" : ""}`} title=${one.masked ? "The constraint masks it" : null}>${choose ? html`<button onClick=${() => choose(one.token_id)}>${inside}</button>` : html`<span class="row">${inside}</span>`}</li>`;
