@@ -231,7 +231,7 @@ export class Run {
     if (node.isAccepted) return ["accepted", "accepted draft token"];
     if (node.kind === "drafted") return ["drafted", "draft token"];
     if (this.isDeferred(node)) return ["deferred", "deferred beam"];
-    if (node.isDropped) return ["pruned", "dropped beam"];
+    if (node.isDropped && !this.best.has(node)) return ["pruned", "dropped beam"];
     return ["live", node.isEnd ? "end of a text" : this.width > 1 ? "beam" : "chosen by the model"];
   }
 
