@@ -167,7 +167,7 @@ function App() {
       <nav aria-label="Views">${VIEWS.map(([name, title]) => html`<button key=${name} class="tab" aria-current=${view === name ? "page" : null} onClick=${() => setView(name)}>${title}</button>`)}</nav>
       <button class="quiet" onClick=${copyLink} title="The link holds the prompt and the options">${isCopied ? "Copied ✓" : "Copy link"}</button>
     </header>
-    <main id="main" tabindex="-1" class=${view}>
+    <main id="main" tabindex="-1">
       ${error && !error.param && html`<p class="error" role="alert">${error.message}</p>`}
       ${needsKey ? html`<${KeyForm} setKey=${(key) => { sessionStorage.setItem("specbeam-key", key); setKey(key); }} wrong=${Boolean(key)} />` : html`<${Current} ...${common} error=${error} />`}
     </main>
@@ -207,7 +207,7 @@ function Controls({ form, set, setForm, model, models, error, onGo, run, go, chi
       <label><input type="radio" name="as" checked=${form.as === "chat"} disabled=${model && !model.has_chat_template} onChange=${() => set("as", "chat")} /> a message</label>
       <label><input type="radio" name="as" checked=${form.as === "raw"} onChange=${() => set("as", "raw")} /> a text to go on from</label>
     </fieldset>
-    <div class="start">${run && run.isLive
+    <div>${run && run.isLive
       ? html`<button key="stop" type="button" class="go stop" onClick=${() => run.stop()}>Stop</button>`
       : html`<button key="go" class="go" disabled=${!model || !form.prompt}>${go}</button>`}</div>
     ${error && error.param && !known.includes(error.param) && html`<p class="wrong" role="alert">${error.param}: ${error.message}</p>`}
@@ -350,7 +350,7 @@ function Agreed({ run }) {
 
 function Legend({ run }) {
   const kinds = [["best", "the text"], ["live", "beam"], ...(run?.hasDeferred ? [["deferred", "deferred beam", DEFERRED]] : []), ["accepted", "accepted draft token"], ["rejected", "rejected draft token"], ["drafted", "draft token"], ["pruned", "dropped beam"], ...(run?.hasMasks ? [["masked", "masked token"]] : [])];
-  return html`<ul class="legend" aria-label="Colours">${kinds.map(([kind, name, help]) => html`<li key=${kind} title=${help}><i class=${kind}></i>${name}</li>`)}<li class="note">thick line: likely token</li></ul>`;
+  return html`<ul class="legend" aria-label="Colours">${kinds.map(([kind, name, help]) => html`<li key=${kind} title=${help}><i class=${kind}></i>${name}</li>`)}<li>thick line: likely token</li></ul>`;
 }
 
 function Player({ run, player, speed, setSpeed, redraw, view, isCollapsed, toggle, setError }) {
@@ -602,7 +602,7 @@ function ChatPage(all) {
   if (model && !model.has_chat_template) return html`<p class="intro">The model ${model.id} has no chat template. The other views go on from a text.</p>`;
   return html`<div class="split">
     <form class="controls" aria-label="Options" onSubmit=${(e) => e.preventDefault()}><${Options} ...${all} /></form>
-    <section class="panel chat" aria-label="Conversation">
+    <section class="panel" aria-label="Conversation">
       <ol class="messages" aria-live="polite">${chat.map((message, i) => html`<li key=${i} class=${message.role}>
         <p class="who">${message.role === "user" ? "You" : message.run.begin?.model || form.model}</p>
         <p class="said">${textOf(message)}${message.run?.isLive && html`<span class="open">${message.run.openText}</span><span class="caret" aria-hidden="true"></span>`}</p>
