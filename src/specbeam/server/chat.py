@@ -120,14 +120,8 @@ class ChatRequest(TemplateFields, Decoding):
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal("top_logprobs goes with logprobs: true", "top_logprobs")
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        plan = self.plan(
-            model,
-            limits,
-            getattr(self, name),
-            limits.max_tokens,
-            {"max_new_tokens": name},
-            (self.top_logprobs or 0) if self.logprobs else None,
-        )
+        top = (self.top_logprobs or 0) if self.logprobs else None
+        plan = self.plan(model, limits, name, limits.max_tokens, top)
         messages = [message.for_template for message in self.messages]
         return Call(model, [messages], plan, limits, field="messages", rendering=self.rendering(model))
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specbeam.engine import Request
+from specbeam.prompts import is_batch
 from specbeam.server.answers import Answer, Part
 from specbeam.server.call import Call
 from specbeam.server.fields import CountOrZero, Decoding, TokenId, TopLogprobs
@@ -32,9 +33,8 @@ class CompletionRequest(Decoding):
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The requests to the engine."""
-        names = {"max_new_tokens": "max_tokens", "top_logprobs": "logprobs"}
-        plan = self.plan(model, limits, self.max_tokens, MAX_TOKENS, names, self.logprobs)
-        prompts: Any = self.prompt if _is_batch(self.prompt) else [self.prompt]
+        plan = self.plan(model, limits, "max_tokens", MAX_TOKENS, self.logprobs)
+        prompts: Any = self.prompt if is_batch(self.prompt) else [self.prompt]
         scored = self.logprobs if self.echo else None
         return Call(
             model, prompts, plan, limits, field="prompt", raw=True, prompt_top=scored, writes=self.max_tokens != 0
@@ -42,10 +42,6 @@ class CompletionRequest(Decoding):
 
     def answer(self, call: Call) -> Completion:
         return Completion(call, self)
-
-
-def _is_batch(prompt: Any) -> bool:
-    return not isinstance(prompt, str) and not isinstance(prompt[0], int)
 
 
 class Completion(Answer):

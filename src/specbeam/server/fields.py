@@ -145,27 +145,19 @@ class Decoding(Fields):
         if self.stream and self.best_of is not None and not self.use_beam_search and self.best_of > (self.n or 1):
             raise Refusal("best_of cannot be streamed: all its texts must end before the best one is known", "best_of")
 
-    def plan(
-        self,
-        model: ServedModel,
-        limits: Limits,
-        asked: int | None,
-        default: int,
-        names: dict[str, str],
-        top: int | None,
-    ) -> Plan:
+    def plan(self, model: ServedModel, limits: Limits, field: str, default: int, top: int | None) -> Plan:
         """How to decode for this request.
 
         Args:
-            asked: new tokens, if the request says how many.
-            default: new tokens otherwise, or as many as the context has left.
-            names: fields by option, where the names differ and it depends on the endpoint.
+            field: the field that says how many new tokens there are at most.
+            default: new tokens if the field is left out, or as many as the context has left.
             top: how many likeliest tokens to return for each place; None for no log-probabilities.
 
         Raises:
             Refusal: fields out of range, or that contradict each other.
         """
         self.check()
+        asked: int | None = getattr(self, field)
         max_tokens = default if asked is None else asked
         n = self.n or 1
         choices = self.structured_outputs and tuple(dict.fromkeys(self.structured_outputs.choice or ()))
@@ -181,11 +173,10 @@ class Decoding(Fields):
             raise Refusal(f"n={n} is more than num_beams={beams}: give at most {beams}, or more beams", "n")
         if choices and searches and n > len(choices):
             raise Refusal(f"n={n} is more than the {len(choices)} texts of structured_outputs.choice", "n")
-        name = names["max_new_tokens"]
         if (self.min_tokens or 0) > max_tokens:
-            raise Refusal(f"min_tokens={self.min_tokens} is more than {name}={max_tokens}", "min_tokens")
+            raise Refusal(f"min_tokens={self.min_tokens} is more than {field}={max_tokens}", "min_tokens")
         if max_tokens > limits.max_tokens:
-            raise Refusal(f"{name}={max_tokens} is more than this server's limit of {limits.max_tokens}", name)
+            raise Refusal(f"{field}={max_tokens} is more than this server's limit of {limits.max_tokens}", field)
         values = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
         if self.temperature is None and not searches:
             values["temperature"] = 1.0
@@ -202,12 +193,12 @@ class Decoding(Fields):
             values |= {"num_beams": beams, "num_return_sequences": n}
         values |= {"max_new_tokens": max(max_tokens, 1), "top_logprobs": top}
         names = {
+            "max_new_tokens": field,
             "num_return_sequences": "n",
             "stop_strings": "stop",
             "eos_token_id": "stop_token_ids",
             "min_new_tokens": "min_tokens",
             "constraint": "structured_outputs",
-            **names,
         }
         try:
             options = Options.of(values)

@@ -109,8 +109,7 @@ class ResponseRequest(Decoding):
         if self.top_logprobs is not None and not self.include:
             raise Refusal('top_logprobs goes with include: ["message.output_text.logprobs"]', "top_logprobs")
         top = (self.top_logprobs or 0) if self.include else None
-        names = {"max_new_tokens": "max_output_tokens"}
-        plan = self.plan(model, limits, self.max_output_tokens, limits.max_tokens, names, top)
+        plan = self.plan(model, limits, "max_output_tokens", limits.max_tokens, top)
         if plan.draws > 1:
             raise Refusal("best_of needs several texts, and this endpoint gives one: leave it out", "best_of")
         return Call(model, [self._messages()], plan, limits, field="input")
