@@ -6,51 +6,20 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import specbeam
-from specbeam.results import Piece, Result, TopLogProbs
+from specbeam.results import Piece, Result
 from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
 from specbeam.server.errors import to_json
 from specbeam.server.fields import Decoding
 from specbeam.server.statistics import costs, usage
+from specbeam.server.tokens import Part
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
 """OpenAI's names. Clients know no other ones. A text that was ended early is not complete, as after "length"."""
 LAST_FRAME = b"data: [DONE]\n\n"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of the text of a choice, or all of it.
-
-    Attributes:
-        log_probs: of the tokens. None for the first token of a prompt.
-        end: the finished text, if this is its last part.
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: Sequence[float | None] = ()
-    top_logprobs: TopLogProbs | None = None
-    end: Text | None = None
-
-    @classmethod
-    def whole(cls, text: Text) -> Part:
-        return cls(text.text, text.token_ids, text.log_probs, text.top_logprobs, text)
-
-    def __add__(self, other: Part) -> Part:
-        """This part and the next one."""
-        top = None if other.top_logprobs is None else [*(self.top_logprobs or []), *other.top_logprobs]
-        return Part(
-            self.text + other.text,
-            self.token_ids + other.token_ids,
-            [*self.log_probs, *other.log_probs],
-            top,
-            other.end,
-        )
 
 
 class Answer(ABC):
@@ -85,7 +54,7 @@ class Answer(ABC):
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer as one object."""
-        choices = [self.choice(index, Part.whole(text)) for index, text in self._best(results)]
+        choices = [self.choice(index, Part.of(text, end=text)) for index, text in self._best(results)]
         return {
             **self._head,
             "object": self.kind,
@@ -153,10 +122,10 @@ class Answer(ABC):
         """
         shows_tokens = piece.token_ids and (piece.top_logprobs is not None or self.fields.return_token_ids)
         if piece.text or shows_tokens:
-            yield self.choice(index, Part(piece.text, piece.token_ids, piece.log_probs, piece.top_logprobs))
+            yield self.choice(index, Part.of(piece))
         for place, text in enumerate([] if piece.result is None else piece.result.sequences):
             if place:
-                yield self.choice(index + place, replace(Part.whole(text), end=None))
+                yield self.choice(index + place, Part.of(text))
             yield self.choice(index + place, Part(end=text))
 
     def ending(self, part: Part) -> dict[str, Any]:

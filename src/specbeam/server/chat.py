@@ -9,13 +9,13 @@ from pydantic import Field, field_validator
 from specbeam import chat_templates
 from specbeam.errors import SpecbeamError
 from specbeam.prompts import Rendering
-from specbeam.server.answers import Answer, Part
+from specbeam.server.answers import Answer
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
 from specbeam.server.fields import Count, Decoding, Empty, Fields, TopLogprobs, Unsupported, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.tokens import chat_log_probs
+from specbeam.server.tokens import Part, chat_log_probs
 
 ROLES = {"developer": "system"}
 """OpenAI's newer name of a role, and the name that chat templates know."""
@@ -144,7 +144,7 @@ class ChatCompletion(Answer):
             said = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
         made = {"index": index, **said, "logprobs": None, **self.ending(part)}
         if self.fields.logprobs and (part.token_ids or not self.fields.stream):
-            entries = chat_log_probs(self.call.model.texts, part.token_ids, part.log_probs, part.top_logprobs)
+            entries = chat_log_probs(self.call.model.texts, part)
             made["logprobs"] = {"content": entries, "refusal": None}
         if self.fields.return_token_ids:
             made["token_ids"] = part.token_ids

@@ -8,12 +8,12 @@ from pydantic import Field
 
 from specbeam.engine import Request
 from specbeam.prompts import is_batch
-from specbeam.server.answers import Answer, Part
+from specbeam.server.answers import Answer
 from specbeam.server.call import Call
 from specbeam.server.fields import CountOrZero, Decoding, TokenId, TopLogprobs
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.tokens import CompletionLogProbs
+from specbeam.server.tokens import CompletionLogProbs, Part
 
 MAX_TOKENS = 16
 """Without ``max_tokens``, as OpenAI documents."""
@@ -62,7 +62,7 @@ class Completion(Answer):
         made = {"index": index, "text": part.text, "logprobs": None, **self.ending(part)}
         if self.fields.logprobs is not None:
             log_probs = self._log_probs.setdefault(index, CompletionLogProbs(self.call.model.texts))
-            made["logprobs"] = log_probs(part.token_ids, part.log_probs, part.top_logprobs)
+            made["logprobs"] = log_probs(part)
         if self.fields.return_token_ids:
             made["token_ids"] = token_ids
             if not self.fields.stream:

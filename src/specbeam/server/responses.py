@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from specbeam.results import Result
+from specbeam.results import Piece, Result
+from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
 from specbeam.server.chat import ROLES, TextFormat
 from specbeam.server.errors import Refusal, to_json
@@ -17,7 +18,7 @@ from specbeam.server.fields import Count, Decoding, Empty, Fields, TopLogprobs, 
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
 from specbeam.server.statistics import costs, token_counts
-from specbeam.server.tokens import chat_log_probs
+from specbeam.server.tokens import Part, chat_log_probs
 
 
 class InputPart(Fields):
@@ -194,10 +195,8 @@ class Answer:
     def _message(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
-    def _log_probs(self, part: Any) -> list[dict[str, Any]]:
-        if not self._fields.include:
-            return []
-        return chat_log_probs(self._call.model.texts, part.token_ids, part.log_probs, part.top_logprobs)
+    def _log_probs(self, given: Piece | Text) -> list[dict[str, Any]]:
+        return chat_log_probs(self._call.model.texts, Part.of(given)) if self._fields.include else []
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The events of the stream. Events of one iteration of the engine come together."""
