@@ -224,7 +224,7 @@ class Decoding(Fields):
 
 
 SAME_NAMES = {option.name for option in fields(Options)} & {*Decoding.model_fields} - {"seed", "num_beams"}
-"""Fields that are options of the same name, without those that the other fields decide about."""
+"""Fields that are options of the same name. The plan makes the seed and the beams of several fields."""
 
 
 @dataclass(frozen=True)
