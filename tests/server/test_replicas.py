@@ -162,7 +162,7 @@ def test_a_busy_replica_does_not_get_more_of_its_conversation(monkeypatch):
     router.initialize_state()
     replicas = [SimpleNamespace(replica_id=name) for name in "ab"]
     body = json.dumps({"prompt": "busy " * 60}).encode()
-    request = SimpleNamespace(args=[Asked({}, body, blocks_of(body), "id")])
+    request = SimpleNamespace(args=[Asked({}, body, blocks_of(body))])
 
     def send():
         first = asyncio.run(router.choose_replicas(replicas, request))[0][0].replica_id

@@ -2,56 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import specbeam
-from specbeam.results import Piece, Result, TopLogProbs
+from specbeam.results import Piece, Result
 from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
+from specbeam.server.errors import to_json
 from specbeam.server.fields import Decoding
-from specbeam.server.statistics import statistics, usage, vllm_metrics
+from specbeam.server.statistics import costs, usage
+from specbeam.server.tokens import Part
 
 FINISH_REASONS = {"stop": "stop", "length": "length", "cancelled": "length", "timeout": "length"}
 """OpenAI's names. Clients know no other ones. A text that was ended early is not complete, as after "length"."""
-_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 LAST_FRAME = b"data: [DONE]\n\n"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of the text of a choice, or all of it.
-
-    Attributes:
-        log_probs: of the tokens. None for the first token of a prompt.
-        end: the finished text, if this is its last part.
-    """
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    log_probs: Sequence[float | None] = ()
-    top_logprobs: TopLogProbs | None = None
-    end: Text | None = None
-
-    @classmethod
-    def whole(cls, text: Text) -> Part:
-        return cls(text.text, text.token_ids, text.log_probs, text.top_logprobs, text)
-
-    def __add__(self, other: Part) -> Part:
-        """This part and the next one."""
-        top = None if other.top_logprobs is None else [*(self.top_logprobs or []), *other.top_logprobs]
-        return Part(
-            self.text + other.text,
-            self.token_ids + other.token_ids,
-            [*self.log_probs, *other.log_probs],
-            top,
-            other.end,
-        )
 
 
 class Answer(ABC):
@@ -77,27 +45,24 @@ class Answer(ABC):
         }
 
     @abstractmethod
-    def choice(self, index: int, part: Part, is_frame: bool) -> dict[str, Any]:
-        """A choice, or what a frame adds to it. In frames the end of a text comes without text."""
+    def choice(self, index: int, part: Part) -> dict[str, Any]:
+        """A choice, or what a frame of a stream adds to it. In frames the end of a text comes without text."""
 
-    def beginning(self, request: int) -> list[dict[str, Any]]:
-        """The choices of the frame that begins the texts of a request to the engine."""
-        return []
+    @abstractmethod
+    def beginning(self, index: int) -> dict[str, Any] | None:
+        """The choice of a frame before the text of a choice, if there is one."""
 
     def whole(self, results: Sequence[Result]) -> dict[str, Any]:
         """The answer as one object."""
-        choices = [self.choice(index, Part.whole(text), is_frame=False) for index, text in self._best(results)]
+        choices = [self.choice(index, Part.of(text, end=text)) for index, text in self._best(results)]
         return {
             **self._head,
             "object": self.kind,
             **self.details(),
             "choices": choices,
             "usage": usage(self.call, results),
-            **self._costs(results),
+            **costs(self.call, results),
         }
-
-    def _costs(self, results: Sequence[Result]) -> dict[str, Any]:
-        return {"metrics": vllm_metrics(self.call, results), "specbeam": statistics(results)}
 
     def details(self) -> dict[str, Any]:
         """Further values of the answer, or of the first frame."""
@@ -114,43 +79,40 @@ class Answer(ABC):
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The frames of the stream. Frames of one iteration of the engine come together."""
-        head = json.dumps({**self._head, "object": self.chunk_kind}, ensure_ascii=False)[:-1]
+        head = to_json({**self._head, "object": self.chunk_kind})[:-1]
         tail = ',"usage":null}\n\n' if self.fields.includes_usage else "}\n\n"
 
         def frame(choices: list[dict[str, Any]], **more: Any) -> str:
-            extra = "".join(f',"{name}":{_json(value)}' for name, value in more.items())
+            extra = "".join(f',"{name}":{to_json(value)}' for name, value in more.items())
             end = "}\n\n" if "usage" in more else tail
-            return f'data: {head},"choices":{_json(choices)}{extra}{end}'
+            return f'data: {head},"choices":{to_json(choices)}{extra}{end}'
 
         plan, requests = self.call.plan, self.call.requests
         results: dict[int, Result] = {}
         has_begun: set[int] = set()
-        is_first = True
+        details = self.details()  # of the first frame
         async for received in self.call.pieces():
             written: list[str] = []
             for number, piece in received:
-                if piece is None:
-                    continue
+                indices = range(number * plan.n, (number + 1) * plan.n) if plan.searches else [number]
                 if number not in has_begun:
                     has_begun.add(number)
-                    for choice in self.beginning(number):
-                        written.append(frame([choice], **(self.details() if is_first else {})))
-                        is_first = False
+                    for choice in filter(None, map(self.beginning, indices)):
+                        written.append(frame([choice], **details))
+                        details = {}
                 if piece.result is not None:
                     results[number] = piece.result
                 more: dict[str, Any] = {}
                 if len(results) == len(requests) and not self.fields.includes_usage:
-                    more = self._costs([results[i] for i in range(len(requests))])
-                index = number * plan.n if plan.searches else number
-                choices = [*self._parts(index, piece)]
+                    more = costs(self.call, [results[i] for i in range(len(requests))])
+                choices = [*self._parts(indices[0], piece)]
                 for place, choice in enumerate(choices):
                     written.append(frame([choice], **(more if place == len(choices) - 1 else {})))
             if written:
                 yield "".join(written).encode(errors="replace")
         if self.fields.includes_usage:
             in_order = [results[i] for i in range(len(requests))]
-            end = {"usage": usage(self.call, in_order), **self._costs(in_order)}
-            yield frame([], **end).encode(errors="replace")
+            yield frame([], usage=usage(self.call, in_order), **costs(self.call, in_order)).encode(errors="replace")
         yield LAST_FRAME
 
     def _parts(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -160,12 +122,11 @@ class Answer(ABC):
         """
         shows_tokens = piece.token_ids and (piece.top_logprobs is not None or self.fields.return_token_ids)
         if piece.text or shows_tokens:
-            part = Part(piece.text, piece.token_ids, piece.log_probs, piece.top_logprobs)
-            yield self.choice(index, part, is_frame=True)
+            yield self.choice(index, Part.of(piece))
         for place, text in enumerate([] if piece.result is None else piece.result.sequences):
             if place:
-                yield self.choice(index + place, replace(Part.whole(text), end=None), is_frame=True)
-            yield self.choice(index + place, Part(end=text), is_frame=True)
+                yield self.choice(index + place, Part.of(text))
+            yield self.choice(index + place, Part(end=text))
 
     def ending(self, part: Part) -> dict[str, Any]:
         """The values of a choice that say how it ended."""

@@ -28,7 +28,7 @@ from specbeam.server.call import Call
 from specbeam.server.chat import ChatRequest
 from specbeam.server.completions import CompletionRequest
 from specbeam.server.errors import Refusal, failed, json_response, refusal_of_body, refusal_of_json, stopping
-from specbeam.server.guard import MAX_SHOWN_PATH, REQUEST_ID, Guard, Life
+from specbeam.server.guard import MAX_SHOWN_PATH, REQUEST_ID, Guard
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics
 from specbeam.server.models import Models, ServedModel
@@ -120,7 +120,7 @@ def make_app(
         models: their engines start with the application, and stop with it.
         logs_prompts: the log has the prompts, too.
     """
-    limits, access, life = limits or Limits(), access or Access(), Life()
+    limits, access = limits or Limits(), access or Access()
     metrics, arrivals = Metrics(), Arrivals()
     long_bodies = ThreadPoolExecutor(MAX_LONG_BODIES, "specbeam-tokenizing")
 
@@ -140,10 +140,9 @@ def make_app(
         redirect_slashes=False,
         responses=ERRORS,
     )
-    app.state.life = life
     app.state.models = models
     app.router.route_class = StrictRoute
-    protect(app, limits, access, metrics, life)
+    protect(app, limits, access, metrics)
 
     async def tokenizing(request: Request, work: Callable[[], T]) -> T:
         """The outcome of work that makes tokens of a request's body, in a thread."""
@@ -219,7 +218,7 @@ def make_app(
 
     @app.get("/health")
     async def health(request: Request) -> Response:
-        if life.is_stopping:
+        if request.app.state.is_stopping:
             raise stopping()
         if ended := _models(request).ended:
             raise Refusal(f"an error ended the engine of {', '.join(ended)}: start the server again", None, None, 503)
@@ -227,7 +226,7 @@ def make_app(
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def read_metrics(request: Request) -> Response:
-        return Response(metrics.text(_models(request).loads), media_type="text/plain; version=0.0.4")
+        return metrics.response(_models(request).loads)
 
     add_page_to(app)
 
@@ -248,9 +247,13 @@ def make_app(
     return app
 
 
-def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics, life: Life) -> None:
-    """Check the requests to an application, log and count them, and answer errors in OpenAI's shape."""
-    app.add_middleware(Guard, limits=limits, access=access, metrics=metrics, life=life)
+def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics) -> None:
+    """Check the requests to an application, log and count them, and answer errors in OpenAI's shape.
+
+    New requests are refused from when ``app.state.is_stopping`` is true.
+    """
+    app.state.is_stopping = False
+    app.add_middleware(Guard, limits=limits, access=access, metrics=metrics)
     if access.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -261,7 +264,7 @@ def protect(app: Starlette, limits: Limits, access: Access, metrics: Metrics, li
         )
 
     async def refuse(request: Request, refusal: Refusal) -> Response:
-        if life.is_stopping and refusal.status < 500:
+        if request.app.state.is_stopping and refusal.status < 500:
             refusal = stopping()
         elif refusal.status == 500:
             logger.error("request %s failed", request.scope["specbeam"]["id"], exc_info=refusal)
@@ -326,5 +329,5 @@ def _about(model: ServedModel) -> dict[str, Any]:
         "owned_by": "specbeam",
         "max_model_len": model.lm.backend.context_length,
         "has_chat_template": bool(model.lm.tokenizer.chat_template),
-        "drafts": model.drafts,
+        "drafts": [*model.drafts],
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,59 +28,53 @@ from specbeam.server.models import ServedModel
 
 TOO_LONG = "context_length_exceeded"
 """OpenAI's code, by which clients know that they have to shorten the conversation."""
-Pieces = list[tuple[int, Piece | None]]
-"""Pieces with the number of their request. None at the end of a request."""
+Pieces = list[tuple[int, Piece]]
+"""Pieces with the number of their request."""
 
 
+@dataclass(eq=False, repr=False)
 class Call:
     """The prompts of a call and how to decode them. There are ``plan.draws`` requests for each prompt.
 
-    Args:
+    Attributes:
         field: the field of the client's request that has the prompts.
         raw: do not apply the chat template.
         rendering: how it is applied.
         prompt_top: also score the prompts, with this many likeliest tokens at each place.
         writes: whether there are new tokens.
-
-    Attributes:
         requests: of all prompts, in their order.
         prompt_scores: for each request, if they were asked for.
+
+    Raises:
+        Refusal: more prompts or texts than the server takes.
     """
 
-    def __init__(
-        self,
-        model: ServedModel,
-        prompts: Sequence[Any],
-        plan: Plan,
-        limits: Limits,
-        *,
-        field: str,
-        raw: bool = False,
-        rendering: Rendering = DEFAULT_RENDERING,
-        prompt_top: int | None = None,
-        writes: bool = True,
-    ) -> None:
-        if len(prompts) > limits.max_prompts:
-            raise Refusal(f"{len(prompts)} prompts are more than this server's limit of {limits.max_prompts}", field)
-        if len(prompts) * plan.draws > limits.max_requests + limits.max_waiting:
-            raise Refusal(f"{len(prompts) * plan.draws} texts are more than this server takes at once", field)
-        self.model = model
-        self.prompts = prompts
-        self.plan = plan
+    model: ServedModel
+    prompts: Sequence[Any]
+    plan: Plan
+    limits: Limits
+    _: KW_ONLY
+    field: str
+    raw: bool = False
+    rendering: Rendering = DEFAULT_RENDERING
+    prompt_top: int | None = None
+    writes: bool = True
+
+    def __post_init__(self) -> None:
+        number, limit = len(self.prompts), self.limits.max_prompts
+        if number > limit:
+            raise Refusal(f"{number} prompts are more than this server's limit of {limit}", self.field)
+        texts = number * self.plan.draws
+        if texts > self.limits.max_requests + self.limits.max_waiting:
+            raise Refusal(f"{texts} texts are more than this server takes at once", self.field)
         self.requests: list[Request] = []
         self.prompt_scores: list[PromptScores] = []
-        self._limits = limits
-        self._field = field
-        self._raw = raw
-        self._rendering = rendering
-        self._prompt_top = prompt_top
-        self._writes = writes
         self._is_cancelled = False
 
     @property
     def is_quick(self) -> bool:
         """Whether a short prompt is submitted at once: one request to the engine, and no template to wait for."""
-        return len(self.prompts) * self.plan.draws == 1 and (self._raw or chat_templates.render.is_ready)
+        return len(self.prompts) * self.plan.draws == 1 and (self.raw or chat_templates.render.is_ready)
 
     def submit(self) -> None:
         """Submit the requests. Tokenizers and chat templates take long for long prompts.
@@ -89,21 +83,19 @@ class Call:
             Refusal: a prompt is too long or of a wrong kind, or the queue is full.
         """
         try:
-            self._submit()
+            options = self._options()
+            for prompt in self.prompts:
+                ids = self._encode(prompt)
+                for number in range(self.plan.draws):
+                    if self._is_cancelled:
+                        return
+                    self._submit_one(ids, options, number)
         except BaseException:
-            self.cancel()
+            self._is_cancelled = True
             raise
-
-    def _submit(self) -> None:
-        options = self._options()
-        for prompt in self.prompts:
-            ids = self._encode(prompt)
-            for number in range(self.plan.draws):
-                if self._is_cancelled:
-                    return
-                self._submit_one(ids, options, number)
-        if self._is_cancelled:  # meanwhile
-            self.cancel()
+        finally:
+            if self._is_cancelled:  # also meanwhile
+                self.cancel()
 
     def _options(self) -> Options:
         """The options of the plan, with the constraint that its choices stand for."""
@@ -116,20 +108,20 @@ class Call:
             raise refusal_of(error, plan.names, "structured_outputs") from error
 
     def _encode(self, prompt: Any) -> list[int]:
-        backend, limit = self.model.lm.backend, self._limits.max_prompt_tokens
+        backend, limit = self.model.lm.backend, self.limits.max_prompt_tokens
         context, begin = backend.context_length, backend.start_token_ids
         fit = context - (begin is None)  # with an encoder, the text does not follow the prompt
         try:
             most = fit if limit is None else min(fit, limit)
-            ids = self.model.encode(prompt, raw=self._raw, most=most, rendering=self._rendering)
+            ids = self.model.encode(prompt, raw=self.raw, most=most, rendering=self.rendering)
         except PromptTooLong as error:
             says = f"the prompt has {error.tokens} tokens"
             if limit is not None and limit < fit:
-                raise Refusal(f"{says}, and this server's limit is {limit:,}", self._field, TOO_LONG) from error
+                raise Refusal(f"{says}, and this server's limit is {limit:,}", self.field, TOO_LONG) from error
             says += f", but the model's context holds {context:,}: shorten it"
-            raise Refusal(says, self._field, TOO_LONG) from error
+            raise Refusal(says, self.field, TOO_LONG) from error
         except SpecbeamError as error:
-            raise Refusal(str(error), self._field) from error
+            raise Refusal(str(error), self.field) from error
         asked, left = self.plan.asked, context - len(ids if begin is None else begin)
         if asked is not None and asked > left:
             name = self.plan.names["max_new_tokens"]
@@ -146,29 +138,29 @@ class Call:
         strategy: MakeStrategy | None = None
         if options.seed is not None:
             options = replace(options, seed=(options.seed + number) % SEEDS)
-        if self._prompt_top is not None or not self._writes:
+        if self.prompt_top is not None or not self.writes:
             scores = PromptScores()
             self.prompt_scores.append(scores)
-            options = replace(options, share_prefix=self._prompt_top is None)
+            options = replace(options, share_prefix=self.prompt_top is None)
             strategy = partial(self._strategy, scores=scores)
         try:
             request = self.model.engine.submit(
                 ids,
                 options,
-                draft=plan.draft if self._writes else None,
+                draft=plan.draft if self.writes else None,
                 strategy=strategy,
                 priority=plan.priority,
-                timeout=self._limits.timeout,
+                timeout=self.limits.timeout,
             )
         except (SpecbeamError, RuntimeError) as error:
-            raise refusal_of(error, plan.names, self._field) from error
+            raise self._refusal(error) from error
         self.requests.append(request)
 
     def _strategy(self, setup: Setup, drafter: Drafter | None, scores: PromptScores) -> Strategy:
         """Score the prompt, and then go on as the options say."""
-        if self._prompt_top is not None:
-            yield from score_prompt(setup.tree, self._prompt_top, scores)
-        if not self._writes:
+        if self.prompt_top is not None:
+            yield from score_prompt(setup.tree, self.prompt_top, scores)
+        if not self.writes:
             return [Hypothesis(setup.tree.tip, 0.0, "length")] * setup.options.num_return_sequences
         return (yield from make_strategy(setup, drafter))
 
@@ -195,32 +187,32 @@ class Call:
         Raises:
             Refusal: a request failed.
         """
-        loop = asyncio.get_running_loop()
+        call_soon = asyncio.get_running_loop().call_soon_threadsafe
         received: Pieces = []
-        has_pieces = asyncio.Event()
+        ended: list[Request] = []
+        has_news = asyncio.Event()
 
-        def take(number: int, piece: Piece | None) -> None:
+        def take(number: int, piece: Piece) -> None:
             received.append((number, piece))
-            has_pieces.set()
+            has_news.set()
 
-        def end(number: int, _: Request) -> None:
-            take(number, None)
+        def end(request: Request) -> None:
+            ended.append(request)
+            has_news.set()
 
         for number, request in enumerate(self.requests):
-            request.add_piece_callback(partial(take, number), loop.call_soon_threadsafe)
-            request.add_done_callback(partial(end, number), loop.call_soon_threadsafe)
-        unfinished = len(self.requests)
-        while unfinished:
-            await has_pieces.wait()
-            has_pieces.clear()
+            request.add_piece_callback(partial(take, number), call_soon)
+            request.add_done_callback(end, call_soon)
+        num_ended = 0
+        while num_ended < len(self.requests):
+            await has_news.wait()
+            has_news.clear()
+            num_ended = len(ended)
+            for request in ended:
+                if isinstance(request.outcome, Exception):
+                    raise self._refusal(request.outcome) from request.outcome
             taken, received[:] = [*received], []
-            for number, piece in taken:
-                if piece is None:
-                    unfinished -= 1
-                    outcome = self.requests[number].outcome
-                    if isinstance(outcome, Exception):
-                        raise self._refusal(outcome) from outcome
             yield taken
 
     def _refusal(self, error: Exception) -> Refusal:
-        return refusal_of(error, self.plan.names, self._field)
+        return refusal_of(error, self.plan.names, self.field)

@@ -9,15 +9,14 @@ from pydantic import Field, field_validator
 from specbeam import chat_templates
 from specbeam.errors import SpecbeamError
 from specbeam.prompts import Rendering
-from specbeam.server.answers import Answer, Part
+from specbeam.server.answers import Answer
 from specbeam.server.call import Call
 from specbeam.server.errors import Refusal
-from specbeam.server.fields import Decoding, Fields, Unsupported, Whole, content_of
+from specbeam.server.fields import Count, Decoding, Empty, Fields, TopLogprobs, Unsupported, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.tokens import chat_log_probs
+from specbeam.server.tokens import Part, chat_log_probs
 
-MAX_TOP_LOGPROBS = 20
 ROLES = {"developer": "system"}
 """OpenAI's newer name of a role, and the name that chat templates know."""
 NAME = r"^[^\s<|\\/>]+$"
@@ -37,10 +36,10 @@ class Message(Fields):
     role: str
     content: str | Annotated[list[TextPart], Field(min_length=1)] | None = Field(None, validate_default=True)
     name: Annotated[str, Field(pattern=NAME)] | None = Field(None, description="For the chat template: message.name.")
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Empty | None = None
     refusal: Unsupported = None
     audio: Unsupported = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Empty | None = None
     function_call: Unsupported = None
 
     _content_of = field_validator("content")(content_of)
@@ -94,19 +93,19 @@ class ChatRequest(TemplateFields, Decoding):
     messages: Annotated[list[Message], Field(min_length=1)] = Field(
         description="A message of the assistant at the end is continued, unless continue_final_message is false."
     )
-    max_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
-    max_completion_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = Field(None, description="max_tokens.")
+    max_tokens: Count | None = None
+    max_completion_tokens: Count | None = Field(None, description="max_tokens.")
     logprobs: bool | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     response_format: TextFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Empty | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted: there are no tools.")
     reasoning_effort: Literal["none"] | None = None
     verbosity: Literal["medium"] | None = None
     audio: Unsupported = None
-    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    functions: Empty | None = None
     function_call: Literal["none", "auto"] | None = None
     moderation: Unsupported = None
     prediction: Unsupported = None
@@ -121,14 +120,8 @@ class ChatRequest(TemplateFields, Decoding):
         if self.top_logprobs is not None and not self.logprobs:
             raise Refusal("top_logprobs goes with logprobs: true", "top_logprobs")
         name = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        plan = self.plan(
-            model,
-            limits,
-            getattr(self, name),
-            limits.max_tokens,
-            {"max_new_tokens": name},
-            (self.top_logprobs or 0) if self.logprobs else None,
-        )
+        top = (self.top_logprobs or 0) if self.logprobs else None
+        plan = self.plan(model, limits, name, limits.max_tokens, top)
         messages = [message.for_template for message in self.messages]
         return Call(model, [messages], plan, limits, field="messages", rendering=self.rendering(model))
 
@@ -144,24 +137,22 @@ class ChatCompletion(Answer):
     prefix = "chatcmpl"
     fields: ChatRequest
 
-    def choice(self, index: int, part: Part, is_frame: bool) -> dict[str, Any]:
-        if is_frame:
+    def choice(self, index: int, part: Part) -> dict[str, Any]:
+        if self.fields.stream:
             said: dict[str, Any] = {"delta": {"content": part.text} if part.end is None else {}}
         else:
             said = {"message": {"role": "assistant", "content": part.text, "refusal": None}}
         made = {"index": index, **said, "logprobs": None, **self.ending(part)}
-        if self.fields.logprobs and (part.token_ids or not is_frame):
-            entries = chat_log_probs(self.call.model.texts, part.token_ids, part.log_probs, part.top_logprobs)
+        if self.fields.logprobs and (part.token_ids or not self.fields.stream):
+            entries = chat_log_probs(self.call.model.texts, part)
             made["logprobs"] = {"content": entries, "refusal": None}
         if self.fields.return_token_ids:
             made["token_ids"] = part.token_ids
         return made
 
-    def beginning(self, request: int) -> list[dict[str, Any]]:
-        plan = self.call.plan
-        indices = range(plan.n) if plan.searches else [request]
+    def beginning(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
-        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in indices]
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def details(self) -> dict[str, Any]:
         return {"prompt_token_ids": self.call.requests[0].prompt_ids} if self.fields.return_token_ids else {}

@@ -7,12 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from specbeam.engine import Request
-from specbeam.server.answers import Answer, Part
+from specbeam.prompts import is_batch
+from specbeam.server.answers import Answer
 from specbeam.server.call import Call
-from specbeam.server.fields import Decoding, TokenId, Whole
+from specbeam.server.fields import CountOrZero, Decoding, TokenId, TopLogprobs
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.tokens import CompletionLogProbs
+from specbeam.server.tokens import CompletionLogProbs, Part
 
 MAX_TOKENS = 16
 """Without ``max_tokens``, as OpenAI documents."""
@@ -25,16 +26,15 @@ class CompletionRequest(Decoding):
     prompt: str | Tokens | Annotated[list[str], Field(min_length=1)] | Annotated[list[Tokens], Field(min_length=1)] = (
         Field(description="A text, token ids, or a list of either.")
     )
-    max_tokens: Annotated[Whole, Field(ge=0, lt=2**31)] | None = Field(None, description="16 if it is left out.")
-    logprobs: Annotated[Whole, Field(ge=0, le=20)] | None = Field(None, description="Likeliest tokens at each place.")
+    max_tokens: CountOrZero | None = Field(None, description="16 if it is left out.")
+    logprobs: TopLogprobs | None = Field(None, description="Likeliest tokens at each place.")
     echo: bool | None = Field(None, description="Begin with the prompt, also in logprobs.")
     suffix: Literal[""] | None = None
 
     def call(self, model: ServedModel, limits: Limits) -> Call:
         """The requests to the engine."""
-        names = {"max_new_tokens": "max_tokens", "top_logprobs": "logprobs"}
-        plan = self.plan(model, limits, self.max_tokens, MAX_TOKENS, names, self.logprobs)
-        prompts: Any = self.prompt if _is_batch(self.prompt) else [self.prompt]
+        plan = self.plan(model, limits, "max_tokens", MAX_TOKENS, self.logprobs)
+        prompts: Any = self.prompt if is_batch(self.prompt) else [self.prompt]
         scored = self.logprobs if self.echo else None
         return Call(
             model, prompts, plan, limits, field="prompt", raw=True, prompt_top=scored, writes=self.max_tokens != 0
@@ -42,10 +42,6 @@ class CompletionRequest(Decoding):
 
     def answer(self, call: Call) -> Completion:
         return Completion(call, self)
-
-
-def _is_batch(prompt: Any) -> bool:
-    return not isinstance(prompt, str) and not isinstance(prompt[0], int)
 
 
 class Completion(Answer):
@@ -59,29 +55,27 @@ class Completion(Answer):
         super().__init__(call, fields)
         self._log_probs: dict[int, CompletionLogProbs] = {}  # by choice
 
-    def choice(self, index: int, part: Part, is_frame: bool) -> dict[str, Any]:
-        if self.fields.echo and not is_frame:
+    def choice(self, index: int, part: Part) -> dict[str, Any]:
+        token_ids = part.token_ids
+        if self.fields.echo and not self.fields.stream:
             part = self._prompt(index) + part
         made = {"index": index, "text": part.text, "logprobs": None, **self.ending(part)}
         if self.fields.logprobs is not None:
             log_probs = self._log_probs.setdefault(index, CompletionLogProbs(self.call.model.texts))
-            made["logprobs"] = log_probs(part.token_ids, part.log_probs, part.top_logprobs)
+            made["logprobs"] = log_probs(part)
         if self.fields.return_token_ids:
-            made["token_ids"] = part.token_ids if is_frame or part.end is None else part.end.token_ids
-            if not is_frame:
+            made["token_ids"] = token_ids
+            if not self.fields.stream:
                 made["prompt_token_ids"] = self._request(index).prompt_ids
         return made
 
-    def beginning(self, request: int) -> list[dict[str, Any]]:
-        plan = self.call.plan
-        indices = range(request * plan.n, (request + 1) * plan.n) if plan.searches else [request]
-        made = []
-        for index in indices:
-            choice = self.choice(index, self._prompt(index) if self.fields.echo else Part(), is_frame=True)
-            if self.fields.return_token_ids:
-                choice |= {"token_ids": [], "prompt_token_ids": self._request(index).prompt_ids}
-            made.append(choice)
-        return made if self.fields.echo or self.fields.return_token_ids else []
+    def beginning(self, index: int) -> dict[str, Any] | None:
+        if not self.fields.echo and not self.fields.return_token_ids:
+            return None
+        choice = self.choice(index, self._prompt(index) if self.fields.echo else Part())
+        if self.fields.return_token_ids:
+            choice |= {"token_ids": [], "prompt_token_ids": self._request(index).prompt_ids}
+        return choice
 
     def _request(self, index: int) -> Request:
         """A request for the prompt of a choice."""

@@ -20,6 +20,7 @@ TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 """OpenAI's names, by status. Other errors of the client are an "invalid_request_error"."""
 TYPE_NAMES = ("str", "int", "float", "bool")
 OPTION = re.compile(rf"\b({'|'.join(one.name for one in fields(Options))})\b")
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 
 @dataclass(eq=False)
@@ -57,8 +58,7 @@ class Refusal(Exception):
 
 def json_response(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     """A value as JSON in UTF-8. Half a surrogate pair, which no encoding can write, becomes a question mark."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return Response(text.encode(errors="replace"), status, headers, "application/json")
+    return Response(to_json(value).encode(errors="replace"), status, headers, "application/json")
 
 
 def stopping() -> Refusal:

@@ -6,7 +6,7 @@ are declared with their neutral values, because many clients send these along.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo
@@ -22,29 +22,6 @@ SEEDS = 2**63
 """OpenAI's seeds may be negative. Ours are these numbers modulo this one."""
 MAX_STOP_STRINGS = 64
 MAX_CHOICES = 1000
-SAME_NAMES = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "frequency_penalty",
-    "presence_penalty",
-    "logit_bias",
-    "length_penalty",
-    "early_stopping",
-    "num_beam_groups",
-    "diversity_penalty",
-    "distinct",
-    "num_draft_tokens",
-    "draft_width",
-    "draft_budget",
-    "draft_temperature",
-    "draft_top_k",
-    "trace",
-)
-"""Fields that are options of the same name."""
 
 
 def whole(value: Any) -> Any:
@@ -58,7 +35,12 @@ TokenKey = Annotated[str, Field(pattern=r"^[0-9]+$")]
 """A token id as a name in an object."""
 Bias = Annotated[float, Field(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]
 Count = Annotated[Whole, Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[Whole, Field(ge=0, lt=2**31)]
+TopLogprobs = Annotated[Whole, Field(ge=0, le=20)]
+"""How many of the likeliest tokens to return for each place."""
 Size = Count | Literal["auto"]
+Empty = Annotated[list[Any], Field(max_length=0)]
+"""The type of lists that OpenAI documents and that this server does not support."""
 Unsupported: TypeAlias = None
 """The type of fields that OpenAI documents and that this server does not support: only null is allowed."""
 
@@ -123,8 +105,8 @@ class Decoding(Fields):
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float | None = Field(None, gt=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0)
-    no_repeat_ngram_size: Annotated[Whole, Field(ge=0, lt=2**31)] | None = None
-    min_tokens: Annotated[Whole, Field(ge=0, lt=2**31)] | None = Field(None, description="No end before these.")
+    no_repeat_ngram_size: CountOrZero | None = None
+    min_tokens: CountOrZero | None = Field(None, description="No end before these.")
     ignore_eos: bool | None = Field(None, description="Do not end at an end-of-sequence token.")
     stop_token_ids: list[TokenId] | None = Field(None, description="Further tokens that end the text.")
     num_beams: Count | None = Field(None, description="Beam search with this many beams. n is at most this.")
@@ -140,7 +122,7 @@ class Decoding(Fields):
     draft_width: Size | None = None
     draft_budget: Size | None = None
     draft_temperature: float | None = None
-    draft_top_k: Annotated[Whole, Field(ge=0, lt=2**31)] | None = None
+    draft_top_k: CountOrZero | None = None
     priority: Annotated[Whole, Field(ge=-(2**31), lt=2**31)] | None = Field(None, description="Lower ones start first.")
     structured_outputs: StructuredOutputs | None = Field(None, description='As in vLLM: {"choice": [texts]}.')
     return_token_ids: bool | None = Field(None, description="Add token_ids and prompt_token_ids.")
@@ -163,27 +145,19 @@ class Decoding(Fields):
         if self.stream and self.best_of is not None and not self.use_beam_search and self.best_of > (self.n or 1):
             raise Refusal("best_of cannot be streamed: all its texts must end before the best one is known", "best_of")
 
-    def plan(
-        self,
-        model: ServedModel,
-        limits: Limits,
-        asked: int | None,
-        default: int,
-        names: dict[str, str],
-        top: int | None,
-    ) -> Plan:
+    def plan(self, model: ServedModel, limits: Limits, field: str, default: int, top: int | None) -> Plan:
         """How to decode for this request.
 
         Args:
-            asked: new tokens, if the request says how many.
-            default: new tokens otherwise, or as many as the context has left.
-            names: fields by option, where the names differ and it depends on the endpoint.
+            field: the field that says how many new tokens there are at most.
+            default: new tokens if the field is left out, or as many as the context has left.
             top: how many likeliest tokens to return for each place; None for no log-probabilities.
 
         Raises:
             Refusal: fields out of range, or that contradict each other.
         """
         self.check()
+        asked: int | None = getattr(self, field)
         max_tokens = default if asked is None else asked
         n = self.n or 1
         choices = self.structured_outputs and tuple(dict.fromkeys(self.structured_outputs.choice or ()))
@@ -200,12 +174,9 @@ class Decoding(Fields):
         if choices and searches and n > len(choices):
             raise Refusal(f"n={n} is more than the {len(choices)} texts of structured_outputs.choice", "n")
         if (self.min_tokens or 0) > max_tokens:
-            raise Refusal(
-                f"min_tokens={self.min_tokens} is more than {names['max_new_tokens']}={max_tokens}", "min_tokens"
-            )
+            raise Refusal(f"min_tokens={self.min_tokens} is more than {field}={max_tokens}", "min_tokens")
         if max_tokens > limits.max_tokens:
-            name = names["max_new_tokens"]
-            raise Refusal(f"{name}={max_tokens} is more than this server's limit of {limits.max_tokens}", name)
+            raise Refusal(f"{field}={max_tokens} is more than this server's limit of {limits.max_tokens}", field)
         values = {name: value for name in SAME_NAMES if (value := getattr(self, name)) is not None}
         if self.temperature is None and not searches:
             values["temperature"] = 1.0
@@ -222,12 +193,12 @@ class Decoding(Fields):
             values |= {"num_beams": beams, "num_return_sequences": n}
         values |= {"max_new_tokens": max(max_tokens, 1), "top_logprobs": top}
         names = {
+            "max_new_tokens": field,
             "num_return_sequences": "n",
             "stop_strings": "stop",
             "eos_token_id": "stop_token_ids",
             "min_new_tokens": "min_tokens",
             "constraint": "structured_outputs",
-            **names,
         }
         try:
             options = Options.of(values)
@@ -252,6 +223,10 @@ class Decoding(Fields):
         )
 
 
+SAME_NAMES = {option.name for option in fields(Options)} & {*Decoding.model_fields} - {"seed", "num_beams"}
+"""Fields that are options of the same name. The plan makes the seed and the beams of several fields."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """How the texts of a request are decoded.
@@ -273,5 +248,5 @@ class Plan:
     draft: Any
     priority: int
     names: dict[str, str]
-    asked: int | None = None
-    choices: tuple[str, ...] = ()
+    asked: int | None
+    choices: tuple[str, ...]

@@ -16,6 +16,7 @@ from urllib.parse import quote, urlsplit
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specbeam.engine import Request
 from specbeam.server.errors import Refusal, stopping
 from specbeam.server.limits import LOOPBACK_ADDRESSES, Access, Limits
 from specbeam.server.metrics import Metrics, Tally
@@ -23,9 +24,6 @@ from specbeam.server.page import is_page
 from specbeam.server.streams import ClientGone
 
 logger = logging.getLogger("specbeam.server")
-LOOPBACK = ("localhost", *LOOPBACK_ADDRESSES)
-OPEN_PATHS = ("/health",)
-"""Paths that need no API key."""
 MAX_BODY_SECONDS = 60.0
 """A client has this time to send its body."""
 MAX_BEGINNING = 8
@@ -45,14 +43,13 @@ class Guard:
     A request that has notes was checked by the guard of another process (:mod:`specbeam.server.replicas`).
     """
 
-    def __init__(self, app: ASGIApp, limits: Limits, access: Access, metrics: Metrics, life: Life) -> None:
+    def __init__(self, app: ASGIApp, limits: Limits, access: Access, metrics: Metrics) -> None:
         self._app = app
         self._limits = limits
         self._access = access
         self._metrics = metrics
-        self._life = life
         self._turns = asyncio.Semaphore(MAX_BEGINNING)
-        self._hosts = {*LOOPBACK, *access.allowed_hosts}
+        self._hosts = {"localhost", *LOOPBACK_ADDRESSES, *access.allowed_hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or "specbeam" in scope:
@@ -111,7 +108,7 @@ class Guard:
                 "origin_not_allowed",
                 403,
             )
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] == "/health":  # needs no API key
             return
         if self._access.api_keys:
             scheme, _, given = headers.get("authorization", "").partition(" ")
@@ -120,7 +117,7 @@ class Guard:
                 raise Refusal(
                     "the API key is wrong or missing: send Authorization: Bearer KEY", None, "invalid_api_key", 401
                 )
-        if self._life.is_stopping and scope["method"] == "POST":
+        if scope["app"].state.is_stopping and scope["method"] == "POST":
             raise stopping()
         if (encoding := headers.get("content-encoding", "identity")).lower() != "identity":
             raise Refusal(
@@ -131,17 +128,18 @@ class Guard:
                 415,
             )
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length[:20]) > self._limits.max_body_bytes:
-            raise Refusal(self._too_large, None, "body_too_large", 413)
+        if length.isdecimal():
+            self._check_size(int(length[:20]))
 
     def _allows(self, origin: str) -> bool:
         return (
             origin in self._access.cors_origins or "*" in self._access.cors_origins or _hostname(origin) in self._hosts
         )
 
-    @property
-    def _too_large(self) -> str:
-        return f"the body is larger than this server's limit of {self._limits.max_body_bytes} bytes"
+    def _check_size(self, num_bytes: int) -> None:
+        limit = self._limits.max_body_bytes
+        if num_bytes > limit:
+            raise Refusal(f"the body is larger than this server's limit of {limit} bytes", None, "body_too_large", 413)
 
     async def _body(self, receive: Receive) -> Message:
         """The whole body of a request.
@@ -162,8 +160,7 @@ class Guard:
                 raise ClientGone
             body += message.get("body", b"")
             is_whole = not message.get("more_body", False)
-            if len(body) > self._limits.max_body_bytes:
-                raise Refusal(self._too_large, None, "body_too_large", 413)
+            self._check_size(len(body))
         return {"type": "http.request", "body": bytes(body)}
 
     def _note(self, scope: Scope, notes: dict[str, Any], seconds: float) -> None:
@@ -172,20 +169,20 @@ class Guard:
         if outcome is None:
             outcome = "finished" if status < 400 else "refused" if status < 500 else "failed"
 
-        def log(later: Tally | None = None) -> None:
-            """Write the line. ``later``: the cost of texts that ended after their client had gone."""
+        def log(later_tokens: int = 0) -> None:
+            """Write the line. ``later_tokens`` are of texts that ended after their client had gone."""
             line = f"{scope['method']} {_path(scope)} {status} {outcome} {seconds:.3f} s"
             line += f" client={_client(scope)} id={notes['id']}"
             if (tally := notes.get("tally")) is not None:
-                new_tokens = tally.new_tokens + (0 if later is None else later.new_tokens)
-                line += f" model={tally.model} prompt_tokens={tally.prompt_tokens} new_tokens={new_tokens}"
+                line += f" model={tally.model} prompt_tokens={tally.prompt_tokens}"
+                line += f" new_tokens={tally.new_tokens + later_tokens}"
             if notes.get("prompts") is not None:
                 line += f" prompts={notes['prompts']!r}"
             logger.info(line)
 
         def end(later: Tally) -> None:
             self._metrics.add(later)
-            log(later)
+            log(later.new_tokens)
 
         is_over = settle(scope, end)
         self._metrics.count(notes["endpoint"], outcome, notes.get("tally"))
@@ -209,20 +206,17 @@ def settle(scope: Scope, take_later: Callable[[Tally], object]) -> bool:
     if (call := notes.pop("call", None)) is None:
         return True
     left = [request for request in call.requests if request.outcome is None]
-    notes["tally"] = Tally.of(call, left)
-    Tally.later(call, left, take_later)
+    notes["tally"] = Tally.of(call, [request for request in call.requests if request not in left])
+    unfinished = {*left}
+
+    def end(request: Request) -> None:
+        unfinished.remove(request)
+        if not unfinished:
+            take_later(Tally.of(call, left))
+
+    for request in left:
+        request.add_done_callback(end, asyncio.get_running_loop().call_soon_threadsafe)
     return not left
-
-
-class Life:
-    """Whether the server takes new requests.
-
-    Attributes:
-        is_stopping: no new requests are taken.
-    """
-
-    def __init__(self) -> None:
-        self.is_stopping = False
 
 
 def _first(message: Message, receive: Receive) -> Receive:

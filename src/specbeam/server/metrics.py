@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.responses import Response
 
 from specbeam.engine import Request
 from specbeam.results import Result, Stats
@@ -51,39 +51,18 @@ class Tally:
     results: list[tuple[Stats, int]]
 
     @classmethod
-    def of(cls, call: Call, left: Sequence[Request] = ()) -> Tally:
-        """The cost of a call without the requests that are left, because they have not ended."""
-        outcomes = [request.outcome for request in call.requests if request not in left]
-        done = [outcome for outcome in outcomes if isinstance(outcome, Result)]
+    def of(cls, call: Call, requests: Iterable[Request]) -> Tally:
+        """The cost of a call, with the results that these of its requests have."""
+        results = [outcome for request in requests if isinstance(outcome := request.outcome, Result)]
         return cls(
             call.model.name,
             sum(len(request.prompt_ids) for request in call.requests[:: call.plan.draws]),
-            [(result.stats, new_tokens_of(result)) for result in done],
+            [(result.stats, sum(len(text.token_ids) for text in result.sequences)) for result in results],
         )
-
-    @classmethod
-    def later(cls, call: Call, left: Sequence[Request], take: Callable[[Tally], object]) -> None:
-        """Give the cost of the requests that are left of a call to ``take``, once the engine has ended all of them."""
-        unfinished = {*left}
-
-        def end(request: Request) -> None:
-            unfinished.remove(request)
-            if not unfinished:
-                done = [outcome for one in left if isinstance(outcome := one.outcome, Result)]
-                take(cls(call.model.name, 0, [(result.stats, new_tokens_of(result)) for result in done]))
-
-        call_soon = asyncio.get_running_loop().call_soon_threadsafe
-        for request in left:
-            request.add_done_callback(end, call_soon)
 
     @property
     def new_tokens(self) -> int:
         return sum(tokens for _, tokens in self.results)
-
-
-def new_tokens_of(result: Result) -> int:
-    """The tokens of all texts of a request."""
-    return sum(len(text.token_ids) for text in result.sequences)
 
 
 class Metrics:
@@ -119,20 +98,18 @@ class Metrics:
 
     def add(self, tally: Tally) -> None:
         """Count what texts took."""
+        model = tally.model
         for stats, new_tokens in tally.results:
-            self._count_result(tally.model, stats, new_tokens)
+            for name, counter in self._counts.items():
+                counter.labels(model).inc(getattr(stats, name))
+            self._new_tokens.labels(model).inc(new_tokens)
+            if stats.time_to_first_token is not None:
+                self._first.labels(model).observe(stats.time_to_first_token)
+                if stats.new_tokens > 1:
+                    seconds = (stats.seconds - stats.time_to_first_token) / (stats.new_tokens - 1)
+                    self._between.labels(model).observe(seconds)
 
-    def _count_result(self, model: str, stats: Stats, new_tokens: int) -> None:
-        for name, counter in self._counts.items():
-            counter.labels(model).inc(getattr(stats, name))
-        self._new_tokens.labels(model).inc(new_tokens)
-        if stats.time_to_first_token is not None:
-            self._first.labels(model).observe(stats.time_to_first_token)
-            if stats.new_tokens > 1:
-                seconds = (stats.seconds - stats.time_to_first_token) / (stats.new_tokens - 1)
-                self._between.labels(model).observe(seconds)
-
-    def text(self, loads: Iterable[Load]) -> bytes:
+    def response(self, loads: Iterable[Load]) -> Response:
         """All numbers in Prometheus's format.
 
         Args:
@@ -143,4 +120,4 @@ class Metrics:
         for load in loads:
             for name, gauge in self._loads.items():
                 gauge.labels(load.model).inc(getattr(load, name.removeprefix("specbeam_")))
-        return generate_latest(self._registry)
+        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4")

@@ -115,6 +115,7 @@ class ServedModel:
     Attributes:
         lm: the model. Its source is the name, so that no message shows where its files are.
         texts: the texts of its tokens.
+        drafts: what a request may draft with, by name.
         created: when it was loaded, in seconds since 1970.
     """
 
@@ -122,7 +123,7 @@ class ServedModel:
         self,
         name: str,
         lm: LanguageModel,
-        drafts: Mapping[str, LanguageModel],
+        drafts: Mapping[str, LanguageModel | str | None],
         default_draft: str,
         limits: Limits,
         *,
@@ -140,18 +141,13 @@ class ServedModel:
         )
         self.texts = TokenTexts(lm)
         self.created = int(time.time())
-        self._drafts = drafts
+        self.drafts = drafts
         self._default_draft = default_draft
         self._control_tokens = None if allows_control_tokens else ControlTokens(lm.tokenizer)
 
     @property
     def name(self) -> str:
         return self.lm.source
-
-    @property
-    def drafts(self) -> list[str]:
-        """The drafts that a request may name."""
-        return [*self._drafts, *LOOKUPS, NO_DRAFT]
 
     def draft(self, name: str | None) -> LanguageModel | str | None:
         """The draft that a request names.
@@ -160,15 +156,11 @@ class ServedModel:
             Refusal: there is no such draft.
         """
         name = self._default_draft if name is None else name
-        if name == NO_DRAFT:
-            return None
-        if name in LOOKUPS:
-            return name
-        if name not in self._drafts:
+        if name not in self.drafts:
             raise Refusal(
                 f"there is no draft {name!r}: give one of {', '.join(self.drafts)}", "draft", "draft_not_found"
             )
-        return self._drafts[name]
+        return self.drafts[name]
 
     def encode(
         self, prompt: Any, *, raw: bool = False, most: int | None = None, rendering: Rendering = DEFAULT_RENDERING
@@ -219,7 +211,11 @@ class Models:
         else:
             check_caches(lms, limits.max_cache_tokens)
             slots = dict.fromkeys(lms, limits.max_cache_tokens)
-        named = {name: replace(draft, source=name) for name, draft in (drafts or {}).items()}
+        named: dict[str, LanguageModel | str | None] = {
+            **{name: replace(draft, source=name) for name, draft in (drafts or {}).items()},
+            **{name: name for name in LOOKUPS},
+            NO_DRAFT: None,
+        }
         self._models = {
             name: ServedModel(
                 name,

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 from fastapi import FastAPI
 from fastapi.responses import Response
 
 from specbeam.replay import replay_page
 
+FOLDER = Path(__file__).parent / "page"
 PREFIX = "/page/"
 TYPES = {
-    "css": "text/css",
-    "html": "text/html",
-    "js": "text/javascript",
-    "svg": "image/svg+xml",
-    "txt": "text/plain",
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".txt": "text/plain",
 }
-"""Media types by the end of a file's name."""
+"""Media types by the end of a file's name. Other files are not of the page."""
 HEADERS = {
     "cache-control": "no-cache",
     "content-security-policy": (
@@ -38,23 +38,13 @@ def is_page(path: str) -> bool:
 
 def add_page_to(app: FastAPI) -> None:
     """Add a route for each file of the page, and for the page of a replay, which gets its recording in the browser."""
-    contents = {name: file.read_bytes() for name, file in _files(files("specbeam.server") / "page")}
+    found = [file for file in FOLDER.rglob("*") if file.suffix in TYPES]
+    contents = {file.relative_to(FOLDER).as_posix(): file.read_bytes() for file in found}
     contents["replay.html"] = replay_page([], "A run of specbeam").encode()
     for name, content in contents.items():
         path = "/" if name == "index.html" else PREFIX + name
-        send = _sender(content, TYPES[name.rpartition(".")[2]])
+        send = _sender(content, TYPES[Path(name).suffix])
         app.add_api_route(path, send, methods=["GET", "HEAD"], include_in_schema=False)
-
-
-def _files(folder: Traversable, before: str = "") -> list[tuple[str, Traversable]]:
-    found = []
-    for entry in folder.iterdir():
-        name = before + entry.name
-        if entry.is_dir():
-            found += _files(entry, f"{name}/")
-        elif name.rpartition(".")[2] in TYPES:
-            found.append((name, entry))
-    return found
 
 
 def _sender(content: bytes, kind: str) -> Callable[[], Awaitable[Response]]:

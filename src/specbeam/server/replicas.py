@@ -25,7 +25,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.request_router import RequestRouter
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
@@ -35,7 +35,7 @@ from specbeam.jobs.cluster import joined_cluster
 from specbeam.model import LanguageModel
 from specbeam.server.app import make_app, protect
 from specbeam.server.errors import Refusal, json_response, stopping
-from specbeam.server.guard import Life, settle
+from specbeam.server.guard import settle
 from specbeam.server.limits import Access, Limits
 from specbeam.server.metrics import Metrics, Tally
 from specbeam.server.models import Load, Models
@@ -76,16 +76,14 @@ class Asked:
     """A client's request, as it goes to a replica.
 
     Attributes:
-        scope: of ASGI, without what cannot go to another process.
+        scope: of ASGI, without what cannot go to another process. Its notes have the id of the request.
         body: the whole body.
         blocks: hashes of the prefixes of the prompt, each one block longer than the one before.
-        request_id: for the replica's log.
     """
 
     scope: dict[str, Any]
     body: bytes
     blocks: Sequence[bytes]
-    request_id: str
 
 
 class State(NamedTuple):
@@ -211,7 +209,7 @@ class Replica:
             if message.get("more_body", False):  # the last message goes with the notes
                 has_chunks.set()
 
-        scope: Scope = {**asked.scope, "specbeam": {"id": asked.request_id}}
+        scope, notes = asked.scope, asked.scope["specbeam"]
         answering = asyncio.ensure_future(self._app(scope, receive, send))
         answering.add_done_callback(lambda _: has_chunks.set())
         try:
@@ -222,16 +220,16 @@ class Replica:
                     taken, messages[:] = [*messages], []
                     yield taken
             if answering.exception() is not None:
-                logger.error("request %s failed", asked.request_id, exc_info=answering.exception())
+                logger.error("request %s failed", notes["id"], exc_info=answering.exception())
             settle(scope, self._uncounted.append)
-            yield [{"type": NOTES, "notes": scope["specbeam"]}, *messages]
+            yield [{"type": NOTES, "notes": notes}, *messages]
         finally:  # Ray cancels this when the client goes away
             has_gone.set()
             with suppress(Exception):
                 await answering
-            if "call" in scope["specbeam"]:  # nobody waits for the notes
+            if "call" in notes:  # nobody waits for the notes
                 settle(scope, self._uncounted.append)
-                self._uncounted.append(scope["specbeam"]["tally"])
+                self._uncounted.append(notes["tally"])
 
     async def state(self) -> State:
         """How this replica is. The costs in it are the front's to count."""
@@ -245,12 +243,12 @@ class Replica:
 
     async def stop(self, grace: float | None) -> None:
         """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
-        self._app.state.life.is_stopping = True
+        self._app.state.is_stopping = True
         await self._models.stop(grace)
 
     def check_health(self) -> None:
         """Ray calls this, and replaces the replica if it raises an exception."""
-        if self._models.ended and not self._app.state.life.is_stopping:
+        if self._models.ended and not self._app.state.is_stopping:
             raise RuntimeError(f"an error ended the engine of {', '.join(self._models.ended)}")
 
 
@@ -272,11 +270,11 @@ class Replicas:
         notes["endpoint"] = scope["path"] if scope["path"] in GENERATING_PATHS else "other"
         notes["turn"].close()
         try:
-            body = await _whole_body(receive)
+            body = await Request(scope, receive).body()
             blocks = blocks_of(body) if scope["method"] == "POST" else ()
-            asked = Asked(_plain(scope), body, blocks, notes["id"])
+            asked = Asked(_plain(scope), body, blocks)
             await while_connected(receive, self._answer(asked, notes, send))
-        except ClientGone:
+        except (ClientGone, ClientDisconnect):
             notes["outcome"] = "cancelled"
 
     async def _answer(self, asked: Asked, notes: dict[str, Any], send: Send) -> None:
@@ -326,7 +324,8 @@ class Replicas:
     async def states(self) -> list[State]:
         """The states of the replicas that answer. The costs in them are counted."""
         try:
-            answers = await self._broadcast("state").results_async(timeout_s=STATE_SECONDS, return_exceptions=True)
+            asked = self._handle.broadcast("state")
+            answers = await asked.results_async(timeout_s=STATE_SECONDS, return_exceptions=True)
         except (TimeoutError, DeploymentUnavailableError, RayActorError):
             return []
         states = [answer for answer in answers if isinstance(answer, State)]
@@ -336,24 +335,20 @@ class Replicas:
 
     def cache_limits(self) -> list[str]:
         """The limits of the caches in each replica for the operator, a sentence for each model."""
-        answers = self._broadcast("cache_limits").results(timeout_s=STATE_SECONDS)
+        answers = self._handle.broadcast("cache_limits").results(timeout_s=STATE_SECONDS)
         return [f"in each replica, {sentence}" for sentence in answers[0]]
 
     async def stop(self, grace: float | None) -> None:
         """Finish all requests. After ``grace`` seconds the requests that are left end with the text so far."""
         with suppress(DeploymentUnavailableError, RayActorError):
-            await self._broadcast("stop", grace).results_async(return_exceptions=True)
-
-    def _broadcast(self, method: str, *arguments: Any) -> Any:
-        return self._handle.broadcast(method, *arguments)
+            await self._handle.broadcast("stop", grace).results_async(return_exceptions=True)
 
 
 def make_front(replicas: Replicas, limits: Limits, access: Access) -> Starlette:
     """The application that clients see."""
-    life = Life()
 
-    async def health(_: Request) -> Response:
-        if life.is_stopping:
+    async def health(request: Request) -> Response:
+        if request.app.state.is_stopping:
             raise stopping()
         ready = [state for state in await replicas.states() if not state.ended]
         if not ready:
@@ -362,7 +357,7 @@ def make_front(replicas: Replicas, limits: Limits, access: Access) -> Starlette:
 
     async def read_metrics(_: Request) -> Response:
         loads = [load for state in await replicas.states() for load in state.loads]
-        return Response(replicas.metrics.text(loads), media_type="text/plain; version=0.0.4")
+        return replicas.metrics.response(loads)
 
     front = Starlette(
         routes=[
@@ -372,9 +367,8 @@ def make_front(replicas: Replicas, limits: Limits, access: Access) -> Starlette:
         ]
     )
     front.router.redirect_slashes = False
-    front.state.life = life
     front.state.models = replicas
-    protect(front, limits, access, replicas.metrics, life)
+    protect(front, limits, access, replicas.metrics)
     return front
 
 
@@ -412,19 +406,18 @@ def replicas_on_ray(
         processors = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
         number = len(processors) if replicas is None else replicas
         cpus = float(threads) if threads else _cpus_of_each(processors, number)
-        resources = {"num_cpus": cpus, "num_gpus": int(on_gpu)}
-        room = [min(node.get("CPU", 0) / cpus, node.get("GPU", 0) / 1 if on_gpu else number) for node in nodes]
-        if not cpus or sum(int(one + 1e-6) for one in room) < number:
+        room = [int(min(node.get("CPU", 0) / cpus, node.get("GPU", 0) if on_gpu else number) + 1e-6) for node in nodes]
+        if not cpus or sum(room) < number:
             raise SpecbeamError(
                 f"the Ray cluster has no room for {number} replicas with {cpus:g} CPUs and {int(on_gpu)} GPUs each: "
                 "ask for fewer --replicas or --threads"
             )
-        sharers = 1 if on_gpu else min(number, max(int(one + 1e-6) for one in room))
+        sharers = 1 if on_gpu else min(number, max(room))
         deployment = serve.deployment(
             Replica,
             name="replica",
             num_replicas=number,
-            ray_actor_options=resources,
+            ray_actor_options={"num_cpus": cpus, "num_gpus": int(on_gpu)},
             max_ongoing_requests=MAX_ONGOING_REQUESTS,
             health_check_period_s=HEALTH_CHECK_SECONDS,
             graceful_shutdown_timeout_s=0,  # stop() waited
@@ -476,22 +469,11 @@ async def _assigned(response: Any) -> None:
         raise _none_ready() from error
 
 
-async def _whole_body(receive: Receive) -> bytes:
-    body = b""
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            return body
-
-
 def _plain(scope: Scope) -> dict[str, Any]:
-    """The part of a scope that can go to another process."""
-    names = ("type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "root_path")
-    plain = {name: scope[name] for name in names if name in scope}
-    return {**plain, "headers": [*scope["headers"]], "client": scope.get("client"), "server": scope.get("server")}
+    """The part of a scope that can go to another process. Of the notes it has the id of the request."""
+    connection = ("type", "http_version", "scheme", "client", "server", "root_path")
+    names = (*connection, "method", "path", "raw_path", "query_string", "headers")
+    return {name: scope[name] for name in names if name in scope} | {"specbeam": {"id": scope["specbeam"]["id"]}}
 
 
 def _lost() -> Refusal:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -10,17 +9,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
-from specbeam.results import Result
+from specbeam.results import Piece, Result
+from specbeam.results import Sequence as Text
 from specbeam.server.call import Call
-from specbeam.server.chat import MAX_TOP_LOGPROBS, ROLES, TextFormat
-from specbeam.server.errors import Refusal
-from specbeam.server.fields import Decoding, Fields, Unsupported, Whole, content_of
+from specbeam.server.chat import ROLES, TextFormat
+from specbeam.server.errors import Refusal, to_json
+from specbeam.server.fields import Count, Decoding, Empty, Fields, TopLogprobs, Unsupported, Whole, content_of
 from specbeam.server.limits import Limits
 from specbeam.server.models import ServedModel
-from specbeam.server.statistics import statistics, token_counts, vllm_metrics
-from specbeam.server.tokens import chat_log_probs
-
-LOGPROBS = "message.output_text.logprobs"
+from specbeam.server.statistics import costs, token_counts
+from specbeam.server.tokens import Part, chat_log_probs
 
 
 class InputPart(Fields):
@@ -28,7 +26,7 @@ class InputPart(Fields):
 
     type: Literal["input_text", "output_text"]
     text: str
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    annotations: Empty | None = None
     logprobs: list[Any] | None = Field(None, description="Accepted in answers that are given back.")
 
 
@@ -84,14 +82,14 @@ class ResponseRequest(Decoding):
 
     input: Annotated[str, Field(min_length=1)] | Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = Field(None, description="A system message to put first.")
-    max_output_tokens: Annotated[Whole, Field(ge=1, lt=2**31)] | None = None
+    max_output_tokens: Count | None = None
     include: list[Literal["message.output_text.logprobs"]] | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     n: Annotated[Whole, Field(ge=1, le=1)] | None = Field(None, description="This endpoint gives one text.")
     text: TextConfig | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
-    tools: Annotated[list[Any], Field(max_length=0)] | None = None
+    tools: Empty | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted: there are no tools.")
     access_programs: Unsupported = None
@@ -110,10 +108,9 @@ class ResponseRequest(Decoding):
         """The request to the engine."""
         model.check_chat_template()
         if self.top_logprobs is not None and not self.include:
-            raise Refusal(f'top_logprobs goes with include: ["{LOGPROBS}"]', "top_logprobs")
+            raise Refusal('top_logprobs goes with include: ["message.output_text.logprobs"]', "top_logprobs")
         top = (self.top_logprobs or 0) if self.include else None
-        names = {"max_new_tokens": "max_output_tokens"}
-        plan = self.plan(model, limits, self.max_output_tokens, limits.max_tokens, names, top)
+        plan = self.plan(model, limits, "max_output_tokens", limits.max_tokens, top)
         if plan.draws > 1:
             raise Refusal("best_of needs several texts, and this endpoint gives one: leave it out", "best_of")
         return Call(model, [self._messages()], plan, limits, field="input")
@@ -148,10 +145,11 @@ class Answer:
         """The answer as one object."""
         text = results[0].sequences[0]
         is_whole = text.finish_reason == "stop"
-        message = self._message(text.text, self._log_probs(text), "completed" if is_whole else "incomplete")
+        status = "completed" if is_whole else "incomplete"
+        message = self._message(status, _output_text(text.text, self._log_probs(text)))
         prompt, new, reused = token_counts(self._call, results)
         return self._response(
-            "completed" if is_whole else "incomplete",
+            status,
             [message],
             incomplete_details=None if is_whole else {"reason": "max_output_tokens"},
             usage={
@@ -161,8 +159,7 @@ class Answer:
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + new,
             },
-            metrics=vllm_metrics(self._call, results),
-            specbeam=statistics(results),
+            **costs(self._call, results),
         )
 
     def _response(self, status: str, output: list[Any], **more: Any) -> dict[str, Any]:
@@ -195,14 +192,11 @@ class Answer:
             **more,
         }
 
-    def _message(self, text: str, log_probs: list[Any], status: str) -> dict[str, Any]:
-        content = [] if status == "in_progress" else [_output_text(text, log_probs)]
+    def _message(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
-    def _log_probs(self, part: Any) -> list[dict[str, Any]]:
-        if not self._fields.include:
-            return []
-        return chat_log_probs(self._call.model.texts, part.token_ids, part.log_probs, part.top_logprobs)
+    def _log_probs(self, given: Piece | Text) -> list[dict[str, Any]]:
+        return chat_log_probs(self._call.model.texts, Part.of(given)) if self._fields.include else []
 
     async def frames(self) -> AsyncIterator[bytes]:
         """The events of the stream. Events of one iteration of the engine come together."""
@@ -211,15 +205,13 @@ class Answer:
         yield (
             self._event("response.created", response=begun)
             + self._event("response.in_progress", response=begun)
-            + self._event("response.output_item.added", output_index=0, item=self._message("", [], "in_progress"))
+            + self._event("response.output_item.added", output_index=0, item=self._message("in_progress"))
             + self._event("response.content_part.added", **place, part=_output_text("", []))
         )
         result = None
         async for received in self._call.pieces():
             events = b""
             for _, piece in received:
-                if piece is None:
-                    continue
                 log_probs = self._log_probs(piece)
                 if piece.text or log_probs:
                     events += self._event("response.output_text.delta", **place, delta=piece.text, logprobs=log_probs)
@@ -227,13 +219,12 @@ class Answer:
             if events:
                 yield events
         assert result is not None
-        text = result.sequences[0]
         response = self.whole([result])
         (message,) = response["output"]
-        log_probs = self._log_probs(text)
+        (part,) = message["content"]
         yield (
-            self._event("response.output_text.done", **place, text=text.text, logprobs=log_probs)
-            + self._event("response.content_part.done", **place, part=_output_text(text.text, log_probs))
+            self._event("response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"])
+            + self._event("response.content_part.done", **place, part=part)
             + self._event("response.output_item.done", output_index=0, item=message)
             + self._event(f"response.{response['status']}", response=response)
         )
@@ -241,8 +232,7 @@ class Answer:
     def _event(self, kind: str, **values: Any) -> bytes:
         event = {"type": kind, "sequence_number": self._events, **values}
         self._events += 1
-        data = json.dumps(event, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-        return f"event: {kind}\ndata: {data}\n\n".encode(errors="replace")
+        return f"event: {kind}\ndata: {to_json(event)}\n\n".encode(errors="replace")
 
 
 def _output_text(text: str, log_probs: list[Any]) -> dict[str, Any]:

@@ -66,9 +66,8 @@ class Rounds:
         draft = plan.draft if plan.draft is None or isinstance(plan.draft, str) else plan.draft.source
         yield frame(begin(call.model.lm, request.prompt_ids, plan.options, draft or NO_DRAFT))
         async for received in call.pieces():
-            pieces = [piece for _, piece in received if piece is not None]
-            made = [frame(event) for piece in pieces for event in rounds(piece.trace or [])]
-            made += [frame(end(piece.result)) for piece in pieces if piece.result is not None]
+            made = [frame(event) for _, piece in received for event in rounds(piece.trace or [])]
+            made += [frame(end(piece.result)) for _, piece in received if piece.result is not None]
             if made:
                 yield b"".join(made)
 

@@ -216,6 +216,6 @@ class Server(uvicorn.Server):
         self._stopping = asyncio.ensure_future(self._stop(grace))
 
     async def _stop(self, grace: float | None) -> None:
-        self._app.state.life.is_stopping = True
+        self._app.state.is_stopping = True
         await self._app.state.models.stop(grace)
         self.should_exit = True

@@ -46,7 +46,12 @@ def usage(call: Call, results: Sequence[Result]) -> dict[str, Any]:
     }
 
 
-def vllm_metrics(call: Call, results: Sequence[Result]) -> dict[str, Any] | None:
+def costs(call: Call, results: Sequence[Result]) -> dict[str, Any]:
+    """The objects of an answer that OpenAI's answers do not have: vLLM's ``metrics``, and ``specbeam``."""
+    return {"metrics": _vllm_metrics(call, results), "specbeam": _statistics(results)}
+
+
+def _vllm_metrics(call: Call, results: Sequence[Result]) -> dict[str, Any] | None:
     """The object ``metrics``, in which vLLM has the speculation of a request that gives one text; else None.
 
     ``num_spec_tokens`` is None where the length of drafts adapts.
@@ -68,7 +73,7 @@ def vllm_metrics(call: Call, results: Sequence[Result]) -> dict[str, Any] | None
     }
 
 
-def statistics(results: Sequence[Result]) -> dict[str, Any]:
+def _statistics(results: Sequence[Result]) -> dict[str, Any]:
     """The object ``specbeam`` of an answer, with the names of :class:`specbeam.Stats`.
 
     Counts and the seconds of passes are sums over the texts that were drawn apart. ``seconds`` is the longest time.

@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from specbeam.model import LanguageModel
-from specbeam.results import TopLogProbs
+from specbeam.results import Piece, TopLogProbs
+from specbeam.results import Sequence as Text
 from specbeam.token_texts import text_of
 
 MIN_LOG_PROB = -9999.0
 """JSON has no infinity. OpenAI writes this number for very unlikely tokens."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of the text of a choice, or all of it.
+
+    Attributes:
+        log_probs: of the tokens. None for the first token of a prompt.
+        end: the finished text, if this is its last part.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: Sequence[float | None] = ()
+    top_logprobs: TopLogProbs | None = None
+    end: Text | None = None
+
+    @classmethod
+    def of(cls, given: Piece | Text, end: Text | None = None) -> Part:
+        return cls(given.text, given.token_ids, given.log_probs, given.top_logprobs, end)
+
+    def __add__(self, other: Part) -> Part:
+        """This part and the next one."""
+        top = None if other.top_logprobs is None else [*(self.top_logprobs or []), *other.top_logprobs]
+        log_probs = [*self.log_probs, *other.log_probs]
+        return Part(self.text + other.text, self.token_ids + other.token_ids, log_probs, top, other.end)
+
+    @property
+    def tokens(self) -> Iterator[tuple[int, float | None, dict[int, float]]]:
+        """Each token with its log-probability, and the likeliest tokens at its place."""
+        return zip(self.token_ids, self.log_probs, self.top_logprobs or [{}] * len(self.token_ids), strict=True)
 
 
 class TokenTexts:
@@ -28,10 +61,10 @@ class TokenTexts:
             piece = self._tokenizer.convert_ids_to_tokens(token)
             if piece is None:  # a model may have more rows than its tokenizer has tokens
                 text: str | bytes = ""
+            elif token in self._tokenizer.added_tokens_decoder:
+                text = piece
             else:
-                text = (
-                    piece if token in self._tokenizer.added_tokens_decoder else text_of(self._tokenizer, token, piece)
-                )
+                text = text_of(self._tokenizer, token, piece)
             if isinstance(text, bytes):
                 known = "bytes:" + "".join(f"\\x{byte:02x}" for byte in text), text
             else:
@@ -49,9 +82,7 @@ def shown(log_prob: float | None) -> float | None:
     return None if log_prob is None else max(log_prob, MIN_LOG_PROB)
 
 
-def chat_log_probs(
-    texts: TokenTexts, tokens: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs | None
-) -> list[dict[str, Any]]:
+def chat_log_probs(texts: TokenTexts, part: Part) -> list[dict[str, Any]]:
     """The entries of ``logprobs.content``, one for each token."""
 
     def entry(token: int, log_prob: float | None) -> dict[str, Any]:
@@ -60,38 +91,28 @@ def chat_log_probs(
 
     return [
         entry(token, log_prob) | {"top_logprobs": [entry(*pair) for pair in likeliest.items()]}
-        for token, log_prob, likeliest in zip(tokens, log_probs, top or [{}] * len(tokens), strict=True)
+        for token, log_prob, likeliest in part.tokens
     ]
 
 
 class CompletionLogProbs:
-    """Makes the ``logprobs`` of one text of ``/v1/completions``, all at once or in parts.
-
-    Attributes:
-        offset: where the next token begins in the text, in characters.
-    """
+    """Makes the ``logprobs`` of one text of ``/v1/completions``, all at once or in parts."""
 
     def __init__(self, texts: TokenTexts) -> None:
-        self.offset = 0
+        self._offset = 0  # where the next token begins in the text, in characters
         self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")  # a character may take several tokens
 
-    def __call__(
-        self, tokens: Sequence[int], log_probs: Sequence[float | None], top: TopLogProbs | None
-    ) -> dict[str, Any]:
-        """The ``logprobs`` of further tokens. The token itself is always among the likeliest tokens at its place.
-
-        Args:
-            log_probs: None for the first token of a prompt.
-        """
+    def __call__(self, part: Part) -> dict[str, Any]:
+        """The ``logprobs`` of the next part. Each token is always among the likeliest tokens at its place."""
         rows: list[dict[str, float | None] | None] = []
         offsets, names = [], []
-        for token, log_prob, likeliest in zip(tokens, log_probs, top or [{}] * len(tokens), strict=True):
+        for token, log_prob, likeliest in part.tokens:
             name, written = self._texts(token)
             names.append(name)
-            offsets.append(self.offset)
+            offsets.append(self._offset)
             if self._texts.is_shown(token):
-                self.offset += len(self._decoder.decode(written))
+                self._offset += len(self._decoder.decode(written))
             if log_prob is None:
                 rows.append(None)
                 continue
@@ -99,5 +120,5 @@ class CompletionLogProbs:
             for other, other_log_prob in {**likeliest, token: log_prob}.items():
                 row.setdefault(self._texts(other)[0], shown(other_log_prob))  # of equal texts the likeliest
             rows.append(row)
-        shown_log_probs = [*map(shown, log_probs)]
+        shown_log_probs = [*map(shown, part.log_probs)]
         return {"tokens": names, "token_logprobs": shown_log_probs, "top_logprobs": rows, "text_offset": offsets}

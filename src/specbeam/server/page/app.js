@@ -167,7 +167,7 @@ function App() {
       <nav aria-label="Views">${VIEWS.map(([name, title]) => html`<button key=${name} class="tab" aria-current=${view === name ? "page" : null} onClick=${() => setView(name)}>${title}</button>`)}</nav>
       <button class="quiet" onClick=${copyLink} title="The link holds the prompt and the options">${isCopied ? "Copied ✓" : "Copy link"}</button>
     </header>
-    <main id="main" tabindex="-1" class=${view}>
+    <main id="main" tabindex="-1">
       ${error && !error.param && html`<p class="error" role="alert">${error.message}</p>`}
       ${needsKey ? html`<${KeyForm} setKey=${(key) => { sessionStorage.setItem("specbeam-key", key); setKey(key); }} wrong=${Boolean(key)} />` : html`<${Current} ...${common} error=${error} />`}
     </main>
@@ -186,20 +186,16 @@ function KeyForm({ setKey, wrong }) {
 
 // Controls
 
-function Controls({ form, set, setForm, model, models, error, onGo, run, go, children, hasPresets = true, only }) {
-  const shownFields = FIELDS.filter((field) => !only || only(field));
-  const one = (field) => html`<${Field} key=${field.name} field=${field} value=${form[field.name]} set=${set} error=${error && error.param === field.name ? error.message : null}
-    choices=${field.name === "model" ? models.map((one) => one.id) : field.name === "draft" && model ? model.drafts : []}
-    off=${field.needs === "draft" && (form.draft === "none" || !form.draft)} />`;
+function Controls({ form, set, setForm, model, models, error, onGo, run, go, children, fields = FIELDS }) {
   const ofPrompt = error && ["prompt", "messages"].includes(error.param) ? error.message : null;
-  const known = [...shownFields.map((field) => field.name), "prompt", "messages"];
+  const known = [...fields.map((field) => field.name), "prompt", "messages"];
   return html`<form class="controls" aria-label="Options" onSubmit=${(e) => { e.preventDefault(); onGo(form); }}>
-    ${hasPresets && html`<section class="presets" aria-label="Examples">${PRESETS.map((preset) => html`<button type="button" key=${preset.title} class="preset" title=${preset.about} onClick=${() => {
+    <section class="presets" aria-label="Examples">${PRESETS.map((preset) => html`<button type="button" key=${preset.title} class="preset" title=${preset.about} onClick=${() => {
       const { title, about, ...given } = preset;
       const next = { ...START, model: form.model, ...given };
       setForm(next);
       onGo(next);
-    }}><strong>${preset.title}</strong><span>${preset.about}</span></button>`)}</section>`}
+    }}><strong>${preset.title}</strong><span>${preset.about}</span></button>`)}</section>
     ${children}
     <div class="field wide">
       <label for="prompt">Prompt</label>
@@ -211,13 +207,20 @@ function Controls({ form, set, setForm, model, models, error, onGo, run, go, chi
       <label><input type="radio" name="as" checked=${form.as === "chat"} disabled=${model && !model.has_chat_template} onChange=${() => set("as", "chat")} /> a message</label>
       <label><input type="radio" name="as" checked=${form.as === "raw"} onChange=${() => set("as", "raw")} /> a text to go on from</label>
     </fieldset>
-    <div class="start">${run && run.isLive
+    <div>${run && run.isLive
       ? html`<button key="stop" type="button" class="go stop" onClick=${() => run.stop()}>Stop</button>`
       : html`<button key="go" class="go" disabled=${!model || !form.prompt}>${go}</button>`}</div>
     ${error && error.param && !known.includes(error.param) && html`<p class="wrong" role="alert">${error.param}: ${error.message}</p>`}
-    <div class="fields">${shownFields.filter((field) => !field.more).map(one)}</div>
-    <details class="more" open=${hasMore(form, error) || undefined}><summary>More options</summary><div class="fields">${shownFields.filter((field) => field.more).map(one)}</div></details>
+    <${Options} ...${{ fields, form, set, model, models, error }} />
   </form>`;
+}
+
+function Options({ fields = FIELDS, form, set, model, models, error }) {
+  const one = (field) => html`<${Field} key=${field.name} field=${field} value=${form[field.name]} set=${set} error=${error?.param === field.name ? error.message : null}
+    choices=${field.name === "model" ? models.map((one) => one.id) : field.name === "draft" && model ? model.drafts : []}
+    off=${field.needs === "draft" && (form.draft === "none" || !form.draft)} />`;
+  return html`<div class="fields">${fields.filter((field) => !field.more).map(one)}</div>
+    <details class="more" open=${hasMore(form, error) || undefined}><summary>More options</summary><div class="fields">${fields.filter((field) => field.more).map(one)}</div></details>`;
 }
 
 // Whether an option that is not shown at first has an effect, or is refused.
@@ -238,7 +241,7 @@ function Field({ field, value, set, error, choices, off }) {
 // Tree
 
 function TreePage(all) {
-  const { form, shared, start, redraw, setError, setSays } = all;
+  const { shared, start, redraw, setError, setSays } = all;
   const onGo = (form) => {
     if (shared.tree) shared.tree.stop?.();
     shared.tree = start(...requestOf(form));
@@ -295,6 +298,7 @@ function TreePanel({ run, onBranch, setSays, setError }) {
     });
     return () => view.current.close();
   }, []);
+  const isCollapsed = () => collapses ?? Boolean(run && run.beams.length > 1 && !run.isWhole);
   const version = useRef(-1);
   useFrames((now) => {
     if (!run) return;
@@ -303,13 +307,12 @@ function TreePanel({ run, onBranch, setSays, setError }) {
     version.current = run.version;
     if (!changed && view.current.run === run && view.current.drawnAt === run.at) { redraw(); return; } // only the numbers
     view.current.drawnAt = run.at;
-    view.current.collapses = collapses ?? (run.beams.length > 1 && !run.isWhole);
+    view.current.collapses = isCollapsed();
     view.current.show(run);
     redraw();
   });
   useEffect(() => { setSelected(null); setHovered(null); setCollapses(null); version.current = -1; }, [run]);
-  const isCollapsed = collapses ?? Boolean(run && run.beams.length > 1 && !run.isWhole);
-  const toggle = () => { setCollapses(!isCollapsed); view.current.collapses = !isCollapsed; view.current.follows = true; view.current.draw(); };
+  const toggle = () => { view.current.collapses = !isCollapsed(); setCollapses(view.current.collapses); view.current.follows = true; view.current.draw(); };
   const focus = selected || hovered?.node;
   return html`<section class="panel" aria-label="The tree">
     <${Numbers} run=${run} />
@@ -322,7 +325,7 @@ function TreePanel({ run, onBranch, setSays, setError }) {
       ${selected && html`<${Details} run=${run} node=${selected} onBranch=${onBranch} close=${() => view.current.select(null)} />`}
     </div>
     <${Legend} run=${run} />
-    <${Player} run=${run} player=${player} speed=${speed} setSpeed=${(value) => { setSpeed(value); if (player) player.speed = value; }} redraw=${redraw} view=${view} isCollapsed=${isCollapsed} toggle=${toggle} setError=${setError} />
+    <${Player} run=${run} player=${player} speed=${speed} setSpeed=${(value) => { setSpeed(value); if (player) player.speed = value; }} redraw=${redraw} view=${view} isCollapsed=${isCollapsed()} toggle=${toggle} setError=${setError} />
     <${AsText} run=${run} />
   </section>`;
 }
@@ -347,7 +350,7 @@ function Agreed({ run }) {
 
 function Legend({ run }) {
   const kinds = [["best", "the text"], ["live", "beam"], ...(run?.hasDeferred ? [["deferred", "deferred beam", DEFERRED]] : []), ["accepted", "accepted draft token"], ["rejected", "rejected draft token"], ["drafted", "draft token"], ["pruned", "dropped beam"], ...(run?.hasMasks ? [["masked", "masked token"]] : [])];
-  return html`<ul class="legend" aria-label="Colours">${kinds.map(([kind, name, help]) => html`<li key=${kind} title=${help}><i class=${kind}></i>${name}</li>`)}<li class="note">thick line: likely token</li></ul>`;
+  return html`<ul class="legend" aria-label="Colours">${kinds.map(([kind, name, help]) => html`<li key=${kind} title=${help}><i class=${kind}></i>${name}</li>`)}<li>thick line: likely token</li></ul>`;
 }
 
 function Player({ run, player, speed, setSpeed, redraw, view, isCollapsed, toggle, setError }) {
@@ -392,17 +395,17 @@ function Facts({ run, node, choose }) {
   const likeliest = run.likeliest.get(node.parent.id) || [];
   const isAmong = !likeliest.length || node.logProb === null || likeliest.some((one) => one.token_id === node.token);
   const tokens = isAmong ? likeliest : [...likeliest, { token_id: node.token, text: node.text, log_prob: node.logProb }];
-  const state = node.kind === "masked" ? ["masked", "masked by the constraint"] : node.isRejected ? ["rejected", "rejected draft token"] : node.isAccepted ? ["accepted", "accepted draft token"] : node.kind === "drafted" ? ["drafted", "draft token"] : run.isDeferred(node) ? ["deferred", "deferred beam"] : node.isDropped ? ["pruned", "dropped beam"] : ["live", node.isEnd ? "end of a text" : run.width > 1 ? "beam" : "chosen by the model"];
+  const [kind, state] = run.stateOf(node);
   const instead = node.isRejected ? node.parent.children.find((one) => one.kind === "beam") : null;
   return html`<h3 class="token">${shown(node.text)}</h3>
-    <p class=${`state ${state[0]}`}>${state[1]}${node.rank >= 0 && run.beams.length > 1 ? `, number ${node.rank + 1}` : ""}</p>
+    <p class=${`state ${kind}`}>${state}${node.rank >= 0 && run.beams.length > 1 ? `, number ${node.rank + 1}` : ""}</p>
     <dl class="facts">
       ${node.logProb !== null && html`<div><dt>probability</dt><dd>${percent(node.logProb)}</dd></div><div><dt>log-probability</dt><dd>${node.logProb.toFixed(4)}</dd></div>`}
       ${node.score !== null && html`<div><dt>score of the path</dt><dd>${node.score.toFixed(4)}</dd></div>`}
       ${run.width > 1 && node.kind === "beam" && !node.isEnd && node.depth < run.front && html`<div><dt>evaluated</dt><dd>${node.isEvaluated ? "yes" : "no"}</dd></div>`}
       ${instead && html`<div><dt>came instead</dt><dd>${shown(instead.text)}</dd></div>`}
     </dl>
-    ${state[0] === "deferred" && html`<p class="help">${DEFERRED}</p>`}
+    ${kind === "deferred" && html`<p class="help">${DEFERRED}</p>`}
     ${tokens.length > 0 && html`<ol class="likeliest" aria-label="The likeliest tokens here">${tokens.map((one) => {
       const inside = html`${choose && html`<span class="hidden">Go on with </span>`}<span class="name">${shown(one.text)}</span><meter min="0" max="1" value=${Math.exp(one.log_prob)} aria-hidden="true"></meter><span class="share">${percent(one.log_prob)}</span>${one.masked && html`<span class="hidden">, masked by the constraint</span>`}`;
       return html`<li key=${one.token_id} class=${`${one.token_id === node.token ? "this" : ""} ${one.masked ? "masked" : ""}`} title=${one.masked ? "The constraint masks it" : null}>${choose ? html`<button onClick=${() => choose(one.token_id)}>${inside}</button>` : html`<span class="row">${inside}</span>`}</li>`;
@@ -427,12 +430,13 @@ function AsText({ run }) {
   if (!run || !run.begin) return null;
   const rounds = isOpen ? run.events.filter((event) => event.event === "round").slice(0, run.rounds) : [];
   const text = (entry) => `“${shown(entry.text)}”`;
+  const scored = (beam) => `${text(beam)} ${percent(beam.log_prob)}, score ${beam.score.toFixed(3)}`;
   const isDeferred = (beam) => { const node = run.nodes.get(beam.node); return node && run.isDeferred(node); };
   return html`<details class="as-text" onToggle=${(e) => setOpen(e.target.open)}><summary>The same as text</summary>
     ${isOpen && html`<ol class="rounds" tabindex="0" aria-label="Rounds">${rounds.map((one, i) => html`<li key=${i}>
       ${one.drafted.length > 0 && html`<p>Drafted: ${one.drafted.map((token, j) => { const node = run.nodes.get(token.node); return html`<span key=${j} class=${node?.isAccepted ? "accepted" : "rejected"}>${text(token)} (${node?.isAccepted ? "accepted" : "rejected"})${j < one.drafted.length - 1 ? ", " : "."}</span>`; })}</p>`}
-      ${one.steps.map(possible).map((step, k) => html`<p key=${k}>${step.length > 1 ? "Beams: " : "Token: "}${step.map((beam, j) => html`<span key=${j}>${text(beam)} ${percent(beam.log_prob)}, score ${beam.score.toFixed(3)}${isDeferred(beam) ? ", not evaluated" : ""}${j < step.length - 1 ? "; " : "."}</span>`)}</p>`)}
-      ${(one.ahead || []).length > 0 && html`<p>Ahead of the steps that are certain: ${possible(one.ahead).map((beam) => `${text(beam)} ${percent(beam.log_prob)}, score ${beam.score.toFixed(3)}`).join("; ")}.</p>`}
+      ${one.steps.map(possible).map((step, k) => html`<p key=${k}>${step.length > 1 ? "Beams: " : "Token: "}${step.map((beam, j) => html`<span key=${j}>${scored(beam)}${isDeferred(beam) ? ", not evaluated" : ""}${j < step.length - 1 ? "; " : "."}</span>`)}</p>`)}
+      ${one.ahead.length > 0 && html`<p>Ahead of the steps that are certain: ${possible(one.ahead).map(scored).join("; ")}.</p>`}
       ${maskedOf(one).length > 0 && html`<p>Masked by the constraint: ${maskedOf(one).map((token) => `${text(token)} ${percent(token.log_prob)}`).join("; ")}.</p>`}
       ${one.text && html`<p>Certain now: ${text(one)}.</p>`}
     </li>`)}</ol>
@@ -443,7 +447,7 @@ function AsText({ run }) {
 // Race
 
 function RacePage(all) {
-  const { form, shared, start, redraw, setSays } = all;
+  const { shared, start, redraw, setSays } = all;
   const [kind, setKind] = useState("draft");
   const [clock, setClock] = useState(null); // a replay of both, by their measured times
   const race = shared.race;
@@ -462,15 +466,15 @@ function RacePage(all) {
       await run.done;
       if (run.error || run.isStopped || shared.race !== race) return;
     }
-    race.isOver = true;
-    setSays(verdict(race)[1]);
+    race.verdict = verdict(race);
+    setSays(race.verdict[1]);
     redraw();
   };
   useFrames((now) => {
     if (!race) return;
     let changed = false;
     for (const run of race.runs) {
-      if (clock === null) { if (run.at < run.phases.length || (run.end && !run.isWhole)) { run.seek(run.phases.length); changed = true; } continue; }
+      if (clock === null) { changed = run.catchUp() || changed; continue; }
       const seconds = (now - began.current) / 1000;
       let count = run.at;
       while (count < run.phases.length && run.phases[count][0].pass.seconds - run.events[1].pass.seconds <= seconds) count++;
@@ -483,7 +487,7 @@ function RacePage(all) {
   const live = race && race.runs.find((run) => run.isLive);
   const most = race ? Math.max(1, ...race.runs.map((run) => run.targetPasses)) : 1;
   return html`<div class="split">
-    <${Controls} ...${all} onGo=${onGo} run=${live} go="Race" only=${(field) => !["n", "length_penalty"].includes(field.name)}>
+    <${Controls} ...${all} onGo=${onGo} run=${live} go="Race" fields=${FIELDS.filter(({ name }) => !["n", "length_penalty"].includes(name))}>
       <fieldset class="as"><legend>Race</legend>
         <label><input type="radio" name="kind" checked=${kind === "draft"} onChange=${() => setKind("draft")} /> plain against drafted</label>
         <label><input type="radio" name="kind" checked=${kind === "beams"} onChange=${() => setKind("beams")} /> greedy against beams</label>
@@ -492,7 +496,7 @@ function RacePage(all) {
     <section class="panel" aria-label="The race">
       <p class="intro">Each runs alone on the engine, one after the other, so no time is shared. Then both can be replayed side by side by their measured times.</p>
       <div class="lanes">${[0, 1].map((i) => html`<${Lane} key=${i} name=${race ? race.names[i] : i ? "With draft" : "Plain"} run=${race?.runs[i]} most=${most} />`)}</div>
-      ${race?.isOver && html`<div class=${`verdict ${verdict(race)[0]}`} role="status"><p>${verdict(race)[1]}</p><button onClick=${replay} disabled=${clock !== null}>Replay both together</button></div>`}
+      ${race?.verdict && html`<div class=${`verdict ${race.verdict[0]}`} role="status"><p>${race.verdict[1]}</p><button onClick=${replay} disabled=${clock !== null}>Replay both together</button></div>`}
       ${race?.runs.map((run, i) => html`<div key=${i}><h3 class="small">${race.names[i]}</h3><${AsText} run=${run} /></div>`)}
     </section>
   </div>`;
@@ -515,7 +519,7 @@ function Lane({ name, run, most }) {
 function verdict({ runs: [a, b], kind }) {
   const [x, y] = [a, b].map((run) => run.end.sequences[0].token_ids);
   const differs = x.findIndex((token, i) => token !== y[i]);
-  const speed = b.end && a.end ? decodeSpeed(b) / decodeSpeed(a) : 0;
+  const speed = decodeSpeed(b) / decodeSpeed(a);
   const faster = Number.isFinite(speed) && speed > 0 ? ` ${b.end.stats.target_passes} passes instead of ${a.end.stats.target_passes}, ${speed.toFixed(2)} times the speed.` : "";
   if (differs < 0 && x.length === y.length) return ["same", `Same text: all ${x.length} tokens are equal.${faster}`];
   const place = differs < 0 ? Math.min(x.length, y.length) : differs;
@@ -531,10 +535,10 @@ const decodeSpeed = ({ end: { stats } }) => (stats.new_tokens - 1) / (stats.seco
 // Branch
 
 function BranchPage(all) {
-  const { form, shared, start, redraw, setSays } = all;
+  const { shared, start, redraw } = all;
   const [chosen, choose] = useState(null);
   const run = shared.branch;
-  useFrames(() => { if (run && (run.at < run.phases.length || (run.end && !run.isWhole))) { run.seek(run.phases.length); redraw(); } });
+  useFrames(() => { if (run?.catchUp()) redraw(); });
   const onGo = (form) => {
     const run = start(...requestOf(form));
     shared.branches = [run];
@@ -575,7 +579,7 @@ function ChatPage(all) {
   const { chat } = shared;
   const last = chat.at(-1);
   const live = last?.run?.isLive ? last.run : null;
-  useFrames(() => { if (last?.run && (last.run.at < last.run.phases.length || (last.run.end && !last.run.isWhole)) && shownTree !== last.run) { last.run.seek(last.run.phases.length); redraw(); } });
+  useFrames(() => { if (last?.run && shownTree !== last.run && last.run.catchUp()) redraw(); });
   const textOf = (message) => message.run ? (message.run.end ? message.run.end.sequences[0].text : message.run.events.map((event) => event.text || "").join("")) : message.content;
   const answer = () => {
     const messages = chat.map((message) => ({ role: message.role, content: textOf(message) }));
@@ -597,8 +601,8 @@ function ChatPage(all) {
   const again = () => { chat.pop(); answer(); };
   if (model && !model.has_chat_template) return html`<p class="intro">The model ${model.id} has no chat template. The other views go on from a text.</p>`;
   return html`<div class="split">
-    <${ChatOptions} ...${all} />
-    <section class="panel chat" aria-label="Conversation">
+    <form class="controls" aria-label="Options" onSubmit=${(e) => e.preventDefault()}><${Options} ...${all} /></form>
+    <section class="panel" aria-label="Conversation">
       <ol class="messages" aria-live="polite">${chat.map((message, i) => html`<li key=${i} class=${message.role}>
         <p class="who">${message.role === "user" ? "You" : message.run.begin?.model || form.model}</p>
         <p class="said">${textOf(message)}${message.run?.isLive && html`<span class="open">${message.run.openText}</span><span class="caret" aria-hidden="true"></span>`}</p>
@@ -621,14 +625,6 @@ function ChatPage(all) {
   </div>`;
 }
 
-function ChatOptions({ form, set, model, models, error }) {
-  const one = (field) => html`<${Field} key=${field.name} field=${field} value=${form[field.name]} set=${set} error=${error && error.param === field.name ? error.message : null}
-    choices=${field.name === "model" ? models.map((one) => one.id) : field.name === "draft" && model ? model.drafts : []} off=${field.needs === "draft" && (form.draft === "none" || !form.draft)} />`;
-  return html`<form class="controls" aria-label="Options" onSubmit=${(e) => e.preventDefault()}>
-    <div class="fields">${FIELDS.filter((field) => !field.more).map(one)}</div>
-    <details class="more" open=${hasMore(form, error) || undefined}><summary>More options</summary><div class="fields">${FIELDS.filter((field) => field.more).map(one)}</div></details>
-  </form>`;
-}
 
 // A page that holds a recording. No server answers it, so no text goes on from a token.
 function Recorded({ run }) {

@@ -32,7 +32,6 @@ export class Run {
     this.accepted = 0;
     this.targetPasses = 0;
     this.draftPasses = 0;
-    this.evaluated = 0;
     this.seconds = 0;
     this.firstSeconds = 0;
     this.steps = 0;
@@ -71,6 +70,13 @@ export class Run {
     }
     if (this.end && this.at === this.phases.length) this.finish();
     this.version++;
+  }
+
+  // Show all phases that have come. Returns whether the tree has changed.
+  catchUp() {
+    const isBehind = this.at < this.phases.length || Boolean(this.end && !this.isWhole);
+    if (isBehind) this.seek(this.phases.length);
+    return isBehind;
   }
 
   add(entry) {
@@ -189,7 +195,6 @@ export class Run {
     const cost = event.pass;
     this.targetPasses += cost.target_passes;
     this.draftPasses += cost.draft_passes;
-    this.evaluated += cost.nodes;
     this.seconds = cost.seconds;
     if (!this.firstSeconds) this.firstSeconds = cost.seconds;
   }
@@ -219,6 +224,17 @@ export class Run {
     return node.kind === "beam" && !node.isEvaluated && !node.isEnd && node.depth < this.front;
   }
 
+  // What a node is: the name of its kind, and in words.
+  stateOf(node) {
+    if (node.kind === "masked") return ["masked", "masked by the constraint"];
+    if (node.isRejected) return ["rejected", "rejected draft token"];
+    if (node.isAccepted) return ["accepted", "accepted draft token"];
+    if (node.kind === "drafted") return ["drafted", "draft token"];
+    if (this.isDeferred(node)) return ["deferred", "deferred beam"];
+    if (node.isDropped && !this.best.has(node)) return ["pruned", "dropped beam"];
+    return ["live", node.isEnd ? "end of a text" : this.width > 1 ? "beam" : "chosen by the model"];
+  }
+
   // The best one of the longest beams.
   get lead() {
     for (let depth = this.columns.length - 1; depth > 0; depth--) {
@@ -245,8 +261,7 @@ export class Run {
 
   finish() {
     this.isWhole = true;
-    const path = this.pathOf(this.end.sequences[0].token_ids);
-    this.best = new Set(path);
+    this.best = new Set(this.pathOf(this.end.sequences[0].token_ids));
     for (const node of this.nodes.values()) if (node.isDrafted && !node.isAccepted) node.isRejected = true;
   }
 
@@ -318,10 +333,10 @@ export class Playback {
   // One frame. Returns whether the tree has changed.
   tick(now) {
     const { run } = this;
-    if (this.isAtEnd && run.end && !run.isWhole) { run.seek(run.phases.length); return true; }
-    if (!this.isPlaying || this.isAtEnd || now < this.next) return false;
+    if (this.isAtEnd) return run.catchUp();
+    if (!this.isPlaying || now < this.next) return false;
+    if (this.speed === Infinity) return run.catchUp();
     const behind = run.phases.length - run.at;
-    if (this.speed === Infinity) { run.seek(run.phases.length); return true; }
     const hurry = run.isLive ? Math.max(1, behind / 4) : 1;
     const delay = (run.phases[run.at][1] === "draft" ? 240 : 130) / this.speed / hurry;
     run.seek(run.at + Math.max(1, Math.floor(16 / delay)));

@@ -370,8 +370,8 @@ const ORDER = ["masked", "deferred", "drafted past", "pruned", "pruned accepted"
 
 // A node in words, for people who do not see the picture.
 export function inWords(run, node) {
-  const state = node.kind === "masked" ? "masked by the constraint" : node.isRejected ? "rejected draft token" : node.isAccepted ? "accepted draft token" : node.kind === "drafted" ? "draft token" : node.isEnd ? "end of a text" : run.isDeferred(node) ? "deferred beam, not evaluated" : "chosen by the model";
-  const fate = run.best.has(node) ? ", on the best path" : node.isDropped ? ", dropped" : "";
+  const [kind, state] = run.stateOf(node);
+  const fate = run.best.has(node) ? ", on the best path" : node.isDropped && kind !== "pruned" ? ", dropped" : "";
   const p = node.logProb === null ? "" : `, probability ${percent(node.logProb)}${node.score === null ? "" : `, path score ${node.score.toFixed(3)}`}`;
-  return `Step ${node.depth}, token “${shown(node.text)}”: ${state}${fate}${p}`;
+  return `Step ${node.depth}, token “${shown(node.text)}”: ${state}${kind === "deferred" ? ", not evaluated" : ""}${fate}${p}`;
 }
