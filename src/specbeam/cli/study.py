@@ -65,22 +65,19 @@ def run(given: argparse.Namespace) -> int:
             raise SpecbeamError(
                 f"{word!r} is no KEY=VALUE: give decode.max_new_tokens=64 or so, show RUN, or diff RUN_A RUN_B"
             )
-    from specbeam.study.composition import compose, sweep
+    from specbeam.study.composition import as_yaml, compose, sweep
     from specbeam.study.config import check
     from specbeam.study.results import file_name
 
     combinations = [*sweep(given.words)] if given.multirun else [given.words]
-    configs = [dict(compose(overrides, given.config_dir)) for overrides in combinations]
+    configs = [compose(overrides, given.config_dir) for overrides in combinations]
     swept = [",".join(word for word in words if word not in given.words) for words in combinations]
     for config, words in zip(configs, swept, strict=True):
         if given.multirun and config["output"] is not None:
             config["output"] = str(Path(config["output"]) / (file_name(words) or "0"))
     if given.show_config:
-        import yaml
-
         for config in configs:  # also one that the check refuses: it tells the keys
-            plain = json.loads(json.dumps(config))
-            print(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, explicit_start=given.multirun), end="")
+            print(as_yaml(config, explicit_start=given.multirun), end="")
     for config in configs:
         check(config)  # every one, before the first runs
     if given.show_config:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from markupsafe import Markup
 from specbeam.jobs.atomic import write_whole
 from specbeam.replay import replay_page
 from specbeam.study import plots
+from specbeam.study.composition import as_yaml
 from specbeam.study.results import file_name
 from specbeam.study.samples import samples
 from specbeam.study.words import between, between_ratios, first_line, number, settled, several, times, too_few
@@ -139,7 +139,6 @@ def render(
 ) -> str:
     """The page."""
     import jinja2
-    import yaml
 
     environment = jinja2.Environment(
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
@@ -147,7 +146,6 @@ def render(
     environment.filters["svg"] = Markup  # plots' own text is escaped where it is drawn
     template = resources.files("specbeam.study").joinpath("report.html.j2").read_text(encoding="utf-8")
     failed = [record for record in records if record.get("error")]
-    plain = json.loads(json.dumps(config, default=str))
     methods = summary.get("methods", [])
     return environment.from_string(template).render(
         title=title,
@@ -160,7 +158,7 @@ def render(
         plots=drawn,
         samples=samples(records),
         replays=replays,
-        config=yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=100),
+        config=as_yaml(config, width=100),
         fingerprint=[*facts(fingerprint)],
         overhead=overhead,
         failed=[(record.get("key", "–"), first_line(record["error"])) for record in failed[:MAX_FAILURES_LISTED]],

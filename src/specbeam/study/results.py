@@ -20,6 +20,7 @@ from specbeam.jobs.atomic import replacing, write_whole
 from specbeam.jobs.journal import Entry, Journal, entries_in
 from specbeam.jobs.lock import locked
 from specbeam.recording import Event
+from specbeam.study.composition import leaves
 
 Record = dict[str, Any]
 GENERATIONS, SCORES, RECORDINGS, FINGERPRINT, CONFIG, SUMMARY = (
@@ -297,18 +298,12 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The first few differences of two fingerprints; "" if they are equal."""
     found = []
     for part in FINGERPRINT_PARTS:
-        was, is_ = _flat(part, before.get(part)), _flat(part, now.get(part))
-        for name in [*was, *(n for n in is_ if n not in was)]:
+        was, is_ = leaves(part, before.get(part)), leaves(part, now.get(part))
+        for name in was | is_:
             if was.get(name) != is_.get(name):
                 found.append(f"{name} was {_short(was.get(name))}, now {_short(is_.get(name))}")
     more = f", and {len(found) - 3} more" if len(found) > 3 else ""
     return "; ".join(found[:3]) + more
-
-
-def _flat(name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping) and value:
-        return {key: v for part in value for key, v in _flat(f"{name}.{part}", value[part]).items()}
-    return {name: value}
 
 
 def _short(value: Any) -> str:

@@ -16,6 +16,7 @@ from specbeam.jobs.atomic import write_whole
 from specbeam.jobs.crew import Crew
 from specbeam.jobs.launchers import crew_on_ray, run_here
 from specbeam.option_names import LOOKUPS
+from specbeam.study.composition import as_yaml
 from specbeam.study.config import Study, check, methods
 from specbeam.study.data import Row, local_file, read_rows
 from specbeam.study.progress import Progress
@@ -75,7 +76,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     relevant = {key: value for key, value in config.items() if key not in KEYS_WITHOUT_EFFECT}
     about = fingerprint(relevant, _sources(study), local_file(study.data))
     folder = Path(study.output) if study.output is not None else default_folder(study.project_name, about, swept)
-    run = Run(folder, about, _yaml(config))
+    run = Run(folder, about, as_yaml(config))
     total = len(methods(study)) * study.repeats * sum(len(row.turns) for row in rows)
     there = f"goes on, {len(run.records)} of {total} generations are there" if run.records else "a new run"
     show(f"{folder}: {there}")
@@ -109,7 +110,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
                 write_report(
                     folder,
                     title=study.project_name,
-                    config=dict(config),
+                    config=config,
                     fingerprint=run.fingerprint,
                     summary=summary,
                     records=records,
@@ -304,9 +305,3 @@ def _sources(study: Study) -> dict[str, Path]:
         if (checkpoint := open_checkpoint(path)).adapter is not None:
             found[f"{name} (base model)"] = checkpoint.path
     return found
-
-
-def _yaml(config: Mapping[str, Any]) -> str:
-    import yaml
-
-    return yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)
