@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
 from typing import Any
 
 from specbeam.engine import Engine
@@ -26,7 +28,7 @@ KEPT_OF_TEXTS = ("text", "token_ids", "score", "log_prob")
 """The attributes of :class:`specbeam.Sequence` that are kept of each text."""
 
 Job = dict[str, Any]
-"""A method's name, a row, the turn and the repeat, the seed, and the messages so far."""
+"""A method's name and mode, a row, the turn and the repeat, the seed, and the messages so far."""
 
 
 class Work:
@@ -39,31 +41,35 @@ class Work:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.study = check(config)
         self.methods = {method.name: method for method in methods(self.study)}
-        self._models: dict[str, LanguageModel] = {}
+        self._load = cache(load)
         self._warm: set[str] = set()
         for method in self.methods.values():
             self.models(method)
 
     def models(self, method: Method) -> tuple[LanguageModel, Any]:
         """The target and its draft: a draft model, "ngram", "suffix" or None."""
-        target = self._load(self.study.target_model, method.load)
-        if method.draft in (None, *LOOKUPS):
+        target = self._model(self.study.target_model, method.load)
+        if method.draft is None or method.draft in LOOKUPS:
             return target, method.draft
-        return target, self._load(method.draft, method.draft_load)
+        return target, self._model(method.draft, method.draft_load)
+
+    def _model(self, source: str, how: Mapping[str, Any]) -> LanguageModel:
+        """A model, which is loaded once for each way to load it."""
+        return self._load(source, **{name: value for name, value in how.items() if value is not None})
 
     def __call__(self, job: Job) -> Record:
         """The record of a job. It holds the error if the generation fails; only an interrupt is raised."""
-        method = self.methods[job["method"]]
         start = time.perf_counter()
-        record = begun(job, method.mode)
+        record = begun(job)
         try:
-            record |= self._generate(method, job)
+            record |= self._generate(job)
         except Exception as error:  # the other generations go on
             kind = "" if isinstance(error, SpecbeamError) else f"{type(error).__name__}: "
             record["error"] = kind + " ".join(str(error).split())
         return record | {"wall": time.perf_counter() - start}
 
-    def _generate(self, method: Method, job: Job) -> Record:
+    def _generate(self, job: Job) -> Record:
+        method = self.methods[job["method"]]
         lm, draft = self.models(method)
         prompt, how = self._asked(lm, job["messages"])
         options = self._options(method, job["seed"])
@@ -72,14 +78,13 @@ class Work:
             self._run(lm, prompt, few, draft, how)
             self._warm.add(method.name)
         result, times, tokens = self._run(lm, prompt, options, draft, how)
-        stats = result.to_dict()["stats"]
         return {
             "rendered": show_prompt(lm, prompt, **how) if self.study.debug.render_input_text else None,
             "text": result.text,
             "token_ids": result.token_ids,
             "finish_reason": result.finish_reason,
             "beams": [{name: getattr(s, name) for name in KEPT_OF_TEXTS} for s in result.sequences],
-            "stats": stats,
+            "stats": asdict(result.stats),
             "draft_precision": draft.precision if isinstance(draft, LanguageModel) else None,
             "times": times,
             "piece_tokens": tokens,
@@ -104,18 +109,15 @@ class Work:
         Args:
             name: "target", loaded as for the method, or another model, which reads the text by its own tokenizer.
         """
-        method = self.methods[record["method"]]
-        lm = self.models(method)[0] if name == "target" else self._load(name, vars(self.study.load))
-        prompt, how = self._asked(lm, messages)
-        token_ids = record["token_ids"]
-        if name != "target":
-            token_ids = tokenize(lm.tokenizer, record["text"], add_special_tokens=False).input_ids
-        if not token_ids:
-            return None
-        log_prob = record["beams"][0]["log_prob"]
-        if name != "target":
-            ((_, log_prob, _),) = score(lm, [(encode(lm, prompt, **how), list(token_ids))])
-        return math.exp(-log_prob / len(token_ids))
+        if name == "target":
+            token_ids, log_prob = record["token_ids"], record["beams"][0]["log_prob"]
+        else:
+            lm = self._model(name, vars(self.study.load))
+            prompt, how = self._asked(lm, messages)
+            token_ids = list(tokenize(lm.tokenizer, record["text"], add_special_tokens=False).input_ids)
+            texts = [(encode(lm, prompt, **how), token_ids)] if token_ids else []
+            log_prob = sum(log_prob for _, log_prob, _ in score(lm, texts))
+        return math.exp(-log_prob / len(token_ids)) if token_ids else None
 
     def _options(self, method: Method, seed: int) -> dict[str, Any]:
         """The options of one of a method's generations. The seed is for methods that sample."""
@@ -149,20 +151,12 @@ class Work:
             pieces.clear()
         return request.result(), times, tokens
 
-    def _load(self, source: str | None, how: Mapping[str, Any]) -> LanguageModel:
-        assert source is not None
-        key = repr((source, sorted(how.items())))
-        if key not in self._models:
-            self._models[key] = load(source, **{name: value for name, value in how.items() if value is not None})
-        return self._models[key]
 
-
-def begun(job: Job, mode: str) -> Record:
+def begun(job: Job) -> Record:
     """The part of a job's record that is known before there is a text."""
     row = job["row"]
     return {
-        **{name: job[name] for name in ("key", "method", "turn", "repeat")},
-        "mode": mode,
+        **{name: job[name] for name in ("key", "method", "turn", "repeat", "mode")},
         "row": row["id"],
         "category": row["category"],
         "prompt": job["messages"][-1]["content"],
@@ -173,37 +167,38 @@ def begun(job: Job, mode: str) -> Record:
     }
 
 
-def make_work(config: Mapping[str, Any]) -> Callable[[], Work]:
-    """Makes the work of a worker, here or in another process."""
-    return lambda: Work(config)
-
-
 def jobs_of_turn(study: Study, rows: list[Any], turn: int, records: Mapping[str, Record]) -> list[Job]:
     """The jobs of a turn that are not done yet, all methods of a row one after the other.
 
     The first method changes from row to row, so that a machine that becomes slower favours none.
     """
-    names = [method.name for method in methods(study)]
+    compared = methods(study)
     found = []
     for repeat in range(study.repeats):
         for number, row in enumerate(rows):
             if turn >= len(row.turns):
                 continue
-            first = (number + repeat) % len(names)
-            for method in [*names[first:], *names[:first]]:
-                key = key_of(method, row.id, turn, repeat)
-                said = [records.get(key_of(method, row.id, t, repeat)) for t in range(turn)]
-                if key in records or any(record is None or record["error"] for record in said):
+            first = (number + repeat) % len(compared)
+            for method in [*compared[first:], *compared[:first]]:
+                key = key_of(method.name, row.id, turn, repeat)
+                said = said_before(records, method.name, row.id, turn, repeat)
+                if key in records or len(said) < 2 * turn:  # it is done, or an earlier turn failed
                     continue
-                messages = []
-                for text, record in zip(row.turns, said, strict=False):
-                    assert record is not None
-                    messages += [{"role": "user", "content": text}, {"role": "assistant", "content": record["text"]}]
-                messages.append({"role": "user", "content": row.turns[turn]})
-                seed = seed_of(study, row.id, turn, repeat)
-                job = {"key": key, "method": method, "row": vars(row), "turn": turn, "repeat": repeat, "seed": seed}
-                found.append(job | {"messages": messages})
+                job = {"key": key, "method": method.name, "mode": method.mode, "row": vars(row), "turn": turn}
+                job |= {"repeat": repeat, "seed": seed_of(study, row.id, turn, repeat)}
+                found.append(job | {"messages": [*said, {"role": "user", "content": row.turns[turn]}]})
     return found
+
+
+def said_before(records: Mapping[str, Record], method: str, row: str, turn: int, repeat: int) -> list[dict[str, str]]:
+    """The messages before a turn: the prompts of earlier turns and their answers, without turns that failed."""
+    earlier = (records.get(key_of(method, row, number, repeat)) for number in range(turn))
+    return [
+        {"role": role, "content": record[part]}
+        for record in earlier
+        if record is not None and record["error"] is None
+        for role, part in (("user", "prompt"), ("assistant", "text"))
+    ]
 
 
 def key_of(method: str, row: str, turn: int, repeat: int) -> str:
