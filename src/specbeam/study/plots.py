@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
+from specbeam.study.words import short
+
 if TYPE_CHECKING:  # it takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -260,8 +262,8 @@ def time_by_component(summary: Mapping[str, Any], new_tokens: Mapping[str, int])
                 fontsize=8.5,
             )
             if narrow:  # a name beside its bar would take half of the width
-                axes.text(0, at - 0.3, _short(method, 40), va="bottom", color=LIGHT["ink"], fontsize=8.5)
-        axes.set_yticks([] if narrow else range(len(rows)), [] if narrow else [_short(method) for method in rows])
+                axes.text(0, at - 0.3, short(method, 40), va="bottom", color=LIGHT["ink"], fontsize=8.5)
+        axes.set_yticks([] if narrow else range(len(rows)), [] if narrow else [short(method) for method in rows])
         axes.tick_params(axis="y", length=0, labelcolor=LIGHT["ink"])
         axes.spines["left"].set_visible(False)
         axes.set_ylim(len(rows) - 0.5, -0.75 if narrow else -0.5)
@@ -327,9 +329,9 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
                         color=LIGHT["ink"], fontsize=8,
                     )  # fmt: skip
             axes.set_title(
-                _short(method, 19 if narrow else 24), loc="left", fontsize=9, color=colour, fontweight="bold"
+                short(method, 19 if narrow else 24), loc="left", fontsize=9, color=colour, fontweight="bold"
             )
-            axes.set_yticks(range(len(order)), [_short(category, 14 if narrow else 24) for category in order])
+            axes.set_yticks(range(len(order)), [short(category, 14 if narrow else 24) for category in order])
             axes.tick_params(axis="y", length=0, labelcolor=LIGHT["ink"])
             axes.spines["left"].set_visible(False)
             axes.set_ylim(len(order) - 0.4, -0.6)
@@ -364,10 +366,6 @@ def extent(estimate: Mapping[str, Any]) -> tuple[float, float, float]:
     """A mean and the ends of its interval, which are the mean if there is no interval."""
     mean, low, high = estimate["mean"], estimate["low"], estimate["high"]
     return mean, mean if low is None else low, mean if high is None else high
-
-
-def _short(text: str, most: int = 32) -> str:
-    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
 
 
 def _dress(axes: Axes, grid: Literal["x", "y", "both"] | None = None) -> Axes:
@@ -406,7 +404,7 @@ def _label(figure: Figure, axes: Axes, points: list[Point], colours: Mapping[str
         options = []
         for number, (dx, dy) in enumerate(sides):
             label = axes.annotate(
-                _short(p.method, 24 if narrow else 32), (p.x, p.y), (dx, dy), textcoords="offset points", va="center",
+                short(p.method, 24 if narrow else 32), (p.x, p.y), (dx, dy), textcoords="offset points", va="center",
                 ha="left" if dx > 0 else "right" if dx < 0 else "center", color=colours[p.method], fontsize=8.5,
             )  # fmt: skip
             label.set_in_layout(False)
@@ -425,7 +423,7 @@ def _label_ends(figure: Figure, axes: Axes, ends: list[tuple[str, float, float, 
     if narrow:
         for number, (name, _, _, colour) in enumerate(reversed(ends)):
             axes.annotate(
-                "● " + _short(name, 36), (0, 1), (0, 6 + 12 * number), xycoords="axes fraction", color=colour,
+                "● " + short(name, 36), (0, 1), (0, 6 + 12 * number), xycoords="axes fraction", color=colour,
                 textcoords="offset points", fontsize=8.5,
             )  # fmt: skip
         return
@@ -442,7 +440,7 @@ def _label_ends(figure: Figure, axes: Axes, ends: list[tuple[str, float, float, 
         if x < right:
             axes.plot([x, right], [y, text_y - over], color=colour, linewidth=0.6, linestyle=(0, (1, 3)))
         axes.annotate(
-            _short(name, 28), (right, text_y - over), (7, 0), textcoords="offset points", va="center", color=colour,
+            short(name, 28), (right, text_y - over), (7, 0), textcoords="offset points", va="center", color=colour,
             fontsize=8.5,
         )  # fmt: skip
 

@@ -110,7 +110,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
                 write_whole(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
                 write_parquet(folder / "generations.parquet", records)
                 progress.say("writing the report")
-                write_report(
+                page = write_report(
                     folder,
                     title=study.project_name,
                     config=config,
@@ -124,7 +124,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     except KeyboardInterrupt:
         raise Interrupted(folder, len(run.records), total) from None
     failed = sum(record["error"] is not None for record in records)
-    show(f"{len(records)} generations, {failed} failed: {folder / 'report.html'}")
+    show(f"{len(records)} generations, {failed} failed: {page}")
     return folder
 
 
