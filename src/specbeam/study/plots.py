@@ -328,9 +328,7 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
                         f"{value:.2f}", (value, at), (5, 0), textcoords="offset points", va="center",
                         color=LIGHT["ink"], fontsize=8,
                     )  # fmt: skip
-            axes.set_title(
-                short(method, 19 if narrow else 24), loc="left", fontsize=9, color=colour, fontweight="bold"
-            )
+            axes.set_title(short(method, 19 if narrow else 24), loc="left", fontsize=9, color=colour, fontweight="bold")
             axes.set_yticks(range(len(order)), [short(category, 14 if narrow else 24) for category in order])
             axes.tick_params(axis="y", length=0, labelcolor=LIGHT["ink"])
             axes.spines["left"].set_visible(False)
