@@ -86,7 +86,7 @@ def run(given: argparse.Namespace) -> int:
 
     for config, words in zip(configs, swept, strict=True):
         try:
-            print_table(run_study(config, partial(print, flush=True), words if given.multirun else ""))
+            print_table(run_study(config, partial(print, flush=True), words))
         except Interrupted as stopped:
             if stopped.done:
                 print_table(stopped.folder)
@@ -194,9 +194,9 @@ def compare(before: Path, after: Path, as_json: bool) -> int:
             same = f"same text {method['identical']['same']} of {method['identical']['of']}"
             faster = f"{r['ratio']:.3f} times as fast ({interval}), raw {method['raw']['ratio']:.3f}"
             print(f"{method['method']:24} {faster}, {same}{mark}")
-        for side in ("a", "b"):
-            if found[f"only_in_{side}"]:
-                print(f"only in {before if side == 'a' else after}: {', '.join(found[f'only_in_{side}'])}")
-        if found.get("note"):
+        for folder, names in ((before, found["only_in_a"]), (after, found["only_in_b"])):
+            if names:
+                print(f"only in {folder}: {', '.join(names)}")
+        if found["note"]:
             print(found["note"])
     return int(any(method["significant"] and method["relative"]["ratio"] < 1 for method in found["methods"]))
