@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -170,12 +170,11 @@ def shown_round(place: int, entry: Mapping[str, Any], beams: bool) -> Round:
 def ahead(entry: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
     """The beams that are ahead of the steps of a round, shortest first."""
     lengths: dict[int, int] = {}
-    found: list[list[Mapping[str, Any]]] = []
+    found: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for beam in entry["ahead"]:
         length = lengths[beam["node"]] = lengths.get(beam["after"], -1) + 1
-        found += [[]] * (length == len(found))
-        found[length] = [*found[length], beam]
-    return found
+        found[length].append(beam)
+    return [*found.values()]
 
 
 def branches(drafted: list[Mapping[str, Any]], beams: bool) -> list[Branch]:
