@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.study.execution import pass_at_k
 from specbeam.study.metrics import acceptance_by_position, finished, of_corpus, of_record, time_by_component
 from specbeam.study.results import Record
 from specbeam.study.statistics import Comparison, bootstrap_mean, holm, paired_ratio
@@ -247,12 +246,12 @@ def _perplexities(score: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _pass_at_1(records: Iterable[Record], scores: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """The mean over rows; None if no program was run."""
+    """The mean over rows of the share of samples that pass (Chen et al. 2021, 2.1); None if no program was run."""
     passed: dict[Unit, list[bool]] = defaultdict(list)
     for record in records:
         if (one := scores.get(record["key"], {}).get("passed")) is not None:
             passed[_unit(record)].append(one)
-    return fmean(pass_at_k(len(some), sum(some), 1) for some in passed.values()) if passed else None
+    return fmean(map(fmean, passed.values())) if passed else None
 
 
 def _agreement(records: list[Record], twin: str | None, by_method: Mapping[str, list[Record]]) -> dict[str, Any] | None:
