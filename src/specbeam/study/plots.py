@@ -17,34 +17,23 @@ if TYPE_CHECKING:  # it takes a second to import
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which people with any colour vision can distinguish; some are darkened for small letters on
-# white. Each name is a CSS variable of the page. SVGs are drawn in LIGHT and use var(--name), so one SVG serves both
-# themes.
-LIGHT = {
-    "ink": "#1d2126",
-    "soft": "#5c636b",
-    "line": "#d3d6da",
-    "blue": "#0072b2",
-    "vermillion": "#b84e00",
-    "green": "#007a5a",
-    "purple": "#a34a7f",
-    "orange": "#946400",
-    "teal": "#1b7f8c",
-    "grey": "#666c73",
-    "amber": "#e69f00",
+# white. Each name is a CSS variable of the page, with its colour in the light and in the dark theme. SVGs are drawn in
+# LIGHT and use var(--name), so one SVG serves both themes.
+COLOURS = {
+    "ink": ("#1d2126", "#e8e6e1"),
+    "soft": ("#5c636b", "#a3a7ac"),
+    "line": ("#d3d6da", "#3a3f45"),
+    "blue": ("#0072b2", "#5aabdf"),
+    "vermillion": ("#b84e00", "#f08448"),
+    "green": ("#007a5a", "#3fbf98"),
+    "purple": ("#a34a7f", "#d994bb"),
+    "orange": ("#946400", "#e3ad3c"),
+    "teal": ("#1b7f8c", "#6fc7d1"),
+    "grey": ("#666c73", "#9aa0a6"),
+    "amber": ("#e69f00", "#e6ac33"),
 }
-DARK = {
-    "ink": "#e8e6e1",
-    "soft": "#a3a7ac",
-    "line": "#3a3f45",
-    "blue": "#5aabdf",
-    "vermillion": "#f08448",
-    "green": "#3fbf98",
-    "purple": "#d994bb",
-    "orange": "#e3ad3c",
-    "teal": "#6fc7d1",
-    "grey": "#9aa0a6",
-    "amber": "#e6ac33",
-}
+LIGHT = {name: light for name, (light, _) in COLOURS.items()}
+DARK = {name: dark for name, (_, dark) in COLOURS.items()}
 SERIES = ["blue", "vermillion", "green", "purple", "orange", "teal", "grey"]
 MARKERS = {"greedy": "o", "sample": "^", "beam": "s", "speculative": "D", "speculative-beam": "P"}
 
