@@ -8,6 +8,8 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
 from specbeam.study.words import short
@@ -283,15 +285,14 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
         for category, methods in summary["categories"].items()
     }
     drafting = [m for m in colours if any(values.get(m, 1.0) > 1.005 for values in steps.values())]
-    steps = {category: values for category, values in steps.items() if any(m in values for m in drafting)}
+    steps = {
+        category: drafted
+        for category, values in steps.items()
+        if (drafted := {m: v for m, v in values.items() if m in drafting})
+    }
     if not steps:
         return None
-
-    def worth(category: str) -> float:
-        values = [v for m, v in steps[category].items() if m in drafting]
-        return sum(values) / len(values)
-
-    order = sorted(steps, key=worth, reverse=True)
+    order = sorted(steps, key=lambda category: fmean(steps[category].values()), reverse=True)
     if len(order) > MAX_CATEGORIES_SHOWN:  # the best and the worst are the most instructive
         order = order[: MAX_CATEGORIES_SHOWN // 2] + order[-MAX_CATEGORIES_SHOWN // 2 :]
 
@@ -300,12 +301,11 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
         down = math.ceil(len(drafting) / across)
         figure.set_size_inches(3.7 if narrow else 7.6, 0.35 + down * (0.62 + 0.25 * len(order)))
         panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
-        right = max(v for category in order for m, v in steps[category].items() if m in drafting)
-        for number, axes in enumerate(panels):
-            if number >= len(drafting):
+        right = max(max(steps[category].values()) for category in order)
+        for axes, method in zip_longest(panels, drafting):
+            if method is None:
                 axes.set_visible(False)
                 continue
-            method = drafting[number]
             colour = colours[method]
             _dress(axes)
             axes.axvline(1, color=LIGHT["line"], linewidth=0.8)
