@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -360,8 +359,8 @@ def _promise(method: Method) -> str:
 def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise SpecbeamError unless the value is allowed."""
     if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(allowed)}"
+        near = nearest_name(str(value), allowed)
+        hint = f"did you mean {near!r}?" if near else f"give one of {', '.join(allowed)}"
         raise SpecbeamError(f"{name}={value!r} is not allowed: {hint}")
 
 

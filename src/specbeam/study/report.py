@@ -103,17 +103,8 @@ def write_report(
     return folder / "report.html"
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A generation that the report links: its method, its prompt, and the address of the page that replays it."""
-
-    method: str
-    prompt: str
-    address: str
-
-
-def write_replays(folder: Path, records: list[Record]) -> list[Replay]:
-    """Write a page for each recording."""
+def write_replays(folder: Path, records: list[Record]) -> list[dict[str, str]]:
+    """Write a page for each recording. Returns the "method", the "prompt" and the "address" of each."""
     made = []
     for record in finished(records):
         if record["recording"]:
@@ -121,7 +112,7 @@ def write_replays(folder: Path, records: list[Record]) -> list[Replay]:
             path = folder / "replays" / f"{file_name(method)}.html"
             path.parent.mkdir(parents=True, exist_ok=True)
             write_whole(path, replay_page(record["recording"], f"{method}: {prompt}"))
-            made.append(Replay(method, prompt, quote(f"replays/{path.name}")))
+            made.append({"method": method, "prompt": prompt, "address": quote(f"replays/{path.name}")})
     return made
 
 
@@ -134,7 +125,7 @@ def render(
     overhead: float | None,
     drawn: list[plots.Plot],
     header: Sequence[tuple[str, str]] = (),
-    replays: Sequence[Replay] = (),
+    replays: Sequence[Mapping[str, str]] = (),
 ) -> str:
     """The page."""
     import jinja2
