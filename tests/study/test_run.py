@@ -283,7 +283,7 @@ def test_ctrl_c_shows_the_finished_generations_and_how_to_go_on(here, tiny_words
     answer = work.Work.__call__
 
     def interrupted(self, job):
-        if job["row"]["id"] == "prompt 3":
+        if job["row"] == "prompt 3":
             raise KeyboardInterrupt
         return answer(self, job)
 

@@ -37,7 +37,7 @@ from specbeam.study.results import (
 from specbeam.study.samples import chosen
 from specbeam.study.summary import summarize
 from specbeam.study.tracking import tracker_of
-from specbeam.study.work import Work, begun, jobs_of_turn, key_of, said_before
+from specbeam.study.work import Work, begun, jobs_of_turn, key_of, with_messages
 
 logger = logging.getLogger("specbeam")
 
@@ -234,7 +234,7 @@ def _record(run: Run, work: Callable[[], Work], first: Sequence[str]) -> None:
             continue
         loaded = work()
         try:
-            events = loaded.recording(_said(record, run.records), record)
+            events = loaded.recording(with_messages(record, run.records))
         except Exception as error:  # the report does without it
             logger.warning("%s was not recorded: %s", key, " ".join(str(error).split()))
         else:
@@ -259,23 +259,18 @@ def _score(study: Study, run: Run, work: Callable[[], Work]) -> None:
     loads = {method.name: sorted(method.load.items()) for method in methods(study)}
     known: dict[str, dict[str, Any]] = {}
     for record in left:
-        said = _said(record, run.records)
+        job = with_messages(record, run.records)
         # Passes over several beams may round otherwise than passes over one text, in the last bit.
         beams = record["mode"] in ("beam", "speculative-beam")
-        same = json.dumps([loads[record["method"]], beams, said, record["token_ids"]])
+        same = json.dumps([loads[record["method"]], beams, job["messages"], record["token_ids"]])
         if same not in known:
-            perplexity = {name: work().perplexity(name, said, record) for name in study.metrics.perplexity}
-            scores = known[same] = {"perplexity": perplexity, "passed": None}
+            perplexity = {name: work().perplexity(name, job) for name in study.metrics.perplexity}
+            scores: dict[str, Any] = {"perplexity": perplexity, "passed": None}
             if (problem := record["problem"]) and study.metrics.pass_at_1:
                 program = completion_of(record["text"], problem["entry_point"])
                 scores["passed"], scores["reason"] = passes(problem, program)
+            known[same] = scores
         run.add_scores(record["key"], known[same])
-
-
-def _said(record: Record, records: Mapping[str, Record]) -> list[dict[str, str]]:
-    """The messages that a text answers."""
-    before = said_before(records, record["method"], record["row"], record["turn"], record["repeat"])
-    return [*before, {"role": "user", "content": record["prompt"]}]
 
 
 def _summarize(study: Study, records: list[Record], scores: Mapping[str, Any]) -> dict[str, Any]:
