@@ -69,7 +69,7 @@ def run(given: argparse.Namespace) -> int:
     from specbeam.study.config import check
     from specbeam.study.results import file_name
 
-    combinations = [*sweep(given.words)] if given.multirun else [given.words]
+    combinations = sweep(given.words) if given.multirun else [given.words]
     configs = [compose(overrides, given.config_dir) for overrides in combinations]
     swept = [",".join(word for word in words if word not in given.words) for words in combinations]
     for config, words in zip(configs, swept, strict=True):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -129,7 +129,7 @@ def _missing(error: Any) -> str:
     return f"there is no {group}={name}: give one of {there}, or --config-dir DIR with DIR/{group}/{name}.yaml"
 
 
-def sweep(overrides: Sequence[str]) -> Iterator[list[str]]:
+def sweep(overrides: Sequence[str]) -> list[list[str]]:
     """The combinations that ``key=a,b`` and ``key=range(...)`` stand for, in order.
 
     Raises:
@@ -149,8 +149,7 @@ def sweep(overrides: Sequence[str]) -> Iterator[list[str]]:
     for override, values in zip(overrides, each, strict=True):
         if not values:
             raise SpecbeamError(f"{override} stands for no value: give at least one")
-    for combination in itertools.product(*each):
-        yield list(combination)
+    return [list(combination) for combination in itertools.product(*each)]
 
 
 def _parsed(overrides: Sequence[str]) -> list[Any]:

@@ -141,16 +141,15 @@ def diff(a_records: Iterable[Record], b_records: Iterable[Record]) -> dict[str, 
     after = [_speeds(b[method]) for method in common]
     units = sorted(set().union(*before) & set().union(*after))
     ratios = np.log(_table(after, units)) - np.log(_table(before, units))
+    raws = relatives = [_ratio(logs) for logs in ratios]
     note = None
     if len(common) < 3:
         note = f"{len(common)} methods in both runs: a change of the machine looks like one of a method"
-    methods: list[dict[str, Any]] = []
-    relatives: list[Comparison | None] = []
-    for i, method in enumerate(common):
-        raw = relative = _ratio(ratios[i])
-        if len(common) >= 3:
-            relative = _ratio(ratios[i] - _drift(ratios, i))
-        relatives.append(relative)
+    else:
+        relatives = [_ratio(ratios[i] - _drift(ratios, i)) for i in range(len(common))]
+    adjusted = holm([1.0 if relative is None else relative.p for relative in relatives])
+    methods = []
+    for method, raw, relative, p in zip(common, raws, relatives, adjusted, strict=True):
         same, of = _identical(finished(a[method]), finished(b[method]))
         methods.append(
             {
@@ -158,12 +157,10 @@ def diff(a_records: Iterable[Record], b_records: Iterable[Record]) -> dict[str, 
                 "raw": raw and asdict(raw),
                 "relative": relative and asdict(relative),
                 "identical": {"same": same, "of": of, "share": same / of if of else None},
+                "p": p,
+                "significant": relative is not None and _significant(relative, p),
             }
         )
-    adjusted = holm([1.0 if relative is None else relative.p for relative in relatives])
-    for figures, relative, p in zip(methods, relatives, adjusted, strict=True):
-        figures["p"] = p
-        figures["significant"] = relative is not None and _significant(relative, p)
     return {
         "methods": methods,
         "only_in_a": [method for method in a if method not in b],
