@@ -227,7 +227,7 @@ def _record(run: Run, work: Callable[[], Work], first: Sequence[str]) -> None:
     Args:
         first: the keys for the first prompt.
     """
-    drafted = [r["key"] for _, r in chosen([*run.records.values()]) if r["stats"]["drafted"]]
+    drafted = [r["key"] for _, r in chosen(run.records.values()) if r["stats"]["drafted"]]
     for key in dict.fromkeys([*first, *drafted]):
         record = run.records.get(key)
         if record is None or record["error"] is not None or key in run.recordings:

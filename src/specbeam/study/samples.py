@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -82,12 +82,12 @@ class Sample:
     lookup: bool
 
 
-def samples(records: Sequence[Record]) -> list[Sample]:
+def samples(records: Iterable[Record]) -> list[Sample]:
     """The samples to show."""
     return [sample(record, why) for why, record in chosen(records)]
 
 
-def chosen(records: Sequence[Record]) -> list[tuple[str, Record]]:
+def chosen(records: Iterable[Record]) -> list[tuple[str, Record]]:
     """The generations to show, each with why.
 
     In each category it is the one whose drafts gained most, methods in turn. The last one is the worst.
@@ -108,7 +108,6 @@ def chosen(records: Sequence[Record]) -> list[tuple[str, Record]]:
     for method in dict.fromkeys(record["method"] for record in drafted):  # where there are few categories
         if not shown[method] and len(found) < most:
             here = [record for record in drafted if record["method"] == method]
-            shown[method] += 1
             found.append(("", max(here, key=gain)))
     if drafted:
         worst = min(drafted, key=lambda record: record["stats"]["acceptance_rate"])
