@@ -20,6 +20,12 @@ from specbeam.option_names import nearest_name
 from specbeam.study.config import Columns, Data
 
 TABLES = (".jsonl", ".json", ".csv", ".parquet")
+USUAL_COLUMNS = {
+    "prompt": ("prompt", "text", "question", "input", "instruction"),
+    "reference": ("reference", "references", "answer", "target"),
+    "category": ("category",),
+    "id": ("id",),
+}
 
 
 @dataclass(frozen=True)
@@ -202,20 +208,14 @@ def _of_table(data: Data, record: Mapping[str, Any], i: int) -> Row:
 
 def _columns(given: Columns, record: Mapping[str, Any], row: str) -> Columns:
     """The columns to use: the given names, or the usual ones."""
+    found: dict[str, str | None] = {}
     for which, column in vars(given).items():
-        if column is not None:
+        if column is None:
+            found[which] = next((name for name in USUAL_COLUMNS[which] if name in record), None)
+        else:
+            found[which] = column
             names = _names(record, column)
             _check_there(f"data.columns.{which}={column}", column, names, f"{row} has no such column")
-    usual = {
-        "prompt": ("prompt", "text", "question", "input", "instruction"),
-        "reference": ("reference", "references", "answer", "target"),
-        "category": ("category",),
-        "id": ("id",),
-    }
-    found = {
-        which: name if name is not None else next((n for n in usual[which] if n in record), None)
-        for which, name in vars(given).items()
-    }
     if found["prompt"] is None:
         raise SpecbeamError(f"data.columns.prompt is missing: it is one of {', '.join(map(str, record))}")
     return Columns(**found)
