@@ -29,7 +29,7 @@ def of_record(record: Record) -> dict[str, float | None]:
     Returns:
         FROM_STATS as in :class:`specbeam.results.Stats`. The metrics of :func:`pieces`. repetition, distinct_1 and
         distinct_2: of the text, as :func:`repetition` and :func:`distinct` compute them. If there are several beams,
-        the metrics of :func:`diversity`, and if there are references, those of :func:`quality`. None where there is
+        the metrics of :func:`diversity`. If there are references, the metrics of :func:`quality`. None where there is
         nothing to measure.
     """
     stats = record["stats"]

@@ -38,7 +38,7 @@ KEYS = {
     RECORDINGS: ("key", "events"),
     FINGERPRINT: ("config",),
 }
-"""The keys that every entry of a file has. Those of a generation are there also if it failed."""
+"""The keys that every entry of a file has. A generation that failed has them, too."""
 NOT_IN_TABLE = ("stats", "recording")
 """The keys of a generation that are no column: each statistic is one, and recordings are large."""
 ASKED_PARTS = ("config", "models", "data")
