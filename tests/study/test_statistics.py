@@ -30,8 +30,9 @@ def test_values_that_differ_by_rounding_have_an_interval_without_width(value):
 
 @pytest.mark.parametrize("ends", [(None, None), (float("nan"), float("nan")), (1.1, float("inf"))])
 def test_an_interval_without_finite_ends_settles_nothing(ends):
-    assert not Comparison(1.2, *ends, 0.01, 9).settled
-    assert not words.settled({"low": ends[0], "high": ends[1]})
+    comparison = Comparison(1.2, *ends, 0.01, 9)
+    assert not comparison.settled
+    assert not words.settled(vars(comparison))
 
 
 @pytest.mark.parametrize("values", [[0.1], [0.1, 0.1], [1.0, 2.0, 9.0], [0, 0, 0, 1]])

@@ -65,22 +65,19 @@ def run(given: argparse.Namespace) -> int:
             raise SpecbeamError(
                 f"{word!r} is no KEY=VALUE: give decode.max_new_tokens=64 or so, show RUN, or diff RUN_A RUN_B"
             )
-    from specbeam.study.composition import compose, sweep
+    from specbeam.study.composition import as_yaml, compose, sweep
     from specbeam.study.config import check
     from specbeam.study.results import file_name
 
-    combinations = [*sweep(given.words)] if given.multirun else [given.words]
-    configs = [dict(compose(overrides, given.config_dir)) for overrides in combinations]
+    combinations = sweep(given.words) if given.multirun else [given.words]
+    configs = [compose(overrides, given.config_dir) for overrides in combinations]
     swept = [",".join(word for word in words if word not in given.words) for words in combinations]
     for config, words in zip(configs, swept, strict=True):
         if given.multirun and config["output"] is not None:
             config["output"] = str(Path(config["output"]) / (file_name(words) or "0"))
     if given.show_config:
-        import yaml
-
         for config in configs:  # also one that the check refuses: it tells the keys
-            plain = json.loads(json.dumps(config))
-            print(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, explicit_start=given.multirun), end="")
+            print(as_yaml(config, explicit_start=given.multirun), end="")
     for config in configs:
         check(config)  # every one, before the first runs
     if given.show_config:
@@ -89,7 +86,7 @@ def run(given: argparse.Namespace) -> int:
 
     for config, words in zip(configs, swept, strict=True):
         try:
-            print_table(run_study(config, partial(print, flush=True), words if given.multirun else ""))
+            print_table(run_study(config, partial(print, flush=True), words))
         except Interrupted as stopped:
             if stopped.done:
                 print_table(stopped.folder)
@@ -197,9 +194,9 @@ def compare(before: Path, after: Path, as_json: bool) -> int:
             same = f"same text {method['identical']['same']} of {method['identical']['of']}"
             faster = f"{r['ratio']:.3f} times as fast ({interval}), raw {method['raw']['ratio']:.3f}"
             print(f"{method['method']:24} {faster}, {same}{mark}")
-        for side in ("a", "b"):
-            if found[f"only_in_{side}"]:
-                print(f"only in {before if side == 'a' else after}: {', '.join(found[f'only_in_{side}'])}")
-        if found.get("note"):
+        for folder, names in ((before, found["only_in_a"]), (after, found["only_in_b"])):
+            if names:
+                print(f"only in {folder}: {', '.join(names)}")
+        if found["note"]:
             print(found["note"])
     return int(any(method["significant"] and method["relative"]["ratio"] < 1 for method in found["methods"]))

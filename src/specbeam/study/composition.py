@@ -7,7 +7,8 @@ the command line.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ SET_BY_HYDRA = ("hydra.overrides", "hydra.runtime", "hydra.searchpath", "hydra.j
 """The keys of Hydra's own that differ from run to run by themselves."""
 
 
-def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str, Any]:
+def compose(overrides: Sequence[str], folder: Path | None = None) -> dict[str, Any]:
     """The configuration as plain data.
 
     Args:
@@ -69,8 +70,8 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
             with open_dict(composed):
                 hydras = composed.pop("hydra")
             if folder is not None:
-                usual = _leaves("hydra", OmegaConf.to_container(hydra_compose("study", return_hydra_config=True).hydra))
-                for key, value in _leaves("hydra", OmegaConf.to_container(hydras)).items():
+                usual = leaves("hydra", OmegaConf.to_container(hydra_compose("study", return_hydra_config=True).hydra))
+                for key, value in leaves("hydra", OmegaConf.to_container(hydras)).items():
                     if not key.startswith(SET_BY_HYDRA) and (key not in usual or usual[key] != value):
                         _refuse_hydras(key, key)
             plain = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
@@ -83,6 +84,13 @@ def compose(overrides: Sequence[str], folder: Path | None = None) -> Mapping[str
     except Exception as error:  # Hydra raises ValueError, AssertionError and others for wrong words and files, too
         raise SpecbeamError(f"the configuration cannot be composed: {_one_line(error)}") from error
     return cast(dict[str, Any], plain)
+
+
+def as_yaml(config: Mapping[str, Any], **form: Any) -> str:
+    """A configuration as YAML, with its keys in order. ``form``: arguments of yaml.safe_dump."""
+    import yaml
+
+    return yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True, **form)
 
 
 def _above_study(own: Any) -> dict[str, Any]:
@@ -121,7 +129,7 @@ def _missing(error: Any) -> str:
     return f"there is no {group}={name}: give one of {there}, or --config-dir DIR with DIR/{group}/{name}.yaml"
 
 
-def sweep(overrides: Sequence[str]) -> Iterator[list[str]]:
+def sweep(overrides: Sequence[str]) -> list[list[str]]:
     """The combinations that ``key=a,b`` and ``key=range(...)`` stand for, in order.
 
     Raises:
@@ -141,8 +149,7 @@ def sweep(overrides: Sequence[str]) -> Iterator[list[str]]:
     for override, values in zip(overrides, each, strict=True):
         if not values:
             raise SpecbeamError(f"{override} stands for no value: give at least one")
-    for combination in itertools.product(*each):
-        yield list(combination)
+    return [list(combination) for combination in itertools.product(*each)]
 
 
 def _parsed(overrides: Sequence[str]) -> list[Any]:
@@ -164,10 +171,10 @@ def _refuse_hydras(key: str, given: str) -> None:
         raise SpecbeamError(f"{given} is a key of Hydra's own, and a study does not use it: {hint}")
 
 
-def _leaves(path: str, value: Any) -> dict[str, Any]:
+def leaves(path: str, value: Any) -> dict[str, Any]:
     """The values in nested mappings, by dotted keys."""
     if isinstance(value, Mapping) and value:
-        return {k: v for part in value for k, v in _leaves(f"{path}.{part}", value[part]).items()}
+        return {k: v for part in value for k, v in leaves(f"{path}.{part}", value[part]).items()}
     return {path: value}
 
 

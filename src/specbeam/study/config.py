@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 import typing
 from collections.abc import Collection, Mapping, Sequence, Set
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from specbeam.errors import SpecbeamError
@@ -263,10 +262,7 @@ def methods(study: Study) -> list[Method]:
     found = [_method(study, name, changes) for name, changes in asked.items()]
     _refuse_without_effect(study, found)
     plain = {_promise(method): method.name for method in reversed(found) if method.draft is None}
-    return [
-        method if method.draft is None else Method(**vars(method) | {"twin": plain.get(_promise(method))})
-        for method in found
-    ]
+    return [method if method.draft is None else replace(method, twin=plain.get(_promise(method))) for method in found]
 
 
 def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
@@ -274,7 +270,7 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
     load_kinds = typing.get_type_hints(Load)
     kinds = {**load_kinds, "draft_quantize": str | None, "draft_model": str}
     for key in changes:
-        nearest(f"{place}.{key}", key, {**dict.fromkeys(DECODE_KEYS), **kinds})
+        nearest(f"{place}.{key}", key, (*DECODE_KEYS, *kinds))
     own = {key: _value(kinds[key], value, f"{place}.{key}") for key, value in changes.items() if key in kinds}
     v = {"draft_quantize": study.draft.quantize, "draft_model": study.draft_model, **vars(study.load), **own}
     decode = DECODE_DEFAULTS | _not_null(study.decode) | {key: changes[key] for key in changes if key not in kinds}
@@ -337,7 +333,7 @@ def _refuse_without_effect(study: Study, found: list[Method]) -> None:
 
 
 def _without_effect(given: str, needs: Set[str], none_does: str) -> str:
-    how = " and ".join(f"{MODES_THAT[need]}" for need in sorted(needs))
+    how = " and ".join(MODES_THAT[need] for need in sorted(needs))
     unset = f"{given.partition('=')[0]}=null"
     return f"{given} has no effect: it is for {how}, and {none_does}; add such a method, or give {unset}"
 
@@ -356,16 +352,15 @@ def _promise(method: Method) -> str:
 
     Drafts are part of it only where texts are sampled: there they change the draws, not their distribution.
     """
-    about_drafts = ("num_draft_tokens", "draft_width", "draft_budget", "draft_temperature", "draft_top_k", "bound_rule")
-    decides = {key: value for key, value in method.options.items() if key not in about_drafts}
+    decides = {key: value for key, value in method.options.items() if "drafts" not in USERS.get(key, ())}
     return repr((sorted(decides.items()), sorted(method.load.items()), method.draft if decides["do_sample"] else None))
 
 
 def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raise SpecbeamError unless the value is allowed."""
     if value not in allowed:
-        near = difflib.get_close_matches(str(value), allowed, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"give one of {', '.join(allowed)}"
+        near = nearest_name(str(value), allowed)
+        hint = f"did you mean {near!r}?" if near else f"give one of {', '.join(allowed)}"
         raise SpecbeamError(f"{name}={value!r} is not allowed: {hint}")
 
 
@@ -386,9 +381,6 @@ def _build(kind: Any, given: Any, path: str) -> Any:
     for key, value in given.items():
         nearest(f"{path}{key}", key, hints)
         values[key] = _value(hints[key], value, f"{path}{key}")
-    for f in fields(kind):
-        if f.name not in values and f.default is MISSING and f.default_factory is MISSING:
-            raise SpecbeamError(f"{path}{f.name} is missing")
     return kind(**values)
 
 

@@ -10,7 +10,7 @@ import random
 import string
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,12 @@ from specbeam.option_names import nearest_name
 from specbeam.study.config import Columns, Data
 
 TABLES = (".jsonl", ".json", ".csv", ".parquet")
+USUAL_COLUMNS = {
+    "prompt": ("prompt", "text", "question", "input", "instruction"),
+    "reference": ("reference", "references", "answer", "target"),
+    "category": ("category",),
+    "id": ("id",),
+}
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,7 @@ def read_rows(data: Data, prompts: list[str], seed: int) -> list[Row]:
     if data.source is not None:
         rows += _draw([*_rows_of(data)], data, seed)
     if len({row.id for row in rows}) < len(rows):
-        rows = [
-            Row(f"{i}: {row.id}", row.turns, row.category, row.references, row.problem) for i, row in enumerate(rows)
-        ]
+        rows = [replace(row, id=f"{i}: {row.id}") for i, row in enumerate(rows)]
     if not rows:
         raise SpecbeamError(f"{data.source} has no rows" + (f" of {data.categories}" if data.categories else ""))
     return rows
@@ -121,20 +125,20 @@ def _records(path: Path) -> Iterator[Any]:
     text = _read(path)
     if suffix == ".csv":
         yield from _csv_records(path, text)
-        return
+    elif suffix == ".json":
+        whole = _of_json(text, str(path))
+        yield from whole if isinstance(whole, list) else [whole]
+    else:
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                yield _of_json(line, f"{path} line {number}")
+
+
+def _of_json(text: str, name: str) -> Any:
     try:
-        if suffix == ".json":
-            whole = json.loads(text)
-            yield from whole if isinstance(whole, list) else [whole]
-            return
+        return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise SpecbeamError(f"{path} is not JSON: {error}") from error
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise SpecbeamError(f"{path} line {number} is not JSON: {error}") from error
+        raise SpecbeamError(f"{name} is not JSON: {error}") from error
 
 
 def _csv_records(path: Path, text: str) -> Iterator[dict[str, str]]:
@@ -204,20 +208,14 @@ def _of_table(data: Data, record: Mapping[str, Any], i: int) -> Row:
 
 def _columns(given: Columns, record: Mapping[str, Any], row: str) -> Columns:
     """The columns to use: the given names, or the usual ones."""
+    found: dict[str, str | None] = {}
     for which, column in vars(given).items():
-        if column is not None:
+        if column is None:
+            found[which] = next((name for name in USUAL_COLUMNS[which] if name in record), None)
+        else:
+            found[which] = column
             names = _names(record, column)
             _check_there(f"data.columns.{which}={column}", column, names, f"{row} has no such column")
-    usual = {
-        "prompt": ("prompt", "text", "question", "input", "instruction"),
-        "reference": ("reference", "references", "answer", "target"),
-        "category": ("category",),
-        "id": ("id",),
-    }
-    found = {
-        which: name if name is not None else next((n for n in usual[which] if n in record), None)
-        for which, name in vars(given).items()
-    }
     if found["prompt"] is None:
         raise SpecbeamError(f"data.columns.prompt is missing: it is one of {', '.join(map(str, record))}")
     return Columns(**found)

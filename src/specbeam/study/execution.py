@@ -1,4 +1,4 @@
-"""Programs that models wrote, run against their tests: HumanEval's pass@k (Chen et al. 2021).
+"""Programs that models wrote, run against their tests, such as HumanEval's (Chen et al. 2021).
 
 A program runs in a child process, which is this file run as a script. Its time, memory and files are limited, and
 nothing that it starts outlives it. It can read all files that the user can read: this guards against mistakes of
@@ -38,23 +38,6 @@ def completion_of(text: str, entry_point: str) -> str:
         if re.search(rf"^\s*(?:async\s+)?def\s+{re.escape(entry_point)}\b", block, re.MULTILINE):
             return "\n" + textwrap.dedent(block)
     return STOP.split(text, maxsplit=1)[0]
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """An unbiased estimate of the chance that at least one of k samples passes. Of n samples, c passed.
-
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, 2.1).
-
-    Raises:
-        SpecbeamError: k is not from 1 to n, or c is not from 0 to n.
-    """
-    from specbeam.errors import SpecbeamError
-
-    if not 1 <= k <= n:
-        raise SpecbeamError(f"pass@{k} cannot be computed from {n} samples: give k from 1 to their number")
-    if not 0 <= c <= n:
-        raise SpecbeamError(f"{c} of {n} samples cannot have passed: give 0 to {n}")
-    return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def passes(

@@ -28,16 +28,17 @@ def of_record(record: Record) -> dict[str, float | None]:
 
     Returns:
         FROM_STATS as in :class:`specbeam.results.Stats`. The metrics of :func:`pieces`. repetition, distinct_1 and
-        distinct_2: of the text, as :func:`repetition` and :func:`distinct` compute them. The metrics of
-        :func:`diversity`. If there are references, the metrics of
-        :func:`quality`. None where there is nothing to measure.
+        distinct_2: of the text, as :func:`repetition` and :func:`distinct` compute them. If there are several beams,
+        the metrics of :func:`diversity`. If there are references, the metrics of :func:`quality`. None where there is
+        nothing to measure.
     """
     stats = record["stats"]
     metrics = {name: stats[name] for name in FROM_STATS}
     metrics |= pieces(record["times"], record["piece_tokens"])
     metrics["repetition"] = repetition(record["token_ids"])
     metrics |= {f"distinct_{n}": distinct([record["token_ids"]], n) for n in (1, 2)}
-    metrics |= diversity(record["beams"])
+    if len(record["beams"]) > 1:
+        metrics |= diversity(record["beams"])
     if record["references"]:
         metrics |= quality(record["text"], record["references"])
     return metrics
@@ -102,32 +103,25 @@ def distinct(texts: Iterable[Sequence[int]], n: int) -> float | None:
 def diversity(beams: Sequence[dict[str, Any]]) -> dict[str, float | None]:
     """How much the beams of one generation differ.
 
+    Args:
+        beams: two or more.
+
     Returns:
         beams_distinct_1 and beams_distinct_2: :func:`distinct` of all beams. self_bleu: the mean over beams of a beam's
         BLEU, 0 to 100. The other beams are its references (Zhu et al. 2018, 3.2.2). edit_distance: the mean over pairs
         of beams of the number of tokens to insert, delete or replace (Levenshtein 1966). It is divided by the length of
-        the longer beam. All are None for a single beam.
+        the longer beam.
     """
-    texts, ids = [beam["text"] for beam in beams], [beam["token_ids"] for beam in beams]
-    several = len(beams) > 1
-    return {
-        "beams_distinct_1": distinct(ids, 1) if several else None,
-        "beams_distinct_2": distinct(ids, 2) if several else None,
-        "self_bleu": _self_bleu(texts) if several else None,
-        "edit_distance": _edit_distance(ids) if several else None,
-    }
-
-
-def _self_bleu(texts: list[str]) -> float:
+    from rapidfuzz.distance import Levenshtein
     from sacrebleu import sentence_bleu
 
-    return fmean(sentence_bleu(text, texts[:i] + texts[i + 1 :]).score for i, text in enumerate(texts))
-
-
-def _edit_distance(beams: list[list[int]]) -> float:
-    from rapidfuzz.distance import Levenshtein
-
-    return fmean(Levenshtein.normalized_distance(a, b) for a, b in combinations(beams, 2))
+    texts, ids = [beam["text"] for beam in beams], [beam["token_ids"] for beam in beams]
+    return {
+        "beams_distinct_1": distinct(ids, 1),
+        "beams_distinct_2": distinct(ids, 2),
+        "self_bleu": fmean(sentence_bleu(text, texts[:i] + texts[i + 1 :]).score for i, text in enumerate(texts)),
+        "edit_distance": fmean(Levenshtein.normalized_distance(a, b) for a, b in combinations(ids, 2)),
+    }
 
 
 def quality(text: str, references: Sequence[str]) -> dict[str, float | None]:

@@ -8,41 +8,34 @@ import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
+
+from specbeam.study.words import short
 
 if TYPE_CHECKING:  # it takes a second to import
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which people with any colour vision can distinguish; some are darkened for small letters on
-# white. Each name is a CSS variable of the page. SVGs are drawn in LIGHT and use var(--name), so one SVG serves both
-# themes.
-LIGHT = {
-    "ink": "#1d2126",
-    "soft": "#5c636b",
-    "line": "#d3d6da",
-    "blue": "#0072b2",
-    "vermillion": "#b84e00",
-    "green": "#007a5a",
-    "purple": "#a34a7f",
-    "orange": "#946400",
-    "teal": "#1b7f8c",
-    "grey": "#666c73",
-    "amber": "#e69f00",
+# white. Each name is a CSS variable of the page, with its colour in the light and in the dark theme. SVGs are drawn in
+# LIGHT and use var(--name), so one SVG serves both themes.
+COLOURS = {
+    "ink": ("#1d2126", "#e8e6e1"),
+    "soft": ("#5c636b", "#a3a7ac"),
+    "line": ("#d3d6da", "#3a3f45"),
+    "blue": ("#0072b2", "#5aabdf"),
+    "vermillion": ("#b84e00", "#f08448"),
+    "green": ("#007a5a", "#3fbf98"),
+    "purple": ("#a34a7f", "#d994bb"),
+    "orange": ("#946400", "#e3ad3c"),
+    "teal": ("#1b7f8c", "#6fc7d1"),
+    "grey": ("#666c73", "#9aa0a6"),
+    "amber": ("#e69f00", "#e6ac33"),
 }
-DARK = {
-    "ink": "#e8e6e1",
-    "soft": "#a3a7ac",
-    "line": "#3a3f45",
-    "blue": "#5aabdf",
-    "vermillion": "#f08448",
-    "green": "#3fbf98",
-    "purple": "#d994bb",
-    "orange": "#e3ad3c",
-    "teal": "#6fc7d1",
-    "grey": "#9aa0a6",
-    "amber": "#e6ac33",
-}
+LIGHT = {name: light for name, (light, _) in COLOURS.items()}
+DARK = {name: dark for name, (_, dark) in COLOURS.items()}
 SERIES = ["blue", "vermillion", "green", "purple", "orange", "teal", "grey"]
 MARKERS = {"greedy": "o", "sample": "^", "beam": "s", "speculative": "D", "speculative-beam": "P"}
 
@@ -60,9 +53,6 @@ NAMES = ["frontier-task", "frontier-perplexity", "acceptance", "time", "categori
 FORMATS = ("png", "svg", "pdf")
 """The formats of a plot's files."""
 MAX_CATEGORIES_SHOWN = 16
-
-
-Grid = Literal["x", "y", "both", ""]
 
 
 @dataclass(frozen=True)
@@ -91,7 +81,7 @@ def draw_all(summary: Mapping[str, Any], new_tokens: Mapping[str, int]) -> list[
         summary: the study's summary.
         new_tokens: by method, how many tokens it made in the generations whose seconds are in ``summary["time"]``.
     """
-    colours = {m["method"]: SERIES[i % len(SERIES)] for i, m in enumerate(summary.get("methods", []))}
+    colours = {m["method"]: LIGHT[SERIES[i % len(SERIES)]] for i, m in enumerate(summary["methods"])}
     drawn = [
         *frontiers(summary, colours),
         acceptance(summary, colours),
@@ -107,8 +97,8 @@ def frontiers(summary: Mapping[str, Any], colours: Mapping[str, str]) -> list[Pl
     for name, group in zip(NAMES, QUALITIES, strict=False):
         for metric, label, more_is_better in group:
             points = [
-                Point(method["method"], method["mode"], *_ends(speed), *_ends(q))
-                for method in summary.get("methods", [])
+                Point(method["method"], method["mode"], *extent(speed), *extent(q))
+                for method in summary["methods"]
                 if (speed := interval(method, "tokens_per_second")) and (q := interval(method, metric))
             ]
             if points:
@@ -131,24 +121,19 @@ class Point:
     high: float
 
 
-def _ends(estimate: Mapping[str, Any]) -> tuple[float, float, float]:
-    mean, low, high = estimate["mean"], estimate.get("low"), estimate.get("high")
-    return mean, mean if low is None else low, mean if high is None else high
-
-
 def _frontier(name: str, label: str, more_is_better: bool, points: list[Point], colours: Mapping[str, str]) -> Plot:
     best = pareto([(point.x, point.y if more_is_better else -point.y) for point in points])
 
     def draw(figure: Figure, narrow: bool) -> None:
         figure.set_size_inches(*((3.7, 3.3) if narrow else (7.6, 4.0)))
-        axes = _axes(figure, grid="both")
+        axes = _dress(figure.add_subplot(), grid="both")
         line = sorted((points[i].x, points[i].y) for i in best)
         axes.plot(*zip(*line, strict=True), color=LIGHT["soft"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
         for p in points:
-            colour = LIGHT[colours[p.method]]
+            colour = colours[p.method]
             axes.plot([p.left, p.right], [p.y, p.y], color=colour, linewidth=1.1, solid_capstyle="butt")
             axes.plot([p.x, p.x], [p.low, p.high], color=colour, linewidth=1.1, solid_capstyle="butt")
-            axes.plot([p.x], [p.y], MARKERS.get(p.mode, "o"), color=colour, markersize=7.5, markeredgewidth=0)
+            axes.plot([p.x], [p.y], MARKERS[p.mode], color=colour, markersize=7.5, markeredgewidth=0)
         axes.set_xlim(*_with_room(min(p.left for p in points), max(p.right for p in points)))
         axes.set_ylim(*_with_room(min(p.low for p in points), max(p.high for p in points)))
         if not more_is_better:
@@ -186,9 +171,9 @@ def pareto(points: list[tuple[float, float]]) -> list[int]:
 def acceptance(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot | None:
     """How often the first, second, third draft token after the known tokens is accepted, and of how many."""
     lines = {
-        method: places
-        for method, counts in summary.get("acceptance_by_position", {}).items()
-        if (places := [p | {"share": p["accepted"] / p["drafted"]} for p in counts if p["drafted"]])
+        method: [place | {"share": place["accepted"] / place["drafted"]} for place in places]
+        for method, places in summary["acceptance_by_position"].items()
+        if places
     }
     if not lines:
         return None
@@ -196,11 +181,11 @@ def acceptance(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
 
     def draw(figure: Figure, narrow: bool) -> None:
         figure.set_size_inches(3.7 if narrow else 7.6, (3.2 if narrow else 3.5) + 0.14 * len(lines))
-        axes = _axes(figure, grid="y")
+        axes = _dress(figure.add_subplot(), grid="y")
         ticks = range(1, last + 1, 1 + (last - 1) // (7 if narrow else 12))
         ends = []
         for number, (method, places) in enumerate(lines.items()):
-            colour = LIGHT[colours.get(method, SERIES[number % len(SERIES)])]
+            colour = colours[method]
             aside = 0.07 * (number - (len(lines) - 1) / 2)  # intervals of several methods are beside each other
             xs, ys = [p["position"] + aside for p in places], [p["share"] for p in places]
             beyond = [[p["share"] - p["low"] for p in places], [p["high"] - p["share"] for p in places]]
@@ -243,8 +228,8 @@ def time_by_component(summary: Mapping[str, Any], new_tokens: Mapping[str, int])
     """The milliseconds per new token, by component."""
     parts = {"target": "blue", "draft": "amber", "rest": "grey"}
     rows = {
-        method: {part: 1000 * (seconds.get(part) or 0.0) / tokens for part in parts}
-        for method, seconds in summary.get("time", {}).items()
+        method: {part: 1000 * seconds[part] / tokens for part in parts}
+        for method, seconds in summary["time"].items()
         if (tokens := new_tokens.get(method, 0)) > 0 and any(seconds.values())
     }
     if not rows:
@@ -252,7 +237,7 @@ def time_by_component(summary: Mapping[str, Any], new_tokens: Mapping[str, int])
 
     def draw(figure: Figure, narrow: bool) -> None:
         figure.set_size_inches(3.7 if narrow else 7.6, 0.75 + (0.44 if narrow else 0.31) * len(rows))
-        axes = _axes(figure, grid="x")
+        axes = _dress(figure.add_subplot(), grid="x")
         longest = max(sum(row.values()) for row in rows.values())
         for at, (method, row) in enumerate(rows.items()):
             left = 0.0
@@ -268,8 +253,8 @@ def time_by_component(summary: Mapping[str, Any], new_tokens: Mapping[str, int])
                 fontsize=8.5,
             )
             if narrow:  # a name beside its bar would take half of the width
-                axes.text(0, at - 0.3, _short(method, 40), va="bottom", color=LIGHT["ink"], fontsize=8.5)
-        axes.set_yticks([] if narrow else range(len(rows)), [] if narrow else [_short(method) for method in rows])
+                axes.text(0, at - 0.3, short(method, 40), va="bottom", color=LIGHT["ink"], fontsize=8.5)
+        axes.set_yticks([] if narrow else range(len(rows)), [] if narrow else [short(method) for method in rows])
         axes.tick_params(axis="y", length=0, labelcolor=LIGHT["ink"])
         axes.spines["left"].set_visible(False)
         axes.set_ylim(len(rows) - 0.5, -0.75 if narrow else -0.5)
@@ -296,21 +281,18 @@ def time_by_component(summary: Mapping[str, Any], new_tokens: Mapping[str, int])
 def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot | None:
     """Tokens per pass of the target by category: one panel per method that drafts."""
     steps = {
-        category: {
-            m: v for m, figures in methods.items() if (v := mean_of(figures.get("steps_per_target_pass"))) is not None
-        }
-        for category, methods in summary.get("categories", {}).items()
+        category: {m: v for m, figures in methods.items() if (v := figures["steps_per_target_pass"]) is not None}
+        for category, methods in summary["categories"].items()
     }
     drafting = [m for m in colours if any(values.get(m, 1.0) > 1.005 for values in steps.values())]
-    steps = {category: values for category, values in steps.items() if any(m in values for m in drafting)}
+    steps = {
+        category: drafted
+        for category, values in steps.items()
+        if (drafted := {m: v for m, v in values.items() if m in drafting})
+    }
     if not steps:
         return None
-
-    def worth(category: str) -> float:
-        values = [v for m, v in steps[category].items() if m in drafting]
-        return sum(values) / len(values)
-
-    order = sorted(steps, key=worth, reverse=True)
+    order = sorted(steps, key=lambda category: fmean(steps[category].values()), reverse=True)
     if len(order) > MAX_CATEGORIES_SHOWN:  # the best and the worst are the most instructive
         order = order[: MAX_CATEGORIES_SHOWN // 2] + order[-MAX_CATEGORIES_SHOWN // 2 :]
 
@@ -319,14 +301,13 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
         down = math.ceil(len(drafting) / across)
         figure.set_size_inches(3.7 if narrow else 7.6, 0.35 + down * (0.62 + 0.25 * len(order)))
         panels = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
-        right = max(v for category in order for m, v in steps[category].items() if m in drafting)
-        for number, axes in enumerate(panels):
-            if number >= len(drafting):
+        right = max(max(steps[category].values()) for category in order)
+        for axes, method in zip_longest(panels, drafting):
+            if method is None:
                 axes.set_visible(False)
                 continue
-            method = drafting[number]
-            colour = LIGHT[colours[method]]
-            _dress(axes, grid="")
+            colour = colours[method]
+            _dress(axes)
             axes.axvline(1, color=LIGHT["line"], linewidth=0.8)
             for at, category in enumerate(order):
                 if (value := steps[category].get(method)) is not None:
@@ -336,10 +317,8 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
                         f"{value:.2f}", (value, at), (5, 0), textcoords="offset points", va="center",
                         color=LIGHT["ink"], fontsize=8,
                     )  # fmt: skip
-            axes.set_title(
-                _short(method, 19 if narrow else 24), loc="left", fontsize=9, color=colour, fontweight="bold"
-            )
-            axes.set_yticks(range(len(order)), [_short(category, 14 if narrow else 24) for category in order])
+            axes.set_title(short(method, 19 if narrow else 24), loc="left", fontsize=9, color=colour, fontweight="bold")
+            axes.set_yticks(range(len(order)), [short(category, 14 if narrow else 24) for category in order])
             axes.tick_params(axis="y", length=0, labelcolor=LIGHT["ink"])
             axes.spines["left"].set_visible(False)
             axes.set_ylim(len(order) - 0.4, -0.6)
@@ -361,35 +340,22 @@ def categories(summary: Mapping[str, Any], colours: Mapping[str, str]) -> Plot |
     )
 
 
-def interval(method: Mapping[str, Any], metric: str) -> dict[str, Any] | None:
-    """A method's metric as mean, low, high and n, or None. pass@1 has only a mean."""
+def interval(method: Mapping[str, Any], metric: str) -> Mapping[str, Any] | None:
+    """A method's metric as mean, low, high and n; None if there is no finite mean. pass@1 has only a mean."""
     if metric == "pass_at_1":
-        value = method.get("pass_at_1")
-        return None if mean_of(value) is None else {"mean": value}
-    found: dict[str, Any] | None = method.get("metrics", {}).get(metric)
-    if not found or mean_of(found) is None:
-        return None
-    known = [bound for bound in (found.get("low"), found.get("high")) if bound is not None and math.isfinite(bound)]
-    return found if len(known) == 2 else {**found, "low": None, "high": None}
+        value = method["pass_at_1"]
+        return None if value is None else {"mean": value, "low": None, "high": None, "n": None}
+    found: Mapping[str, Any] | None = method["metrics"].get(metric)
+    return found if found is not None and math.isfinite(found["mean"]) else None
 
 
-def mean_of(value: Any) -> float | None:
-    """A number, or the mean of an interval. None for a missing or infinite value."""
-    mean = value.get("mean") if isinstance(value, Mapping) else value
-    return float(mean) if mean is not None and math.isfinite(mean) else None
+def extent(estimate: Mapping[str, Any]) -> tuple[float, float, float]:
+    """A mean and the ends of its interval, which are the mean if there is no interval."""
+    mean, low, high = estimate["mean"], estimate["low"], estimate["high"]
+    return mean, mean if low is None else low, mean if high is None else high
 
 
-def _short(text: str, most: int = 32) -> str:
-    return text if len(text) <= most else text[: most - 1].rstrip() + "…"
-
-
-def _axes(figure: Figure, grid: Grid) -> Axes:
-    axes = figure.add_subplot()
-    _dress(axes, grid)
-    return axes
-
-
-def _dress(axes: Axes, grid: Grid) -> None:
+def _dress(axes: Axes, grid: Literal["x", "y", "both"] | None = None) -> Axes:
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(LIGHT["line"])
     axes.tick_params(colors=LIGHT["soft"], labelsize=8.5, length=3, width=0.8)
@@ -399,47 +365,44 @@ def _dress(axes: Axes, grid: Grid) -> None:
     axes.patch.set_alpha(0)
     if grid:
         axes.grid(axis=grid, color=LIGHT["line"], linewidth=0.5)
+    return axes
 
 
 def _label(figure: Figure, axes: Axes, points: list[Point], colours: Mapping[str, str], narrow: bool) -> None:
     """Write names beside points, each on the side where it covers least."""
+    from matplotlib.transforms import Bbox
+
+    def overlap(a: Bbox, b: Bbox) -> float:
+        both = Bbox.intersection(a, b)
+        return 0.0 if both is None else both.width * both.height
+
     figure.draw_without_rendering()
     scale = figure.dpi / 72
-    frame = _box(axes.get_window_extent())
+    frame = axes.get_window_extent()
     taken = []
     for p in points:
         (x, y), *ends = axes.transData.transform([(p.x, p.y), (p.left, p.low), (p.right, p.high)])
         (left, right), (low, high) = (sorted(end[i] for end in ends) for i in (0, 1))
-        taken.append((x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale))
-        taken += [(left, y - 3 * scale, right, y + 3 * scale), (x - 3 * scale, low, x + 3 * scale, high)]
+        taken.append(Bbox.from_extents(x - 5 * scale, y - 5 * scale, x + 5 * scale, y + 5 * scale))
+        taken.append(Bbox.from_extents(left, y - 3 * scale, right, y + 3 * scale))
+        taken.append(Bbox.from_extents(x - 3 * scale, low, x + 3 * scale, high))
     sides = [(dx, dy) for far in (9, 18, 27, 36) for dy in (far, -far) for dx in (6, -6, 0)] + [(8, 0), (-8, 0)]
     for p in points:
         options = []
         for number, (dx, dy) in enumerate(sides):
             label = axes.annotate(
-                _short(p.method, 24 if narrow else 32), (p.x, p.y), (dx, dy), textcoords="offset points", va="center",
-                ha="left" if dx > 0 else "right" if dx < 0 else "center", color=LIGHT[colours[p.method]], fontsize=8.5,
+                short(p.method, 24 if narrow else 32), (p.x, p.y), (dx, dy), textcoords="offset points", va="center",
+                ha="left" if dx > 0 else "right" if dx < 0 else "center", color=colours[p.method], fontsize=8.5,
             )  # fmt: skip
             label.set_in_layout(False)
-            mine = _box(label.get_window_extent())
+            mine = label.get_window_extent()
             label.remove()
-            outside = _overlap(mine, mine) - _overlap(mine, frame)
-            cost = 4 * outside + sum(_overlap(mine, other) for other in taken) + 4 * scale * scale * number
+            outside = mine.width * mine.height - overlap(mine, frame)
+            cost = 4 * outside + sum(overlap(mine, other) for other in taken) + 4 * scale * scale * number
             options.append((cost, number, label, mine))
         _, _, label, mine = min(options)
         axes.add_artist(label)
         taken.append(mine)
-
-
-Box = tuple[float, float, float, float]
-
-
-def _box(found: Any) -> Box:
-    return found.x0, found.y0, found.x1, found.y1
-
-
-def _overlap(a: Box, b: Box) -> float:
-    return max(0.0, min(a[2], b[2]) - max(a[0], b[0])) * max(0.0, min(a[3], b[3]) - max(a[1], b[1]))
 
 
 def _label_ends(figure: Figure, axes: Axes, ends: list[tuple[str, float, float, str]], narrow: bool) -> None:
@@ -447,7 +410,7 @@ def _label_ends(figure: Figure, axes: Axes, ends: list[tuple[str, float, float, 
     if narrow:
         for number, (name, _, _, colour) in enumerate(reversed(ends)):
             axes.annotate(
-                "● " + _short(name, 36), (0, 1), (0, 6 + 12 * number), xycoords="axes fraction", color=colour,
+                "● " + short(name, 36), (0, 1), (0, 6 + 12 * number), xycoords="axes fraction", color=colour,
                 textcoords="offset points", fontsize=8.5,
             )  # fmt: skip
         return
@@ -464,7 +427,7 @@ def _label_ends(figure: Figure, axes: Axes, ends: list[tuple[str, float, float, 
         if x < right:
             axes.plot([x, right], [y, text_y - over], color=colour, linewidth=0.6, linestyle=(0, (1, 3)))
         axes.annotate(
-            _short(name, 28), (right, text_y - over), (7, 0), textcoords="offset points", va="center", color=colour,
+            short(name, 28), (right, text_y - over), (7, 0), textcoords="offset points", va="center", color=colour,
             fontsize=8.5,
         )  # fmt: skip
 

@@ -11,11 +11,7 @@ from specbeam.study.results import Record
 
 
 class Progress:
-    """Shows the progress of a study on standard error: a table on a terminal, else a line now and then.
-
-    Attributes:
-        spent: seconds that the generations took that were made since the start.
-    """
+    """Shows the progress of a study on standard error: a table on a terminal, else a line now and then."""
 
     SECONDS_PER_LINE = 30.0  # without a terminal
 
@@ -23,11 +19,11 @@ class Progress:
         from rich.console import Console
         from rich.live import Live
 
-        self.total, self.spent = total, 0.0
+        self.total = total
         self._each: dict[str, list[Record]] = {method: [] for method in methods}
         self._made, self._began, self._activity, self._last_line_at = 0, time.monotonic(), "", 0.0
-        self._console = Console(stderr=True)
-        self._live = Live(console=self._console, refresh_per_second=4, transient=True, get_renderable=self._table)
+        console = Console(stderr=True)
+        self._live = Live(console=console, refresh_per_second=4, transient=True, get_renderable=self._table)
         self._terminal = sys.stderr.isatty()
 
     def __enter__(self) -> Progress:
@@ -39,11 +35,10 @@ class Progress:
         if self._terminal:
             self._live.stop()
 
-    def take(self, record: Record, spent: float | None = None) -> None:
-        """Count a finished generation. ``spent``: the seconds that it took, if it was made just now."""
+    def take(self, record: Record, *, made_now: bool = False) -> None:
+        """Count a finished generation."""
         self._each.setdefault(record["method"], []).append(record)
-        if spent is not None:
-            self.spent += spent
+        if made_now:
             self._made += 1
             if not self._terminal and time.monotonic() - self._last_line_at > self.SECONDS_PER_LINE:
                 self._last_line_at = time.monotonic()
@@ -53,20 +48,13 @@ class Progress:
         """Show the current activity."""
         self._activity = activity
 
-    @property
-    def done(self) -> int:
-        return sum(map(len, self._each.values()))
-
-    @property
-    def left(self) -> str:
-        """The time left, if the other generations take as long on average; "" if it is not known."""
-        if not self._made or self.done >= self.total:
-            return ""
-        seconds = (time.monotonic() - self._began) / self._made * (self.total - self.done)
-        return f"{timedelta(seconds=round(seconds))} left"
-
     def _line(self) -> str:
-        return ", ".join(filter(None, [f"{self.done} of {self.total} generations", self.left, self._activity]))
+        """How many generations are done, the time left if the others take as long on average, and the activity."""
+        done, left = sum(map(len, self._each.values())), ""
+        if self._made and done < self.total:
+            seconds = (time.monotonic() - self._began) / self._made * (self.total - done)
+            left = f"{timedelta(seconds=round(seconds))} left"
+        return ", ".join(filter(None, [f"{done} of {self.total} generations", left, self._activity]))
 
     def _table(self) -> Any:
         from rich.table import Table

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -16,11 +14,14 @@ from markupsafe import Markup
 from specbeam.jobs.atomic import write_whole
 from specbeam.replay import replay_page
 from specbeam.study import plots
-from specbeam.study.results import file_name
+from specbeam.study.composition import as_yaml
+from specbeam.study.metrics import finished
+from specbeam.study.results import Record, file_name
 from specbeam.study.samples import samples
-from specbeam.study.words import between, between_ratios, first_line, number, settled, several, times, too_few
+from specbeam.study.words import between, between_ratios, number, settled, several, short, times, too_few
 
 MAX_FAILURES_LISTED = 50
+MAX_ERROR_CHARACTERS = 300
 
 # The columns of the main table: a heading, a metric, and the factor from the metric to the heading's unit.
 COLUMNS = [
@@ -65,7 +66,7 @@ def write_report(
     config: Mapping[str, Any],
     fingerprint: Mapping[str, Any],
     summary: Mapping[str, Any],
-    records: list[dict[str, Any]],
+    records: list[Record],
     overhead: float | None = None,
     header: Sequence[tuple[str, str]] = (),
 ) -> Path:
@@ -84,9 +85,8 @@ def write_report(
         The page's path.
     """
     tokens: Counter[str] = Counter()
-    for record in records:
-        if not record.get("error") and record.get("stats"):
-            tokens[record["method"]] += record["stats"].get("new_tokens") or 0
+    for record in finished(records):
+        tokens[record["method"]] += record["stats"]["new_tokens"]
     drawn = plots.draw_all(summary, tokens)
     replays = write_replays(folder, records)
     page = render(title, config, fingerprint, summary, records, overhead, drawn, header, replays)
@@ -103,26 +103,16 @@ def write_report(
     return folder / "report.html"
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A generation that the report links: its method, its prompt, and the address of the page that replays it."""
-
-    method: str
-    prompt: str
-    address: str
-
-
-def write_replays(folder: Path, records: Iterable[Mapping[str, Any]]) -> list[Replay]:
-    """Write a page for each recording."""
+def write_replays(folder: Path, records: list[Record]) -> list[dict[str, str]]:
+    """Write a page for each recording. Returns the "method", the "prompt" and the "address" of each."""
     made = []
-    for record in records:
-        if record.get("error") or not record.get("recording"):
-            continue
-        method, prompt = record["method"], record["prompt"]
-        path = folder / "replays" / f"{file_name(method)}.html"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, replay_page(record["recording"], f"{method}: {prompt}"))
-        made.append(Replay(method, prompt, quote(f"replays/{path.name}")))
+    for record in finished(records):
+        if record["recording"]:
+            method, prompt = record["method"], record["prompt"]
+            path = folder / "replays" / f"{file_name(method)}.html"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, replay_page(record["recording"], f"{method}: {prompt}"))
+            made.append({"method": method, "prompt": prompt, "address": quote(f"replays/{path.name}")})
     return made
 
 
@@ -131,25 +121,26 @@ def render(
     config: Mapping[str, Any],
     fingerprint: Mapping[str, Any],
     summary: Mapping[str, Any],
-    records: list[dict[str, Any]],
+    records: list[Record],
     overhead: float | None,
     drawn: list[plots.Plot],
     header: Sequence[tuple[str, str]] = (),
-    replays: Sequence[Replay] = (),
+    replays: Sequence[Mapping[str, str]] = (),
 ) -> str:
     """The page."""
     import jinja2
-    import yaml
 
     environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
     )
     environment.filters["svg"] = Markup  # plots' own text is escaped where it is drawn
-    template = resources.files("specbeam.study").joinpath("report.html.j2").read_text(encoding="utf-8")
-    failed = [record for record in records if record.get("error")]
-    plain = json.loads(json.dumps(config, default=str))
-    methods = summary.get("methods", [])
-    return environment.from_string(template).render(
+    failed = [(r["key"], short(r["error"], MAX_ERROR_CHARACTERS)) for r in records if r["error"]]
+    methods = summary["methods"]
+    return environment.get_template("report.html.j2").render(
         title=title,
         about=about(methods, records),
         header=header,
@@ -160,10 +151,10 @@ def render(
         plots=drawn,
         samples=samples(records),
         replays=replays,
-        config=yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=100),
+        config=as_yaml(config, width=100),
         fingerprint=[*facts(fingerprint)],
         overhead=overhead,
-        failed=[(record.get("key", "–"), first_line(record["error"])) for record in failed[:MAX_FAILURES_LISTED]],
+        failed=failed[:MAX_FAILURES_LISTED],
         failed_more=max(0, len(failed) - MAX_FAILURES_LISTED),
         perplexity=plots.WHAT_PERPLEXITY_REWARDS,
         light=plots.LIGHT,
@@ -174,45 +165,45 @@ def render(
 # The answer in words
 
 
-def about(methods: list[Any], records: list[dict[str, Any]]) -> str:
+def about(methods: list[Any], records: list[Record]) -> str:
     """The size of the study, in words."""
-    prompts = {(record.get("row"), record.get("turn")) for record in records}
+    prompts = {(record["row"], record["turn"]) for record in records}
     counted = [several(len(methods), "method"), several(len(prompts), "prompt"), several(len(records), "generation")]
-    repeats = len({record.get("repeat") for record in records})
+    repeats = len({record["repeat"] for record in records})
     return ", ".join(counted) + (f" ({several(repeats, 'repeat')} each)" if repeats > 1 else "")
 
 
 def level(summary: Mapping[str, Any]) -> str:
     """The confidence level of the intervals."""
-    return f"{100 * summary.get('confidence', 0.95):.3g}%"
+    return f"{100 * summary['confidence']:.3g}%"
 
 
 def answer(summary: Mapping[str, Any]) -> list[Markup]:
     """The result of the study, in sentences. It names a winner only where the measurements settle it."""
-    methods = {method["method"]: method for method in summary.get("methods", [])}
-    failed = sum(method.get("failed") or 0 for method in methods.values())
-    fastest = summary.get("fastest")
+    methods = {method["method"]: method for method in summary["methods"]}
+    failed = sum(method["failed"] for method in methods.values())
+    fastest = summary["fastest"]
     if not fastest:
         nothing = "No generation succeeded, so there is nothing to compare. The errors are listed below."
         return [Markup(nothing if failed else "There are no generations to compare.")]
     best = fastest["method"]
-    sentences = [*spread(fastest), *speed_of(methods, fastest, level(summary))]
-    ratios = {n: m["against"]["tokens_per_second"]["ratio"] for n, m in methods.items() if m.get("against")}
-    baseline = methods[best]["against"]["baseline"] if best in ratios else best
+    sentences = [*spread(fastest), speed_of(methods[best], fastest, level(summary))]
+    ratios = {name: m["against"]["tokens_per_second"] for name, m in methods.items() if m["against"]}
     if best in ratios:
         sentences += compared(methods, best, strong(best) if fastest["unsettled"] else "It")
-        sentences += where(summary.get("categories", {}), best)
-    for other in dict.fromkeys(methods[name]["against"]["baseline"] for name in ratios):
-        rivals = [name for name in ratios if methods[name]["against"]["baseline"] == other]
-        leader = max(rivals, key=ratios.__getitem__)
-        if all(is_settled(methods[name]) and ratios[name] < 1 for name in rivals):
-            sentences.append(say("Nothing that was tried made {} faster.", strong(other)))
-        elif not any(is_settled(methods[name]) and ratios[name] > 1 for name in rivals):
-            sentences.append(say("No method is settled to be faster than {}.", strong(other)))
-        elif other != baseline:
+        sentences += where(summary["categories"], best)
+    if ratios:
+        leader = max(ratios, key=lambda name: ratios[name]["ratio"])
+        baseline = methods[leader]["against"]["baseline"]
+        if all(settled(ratio) and ratio["ratio"] < 1 for ratio in ratios.values()):
+            sentences.append(say("Nothing that was tried made {} faster.", strong(baseline)))
+        elif not any(settled(ratio) and ratio["ratio"] > 1 for ratio in ratios.values()):
+            sentences.append(say("No method is settled to be faster than {}.", strong(baseline)))
+        elif best not in (baseline, *ratios):
             sentences += compared(methods, leader, strong(leader))
     if failed:
-        sentences.append(say("{} failed and {} listed at the end.", several(failed, "generation"), is_or_are(failed)))
+        are = "is" if failed == 1 else "are"
+        sentences.append(say("{} failed and {} listed at the end.", several(failed, "generation"), are))
     return sentences
 
 
@@ -220,9 +211,8 @@ def spread(fastest: Mapping[str, Any]) -> Iterator[Markup]:
     """Whether the measurements spread more than the fastest methods differ: then no other figure says much."""
     if not fastest["unsettled"]:
         return
-    ratios = [
-        ratio for name in fastest["unsettled"] if (ratio := fastest["rivals"].get(name)) and ratio["low"] is not None
-    ]
+    found = [fastest["rivals"][name] for name in fastest["unsettled"]]
+    ratios = [ratio for ratio in found if ratio is not None and ratio["low"] is not None]
     why = "The spread of this run is larger than its effect" if ratios else "This run is too small to show an effect"
     *names, last = map(strong, [fastest["method"], *fastest["unsettled"]])
     if len(names) == 1 and ratios:
@@ -231,26 +221,16 @@ def spread(fastest: Mapping[str, Any]) -> Iterator[Markup]:
         yield say("{}: which of {} and {} is the fastest is not settled.", why, Markup(", ").join(names), last)
 
 
-def speed_of(methods: Mapping[str, Any], fastest: Mapping[str, Any], level: str) -> Iterator[Markup]:
+def speed_of(method: Mapping[str, Any], fastest: Mapping[str, Any], level: str) -> Markup:
     """The method with the highest mean speed."""
-    best = fastest["method"]
-    speed = plots.interval(methods[best], "tokens_per_second")
-    if speed is None:
-        return
-    n = speed.get("n")
-    within = f"{level} interval {within}, n={n}" if (within := between(speed)) else too_few(n)
-    figure = f"{number(speed['mean'])} tokens per second ({within})"
+    speed = method["metrics"]["tokens_per_second"]
+    within = between(speed)
+    within = f"{level} interval {within}, n={speed['n']}" if within else too_few(speed["n"])
     if not fastest["rivals"]:
-        yield say("{} made {}.", strong(best), figure)
-    elif not fastest["unsettled"]:
-        yield say("{} was the fastest: {}.", strong(best), figure)
+        verb = "made"
     else:
-        yield say("{} has the highest mean speed: {}.", strong(best), figure)
-
-
-def is_settled(method: Mapping[str, Any]) -> bool:
-    """Whether it is settled that a method is faster than its baseline, or slower."""
-    return settled(method["against"]["tokens_per_second"])
+        verb = "has the highest mean speed:" if fastest["unsettled"] else "was the fastest:"
+    return say("{} {} {} tokens per second ({}).", strong(method["method"]), verb, number(speed["mean"]), within)
 
 
 def compared(methods: Mapping[str, Any], name: str, subject: str) -> Iterator[Markup]:
@@ -259,7 +239,7 @@ def compared(methods: Mapping[str, Any], name: str, subject: str) -> Iterator[Ma
     baseline, ratio = method["against"]["baseline"], method["against"]["tokens_per_second"]
     unsettled = "" if settled(ratio) else ", so the measurements do not settle which of them is faster"
     yield say("{} is {} as fast as {}{}.", subject, times(ratio), strong(baseline), unsettled)
-    same = method.get("agreement") or {"twin": baseline, "same": 0, "of": 0}
+    same = method["agreement"] or {"same": 0, "of": 0}
     exact = same["same"] == same["of"] > 0
     if exact:
         all_of = f"all {same['of']:,} generations" if same["of"] > 1 else "its one generation"
@@ -271,7 +251,7 @@ def compared(methods: Mapping[str, Any], name: str, subject: str) -> Iterator[Ma
         f"{label} {number(mine['mean'])} against {number(its['mean'])}"
         for group in plots.QUALITIES
         for metric, label, _ in group
-        if (mine := plots.interval(method, metric)) and (its := plots.interval(methods.get(baseline, {}), metric))
+        if (mine := plots.interval(method, metric)) and (its := plots.interval(methods[baseline], metric))
     ]
     if qualities and not exact:
         yield say("Its mean quality is {}.", ", ".join(qualities))
@@ -279,7 +259,7 @@ def compared(methods: Mapping[str, Any], name: str, subject: str) -> Iterator[Ma
 
 def where(categories: Mapping[str, Any], name: str) -> Iterator[Markup]:
     """The categories in which a method helps most and least, if their intervals do not overlap."""
-    found = {category: (methods.get(name) or {}).get("against") for category, methods in categories.items()}
+    found = {category: methods.get(name, {}).get("against") for category, methods in categories.items()}
     ratios = {category: ratio for category, ratio in found.items() if ratio and ratio["low"] is not None}
     if len(ratios) > 1:
         most, least = (end(ratios, key=lambda category: ratios[category]["ratio"]) for end in (max, min))
@@ -296,10 +276,6 @@ def say(sentence: str, *parts: Any) -> Markup:
 
 def strong(name: str) -> Markup:
     return say("<strong>{}</strong>", name)
-
-
-def is_or_are(count: int) -> str:
-    return "is" if count == 1 else "are"
 
 
 # The tables
@@ -336,17 +312,17 @@ class Table:
 
 def table(summary: Mapping[str, Any]) -> Table:
     """The methods' main numbers."""
-    methods = summary.get("methods", [])
-    fastest = summary.get("fastest")
+    methods = summary["methods"]
+    fastest = summary["fastest"]
     winner = fastest["method"] if fastest and fastest["rivals"] and not fastest["unsettled"] else None
     speeds = [plots.interval(method, "tokens_per_second") for method in methods]
-    widest = max((s["high"] if s.get("high") is not None else s["mean"] for s in speeds if s), default=0.0)
+    widest = max((max(plots.extent(speed)) for speed in speeds if speed), default=0.0)
     cells = [speed_cell(s, widest, m["method"] == winner) for s, m in zip(speeds, methods, strict=True)]
     columns: list[tuple[str, list[Cell]]] = [("tokens/s", cells)]
-    if any(method.get("against") for method in methods):
+    if any(method["against"] for method in methods):
         columns.append(("speed-up", [speed_up(method) for method in methods]))
-    if any(method.get("agreement") for method in methods):
-        columns.append(("same text", [agreement(method.get("agreement")) for method in methods]))
+    if any(method["agreement"] for method in methods):
+        columns.append(("same text", [agreement(method["agreement"]) for method in methods]))
     columns += [  # no draft passes if no draft has a model
         (heading, cells)
         for heading, cells in metric_columns(methods, COLUMNS)
@@ -355,7 +331,7 @@ def table(summary: Mapping[str, Any]) -> Table:
     columns += metric_columns(
         methods, [(name, name, 1.0) for name in measured(methods) if name.startswith("perplexity ")]
     )
-    columns.append(("failed", [Cell(f"{method.get('failed') or 0:,}") for method in methods]))
+    columns.append(("failed", [Cell(f"{method['failed']:,}") for method in methods]))
     return as_table(methods, columns)
 
 
@@ -365,14 +341,14 @@ def more_metrics(methods: list[Mapping[str, Any]]) -> Table:
     others = [(n, n, 1.0) for n in measured(methods) if n not in known and not n.startswith("perplexity ")]
     columns = metric_columns(methods, MORE_COLUMNS + others)
     for name, heading in (("bleu", "corpus BLEU"), ("chrf", "corpus chrF")):
-        values = [(method.get("corpus") or {}).get(name) for method in methods]
+        values = [method["corpus"].get(name) for method in methods]
         if any(value is not None for value in values):
             columns.append((heading, [Cell(number(value)) for value in values]))
     return as_table(methods, columns)
 
 
 def measured(methods: list[Mapping[str, Any]]) -> list[str]:
-    return [*dict.fromkeys(name for method in methods for name in method.get("metrics", {}))]
+    return [*dict.fromkeys(name for method in methods for name in method["metrics"])]
 
 
 def metric_columns(
@@ -401,25 +377,22 @@ def as_table(methods: list[Mapping[str, Any]], columns: list[tuple[str, list[Cel
 
 def beside(estimate: Mapping[str, Any], scale: float = 1.0) -> str:
     """The interval of an estimate, and the number of values."""
-    n = "" if estimate.get("n") is None else f"n={estimate['n']}"
+    n = "" if estimate["n"] is None else f"n={estimate['n']}"
     return ", ".join(filter(None, [between(estimate, scale), n]))
 
 
 def speed_cell(speed: Mapping[str, Any] | None, widest: float, best: bool) -> Cell:
     if speed is None:
         return Cell()
-    ends = [value if value is not None else speed["mean"] for value in (speed.get("low"), speed.get("high"))]
-    low, middle, high = (100 * value / widest if widest else 0.0 for value in (ends[0], speed["mean"], ends[1]))
-    return Cell(number(speed["mean"]), beside(speed), (low, middle, high), best)
+    mean, low, high = (100 * value / widest if widest else 0.0 for value in plots.extent(speed))
+    return Cell(number(speed["mean"]), beside(speed), (low, mean, high), best)
 
 
 def speed_up(method: Mapping[str, Any]) -> Cell:
-    against = method.get("against")
-    if not against:
+    if not method["against"]:
         return Cell()
-    ratio = against["tokens_per_second"]
-    facts = [between_ratios(ratio), "" if ratio.get("n") is None else f"n={ratio['n']}"]
-    facts += [] if settled(ratio) else ["not settled"]
+    ratio = method["against"]["tokens_per_second"]
+    facts = [between_ratios(ratio), f"n={ratio['n']}", "" if settled(ratio) else "not settled"]
     return Cell(f"{ratio['ratio']:.2f}×", ", ".join(filter(None, facts)))
 
 
@@ -435,7 +408,7 @@ def write_tables(folder: Path, summary: Mapping[str, Any]) -> None:
     columns = ["method", "mode", "category", "metric", "value", "low", "high", "n"]
     every = pandas.DataFrame(figures(summary), columns=columns).astype({"n": "Int64"})
     write_whole(folder / "methods.csv", every.to_csv(index=False).encode(errors="replace"))
-    for name, shown in (("methods", table(summary)), ("metrics", more_metrics(summary.get("methods", [])))):
+    for name, shown in (("methods", table(summary)), ("metrics", more_metrics(summary["methods"]))):
         cells = [[f"{c.text} ({c.interval})" if c.interval else c.text for c in row.cells] for row in shown.rows]
         frame = pandas.DataFrame(cells, [row.method for row in shown.rows], shown.headings)
         tex = frame.to_latex(escape=True, column_format="l" + "r" * len(shown.headings))
@@ -445,30 +418,30 @@ def write_tables(folder: Path, summary: Mapping[str, Any]) -> None:
 
 def figures(summary: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """All figures of a study, each with its interval and its number of values where there are any."""
-    for method in summary.get("methods", []):
+    for method in summary["methods"]:
         name = method["method"]
         about = {"method": name, "mode": method["mode"]}
-        for metric, estimate in method.get("metrics", {}).items():
+        for metric, estimate in method["metrics"].items():
             yield {**about, "metric": metric, **estimate, "value": estimate["mean"]}
-        for metric, value in (method.get("corpus") or {}).items():
+        for metric, value in method["corpus"].items():
             yield {**about, "metric": f"corpus_{metric}", "value": value}
-        if method.get("pass_at_1") is not None:
+        if method["pass_at_1"] is not None:
             yield {**about, "metric": "pass_at_1", "value": method["pass_at_1"]}
-        if (same := method.get("agreement")) and same["of"]:
+        if (same := method["agreement"]) and same["of"]:
             yield {**about, "metric": "same_text", "value": same["same"] / same["of"], "n": same["of"]}
-        if method.get("against"):
+        if method["against"]:
             ratio = method["against"]["tokens_per_second"]
             yield {**about, "metric": "speed_up", **ratio, "value": ratio["ratio"]}
-        for place in summary.get("acceptance_by_position", {}).get(name, []):
+        for place in summary["acceptance_by_position"].get(name, []):
             share = {"value": place["accepted"] / place["drafted"], "n": place["drafted"]}
             yield {**about, "metric": f"acceptance_at_{place['position']}", **place, **share}
-        for category, by_method in summary.get("categories", {}).items():
+        for category, by_method in summary["categories"].items():
             for metric, value in by_method.get(name, {}).items():
                 here = {**about, "category": category, "metric": metric}
                 if metric == "against" and value:
                     yield {**here, "metric": "speed_up", **value, "value": value["ratio"]}
                 elif metric not in ("against", "n"):
-                    yield {**here, "value": value, "n": by_method[name].get("n")}
+                    yield {**here, "value": value, "n": by_method[name]["n"]}
 
 
 def facts(settings: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, list[tuple[str, str]]]]:

@@ -11,7 +11,8 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from specbeam.jobs.atomic import replacing, write_whole
 from specbeam.jobs.journal import Entry, Journal, entries_in
 from specbeam.jobs.lock import locked
 from specbeam.recording import Event
+from specbeam.study.composition import leaves
 
 Record = dict[str, Any]
 GENERATIONS, SCORES, RECORDINGS, FINGERPRINT, CONFIG, SUMMARY = (
@@ -30,14 +32,15 @@ GENERATIONS, SCORES, RECORDINGS, FINGERPRINT, CONFIG, SUMMARY = (
     "config.yaml",
     "summary.json",
 )
-FINGERPRINT_PARTS = ("config", "models", "data", "versions", "machine")
-"""They must not change in the middle of a run."""
+KEYS = {
+    GENERATIONS: ("key", "method", "row", "turn", "repeat", "mode", "prompt", "error", "wall"),
+    SCORES: ("key", "scores"),
+    RECORDINGS: ("key", "events"),
+    FINGERPRINT: ("config",),
+}
+"""The keys that every entry of a file has. A generation that failed has them, too."""
 NOT_IN_TABLE = ("stats", "recording")
 """The keys of a generation that are no column: each statistic is one, and recordings are large."""
-RECORD_KEYS = ("key", "method", "row", "turn", "repeat", "mode", "prompt", "error", "wall")
-"""The keys that every generation has, also one that failed."""
-
-
 ASKED_PARTS = ("config", "models", "data")
 """The parts of a fingerprint that the user chose. The others describe where the study ran."""
 MAX_NAME_BYTES = 200
@@ -104,6 +107,7 @@ class Run:
         self.records: dict[str, Record] = {}
         self.scores: dict[str, Any] = {}
         self.recordings: dict[str, list[Event]] = {}
+        self._journals: dict[str, Journal] = {}
         with ExitStack() as opened:
             self._open(opened, config)
             self._opened = opened.pop_all()
@@ -124,46 +128,40 @@ class Run:
                 f"{folder} holds another run ({difference}): give output=FOLDER for a new one, or delete it"
             )
 
-        def take_record(record: Entry, _: int) -> None:
-            checked(record, RECORD_KEYS, folder / GENERATIONS)
-            self.records[record["key"]] = record
-
-        def take_scores(entry: Entry, _: int) -> None:
-            checked(entry, ("key", "scores"), folder / SCORES)
-            self.scores[entry["key"]] = entry["scores"]
-
-        def take_recording(entry: Entry, _: int) -> None:
-            checked(entry, ("key", "events"), folder / RECORDINGS)
-            self.recordings[entry["key"]] = entry["events"]
-
         with reporting_full_disk(folder):
             if before is None:
                 write_whole(folder / CONFIG, config)
                 write_whole(folder / FINGERPRINT, json.dumps(self.fingerprint, indent=2, ensure_ascii=False) + "\n")
-            self._generations = Journal(folder / GENERATIONS, take_record)
-            opened.callback(self._generations.close)
-            self._scores = Journal(folder / SCORES, take_scores)
-            opened.callback(self._scores.close)
-            self._recordings = Journal(folder / RECORDINGS, take_recording)
-            opened.callback(self._recordings.close)
+            for name in (GENERATIONS, SCORES, RECORDINGS):
+                self._journals[name] = opened.enter_context(closing(Journal(folder / name, partial(self._take, name))))
+
+    def _take(self, name: str, entry: Entry, _: int = 0) -> None:
+        """Keep an entry of a journal in memory."""
+        key = checked(entry, self.folder / name)["key"]
+        if name == GENERATIONS:
+            self.records[key] = entry
+        elif name == SCORES:
+            self.scores[key] = entry["scores"]
+        else:
+            self.recordings[key] = entry["events"]
+
+    def _add(self, name: str, entry: Entry) -> None:
+        """Keep an entry in memory and on the disk."""
+        self._take(name, entry)
+        with reporting_full_disk(self.folder):
+            self._journals[name].append(entry)
 
     def add(self, record: Record) -> None:
         """Keep a finished generation."""
-        self.records[record["key"]] = record
-        with reporting_full_disk(self.folder):
-            self._generations.append(record)
+        self._add(GENERATIONS, record)
 
-    def add_scores(self, key: str, scores: Mapping[str, Any]) -> None:
+    def add_scores(self, key: str, scores: dict[str, Any]) -> None:
         """Keep the scores of a generation."""
-        self.scores[key] = dict(scores)
-        with reporting_full_disk(self.folder):
-            self._scores.append({"key": key, "scores": scores})
+        self._add(SCORES, {"key": key, "scores": scores})
 
     def add_recording(self, key: str, events: list[Event]) -> None:
         """Keep the recording of a generation."""
-        self.recordings[key] = events
-        with reporting_full_disk(self.folder):
-            self._recordings.append({"key": key, "events": events})
+        self._add(RECORDINGS, {"key": key, "events": events})
 
     def close(self) -> None:
         self._opened.close()
@@ -178,10 +176,10 @@ def read(folder: Path) -> tuple[dict[str, Any], list[Record], dict[str, Any]]:
     fingerprint = read_fingerprint(folder)
     if fingerprint is None:
         raise SpecbeamError(f"{folder} is no run folder: it has no {FINGERPRINT}")
-    checked(fingerprint, ("config",), folder / FINGERPRINT)
+    checked(fingerprint, folder / FINGERPRINT)
     generations, scored = folder / GENERATIONS, folder / SCORES
-    records = {checked(r, RECORD_KEYS, generations)["key"]: r for r, _ in entries_in(generations)}
-    scores = {checked(e, ("key", "scores"), scored)["key"]: e["scores"] for e, _ in entries_in(scored)}
+    records = {checked(r, generations)["key"]: r for r, _ in entries_in(generations)}
+    scores = {checked(e, scored)["key"]: e["scores"] for e, _ in entries_in(scored)}
     return fingerprint, [*records.values()], scores
 
 
@@ -197,9 +195,9 @@ def reporting_full_disk(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def checked(entry: Entry, names: Iterable[str], path: Path) -> Entry:
-    """An entry of a journal. Raises SpecbeamError unless it has these names."""
-    for name in names:
+def checked(entry: Entry, path: Path) -> Entry:
+    """An entry of a file. Raises SpecbeamError unless it has the keys that are in every one."""
+    for name in KEYS[path.name]:
         if name not in entry:
             raise SpecbeamError(f"{path} is damaged (an entry has no {name!r}): restore it, or start anew")
     return entry
@@ -284,31 +282,23 @@ def digest(path: Path) -> str:
 
 
 def _processor() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
 def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """The first few differences of two fingerprints; "" if they are equal."""
     found = []
-    for part in FINGERPRINT_PARTS:
-        was, is_ = _flat(part, before.get(part)), _flat(part, now.get(part))
-        for name in [*was, *(n for n in is_ if n not in was)]:
+    for part in now:
+        was, is_ = leaves(part, before.get(part)), leaves(part, now[part])
+        for name in was | is_:
             if was.get(name) != is_.get(name):
                 found.append(f"{name} was {_short(was.get(name))}, now {_short(is_.get(name))}")
     more = f", and {len(found) - 3} more" if len(found) > 3 else ""
     return "; ".join(found[:3]) + more
-
-
-def _flat(name: str, value: Any) -> dict[str, Any]:
-    if isinstance(value, Mapping) and value:
-        return {key: v for part in value for key, v in _flat(f"{name}.{part}", value[part]).items()}
-    return {name: value}
 
 
 def _short(value: Any) -> str:

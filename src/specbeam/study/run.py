@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ from specbeam.jobs.atomic import write_whole
 from specbeam.jobs.crew import Crew
 from specbeam.jobs.launchers import crew_on_ray, run_here
 from specbeam.option_names import LOOKUPS
+from specbeam.study.composition import as_yaml
 from specbeam.study.config import Study, check, methods
 from specbeam.study.data import Row, local_file, read_rows
+from specbeam.study.execution import completion_of, passes
+from specbeam.study.metrics import finished
 from specbeam.study.progress import Progress
 from specbeam.study.results import (
     SUMMARY,
@@ -33,7 +37,7 @@ from specbeam.study.results import (
 from specbeam.study.samples import chosen
 from specbeam.study.summary import summarize
 from specbeam.study.tracking import tracker_of
-from specbeam.study.work import Work, begun, jobs_of_turn, key_of, make_work
+from specbeam.study.work import Work, begun, jobs_of_turn, key_of, with_messages
 
 logger = logging.getLogger("specbeam")
 
@@ -75,7 +79,7 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
     relevant = {key: value for key, value in config.items() if key not in KEYS_WITHOUT_EFFECT}
     about = fingerprint(relevant, _sources(study), local_file(study.data))
     folder = Path(study.output) if study.output is not None else default_folder(study.project_name, about, swept)
-    run = Run(folder, about, _yaml(config))
+    run = Run(folder, about, as_yaml(config))
     total = len(methods(study)) * study.repeats * sum(len(row.turns) for row in rows)
     there = f"goes on, {len(run.records)} of {total} generations are there" if run.records else "a new run"
     show(f"{folder}: {there}")
@@ -88,69 +92,68 @@ def run_study(config: Mapping[str, Any], show: Callable[[str], object] = print, 
             for record in run.records.values():
                 tracker.record(record)
                 progress.take(record)
-            work = _generate(study, config, rows, run, tracker.record, progress)
-            generating = sum(record["wall"] for record in run.records.values())
+            work = cache(partial(Work, config))
+            earlier = _seconds(run)
+            _generate(study, config, rows, run, work, tracker.record, progress)
+            generating = _seconds(run)
             progress.say("scoring the texts")
-            _score(study, config, run, work)
+            _score(study, run, work)
             progress.say("recording what the report shows")
             first = [key_of(method.name, rows[0].id, 0, 0) for method in methods(study)]
-            _record(study, config, run, work, first)
+            _record(run, work, first)
             records = [with_recording(record, run.recordings, first) for record in run.records.values()]
             summary = _summarize(study, records, run.scores)
-            overhead = max(0.0, time.perf_counter() - began - progress.spent)
+            overhead = max(0.0, time.perf_counter() - began - (generating - earlier))
+            from specbeam.study.report import write_report
+
             with reporting_full_disk(folder):
                 write_whole(folder / SUMMARY, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
                 write_parquet(folder / "generations.parquet", records)
-            progress.say("writing the report")
-            from specbeam.study.report import write_report
-
-            share = overhead / (overhead + generating) if generating else None
-            with reporting_full_disk(folder):
-                write_report(
+                progress.say("writing the report")
+                page = write_report(
                     folder,
                     title=study.project_name,
-                    config=dict(config),
+                    config=config,
                     fingerprint=run.fingerprint,
                     summary=summary,
                     records=records,
-                    overhead=share,
+                    overhead=overhead / (overhead + generating) if generating else None,
                     header=header(study, run.fingerprint, records),
                 )
             tracker.summary(summary, folder)
     except KeyboardInterrupt:
         raise Interrupted(folder, len(run.records), total) from None
     failed = sum(record["error"] is not None for record in records)
-    show(f"{len(records)} generations, {failed} failed: {folder / 'report.html'}")
+    show(f"{len(records)} generations, {failed} failed: {page}")
     return folder
 
 
 def header(study: Study, about: Mapping[str, Any], records: Sequence[Record]) -> list[tuple[str, str]]:
     """The facts at the top of a report, by name: models with their precision, machine, versions and date."""
+    good = finished(records)
     precisions: dict[str, dict[str, None]] = {}
-    for record in records:
-        if record["error"] is None:
-            precisions.setdefault(record["stats"].get("precision") or "", {})[record["method"]] = None
+    for record in good:
+        precisions.setdefault(record["stats"]["precision"], {})[record["method"]] = None
     if len(precisions) == 1:
-        target = ", ".join(filter(None, [study.target_model, *precisions]))
+        target = ", ".join([study.target_model, *precisions])
     else:
-        each = (f"{precision or 'unknown'} ({', '.join(names)})" for precision, names in precisions.items())
+        each = (f"{precision} ({', '.join(names)})" for precision, names in precisions.items())
         target = ": ".join(filter(None, [study.target_model, "; ".join(each)]))
-    by_name = {method.name: method for method in methods(study)}
+    draft_of = {method.name: method.draft for method in methods(study)}
     drafts = dict.fromkeys(
-        ", ".join(filter(None, [draft, record.get("draft_precision")]))
-        for record in records
-        if record["error"] is None and (draft := by_name[record["method"]].draft) is not None
+        ", ".join(filter(None, [draft, record["draft_precision"]]))
+        for record in good
+        if (draft := draft_of[record["method"]]) is not None
     )
     machine = about["machine"]
     has = [machine["processor"], f"{machine['cores']} cores", machine["memory"], machine.get("gpu")]
-    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
-    days = sorted({time.strftime("%Y-%m-%d", time.localtime(r["started"])) for r in records if "started" in r})
+    days = sorted(time.strftime("%Y-%m-%d", time.localtime(record["started"])) for record in records)
     facts = {
         "target": target,
         "drafts": "; ".join(drafts),
         "machine": ", ".join(filter(None, has)),
-        "versions": versions,
-        "date": " to ".join(dict.fromkeys(days[:1] + days[-1:])),
+        "versions": ", ".join(f"{name} {version}" for name, version in about["versions"].items()),
+        "date": " to ".join(dict.fromkeys([days[0], days[-1]])),
     }
     return [(name, fact) for name, fact in facts.items() if fact]
 
@@ -167,55 +170,55 @@ def summary_of(folder: Path) -> dict[str, Any]:
     return _summarize(check(about["config"]), records, scores)
 
 
+def _seconds(run: Run) -> float:
+    """The seconds that the generations of a run took."""
+    return sum(record["wall"] for record in run.records.values())
+
+
 def _generate(
     study: Study,
     config: Mapping[str, Any],
     rows: list[Row],
     run: Run,
+    work: Callable[[], Work],
     track: Callable[[Record], None],
     progress: Progress,
-) -> Work | None:
+) -> None:
     """Make all generations that are missing, one turn after the other: answers are part of the next turn's prompt.
 
-    Returns:
-        The work of this process, whose models are loaded; None if it did none.
+    Args:
+        work: returns the work of this process, whose models it loads the first time.
     """
-    made: list[Work] = []
-    modes = {method.name: method.mode for method in methods(study)}
 
-    def make() -> Work:
+    def loaded() -> Work:
         progress.say("loading")
-        made.append(make_work(config)())
+        made = work()
         progress.say("")
-        return made[-1]
+        return made
 
     def keep(job: Any, result: Any) -> None:
         if isinstance(result, Exception):  # a worker died, or could not load its models
             if isinstance(result, SpecbeamError):
                 raise result
-            result = begun(job, modes[job["method"]]) | {"error": " ".join(str(result).split()), "wall": 0.0}
+            result = begun(job) | {"error": " ".join(str(result).split()), "wall": 0.0}
         run.add(result)
         track(result)
-        progress.take(result, spent=result["wall"])
+        progress.take(result, made_now=True)
 
     with ExitStack() as last:
         crew: Crew | None = None
         for turn in range(max(len(row.turns) for row in rows)):
             jobs = jobs_of_turn(study, rows, turn, run.records)
-            if not jobs:
-                continue
-            if study.launcher.name == "ray":
+            if study.launcher.name == "local":
+                run_here(jobs, loaded, keep)
+            elif jobs:
                 if crew is None:
                     how = {key: value for key, value in vars(study.launcher).items() if key != "name"}
-                    hired = crew_on_ray(make_work(config), keep, warn=progress.say, **how)
-                    crew = last.enter_context(hired)
+                    crew = last.enter_context(crew_on_ray(partial(Work, config), keep, warn=progress.say, **how))
                 crew.do(jobs)
-            else:
-                run_here(jobs, (lambda: made[0]) if made else make, keep)
-    return made[0] if made else None
 
 
-def _record(study: Study, config: Mapping[str, Any], run: Run, work: Work | None, first: Sequence[str]) -> None:
+def _record(run: Run, work: Callable[[], Work], first: Sequence[str]) -> None:
     """Record the generations that the report shows, where recordings are missing.
 
     These are each method's generation for the first prompt, and the samples with drafts. Each runs once more for that:
@@ -224,14 +227,14 @@ def _record(study: Study, config: Mapping[str, Any], run: Run, work: Work | None
     Args:
         first: the keys for the first prompt.
     """
-    drafted = [r["key"] for _, r in chosen([*run.records.values()]) if r["stats"]["drafted"]]
+    drafted = [r["key"] for _, r in chosen(run.records.values()) if r["stats"]["drafted"]]
     for key in dict.fromkeys([*first, *drafted]):
         record = run.records.get(key)
         if record is None or record["error"] is not None or key in run.recordings:
             continue
-        work = work or make_work(config)()
+        loaded = work()
         try:
-            events = work.recording(_said(record, run.records), record)
+            events = loaded.recording(with_messages(record, run.records))
         except Exception as error:  # the report does without it
             logger.warning("%s was not recorded: %s", key, " ".join(str(error).split()))
         else:
@@ -245,45 +248,29 @@ def with_recording(record: Record, recordings: Mapping[str, Any], first: Sequenc
     return record | {"trace": trace, "recording": events if record["key"] in first else None}
 
 
-def _score(study: Study, config: Mapping[str, Any], run: Run, work: Work | None) -> None:
+def _score(study: Study, run: Run, work: Callable[[], Work]) -> None:
     """Add perplexities, and whether programs pass their tests, where they are missing.
 
     Equal texts from models that were loaded in the same way are scored once.
     """
-    left = [r for r in run.records.values() if r["error"] is None and r["key"] not in run.scores]
-    if not left or not (study.metrics.perplexity or any(r["problem"] for r in left)):
+    left = [r for r in finished(run.records.values()) if r["key"] not in run.scores]
+    if not (study.metrics.perplexity or any(r["problem"] for r in left)):
         return
-    from specbeam.study.execution import completion_of, passes
-
-    work = work or make_work(config)()
     loads = {method.name: sorted(method.load.items()) for method in methods(study)}
     known: dict[str, dict[str, Any]] = {}
     for record in left:
+        job = with_messages(record, run.records)
         # Passes over several beams may round otherwise than passes over one text, in the last bit.
         beams = record["mode"] in ("beam", "speculative-beam")
-        same = json.dumps([loads[record["method"]], beams, _said(record, run.records), record["token_ids"]])
+        same = json.dumps([loads[record["method"]], beams, job["messages"], record["token_ids"]])
         if same not in known:
-            scores: dict[str, Any] = {"perplexity": {}, "passed": None}
-            for name in study.metrics.perplexity:
-                scores["perplexity"][name] = work.perplexity(name, _said(record, run.records), record)
+            perplexity = {name: work().perplexity(name, job) for name in study.metrics.perplexity}
+            scores: dict[str, Any] = {"perplexity": perplexity, "passed": None}
             if (problem := record["problem"]) and study.metrics.pass_at_1:
-                scores["passed"], scores["reason"] = passes(
-                    problem, completion_of(record["text"], problem["entry_point"])
-                )
+                program = completion_of(record["text"], problem["entry_point"])
+                scores["passed"], scores["reason"] = passes(problem, program)
             known[same] = scores
         run.add_scores(record["key"], known[same])
-
-
-def _said(record: Record, records: Mapping[str, Record]) -> list[dict[str, str]]:
-    """The messages that a text answers."""
-    messages = []
-    for turn in range(record["turn"]):
-        before = records[key_of(record["method"], record["row"], turn, record["repeat"])]
-        messages += [
-            {"role": "user", "content": before["prompt"]},
-            {"role": "assistant", "content": before["text"]},
-        ]
-    return [*messages, {"role": "user", "content": record["prompt"]}]
 
 
 def _summarize(study: Study, records: list[Record], scores: Mapping[str, Any]) -> dict[str, Any]:
@@ -304,9 +291,3 @@ def _sources(study: Study) -> dict[str, Path]:
         if (checkpoint := open_checkpoint(path)).adapter is not None:
             found[f"{name} (base model)"] = checkpoint.path
     return found
-
-
-def _yaml(config: Mapping[str, Any]) -> str:
-    import yaml
-
-    return yaml.safe_dump(json.loads(json.dumps(config)), sort_keys=False, allow_unicode=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from specbeam.study.metrics import finished
+from specbeam.study.results import Record
 from specbeam.study.words import several
 
 MAX_SAMPLES = 5
@@ -69,7 +71,7 @@ class Sample:
     """
 
     method: str
-    category: str
+    category: str | None
     why: str
     prompt: str
     facts: str
@@ -80,77 +82,70 @@ class Sample:
     lookup: bool
 
 
-def samples(records: Sequence[Mapping[str, Any]]) -> list[Sample]:
+def samples(records: Iterable[Record]) -> list[Sample]:
     """The samples to show."""
     return [sample(record, why) for why, record in chosen(records)]
 
 
-def chosen(records: Sequence[Mapping[str, Any]]) -> list[tuple[str, Mapping[str, Any]]]:
+def chosen(records: Iterable[Record]) -> list[tuple[str, Record]]:
     """The generations to show, each with why.
 
     In each category it is the one whose drafts gained most, methods in turn. The last one is the worst.
     """
-    good = [record for record in records if not record.get("error") and record.get("text")]
-    drafted = [record for record in good if (record.get("stats") or {}).get("drafted")]
+    good = [record for record in finished(records) if record["text"]]
+    drafted = [record for record in good if record["stats"]["drafted"]]
     shown: Counter[str] = Counter()
-    found: list[tuple[str, Mapping[str, Any]]] = []
+    found: list[tuple[str, Record]] = []
     pool = drafted or good
     most = MAX_SAMPLES - 1 if drafted else MAX_SAMPLES
-    for category in dict.fromkeys(record.get("category") for record in pool):
+    for category in dict.fromkeys(record["category"] for record in pool):
         if len(found) == most:
             break
-        here = [record for record in pool if record.get("category") == category]
+        here = [record for record in pool if record["category"] == category]
         best = min(here, key=lambda record: (shown[record["method"]], -gain(record)))
         shown[best["method"]] += 1
         found.append(("", best))
     for method in dict.fromkeys(record["method"] for record in drafted):  # where there are few categories
         if not shown[method] and len(found) < most:
             here = [record for record in drafted if record["method"] == method]
-            shown[method] += 1
             found.append(("", max(here, key=gain)))
     if drafted:
-        worst = min(drafted, key=accepted_share)
+        worst = min(drafted, key=lambda record: record["stats"]["acceptance_rate"])
         if all(record is not worst for _, record in found):
             found.append(("the fewest draft tokens accepted", worst))
     return found
 
 
-def accepted_share(record: Mapping[str, Any]) -> float:
-    return (record.get("stats") or {}).get("acceptance_rate") or 0.0
-
-
-def gain(record: Mapping[str, Any]) -> float:
+def gain(record: Record) -> float:
     """Tokens per pass. A high acceptance rate alone says little: there may be few draft tokens."""
-    return (record.get("stats") or {}).get("steps_per_target_pass") or 0.0
+    return record["stats"]["steps_per_target_pass"] or 0.0
 
 
-def sample(record: Mapping[str, Any], why: str) -> Sample:
+def sample(record: Record, why: str) -> Sample:
     """The sample that shows a generation.
 
     The trace shows a generation of its own, which may draft differently, since drafts adapt to measured times. So its
     passes and draft tokens are counted in the trace.
     """
-    trace = record.get("trace") or []
-    stats = record.get("stats") or {}
+    trace, stats = record["trace"] or [], record["stats"]
     beams = any(len(step) > 1 for entry in trace for step in entry["steps"])
-    facts = [several(stats["new_tokens"], "token")] if stats.get("new_tokens") else []
-    if passes := len(trace) or stats.get("target_passes"):
-        facts.append(f"{passes:,} {'pass' if passes == 1 else 'passes'} of the target")
+    passes = len(trace) or stats["target_passes"]
+    facts = [several(stats["new_tokens"], "token"), f"{passes:,} {'pass' if passes == 1 else 'passes'} of the target"]
     if accepted := [token["accepted"] for entry in trace for token in entry["drafted"]]:
         facts.append(f"{sum(accepted):,} of {len(accepted):,} draft tokens accepted")
     rounds = sorted((i for i, one in enumerate(trace) if one["drafted"]), key=lambda i: -instructive(trace[i]))
     pieces = align(origins(record), record["text"])
     return Sample(
         method=record["method"],
-        category=record.get("category") or "",
+        category=record["category"],
         why=why,
-        prompt=str(record.get("prompt") or ""),
+        prompt=record["prompt"],
         facts=", ".join(facts),
         rounds=[shown_round(i + 1, trace[i], beams) for i in sorted(rounds[:MAX_ROUNDS_PER_SAMPLE])],
         pieces=pieces[:MAX_PIECES_PER_SAMPLE],
         pieces_more=max(0, len(pieces) - MAX_PIECES_PER_SAMPLE),
         beams=beams,
-        lookup=not stats.get("draft_passes"),
+        lookup=not stats["draft_passes"],
     )
 
 
@@ -174,12 +169,11 @@ def shown_round(place: int, entry: Mapping[str, Any], beams: bool) -> Round:
 def ahead(entry: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
     """The beams that are ahead of the steps of a round, shortest first."""
     lengths: dict[int, int] = {}
-    found: list[list[Mapping[str, Any]]] = []
+    found: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for beam in entry["ahead"]:
         length = lengths[beam["node"]] = lengths.get(beam["after"], -1) + 1
-        found += [[]] * (length == len(found))
-        found[length] = [*found[length], beam]
-    return found
+        found[length].append(beam)
+    return [*found.values()]
 
 
 def branches(drafted: list[Mapping[str, Any]], beams: bool) -> list[Branch]:
@@ -211,16 +205,16 @@ def beside(drafted: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [token for token in drafted if not token["accepted"] and token["parent"] == last]
 
 
-def origins(record: Mapping[str, Any]) -> list[tuple[str, bool]]:
+def origins(record: Record) -> list[tuple[str, bool]]:
     """The tokens of the text according to the trace, and whether each was drafted.
 
     A text of beam search is a path of beams with its tokens. The trace may lack the last one: a beam that ends is no
     beam of that step.
     """
-    ids = record.get("token_ids") or []
+    ids = record["token_ids"]
     on_path: set[int | None] = {0, None}
     found: list[tuple[str, bool]] = []
-    for step in (step for entry in record.get("trace") or [] for step in entry["steps"]):
+    for step in (step for entry in record["trace"] or [] for step in entry["steps"]):
         if len(found) == len(ids):
             break
         here = {i: b for i, b in enumerate(step) if b["beam"] in on_path and b["token_id"] == ids[len(found)]}

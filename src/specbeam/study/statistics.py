@@ -110,17 +110,16 @@ def paired_ratio(a: Sequence[float], b: Sequence[float], confidence: float = 0.9
     if len(a) != len(b):
         raise SpecbeamError(f"{len(a)} values cannot be paired with {len(b)}: give as many of both")
     both = np.array([a, b], dtype=np.float64)
-    if not np.all((both > 0) & np.isfinite(both)):
-        wrong = float(both[~((both > 0) & np.isfinite(both))][0])
-        raise SpecbeamError(f"there is no ratio of {wrong}: give values that are positive and finite")
+    allowed = (both > 0) & np.isfinite(both)
+    if not allowed.all():
+        raise SpecbeamError(f"there is no ratio of {both[~allowed][0]}: give values that are positive and finite")
     logs = np.log(both[0]) - np.log(both[1])
     mean = bootstrap_mean(logs, confidence, seed)
     if mean is None:
         return None
     p = float(wilcoxon(logs).pvalue) if logs.any() else 1.0
-    ratio, low, high = (None if x is None else float(np.exp(x)) for x in (mean.mean, mean.low, mean.high))
-    assert ratio is not None
-    return Comparison(ratio, low, high, p, mean.n)
+    low, high = (None if end is None else float(np.exp(end)) for end in (mean.low, mean.high))
+    return Comparison(float(np.exp(mean.mean)), low, high, p, mean.n)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

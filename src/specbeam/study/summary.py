@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specbeam.study.execution import pass_at_k
 from specbeam.study.metrics import acceptance_by_position, finished, of_corpus, of_record, time_by_component
 from specbeam.study.results import Record
 from specbeam.study.statistics import Comparison, bootstrap_mean, holm, paired_ratio
@@ -50,23 +49,22 @@ def summarize(
         left out of all other figures.
     """
     by_method = _by_method(records)
+    speeds = {method: _speeds(some) for method, some in by_method.items()}
     summary: dict[str, Any] = {
         "confidence": confidence,
         "methods": [],
-        "fastest": None,
+        "fastest": _fastest(speeds, confidence),
         "categories": {},
         "acceptance_by_position": {},
         "time": {},
     }
-    speeds = {method: _speeds(some) for method, some in by_method.items()}
     for method, some in by_method.items():
         good = finished(some)
-        measured = [(record, of_record(record) | _perplexities(scores.get(record["key"], {}))) for record in good]
-        by_unit = _averaged(measured)
-        against = None
-        if baseline is not None and baseline in speeds and method != baseline:
-            found = _faster(speeds[method], speeds[baseline], confidence)
-            against = found and {"baseline": baseline, "tokens_per_second": asdict(found)}
+        by_unit = _averaged(
+            (record, of_record(record) | _perplexities(scores.get(record["key"], {}))) for record in good
+        )
+        base = speeds.get(baseline) if baseline is not None and baseline != method else None
+        found = None if base is None else _faster(speeds[method], base, confidence)
         summary["methods"].append(
             {
                 "method": method,
@@ -80,20 +78,22 @@ def summarize(
                 },
                 "corpus": of_corpus(good),
                 "pass_at_1": _pass_at_1(good, scores),
-                "agreement": _agreement(good, by_method.get(twins.get(method, ""), []), twins.get(method)),
-                "against": against,
+                "agreement": _agreement(good, twins.get(method), by_method),
+                "against": found and {"baseline": baseline, "tokens_per_second": asdict(found)},
             }
         )
-        for category, by_name in _by_category(good, by_unit).items():
-            if baseline is not None and baseline in speeds and method != baseline:
-                mine = {unit: speeds[method][unit] for unit in by_name["units"] if unit in speeds[method]}
-                found = _faster(mine, speeds[baseline], confidence)
-                by_name["against"] = found and asdict(found)
-            del by_name["units"]
-            summary["categories"].setdefault(category, {})[method] = by_name
+        for category, units in _categories(good).items():
+            figures: dict[str, Any] = {"n": len(units)}
+            for name in CATEGORY_METRICS:
+                values = [value for unit, value in by_unit.get(name, {}).items() if unit in units]
+                figures[name] = fmean(values) if values else None
+            if base is not None:
+                here = {unit: speed for unit, speed in speeds[method].items() if unit in units}
+                found = _faster(here, base, confidence)
+                figures["against"] = found and asdict(found)
+            summary["categories"].setdefault(category, {})[method] = figures
         summary["acceptance_by_position"][method] = acceptance_by_position(good, confidence)
         summary["time"][method] = time_by_component(good)
-    summary["fastest"] = _fastest(speeds, confidence)
     return summary
 
 
@@ -121,7 +121,7 @@ def _fastest(speeds: Mapping[str, Mapping[Unit, float]], confidence: float) -> d
     }
 
 
-def diff(a_records: Iterable[Record], b_records: Iterable[Record], *, confidence: float = 0.95) -> dict[str, Any]:
+def diff(a_records: Iterable[Record], b_records: Iterable[Record]) -> dict[str, Any]:
     """How the speed of methods differs between run A and run B.
 
     A machine that is slower during one run is slower for all methods. The "relative" ratio removes this: on each unit,
@@ -141,16 +141,15 @@ def diff(a_records: Iterable[Record], b_records: Iterable[Record], *, confidence
     after = [_speeds(b[method]) for method in common]
     units = sorted(set().union(*before) & set().union(*after))
     ratios = np.log(_table(after, units)) - np.log(_table(before, units))
+    raws = relatives = [_ratio(logs) for logs in ratios]
     note = None
     if len(common) < 3:
         note = f"{len(common)} methods in both runs: a change of the machine looks like one of a method"
-    methods: list[dict[str, Any]] = []
-    relatives: list[Comparison | None] = []
-    for i, method in enumerate(common):
-        raw = relative = _ratio(ratios[i], confidence)
-        if len(common) >= 3:
-            relative = _ratio(ratios[i] - _drift(ratios, i), confidence)
-        relatives.append(relative)
+    else:
+        relatives = [_ratio(ratios[i] - _drift(ratios, i)) for i in range(len(common))]
+    adjusted = holm([1.0 if relative is None else relative.p for relative in relatives])
+    methods = []
+    for method, raw, relative, p in zip(common, raws, relatives, adjusted, strict=True):
         same, of = _identical(finished(a[method]), finished(b[method]))
         methods.append(
             {
@@ -158,12 +157,10 @@ def diff(a_records: Iterable[Record], b_records: Iterable[Record], *, confidence
                 "raw": raw and asdict(raw),
                 "relative": relative and asdict(relative),
                 "identical": {"same": same, "of": of, "share": same / of if of else None},
+                "p": p,
+                "significant": relative is not None and _significant(relative, p),
             }
         )
-    adjusted = holm([1.0 if relative is None else relative.p for relative in relatives])
-    for figures, relative, p in zip(methods, relatives, adjusted, strict=True):
-        figures["p"] = p
-        figures["significant"] = relative is not None and _significant(relative, p)
     return {
         "methods": methods,
         "only_in_a": [method for method in a if method not in b],
@@ -176,10 +173,10 @@ def _significant(relative: Comparison, p: float) -> bool:
     return p < SIGNIFICANCE_LEVEL and relative.settled and abs(relative.ratio - 1) > MIN_EFFECT_SHARE
 
 
-def _ratio(logs: NDArray[np.float64], confidence: float) -> Comparison | None:
+def _ratio(logs: NDArray[np.float64]) -> Comparison | None:
     """The ratio with these logarithms, one per unit; NaN where it is not known."""
     ratios = np.exp(logs[np.isfinite(logs)])
-    return paired_ratio(ratios.tolist(), [1.0] * len(ratios), confidence)
+    return paired_ratio(ratios.tolist(), [1.0] * len(ratios))
 
 
 def _drift(logs: NDArray[np.float64], i: int) -> NDArray[np.float64]:
@@ -246,18 +243,18 @@ def _perplexities(score: Mapping[str, Any]) -> dict[str, float | None]:
 
 
 def _pass_at_1(records: Iterable[Record], scores: Mapping[str, Mapping[str, Any]]) -> float | None:
-    """The mean over rows; None if no program was run."""
+    """The mean over rows of the share of samples that pass (Chen et al. 2021, 2.1); None if no program was run."""
     passed: dict[Unit, list[bool]] = defaultdict(list)
     for record in records:
         if (one := scores.get(record["key"], {}).get("passed")) is not None:
             passed[_unit(record)].append(one)
-    return fmean(pass_at_k(len(some), sum(some), 1) for some in passed.values()) if passed else None
+    return fmean(map(fmean, passed.values())) if passed else None
 
 
-def _agreement(records: list[Record], twins: list[Record], twin: str | None) -> dict[str, Any] | None:
+def _agreement(records: list[Record], twin: str | None, by_method: Mapping[str, list[Record]]) -> dict[str, Any] | None:
     if twin is None:
         return None
-    same, of = _identical(records, finished(twins))
+    same, of = _identical(records, finished(by_method.get(twin, [])))
     return {"twin": twin, "same": same, "of": of}
 
 
@@ -274,16 +271,10 @@ def _tokens(record: Record) -> list[list[int]]:
     return [record["token_ids"], *(beam["token_ids"] for beam in record["beams"])]
 
 
-def _by_category(records: Iterable[Record], by_unit: Mapping[str, Mapping[Unit, float]]) -> dict[str, dict[str, Any]]:
-    """Means over the rows and turns of each category, its "units"; None where nothing was measured."""
+def _categories(records: Iterable[Record]) -> dict[str, set[Unit]]:
+    """The rows and turns of each category."""
     units: dict[str, set[Unit]] = defaultdict(set)
     for record in records:
         if record["category"] is not None:
             units[record["category"]].add(_unit(record))
-    figures: dict[str, dict[str, Any]] = {}
-    for category, members in units.items():
-        figures[category] = {"n": len(members), "units": members}
-        for name in CATEGORY_METRICS:
-            values = [value for unit, value in by_unit.get(name, {}).items() if unit in members]
-            figures[category][name] = fmean(values) if values else None
-    return figures
+    return units

@@ -31,16 +31,6 @@ class Tracker(Protocol):
         """The study has ended."""
 
 
-class Nowhere:
-    """Tracks nothing."""
-
-    def record(self, record: Record) -> None: ...
-
-    def summary(self, summary: Mapping[str, Any], folder: Path) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class WandbTracker:
     """Weights & Biases: config, a table of generations, metrics and plots.
 
@@ -107,10 +97,10 @@ class WandbTracker:
 
 
 class Unfailing:
-    """Wraps a tracker. Its first failure is a warning, and the study goes on without it."""
+    """A tracker, or none. Its first failure is a warning, and the study goes on without it."""
 
-    def __init__(self, tracker: Tracker) -> None:
-        self._tracker: Tracker | None = tracker
+    def __init__(self, tracker: Tracker | None) -> None:
+        self._tracker = tracker
 
     def _call(self, method: str, *given: Any) -> None:
         if self._tracker is not None:
@@ -136,12 +126,12 @@ def tracker_of(study: Study, config: Mapping[str, Any], folder: Path) -> Tracker
     Raises:
         SpecbeamError: its package is not installed.
     """
-    if study.tracking.name == "none":
-        return Nowhere()
-    try:
-        return Unfailing(WandbTracker(study, config, folder))
-    except SpecbeamError:
-        raise
-    except Exception as error:
-        logger.warning("no tracking: %s", " ".join(str(error).split()) or type(error).__name__)
-        return Nowhere()
+    tracker: Tracker | None = None
+    if study.tracking.name == "wandb":
+        try:
+            tracker = WandbTracker(study, config, folder)
+        except SpecbeamError:
+            raise
+        except Exception as error:
+            logger.warning("no tracking: %s", " ".join(str(error).split()) or type(error).__name__)
+    return Unfailing(tracker)

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from specbeam.study.statistics import Comparison
+
 
 def number(value: float | None) -> str:
     """A number with three significant digits, and all digits before the point."""
@@ -19,38 +21,34 @@ def number(value: float | None) -> str:
 
 def between(estimate: Mapping[str, Any], scale: float = 1.0) -> str:
     """The interval of an estimate; "" if there is none, or it has no width."""
-    low, high = estimate.get("low"), estimate.get("high")
-    if low is None or high is None or low == high:
-        return ""
-    return f"{number(low * scale)}–{number(high * scale)}"
+    low, high = estimate["low"], estimate["high"]
+    return "" if low is None or low == high else f"{number(low * scale)}–{number(high * scale)}"
 
 
 def settled(comparison: Mapping[str, Any]) -> bool:
-    """Whether measurements settle which of two quantities is larger: their ratio's interval excludes 1."""
-    ends = [end for end in (comparison.get("low"), comparison.get("high")) if end is not None and math.isfinite(end)]
-    return len(ends) == 2 and not ends[0] <= 1 <= ends[1]
+    """Whether measurements settle which of two quantities is larger (:attr:`Comparison.settled`)."""
+    return Comparison(**comparison).settled
 
 
-def too_few(n: int | None) -> str:
+def too_few(n: int) -> str:
     """Why there is no interval."""
     return f"n={n}: too few for an interval"
 
 
 def between_ratios(comparison: Mapping[str, Any]) -> str:
     """The interval of a ratio; "" if it has no interval."""
-    return "" if comparison.get("low") is None else f"{comparison['low']:.2f}–{comparison['high']:.2f}"
+    return "" if comparison["low"] is None else f"{comparison['low']:.2f}–{comparison['high']:.2f}"
 
 
 def times(comparison: Mapping[str, Any]) -> str:
     """A speed-up in words."""
-    within = between_ratios(comparison) or (too_few(comparison["n"]) if "n" in comparison else "")
-    return f"{comparison['ratio']:.2f} times" + (f" ({within})" if within else "")
+    return f"{comparison['ratio']:.2f} times ({between_ratios(comparison) or too_few(comparison['n'])})"
 
 
 def several(count: int, noun: str) -> str:
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
-def first_line(text: Any, most: int = 300) -> str:
-    line = next(iter(str(text).strip().splitlines()), "")
-    return line if len(line) <= most else line[: most - 1] + "…"
+def short(text: str, most: int = 32) -> str:
+    """A text of at most this many characters."""
+    return text if len(text) <= most else text[: most - 1].rstrip() + "…"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import cache
+from itertools import product
 from typing import Any
 
 from specbeam.engine import Engine
@@ -17,6 +20,7 @@ from specbeam.prompts import encode, show_prompt, tokenize
 from specbeam.recording import LIKELIEST, Event, events, finite
 from specbeam.scoring import score
 from specbeam.study.config import Method, Study, check, methods
+from specbeam.study.data import Row
 from specbeam.study.results import Record
 
 WARM_UP_TOKENS = 8
@@ -26,7 +30,7 @@ KEPT_OF_TEXTS = ("text", "token_ids", "score", "log_prob")
 """The attributes of :class:`specbeam.Sequence` that are kept of each text."""
 
 Job = dict[str, Any]
-"""A method's name, a row, the turn and the repeat, the seed, and the messages so far."""
+"""What is known of a record, and the "messages" that its text answers."""
 
 
 class Work:
@@ -39,94 +43,95 @@ class Work:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.study = check(config)
         self.methods = {method.name: method for method in methods(self.study)}
-        self._models: dict[str, LanguageModel] = {}
+        self._load = cache(load)
         self._warm: set[str] = set()
         for method in self.methods.values():
             self.models(method)
 
     def models(self, method: Method) -> tuple[LanguageModel, Any]:
         """The target and its draft: a draft model, "ngram", "suffix" or None."""
-        target = self._load(self.study.target_model, method.load)
-        if method.draft in (None, *LOOKUPS):
+        target = self._model(self.study.target_model, method.load)
+        if method.draft is None or method.draft in LOOKUPS:
             return target, method.draft
-        return target, self._load(method.draft, method.draft_load)
+        return target, self._model(method.draft, method.draft_load)
+
+    def _model(self, source: str, how: Mapping[str, Any]) -> LanguageModel:
+        """A model, which is loaded once for each way to load it."""
+        return self._load(source, **{name: value for name, value in how.items() if value is not None})
 
     def __call__(self, job: Job) -> Record:
         """The record of a job. It holds the error if the generation fails; only an interrupt is raised."""
-        method = self.methods[job["method"]]
         start = time.perf_counter()
-        record = begun(job, method.mode)
+        record = begun(job)
         try:
-            record |= self._generate(method, job)
+            record |= self._generate(job)
         except Exception as error:  # the other generations go on
             kind = "" if isinstance(error, SpecbeamError) else f"{type(error).__name__}: "
             record["error"] = kind + " ".join(str(error).split())
         return record | {"wall": time.perf_counter() - start}
 
-    def _generate(self, method: Method, job: Job) -> Record:
-        lm, draft = self.models(method)
-        prompt, how = self._asked(lm, job["messages"])
-        options = self._options(method, job["seed"])
-        if method.name not in self._warm:
+    def _generate(self, job: Job) -> Record:
+        lm, draft = self.models(self.methods[job["method"]])
+        prompt, how = self._asked(lm, job)
+        options = self._options(job)
+        if job["method"] not in self._warm:
             few = options | {"max_new_tokens": min(WARM_UP_TOKENS, options["max_new_tokens"]), "min_new_tokens": 0}
             self._run(lm, prompt, few, draft, how)
-            self._warm.add(method.name)
+            self._warm.add(job["method"])
         result, times, tokens = self._run(lm, prompt, options, draft, how)
-        stats = result.to_dict()["stats"]
         return {
             "rendered": show_prompt(lm, prompt, **how) if self.study.debug.render_input_text else None,
             "text": result.text,
             "token_ids": result.token_ids,
             "finish_reason": result.finish_reason,
             "beams": [{name: getattr(s, name) for name in KEPT_OF_TEXTS} for s in result.sequences],
-            "stats": stats,
+            "stats": asdict(result.stats),
             "draft_precision": draft.precision if isinstance(draft, LanguageModel) else None,
             "times": times,
             "piece_tokens": tokens,
         }
 
-    def recording(self, messages: list[dict[str, str]], record: Record) -> list[Event]:
+    def recording(self, job: Job) -> list[Event]:
         """The events of a generation. It runs once more for them, so that the measured one has no further work."""
-        method = self.methods[record["method"]]
-        lm, draft = self.models(method)
-        prompt, how = self._asked(lm, messages)
-        seed = seed_of(self.study, record["row"], record["turn"], record["repeat"])
-        chosen = Options.of(self._options(method, seed) | {"trace": True, "top_logprobs": LIKELIEST})
-        result, *_ = self._run(lm, prompt, chosen, draft, how)
+        lm, draft = self.models(self.methods[job["method"]])
+        prompt, how = self._asked(lm, job)
+        options = Options.of(self._options(job) | {"trace": True, "top_logprobs": LIKELIEST})
+        result, *_ = self._run(lm, prompt, options, draft, how)
         name = draft.source if isinstance(draft, LanguageModel) else draft
-        return [finite(event) for event in events(lm, encode(lm, prompt, **how), chosen, name, result)]
+        return [finite(event) for event in events(lm, encode(lm, prompt, **how), options, name, result)]
 
-    def perplexity(self, name: str, messages: list[dict[str, str]], record: Record) -> float | None:
-        """The perplexity of a text given the messages that it answers; None without tokens.
+    def perplexity(self, name: str, job: Job) -> float | None:
+        """The perplexity of a generation's text given its messages; None without tokens.
 
         It is e to the power of the mean negative log-probability of the text's tokens.
 
         Args:
             name: "target", loaded as for the method, or another model, which reads the text by its own tokenizer.
         """
-        method = self.methods[record["method"]]
-        lm = self.models(method)[0] if name == "target" else self._load(name, vars(self.study.load))
-        prompt, how = self._asked(lm, messages)
-        token_ids = record["token_ids"]
-        if name != "target":
-            token_ids = tokenize(lm.tokenizer, record["text"], add_special_tokens=False).input_ids
-        if not token_ids:
-            return None
-        log_prob = record["beams"][0]["log_prob"]
-        if name != "target":
-            ((_, log_prob, _),) = score(lm, [(encode(lm, prompt, **how), list(token_ids))])
-        return math.exp(-log_prob / len(token_ids))
+        if name == "target":
+            token_ids, log_prob = job["token_ids"], job["beams"][0]["log_prob"]
+        else:
+            lm = self._model(name, vars(self.study.load))
+            prompt, how = self._asked(lm, job)
+            token_ids = list(tokenize(lm.tokenizer, job["text"], add_special_tokens=False).input_ids)
+            texts = [(encode(lm, prompt, **how), token_ids)] if token_ids else []
+            log_prob = sum(log_prob for _, log_prob, _ in score(lm, texts))
+        return math.exp(-log_prob / len(token_ids)) if token_ids else None
 
-    def _options(self, method: Method, seed: int) -> dict[str, Any]:
-        """The options of one of a method's generations. The seed is for methods that sample."""
-        return method.options | ({"seed": seed} if method.options["do_sample"] else {})
+    def _options(self, job: Job) -> dict[str, Any]:
+        """The options of a generation. If it samples, its seed is the same for all methods, and on every machine."""
+        options = self.methods[job["method"]].options
+        if not options["do_sample"]:
+            return options
+        parts = (self.study.seed, job["row"], job["turn"], job["repeat"])
+        return options | {"seed": int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "big")}
 
-    def _asked(self, lm: LanguageModel, messages: list[dict[str, str]]) -> tuple[Any, dict[str, Any]]:
-        """The prompt for some messages, and the options that say how to read it."""
+    def _asked(self, lm: LanguageModel, job: Job) -> tuple[Any, dict[str, Any]]:
+        """The prompt of a job, and the options that say how to read it."""
         chat = self.study.chat
         if chat.raw or lm.tokenizer is None or not lm.tokenizer.chat_template:
-            return messages[-1]["content"], {"raw": chat.raw}
-        return messages, {"system": chat.system_prompt if chat.use_system_prompt else None}
+            return job["prompt"], {"raw": chat.raw}
+        return job["messages"], {"system": chat.system_prompt if chat.use_system_prompt else None}
 
     def _run(
         self, lm: LanguageModel, prompt: Any, options: Any, draft: Any, how: Any
@@ -149,69 +154,54 @@ class Work:
             pieces.clear()
         return request.result(), times, tokens
 
-    def _load(self, source: str | None, how: Mapping[str, Any]) -> LanguageModel:
-        assert source is not None
-        key = repr((source, sorted(how.items())))
-        if key not in self._models:
-            self._models[key] = load(source, **{name: value for name, value in how.items() if value is not None})
-        return self._models[key]
+
+def begun(job: Job) -> Record:
+    """The record of a job that has no text yet."""
+    return {name: job[name] for name in job if name != "messages"} | {"started": time.time(), "error": None}
 
 
-def begun(job: Job, mode: str) -> Record:
-    """The part of a job's record that is known before there is a text."""
-    row = job["row"]
-    return {
-        **{name: job[name] for name in ("key", "method", "turn", "repeat")},
-        "mode": mode,
-        "row": row["id"],
-        "category": row["category"],
-        "prompt": job["messages"][-1]["content"],
-        "references": row["references"] if job["turn"] == len(row["turns"]) - 1 else [],
-        "problem": row["problem"],
-        "started": time.time(),
-        "error": None,
-    }
-
-
-def make_work(config: Mapping[str, Any]) -> Callable[[], Work]:
-    """Makes the work of a worker, here or in another process."""
-    return lambda: Work(config)
-
-
-def jobs_of_turn(study: Study, rows: list[Any], turn: int, records: Mapping[str, Record]) -> list[Job]:
+def jobs_of_turn(study: Study, rows: list[Row], turn: int, records: Mapping[str, Record]) -> list[Job]:
     """The jobs of a turn that are not done yet, all methods of a row one after the other.
 
     The first method changes from row to row, so that a machine that becomes slower favours none.
     """
-    names = [method.name for method in methods(study)]
+    compared = methods(study)
     found = []
-    for repeat in range(study.repeats):
-        for number, row in enumerate(rows):
-            if turn >= len(row.turns):
-                continue
-            first = (number + repeat) % len(names)
-            for method in [*names[first:], *names[:first]]:
-                key = key_of(method, row.id, turn, repeat)
-                said = [records.get(key_of(method, row.id, t, repeat)) for t in range(turn)]
-                if key in records or any(record is None or record["error"] for record in said):
-                    continue
-                messages = []
-                for text, record in zip(row.turns, said, strict=False):
-                    assert record is not None
-                    messages += [{"role": "user", "content": text}, {"role": "assistant", "content": record["text"]}]
-                messages.append({"role": "user", "content": row.turns[turn]})
-                seed = seed_of(study, row.id, turn, repeat)
-                job = {"key": key, "method": method, "row": vars(row), "turn": turn, "repeat": repeat, "seed": seed}
-                found.append(job | {"messages": messages})
+    for repeat, (number, row) in product(range(study.repeats), enumerate(rows)):
+        if turn >= len(row.turns):
+            continue
+        first = (number + repeat) % len(compared)
+        for method in [*compared[first:], *compared[:first]]:
+            record = {
+                "key": key_of(method.name, row.id, turn, repeat),
+                "method": method.name,
+                "turn": turn,
+                "repeat": repeat,
+                "mode": method.mode,
+                "row": row.id,
+                "category": row.category,
+                "prompt": row.turns[turn],
+                "references": row.references if turn == len(row.turns) - 1 else [],
+                "problem": row.problem,
+            }
+            job = with_messages(record, records)
+            if job["key"] not in records and len(job["messages"]) == 2 * turn + 1:  # no earlier turn failed
+                found.append(job)
     return found
+
+
+def with_messages(record: Record, records: Mapping[str, Record]) -> Job:
+    """A record with the messages that it answers: the earlier turns that did not fail, answered, and its prompt."""
+    keys = (key_of(record["method"], record["row"], turn, record["repeat"]) for turn in range(record["turn"]))
+    messages = [
+        {"role": role, "content": records[key][part]}
+        for key in keys
+        if key in records and records[key]["error"] is None
+        for role, part in (("user", "prompt"), ("assistant", "text"))
+    ]
+    return record | {"messages": [*messages, {"role": "user", "content": record["prompt"]}]}
 
 
 def key_of(method: str, row: str, turn: int, repeat: int) -> str:
     """The key of a generation."""
     return f"{method}|{row}|{turn}|{repeat}"
-
-
-def seed_of(study: Study, row: str, turn: int, repeat: int) -> int:
-    """The seed of a prompt's generations: the same for all methods, and on every machine."""
-    parts = (study.seed, row, turn, repeat)
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:6], "big")
