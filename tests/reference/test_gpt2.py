@@ -21,6 +21,7 @@ from specbeam.reference.gpt2 import (
     load_encoder_hparams_and_params,
     softmax,
 )
+from tests.checkpoints.test_gguf import write_gguf
 from tests.conftest import byte_tokenizer, random_model
 
 RNG = np.random.default_rng(0)
@@ -160,6 +161,9 @@ def test_a_folder_that_is_missing_or_no_gpt2_is_refused(save, tmp_path):
     with pytest.raises(SpecbeamError, match=r"there is no folder .*124M: give toy, the name of a folder in .*, or"):
         gen_text("hello", 1, "124M", tmp_path)
     with pytest.raises(SpecbeamError, match=r"has no config\.json"):
+        gen_text("hello", 1, tmp_path)
+    write_gguf(tmp_path / "m.gguf", random_model("gpt2"))
+    with pytest.raises(SpecbeamError, match=r"has no config\.json"):  # a GGUF file is no folder that transformers saved
         gen_text("hello", 1, tmp_path)
     with pytest.raises(SpecbeamError, match="holds a llama model"):
         gen_text("hello", 1, save(random_model("llama")))

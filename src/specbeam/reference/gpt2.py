@@ -10,7 +10,6 @@ text is evaluated anew for each token, with no cache and no batches. Parameters 
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable
@@ -213,16 +212,16 @@ AS_TRAINED = {
 
 def pretrained(folder: Path) -> tuple[Any, dict[str, int], dict[str, Any]]:
     """A model that transformers saved to a folder. Errors as in :func:`load_encoder_hparams_and_params`."""
-    from specbeam.checkpoints import open_checkpoint  # it imports PyTorch, which the toy does without
+    from specbeam.checkpoints.files import read_json
+    from specbeam.checkpoints.folder import FolderCheckpoint  # it imports PyTorch, which the toy does without
 
-    checkpoint = open_checkpoint(folder)
+    checkpoint, config = FolderCheckpoint(folder), read_json(folder, "config.json")
     if checkpoint.facts.architecture != "gpt2":
         raise SpecbeamError(f"{folder} holds a {checkpoint.facts.architecture} model: the reference runs gpt2 alone")
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for setting, value in AS_TRAINED.items():
         if config.get(setting, value) != value:
             raise SpecbeamError(f"{folder}: {setting} is {config[setting]!r}, and the reference has {value!r} alone")
-    hparams = {name: config.get(key) for name, key in SIZES.items()}
+    hparams: dict[str, Any] = {name: config.get(key) for name, key in SIZES.items()}
     for name, size in hparams.items():
         if type(size) is not int or size < 1:
             raise SpecbeamError(f"{folder}: {SIZES[name]} of its config.json is {size!r} and must be 1 or more")
