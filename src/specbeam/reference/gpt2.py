@@ -221,7 +221,7 @@ def pretrained(folder: Path) -> tuple[Any, dict[str, int], dict[str, Any]]:
     for setting, value in AS_TRAINED.items():
         if config.get(setting, value) != value:
             raise SpecbeamError(f"{folder}: {setting} is {config[setting]!r}, and the reference has {value!r} alone")
-    hparams = {name: config.get(key) for name, key in SIZES.items()}
+    hparams: dict[str, Any] = {name: config.get(key) for name, key in SIZES.items()}
     for name, size in hparams.items():
         if type(size) is not int or size < 1:
             raise SpecbeamError(f"{folder}: {SIZES[name]} of its config.json is {size!r} and must be 1 or more")
