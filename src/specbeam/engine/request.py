@@ -1,4 +1,4 @@
-"""A request: the caller's handle of a submitted prompt, the ways to wait for it, and what wakes those who wait.
+"""A request: the caller's handle of a submitted prompt, the ways to wait for it, and what wakes its clients.
 
 A client registers a function, and how it is to be called: at once, or by an event loop's ``call_soon_threadsafe``. A
 client that does not wait costs nothing. All calls of an iteration that go the same way are handed over as one. While
