@@ -195,7 +195,8 @@ def _of_table(data: Data, record: Mapping[str, Any], i: int) -> Row:
     columns = _columns(data.columns, record, name)
     prompt = _text(_cell(record, columns.prompt), name)
     references = _cell(record, columns.reference) if columns.reference else []
-    references = [references] if isinstance(references, str) else list(references or [])
+    if not isinstance(references, list):
+        references = [] if references is None else [references]
     if columns.reference and not references:
         raise SpecbeamError(f"{name} has nothing in the column {columns.reference!r}: fill it, or leave the row out")
     return Row(
