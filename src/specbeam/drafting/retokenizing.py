@@ -46,9 +46,6 @@ class RetokenizingDrafter:
     Args:
         tree, chains, controller: of the request.
 
-    Attributes:
-        prompt_length: how many of the draft's tokens it reads of the prompt.
-
     Raises:
         SpecbeamError: a tokenizer does not reproduce the prompt from its tokens, so the draft would continue another
             text.
@@ -80,7 +77,6 @@ class RetokenizingDrafter:
         ids = self.draft_encode(prompt)
         # The draft's BOS token, if its texts begin with one.
         bos: list[int] = [bos for bos in draft.tokenizer("a").input_ids[:1] if bos == draft.tokenizer.bos_token_id]
-        self.prompt_length = min(len(bos) + len(ids), self.context)
         self.tree = Tree([*bos, *ids, 0][:1])  # a prompt without any text still needs a root
         self._before_text = len(bos) - 1  # the node before the first token of each text; -1 is the root's parent
         self._detokenizer = Detokenizer(self.decode)
