@@ -29,11 +29,11 @@ def test_the_first_ends_all_requests_and_the_second_interrupts(lm, handler):
     handler(signal.default_int_handler)
     engine = Engine(lm)
     requests = submit(engine, 2)
-    with ctrl_c_cancels(requests) as pressed:
+    with ctrl_c_cancels(requests) as ctrl_c:
         engine.step()
-        assert not pressed.is_set()
+        assert not ctrl_c.pressed
         signal.raise_signal(signal.SIGINT)
-        assert pressed.is_set()
+        assert ctrl_c.pressed
         engine.run()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
@@ -46,10 +46,10 @@ def test_a_background_job_goes_on(lm, handler):
     handler(signal.SIG_IGN)
     engine = Engine(lm)
     (request,) = submit(engine, 1)
-    with ctrl_c_cancels([request]) as pressed:
+    with ctrl_c_cancels([request]) as ctrl_c:
         signal.raise_signal(signal.SIGINT)
         engine.run()
-    assert not pressed.is_set()
+    assert not ctrl_c.pressed
     assert len(request.result().token_ids) == 9
 
 

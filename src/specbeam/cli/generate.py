@@ -186,11 +186,11 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
     one_text = len(rows) == 1 and options[0].num_return_sequences == 1
     stream = given.stream and one_text and not given.json and out is sys.stdout
     printer = Printer(rows, requests, shown_prompts, out, given.json, stream, shows_trace=bool(given.trace))
-    with ctrl_c_cancels(requests) as pressed:
+    with ctrl_c_cancels(requests) as ctrl_c:
         while engine.step():
             printer.print_ready()
         printer.print_ready()
-    if pressed.is_set():
+    if ctrl_c.pressed:
         if out is not sys.stdout:
             raise KeyboardInterrupt(f"{given.output} was not written")
         if len(rows) > 1:

@@ -404,9 +404,10 @@ def replicas_on_ray(
     with joined_cluster(address) as ray:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         processors = [int(node["CPU"]) for node in nodes if node.get("CPU", 0) >= 1]
-        number = len(processors) if replicas is None else replicas
+        number = len(processors) or 1 if replicas is None else replicas
         cpus = float(threads) if threads else _cpus_of_each(processors, number)
-        room = [int(min(node.get("CPU", 0) / cpus, node.get("GPU", 0) if on_gpu else number) + 1e-6) for node in nodes]
+        each = [min(node.get("CPU", 0) / cpus, node.get("GPU", 0) if on_gpu else number) for node in nodes if cpus]
+        room = [int(one + 1e-6) for one in each]
         if not cpus or sum(room) < number:
             raise SpecbeamError(
                 f"the Ray cluster has no room for {number} replicas with {cpus:g} CPUs and {int(on_gpu)} GPUs each: "

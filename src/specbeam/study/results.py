@@ -33,7 +33,7 @@ GENERATIONS, SCORES, RECORDINGS, FINGERPRINT, CONFIG, SUMMARY = (
     "summary.json",
 )
 KEYS = {
-    GENERATIONS: ("key", "method", "row", "turn", "repeat", "mode", "prompt", "error", "wall"),
+    GENERATIONS: ("key", "method", "row", "turn", "repeat", "mode", "prompt", "started", "error", "wall"),
     SCORES: ("key", "scores"),
     RECORDINGS: ("key", "events"),
     FINGERPRINT: ("config",),

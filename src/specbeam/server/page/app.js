@@ -625,7 +625,6 @@ function ChatPage(all) {
   </div>`;
 }
 
-
 // A page that holds a recording. No server answers it, so no text goes on from a token.
 function Recorded({ run }) {
   const [says, setSays] = useState("");
