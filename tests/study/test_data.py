@@ -115,7 +115,7 @@ def test_rows_are_told_apart(tmp_path):
         ({"columns": Columns(prompt="said.en")}, [{"said": {"en": "a"}}, {"said": None}], "row 2 has no text"),
         ({}, [{"prompt": "a"}, {"prompt": " "}], "row 2 has no text"),
         ({}, [{"prompt": "a"}, {"prompt": None}], "row 2 has no text"),
-        ({}, [{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": 2}], "row 2 has no text"),
+        ({}, [{"prompt": "a", "answer": "b"}, {"prompt": "a", "answer": 2}], "row 2 has 2 where a text belongs"),
         (
             {"columns": Columns(reference="answer")},
             [{"prompt": "a", "answer": None}],

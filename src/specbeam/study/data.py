@@ -278,7 +278,9 @@ def _of_human_eval(data: Data, record: Mapping[str, Any], i: int) -> Row:
 
 
 def _text(value: Any, name: str) -> str:
-    if not isinstance(value, str) or not value.strip():
+    if value is not None and not isinstance(value, str):
+        raise SpecbeamError(f"{name} has {str(value)[:40]} where a text belongs: write it as a text")
+    if value is None or not value.strip():
         raise SpecbeamError(f"{name} has no text: fill it, or leave the row out")
     try:
         value.encode()
