@@ -22,8 +22,9 @@ is lost. The last lines have the share over all kinds together.
 
 A prompt where a method has less than 0.9 is run five times more. Its ratio is then the median of all six.
 
-With --minutes the bench measures a prompt of each kind after the other, and begins no prompt that would not be done in
-time. Each line says how many prompts it has. The exit status is 1 if a text differs from the text of plain beams.
+The bench measures a prompt of each kind after the other, with a line for each. With --minutes it begins no prompt that
+would not be done in time, and Ctrl-C ends it early: the figures are of the prompts that are done. The exit status is 1
+if a text differs from the text of plain beams.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ import math
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +55,7 @@ from specbeam.decoding.drafter import Drafter
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.record import Record
 from specbeam.engine.setup import Setup
-from specbeam.engine.strategies import make_search
+from specbeam.engine.strategies import make_copies, make_search
 from specbeam.tree import Tree
 
 REPEATED = "Repeat this text three times. The early bird catches the worm, but the second mouse gets the cheese.\n" * 4
@@ -107,9 +109,12 @@ class Oracle:
         search = make_search(setup, LazyBeamSearch)
         assert isinstance(search, LazyBeamSearch)
         drafts = None if drafter is None else drafter.controller
-        policy = KnownScore(search.max_new_tokens, search.num_beams, setup.cost, setup.plain_cost, drafts)
+        copies = make_copies(setup, drafter)
+        policy = KnownScore(
+            search.max_new_tokens, search.num_beams, setup.cost, setup.plain_cost, drafts, copies=copies
+        )
         policy.log_prob = self.log_prob
-        return beam_search(search, setup.record, drafter, policy)
+        return beam_search(search, setup.record, drafter, policy, copies)
 
 
 class KnownScore(LikelyNeeded):
@@ -149,6 +154,11 @@ class Case:
             of_method["nodes"].append(result.stats.nodes_evaluated - result.stats.prompt_tokens)
             of_method["slots"].append(result.stats.peak_slots)
         self.same += all(result.sequences == results["plain"].sequences for result in results.values())
+
+    def progress(self, *place: str) -> None:
+        """Print the ratios of the latest prompt."""
+        ratios = ", ".join(f"{name} {of['ratio'][-1]:.2f}" for name, of in self.measured.items() if name != "plain")
+        print(f"  prompt {len(self.needed)} of {', '.join(place)}: needed {self.needed[-1]:.3f}, {ratios}", flush=True)
 
     def report(self, figures: Figures, *place: str) -> None:
         """Print a line per method, and add its figures."""
@@ -199,7 +209,6 @@ def main() -> int:
     add_isa_option(parser)
     add_json_option(parser)
     given = parser.parse_args()
-    start = time.perf_counter()
     print(describe(kernels(given.isa)))
     figures = Figures.of_this_run(kernels(given.isa))
     lm = load(given.target, given.isa, given.precision)
@@ -221,29 +230,24 @@ def main() -> int:
         few = {"num_beams": num_beams, "max_new_tokens": MEASURED_TOKENS}
         take_turns(lm, Ask(PROSE[0]), few, methods, repeats=1, first=0)  # warms up
     cases: dict[tuple[str, str], Case] = {}
-    begun = time.perf_counter()
-    for number in range(max(map(len, by_kind.values()))):
-        if given.minutes and number:
-            longest = (time.perf_counter() - begun) / number
-            if time.perf_counter() - start + longest > 60 * given.minutes:
-                print(f"--minutes {given.minutes:g}: {number} prompts of each kind were measured, no more")
-                break
-        for num_beams in given.num_beams:
+    try:
+        for number, num_beams, kind, ask in in_turns(by_kind, given.num_beams, given.minutes):
             options: dict[str, Any] = {"num_beams": num_beams, **length, "share_prefix": False}
             options["num_return_sequences"] = min(num_beams, 10 if given.trie else given.returned)
-            for kind, asks in by_kind.items():
-                if number >= len(asks):
-                    continue
-                seconds, results = take_turns(lm, asks[number], options, methods, given.repeats, number)
-                needed = plain.needed(oracle.log_prob)
-                slow = [name for name in methods if seconds["plain"][0] < SLOW * seconds[name][0]]
-                again = {name: methods[name] for name in ["plain", *slow]} if slow else {}
-                for turn in range(MORE_RUNS if again else 0):
-                    more, _ = take_turns(lm, asks[number], options, again, 1, turn)
-                    for name in again:
-                        seconds[name] += more[name]
-                case = cases.setdefault((kind, f"{num_beams} beams"), Case())
-                case.add(needed, seconds, results)
+            seconds, results = take_turns(lm, ask, options, methods, given.repeats, number)
+            needed = plain.needed(oracle.log_prob)
+            slow = [name for name in methods if seconds["plain"][0] < SLOW * seconds[name][0]]
+            again = {name: methods[name] for name in ["plain", *slow]} if slow else {}
+            for turn in range(MORE_RUNS if again else 0):
+                more, _ = take_turns(lm, ask, options, again, 1, turn)
+                for name in again:
+                    seconds[name] += more[name]
+            place = kind, f"{num_beams} beams"
+            case = cases.setdefault(place, Case())
+            case.add(needed, seconds, results)
+            case.progress(*place)
+    except KeyboardInterrupt:
+        print("interrupted: the figures are of the prompts that are done")
     for place, case in cases.items():
         case.report(figures, *place)
     for beams in dict.fromkeys(beams for _, beams in cases):
@@ -254,6 +258,26 @@ def main() -> int:
                 print(f"all kinds, {beams}, {name}: share {share:.2f} of {len(gains)} prompts")
     figures.write(given.json)
     return int(any(case.same < len(case.needed) for case in cases.values()))
+
+
+def in_turns(
+    by_kind: dict[str, list[Ask]], num_beams: list[int], minutes: float | None
+) -> Iterator[tuple[int, int, str, Ask]]:
+    """A prompt of each kind after the other: its number, the number of beams, the kind and the prompt.
+
+    Args:
+        minutes: begin no prompts that would not be done after them, as long as prompts took so far.
+    """
+    begun = time.perf_counter()
+    for number in range(max(map(len, by_kind.values()))):
+        passed = time.perf_counter() - begun
+        if minutes and number and passed + passed / number > 60 * minutes:
+            print(f"--minutes {minutes:g}: {number} prompts of each kind were measured, no more")
+            return
+        for beams in num_beams:
+            for kind, asks in by_kind.items():
+                if number < len(asks):
+                    yield number, beams, kind, asks[number]
 
 
 def take_turns(

@@ -13,19 +13,23 @@ import numpy as np
 
 from specbeam.decoding import Evaluate, Strategy
 from specbeam.decoding.deferring import Policy
-from specbeam.decoding.drafter import SKIPPED, Drafter, DraftTokens
+from specbeam.decoding.drafter import SKIPPED, Copies, Drafter, DraftTokens
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.record import Record
 from specbeam.decoding.search import Known, Search, Step
 from specbeam.errors import NotFinite, TooManyNodes
-from specbeam.tree import Nodes
+from specbeam.tree import NO_NODES, Nodes
 
 Round = Generator[Evaluate, Any, None]
 """A part of the strategy: a forward pass, and the steps that it allows."""
 
 
 def beam_search(
-    search: Search, record: Record, drafter: Drafter | None = None, policy: Policy | None = None
+    search: Search,
+    record: Record,
+    drafter: Drafter | None = None,
+    policy: Policy | None = None,
+    copies: Copies | None = None,
 ) -> Strategy:
     """Take steps until the outcome is certain.
 
@@ -35,6 +39,7 @@ def beam_search(
     Args:
         drafter: proposes draft tokens.
         policy: decides when a lazy search defers beams, and which.
+        copies: proposes draft tokens below deferred beams that come back.
     """
     known = Known()
     while not search.done:
@@ -45,7 +50,7 @@ def beam_search(
                     search.defer()
                     known = Known()
                 if search.levels:
-                    yield from lazy_round(search, record, known, policy, drafter)
+                    yield from lazy_round(search, record, known, policy, drafter, copies)
                     if not search.levels:
                         known = Known()
                     continue
@@ -93,18 +98,34 @@ def speculative_round(search: Search, record: Record, known: Known, drafter: Dra
     drafter.controller.learn(draft_tokens, search.tree, [step.beams for step in steps])
 
 
-def lazy_round(search: LazyBeamSearch, record: Record, known: Known, policy: Policy, drafter: Drafter | None) -> Round:
-    """Evaluate the beams that the policy chooses, and draft tokens below the best one."""
-    deferred, leading, draft_tokens = search.deferred, search.levels[-1], DraftTokens()
+def lazy_round(
+    search: LazyBeamSearch,
+    record: Record,
+    known: Known,
+    policy: Policy,
+    drafter: Drafter | None,
+    copies: Copies | None = None,
+) -> Round:
+    """Evaluate the beams that the policy chooses, and draft tokens below the best one or below those that come back."""
+    deferred, leading = search.deferred, search.levels[-1]
     wanted, tip = np.unique(deferred.nodes[policy.choose(deferred)]), leading.beams[:1]
     if drafter is not None and not (np.isin(tip, wanted).any() and policy.drafts_pay(deferred, len(wanted))):
         drafter = None  # draft tokens go where the search may go on
+    drafted = copied = DraftTokens()
     if drafter is not None:
-        draft_tokens = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))
-    steps = yield from verify(search, record, known, wanted, draft_tokens)
+        drafted = yield from drafter.propose(tip, leading.scores[:1].astype(np.float64))
+    if len(drafted.nodes):
+        copies = None
+    if copies is not None:
+        best = next(level.beams.item(0) for level in reversed(search.levels) if len(level.beams))
+        copied = copies.propose(wanted, best)
+    steps = yield from verify(search, record, known, wanted, copied if len(copied.nodes) else drafted)
+    now = [*steps, *search.levels]
+    if copies is not None:
+        copies.learn(np.concatenate([step.beams for step in now]) if now else NO_NODES, len(steps))
     if drafter is not None:
-        best = {step.length: step.beams[:1] for step in [*steps, *search.levels] if step.length > leading.length}
-        drafter.controller.learn(draft_tokens, search.tree, [beam for beam in best.values() if len(beam)])
+        ahead = {step.length: step.beams[:1] for step in now if step.length > leading.length}
+        drafter.controller.learn(drafted, search.tree, [beam for beam in ahead.values() if len(beam)])
 
 
 def verify(

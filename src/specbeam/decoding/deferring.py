@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -10,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specbeam.decoding.candidates import FORBIDDEN_SCORE, Mask, Scores
-from specbeam.decoding.drafter import DraftController
+from specbeam.decoding.drafter import Copies, DraftController
 from specbeam.tree import Nodes
 
 Cost = Callable[[int], float]
@@ -24,14 +25,21 @@ FURTHER_TOKENS = 64
 """Hypotheses are expected to get this much longer at most. A draft that reads the prompt must pay by then."""
 LATER_PASS_COST = 1.5
 """A later pass over deferred beams costs this many passes over one node: it has more nodes, and more steps to take."""
-PRIOR_LOSS, PRIOR_TOKENS = 2.0, 16
+PRIOR_LOSS, PRIOR_TOKENS = 0.6, 6
 """Assume that a hypothesis lost this much log-probability in this many tokens before its first one."""
-OVERALL_WEIGHT, RECENT_WEIGHT = 0.6, 0.2
-"""The expected log-probability lost per token has these shares of that of all tokens so far, and of the last few.
-
-Together they are below 1, because hypotheses get more certain.
-"""
+MIN_RECENT_LOSS = 0.02
+"""Add this to the log-probability lost per token lately: it can be 0."""
 RECENT_TOKENS = 8
+"""The last few tokens."""
+OVERALL_POWER, RECENT_POWER = 0.7, 0.5
+"""The expected log-probability lost per token is the product of these powers of that so far, and of that lately.
+
+Together they are above 1: a text that was sure so far gets surer (docs/decisions/deferred-beams.md).
+"""
+LOSS_DEVIATION = 1.1
+"""The standard deviation of the logarithm of the loss."""
+MIN_LOSS = 0.05
+"""Add this to a loss before its logarithm is taken: it can be 0."""
 SIZE_RATIO = 1.25
 """The costs of wide passes are asked for at sizes that differ by about this factor, and interpolated between them."""
 LOGISTIC = 1.7
@@ -86,8 +94,8 @@ class LikelyNeeded:
     """Defers the beams that are unlikely to beat the expected final score.
 
     A beam is needed if the last hypothesis that is returned loses more log-probability until its end than the beam is
-    below it now. It is expected to lose nearly as much per token as the best one so far. The variance of the loss is
-    assumed to be its mean.
+    below it now. Texts differ in this loss by orders of magnitude, so its logarithm is assumed to be normal, around
+    what the best hypothesis lost per token so far.
 
     Args:
         longest: the length of the longest hypotheses, in new tokens.
@@ -97,6 +105,7 @@ class LikelyNeeded:
         num_returned: how many hypotheses are returned. At least this number of beams is needed.
         drafts: controls the drafts that go below the best beam. Then each pass of a hypothesis that goes on alone can
             take several steps.
+        copies: draft tokens that save passes over deferred beams that are needed after all.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class LikelyNeeded:
         plain_cost: Cost,
         drafts: DraftController | None = None,
         num_returned: int = 1,
+        copies: Copies | None = None,
     ) -> None:
         self._longest = longest
         self._num_beams = num_beams
@@ -117,6 +127,7 @@ class LikelyNeeded:
         while self._sizes[-1] < num_beams:
             self._sizes.append(min(num_beams, max(self._sizes[-1] + 1, int(SIZE_RATIO * self._sizes[-1]))))
         self._drafts = drafts
+        self._copies = copies
         self._best = {0: 0.0}  # the score of the best hypothesis, by its length, since RECENT_TOKENS ago
 
     def pays(self, scores: Scores, length: int) -> bool:
@@ -145,8 +156,11 @@ class LikelyNeeded:
         """
         if self._drafts is None or not length:  # at first all beams are the prompt, which says nothing
             return False
+        if self._drafts.reading_seconds and length < RECENT_TOKENS:  # paid at once, and more will soon be known
+            return False
         steps = max(1, min(self._longest - length, FURTHER_TOKENS))
-        pay = self._drafts.seconds_per_step(steps) <= (1 - MIN_DRAFTS_SAVING - chances.max(initial=0.0) ** 2) * cost
+        later = chances.max(initial=0.0) ** 2 * self._later(cost)
+        pay = self._drafts.seconds_per_step(steps) <= (1 - MIN_DRAFTS_SAVING) * cost - later
         if not pay:
             self._drafts.skip()
         return pay
@@ -173,12 +187,16 @@ class LikelyNeeded:
         next_chances = np.zeros(len(chances))
         next_chances[first] = chances[second] * (lengths[first] == lengths[second])
         added = (costs[-1] - costs[0]) / max(1, len(costs) - 1)
-        later = chances * added + (chances - next_chances) * LATER_PASS_COST * costs[0]
+        later = chances * added + (chances - next_chances) * LATER_PASS_COST * self._later(costs[0])
         most = min(len(chances), len(costs))
         count = 1 + int((costs[:most] - later[:most].cumsum()).argmin())
         cheapest = np.zeros(len(chances), bool)
         cheapest[likeliest[:count]] = True
         return cheapest
+
+    def _later(self, cost: float) -> float:
+        """The seconds of a later step, from those of its pass without copies."""
+        return cost if self._copies is None else min(cost, self._copies.seconds_per_step(cost))
 
     def _costs(self) -> NDArray[np.float64]:
         """Of passes over 1 node, 2 nodes, and so on up to all beams, float64 [num_beams]."""
@@ -194,12 +212,12 @@ class LikelyNeeded:
             length: of the best beam, in new tokens.
         """
         possible = np.maximum(scores.astype(np.float64), FORBIDDEN_SCORE)  # impossible beams score -inf
-        score = float(possible[best])
-        loss = self._loss_per_token(score, length) * max(1, self._longest - length)
         returned = np.sort(possible[leading])[::-1][: self._num_returned] if leading.any() else possible[[best]]
-        deviations = (possible - returned[-1] + loss) / np.sqrt(loss)
+        gaps = np.maximum(returned[-1] - possible, 0.0)
+        loss = self._loss_per_token(float(possible[best]), length) * max(1, self._longest - length)
+        deviations = (math.log(loss) - np.log(gaps + MIN_LOSS)) / LOSS_DEVIATION
         chances = np.asarray(1 / (1 + np.exp(np.clip(-LOGISTIC * deviations, -30, 30))))
-        chances[best] = 1.0
+        chances[gaps == 0] = chances[best] = 1.0
         return chances
 
     def _loss_per_token(self, score: float, length: int) -> float:
@@ -207,5 +225,7 @@ class LikelyNeeded:
         self._best[length] = score
         before = max((known for known in self._best if known <= length - RECENT_TOKENS), default=min(self._best))
         self._best = {known: best for known, best in self._best.items() if known >= before}
-        recent = max(0.0, self._best[before] - score) / max(1, length - before)
-        return OVERALL_WEIGHT * (PRIOR_LOSS - score) / (PRIOR_TOKENS + length) + RECENT_WEIGHT * recent
+        recent_prior = max(0, RECENT_TOKENS - length) * PRIOR_LOSS / PRIOR_TOKENS
+        recent = (max(0.0, self._best[before] - score) + recent_prior) / max(RECENT_TOKENS, length - before)
+        overall = (PRIOR_LOSS - score) / (PRIOR_TOKENS + length)
+        return float(overall**OVERALL_POWER * (recent + MIN_RECENT_LOSS) ** RECENT_POWER)

@@ -50,6 +50,10 @@ class DraftController(Protocol):
     max_drafted: int
     max_drafted_at_once: int
 
+    @property
+    def reading_seconds(self) -> float:
+        """Expected seconds in which the draft model reads what it has not read: 0 for lookups."""
+
     def seconds_per_step(self, steps: int) -> float:
         """Expected seconds per step of rounds that draft below one tip, of which this many steps are to come."""
 
@@ -82,4 +86,30 @@ class Drafter(Protocol):
 
         May yield ``Evaluate(nodes, drafting=True)``. Adds draft tokens with ``tree.draft`` to the request's tree. None
         of them ends its sequence, because the target's logits there are not needed.
+        """
+
+
+class Copies(Protocol):
+    """Proposes draft tokens below beams that come back, from the best hypothesis, which is ahead of them."""
+
+    def seconds_per_step(self, otherwise: float) -> float:
+        """Expected seconds per step of rounds in which beams come back.
+
+        Args:
+            otherwise: those without draft tokens.
+        """
+
+    def propose(self, tips: Nodes, best: int) -> DraftTokens:
+        """Draft below those tips, int64 [n], that are shorter than the best hypothesis.
+
+        Args:
+            best: its end.
+        """
+
+    def learn(self, beams: Nodes, steps: int) -> None:
+        """Take in the round.
+
+        Args:
+            beams: of the steps that are known now, int64 [n]: draft tokens among them are accepted.
+            steps: how many steps became certain.
         """

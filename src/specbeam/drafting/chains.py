@@ -22,11 +22,10 @@ class Chains:
         most: the largest number of draft tokens per forward pass.
     """
 
-    def __init__(self, tree: Tree, process: Processors, stop: Stopping, vocab_size: int, most: int) -> None:
+    def __init__(self, tree: Tree, process: Processors, stop: Stopping, most: int) -> None:
         self.tree = tree
         self.process = process
         self.stop = stop
-        self.vocab_size = vocab_size
         self.most = most
 
     def draft(
@@ -45,7 +44,7 @@ class Chains:
         tree = self.tree
         parents = np.repeat(tips, [len(below) for below in chains])
         below = [chain for of_tip in chains for chain in of_tip]
-        nodes: Nodes = NO_NODES
+        nodes, levels = NO_NODES, NO_NODES
         column = 0
         while len(parents):
             goes_on = np.array([len(chain) > column for chain in below], dtype=bool)
@@ -53,15 +52,14 @@ class Chains:
             goes_on &= self._allowed(parents, tokens)
             below = [chain for chain, on in zip(below, goes_on, strict=True) if on]
             parents = tree.draft(parents[goes_on], tokens[goes_on])
-            nodes = np.concatenate([nodes, parents])
+            nodes, levels = np.concatenate([nodes, parents]), np.concatenate([levels, np.full(len(parents), column)])
             column += 1
         _, first = np.unique(nodes, return_index=True)
-        nodes = nodes[np.sort(first)][: self.most]
-        levels = tree.depths(nodes) - tree.depths(tips[0]) - 1
-        return DraftTokens(nodes, chances(column)[levels], width=width)
+        first = np.sort(first)[: self.most]
+        return DraftTokens(nodes[first], chances(column)[levels[first]], width=width)
 
     def _allowed(self, parents: Nodes, tokens: Nodes) -> np.ndarray:
-        allowed = (tokens < self.vocab_size) & ~np.isin(tokens, sorted(self.stop.eos_token_ids))
+        allowed = (tokens < self.process.vocab_size) & ~np.isin(tokens, sorted(self.stop.eos_token_ids))
         allowed &= self.tree.depths(parents) + 2 < self.stop.max_length
         if self.process.forbids and allowed.any():
             at = np.flatnonzero(allowed)

@@ -187,12 +187,16 @@ class Controller:
         wanted = len(chances) if sizes.draft_tokens_are_fixed else self._best_count(chances, spent)[0]
         return min(wanted, sizes.max_draft_tokens)
 
+    @property
+    def reading_seconds(self) -> float:
+        return self.draft_cost(self._unread)
+
     def seconds_per_step(self, steps: int) -> float:
         alone = self._drafts[1]
         matched = None if self._matched is None else TYPICAL_MATCH
         expected, _ = self._best(alone, math.inf, matched)
         of_latest = (alone.seconds + PRIOR_WEIGHT * expected) / (alone.steps + PRIOR_WEIGHT)
-        return of_latest + self.draft_cost(self._unread) / steps
+        return of_latest + self.reading_seconds / steps
 
     def skip(self, num_tips: int = 1) -> None:
         """Take in a step without draft tokens: statistics below this number of tips decay to the prior."""
@@ -231,7 +235,7 @@ class Controller:
 
     def _best(self, drafts: Drafts, steps: float, matched: int | None) -> tuple[float, Shape]:
         """The least seconds per step, and their shape. No draft, if its gain is too small and the size is not fixed."""
-        sizes, reading = drafts.sizes, self.draft_cost(self._unread) / steps
+        sizes, reading = drafts.sizes, self.reading_seconds / steps
         plain, best = self._plain(sizes.num_tips), sizes.none
         least = math.inf if sizes.depths[0] else plain / MIN_GAIN
         if matched == 0 and not sizes.depths[0]:

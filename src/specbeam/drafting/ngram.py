@@ -26,14 +26,14 @@ class NgramDrafter:
 
     def propose(self, tips: Nodes, scores: NDArray[np.float64]) -> Proposal:
         best = self._tokens(tips[0])
-        places, matched = occurrences(best)
+        places, matched = occurrences(best[:-1], best)
         width, depth = self.controller.shape(len(tips), matched=matched)
         if not depth:
             return self.controller.no_draft()
         found = [continuations(best, places, width, depth)]
         tips = np.array([tips[0], *np.setdiff1d(tips, tips[:1])])
         for tokens in map(self._tokens, tips[1:].tolist()):
-            found.append(continuations(tokens, occurrences(tokens)[0], width, depth))
+            found.append(continuations(tokens, occurrences(tokens[:-1], tokens)[0], width, depth))
         return self.chains.draft(tips, found, width, self.controller.chances)
         yield  # never reached: it makes this a generator, as every drafter's propose is
 
@@ -41,14 +41,16 @@ class NgramDrafter:
         return self.tree.tokens(self.tree.path(tip))
 
 
-def occurrences(tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
-    """The places after earlier occurrences of a sequence's longest repeated suffix, ascending, and its length."""
-    places, matched = np.flatnonzero(tokens[:-1] == tokens[-1]) + 1, 0
+def occurrences(text: NDArray[np.int64], tokens: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """The places in a text after the longest suffix of a sequence that it has, ascending, and the suffix's length."""
+    places, matched = np.flatnonzero(text == tokens[-1]) + 1, 0
     found = places
     while len(found) and matched < MAX_MATCH_TOKENS:
         places, matched = found, matched + 1
+        if matched == len(tokens):
+            break
         found = places[places > matched]
-        found = found[tokens[found - matched - 1] == tokens[-matched - 1]]
+        found = found[text[found - matched - 1] == tokens[-matched - 1]]
     return places, matched
 
 

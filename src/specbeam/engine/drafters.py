@@ -63,7 +63,7 @@ def make_drafter(
     controller = Controller(sizes, setup.cost, setup.plain_cost, draft_cost, unread, matches=not is_model)
     if isinstance(draft, LanguageModel) and shares_tokenizer:
         return _make_model_drafter(setup, lm, draft, controller)
-    chains = Chains(setup.tree, setup.selector.process, setup.stop, lm.backend.vocab_size, controller.max_draft_tokens)
+    chains = Chains(setup.tree, setup.selector.process, setup.stop, controller.max_draft_tokens)
     if isinstance(draft, LanguageModel):
         return RetokenizingDrafter(setup.tree, chains, controller, lm, draft)
     if draft == "ngram":

@@ -15,6 +15,8 @@ from specbeam.decoding.greedy import greedy
 from specbeam.decoding.lazy_beam import LazyBeamSearch
 from specbeam.decoding.sampling import sample_several
 from specbeam.decoding.speculative import speculative
+from specbeam.drafting.chains import Chains
+from specbeam.drafting.copies import Copies
 from specbeam.engine.setup import Setup
 
 MIN_LAZY_BEAMS = 16
@@ -32,15 +34,24 @@ def make_strategy(setup: Setup, drafter: Drafter | None) -> Strategy:
             return beam_search(make_search(setup), record, drafter)
         search = make_search(setup, LazyBeamSearch)
         longest, drafts = stop.max_length - tree.prompt_length, None if drafter is None else drafter.controller
+        copies = make_copies(setup, drafter)
         policy = LikelyNeeded(
-            longest, options.num_beams, setup.cost, setup.plain_cost, drafts, options.num_return_sequences
+            longest, options.num_beams, setup.cost, setup.plain_cost, drafts, options.num_return_sequences, copies
         )
-        return beam_search(search, record, drafter, policy)
+        return beam_search(search, record, drafter, policy, copies)
     if drafter is not None:
         return speculative(tree, selector, stop, record, drafter)
     if options.num_return_sequences > 1:
         return sample_several(tree, selector, stop, record, options.num_return_sequences)
     return greedy(tree, selector, stop, record)
+
+
+def make_copies(setup: Setup, drafter: Drafter | None) -> Copies | None:
+    """What drafts below beams that come back. Only requests with a drafter have room for draft tokens."""
+    if drafter is None:
+        return None
+    chains = Chains(setup.tree, setup.selector.process, setup.stop, drafter.controller.max_draft_tokens)
+    return Copies(setup.tree, chains, setup.cost)
 
 
 def may_be_lazy(setup: Setup) -> bool:
