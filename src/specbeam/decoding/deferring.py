@@ -195,7 +195,7 @@ class LikelyNeeded:
         return cheapest
 
     def _later(self, cost: float) -> float:
-        """The seconds of a later step, from those of its pass without copies."""
+        """The seconds of a later step, from the seconds of its pass without copies."""
         return cost if self._copies is None else min(cost, self._copies.seconds_per_step(cost))
 
     def _costs(self) -> NDArray[np.float64]:
