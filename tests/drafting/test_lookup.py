@@ -33,6 +33,14 @@ def test_ngram_continuations_are_what_followed(text, width, depth):
 
 
 @given(TEXTS, TEXTS)
+def test_occurrences_in_another_text_are_those_of_the_longest_suffix(text, tokens):
+    places, matched = occurrences(np.array(text), np.array(tokens))
+    lengths = [n for n in range(1, min(MAX_MATCH_TOKENS, len(tokens)) + 1) if starts(tokens[-n:], text)]
+    assert matched == max(lengths, default=0)
+    assert places.tolist() == [i + matched for i in starts(tokens[-matched:], text) if matched]
+
+
+@given(TEXTS, TEXTS)
 def test_the_automaton_knows_every_part_and_how_often_it_came(text, other):
     automaton = SuffixAutomaton()
     automaton.extend(text)

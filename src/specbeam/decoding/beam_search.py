@@ -106,7 +106,7 @@ def lazy_round(
     drafter: Drafter | None,
     copies: Copies | None = None,
 ) -> Round:
-    """Evaluate the beams that the policy chooses, with draft tokens below the best beam or below beams that come back."""
+    """Evaluate the beams that the policy chooses. Draft below the best beam, or below beams that come back."""
     deferred, leading = search.deferred, search.levels[-1]
     wanted, tip = np.unique(deferred.nodes[policy.choose(deferred)]), leading.beams[:1]
     if drafter is not None and not (np.isin(tip, wanted).any() and policy.drafts_pay(deferred, len(wanted))):
