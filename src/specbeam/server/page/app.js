@@ -398,7 +398,7 @@ function Facts({ run, node, choose }) {
   const [kind, state] = run.stateOf(node);
   const instead = node.isRejected ? node.parent.children.find((one) => one.kind === "beam") : null;
   return html`<h3 class="token">${shown(node.text)}</h3>
-    <p class=${`state ${kind}`}>${state}${node.rank >= 0 && run.beams.length > 1 ? `, number ${node.rank + 1}` : ""}</p>
+    <p class=${`state ${kind}`}>${state}${node.rank >= 0 && run.width > 1 ? `, number ${node.rank + 1}` : ""}</p>
     <dl class="facts">
       ${node.logProb !== null && html`<div><dt>probability</dt><dd>${percent(node.logProb)}</dd></div><div><dt>log-probability</dt><dd>${node.logProb.toFixed(4)}</dd></div>`}
       ${node.score !== null && html`<div><dt>score of the path</dt><dd>${node.score.toFixed(4)}</dd></div>`}
