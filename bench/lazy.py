@@ -235,7 +235,7 @@ def main() -> int:
             options: dict[str, Any] = {"num_beams": num_beams, **length, "share_prefix": False}
             options["num_return_sequences"] = min(num_beams, 10 if given.trie else given.returned)
             seconds, results = take_turns(lm, ask, options, methods, given.repeats, number)
-            needed = plain.needed(oracle.log_prob)
+            needed = plain.needed(results["plain"].sequences[-1].log_prob)
             slow = [name for name in methods if seconds["plain"][0] < SLOW * seconds[name][0]]
             again = {name: methods[name] for name in ["plain", *slow]} if slow else {}
             for turn in range(MORE_RUNS if again else 0):
