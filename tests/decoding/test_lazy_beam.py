@@ -514,6 +514,31 @@ def test_a_search_without_memory_for_more_than_plain_beams_goes_on_as_plain_beam
     assert found(Engine(lm, max_cache_tokens=room), **how).sequences == plain.sequences
 
 
+class Drafts:
+    """The statistics of drafts and of copies that a policy asks for."""
+
+    def __init__(self, reading_seconds=0.0, later=None):
+        self.reading_seconds, self.later = reading_seconds, later
+
+    def seconds_per_step(self, number):
+        return 0.3 if self.later is None else self.later
+
+    def skip(self):
+        pass
+
+
+@pytest.mark.parametrize(("length", "reading", "pays"), [(7, 0.0, True), (7, 0.1, False), (8, 0.1, True)])
+def test_a_draft_model_reads_the_prompt_after_eight_tokens_at_the_earliest(length, reading, pays):
+    policy = LikelyNeeded(64, 4, *[COSTS[0]] * 2, Drafts(reading))
+    assert policy.pays(np.array([-0.01, -9, -9, -9], np.float32), length) == pays
+
+
+@pytest.mark.parametrize(("later", "pays"), [(1.0, False), (0.1, True)])
+def test_beams_that_may_be_needed_are_deferred_if_copies_make_later_steps_cheap(later, pays):
+    policy = LikelyNeeded(64, 4, *[COSTS[0]] * 2, Drafts(), copies=Drafts(later=later))
+    assert policy.pays(np.array([-4.0, -4.1, -4.1, -4.1], np.float32), 16) == pays
+
+
 def test_chances_of_impossible_beams_are_numbers():
     policy = LikelyNeeded(8, 4, *[COSTS[0]] * 2)
     impossible = np.full(4, -np.inf, np.float32)

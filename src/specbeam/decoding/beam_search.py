@@ -104,7 +104,7 @@ def lazy_round(
     known: Known,
     policy: Policy,
     drafter: Drafter | None,
-    copies: Copies | None = None,
+    copies: Copies | None,
 ) -> Round:
     """Evaluate the beams that the policy chooses. Draft below the best beam, or below beams that come back."""
     deferred, leading = search.deferred, search.levels[-1]
