@@ -7,7 +7,8 @@ How many are decoded again is not assumed: fewer are taken only where they were 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 INCOMPLETE = "\ufffd"
@@ -66,7 +67,7 @@ class Detokenizer:
         if not text.endswith(INCOMPLETE):
             settled = len(text)
         elif len(texts) > MAX_INCOMPLETE_TOKENS:  # what these tokens left as it was is invalid, not incomplete
-            settled = _shared_length(texts)
+            settled = shared_length(texts)
         else:
             settled = 0
         settled = max(settled, end.settled)
@@ -105,11 +106,6 @@ class Detokenizer:
         return end
 
 
-def _shared_length(texts: tuple[str, ...]) -> int:
-    """With how many equal characters the texts begin."""
-    first, *others = texts
-    length = len(first)
-    for text in others:
-        while not text.startswith(first[:length]):  # the texts of a few tokens: they part near their ends
-            length -= 1
-    return length
+def shared_length(sequences: Sequence[Sequence[object]]) -> int:
+    """With how many equal items the sequences begin."""
+    return sum(1 for _ in takewhile(lambda items: len({*items}) == 1, zip(*sequences, strict=False)))

@@ -1,5 +1,10 @@
 """The exceptions that are for people, and the exit statuses of the commands."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 """Exit statuses: something failed, the input was wrong, or Ctrl-C."""
 
@@ -31,3 +36,12 @@ class NotFinite(SpecbeamError):
 
 class QueueFull(SpecbeamError):
     """An engine has as many unfinished requests as it takes. Submit the request again later."""
+
+
+@contextmanager
+def located(place: str) -> Iterator[None]:
+    """Let the message of a SpecbeamError begin with the place where it was raised, unless that is empty."""
+    try:
+        yield
+    except SpecbeamError as error:
+        raise SpecbeamError(f"{place}: {error}" if place else str(error)) from error

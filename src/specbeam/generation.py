@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, Unpack, overload
 
 from specbeam.engine import Engine, Request
 from specbeam.engine.drafters import Draft
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, located
 from specbeam.keywords import OptionKeywords, show_option_keywords
 from specbeam.model import LanguageModel
 from specbeam.options import Options, given_options
@@ -79,10 +78,10 @@ def generate(
         return request.result()
     longest, length = 0, 0
     for number, one in enumerate(prompt):
-        with _numbered(number):
+        with located(f"prompt {number}"):
             tokens = len(encode(lm, one, system=system, raw=raw, most=room(lm)))
         longest, length = (number, tokens) if tokens > length else (longest, length)
-    with _numbered(longest):  # the others need less room
+    with located(f"prompt {longest}"):  # the others need less room
         engine.check(prompt[longest], chosen, system=system, raw=raw, draft=draft)
     submissions = _submissions(engine, prompt, chosen, system=system, raw=raw, draft=draft)
     results = {number: request.result() for number, request in engine.as_completed(submissions)}
@@ -94,18 +93,9 @@ def _submissions(
 ) -> Iterator[tuple[int, Request]]:
     """Submit each prompt when it is asked for."""
     for number, prompt in enumerate(prompts):
-        with _numbered(number):
+        with located(f"prompt {number}"):
             request = engine.submit(prompt, chosen, **how)
         yield number, request
-
-
-@contextmanager
-def _numbered(number: int) -> Iterator[None]:
-    """Errors in here name the prompt."""
-    try:
-        yield
-    except SpecbeamError as error:
-        raise SpecbeamError(f"prompt {number}: {error}") from error
 
 
 @show_option_keywords

@@ -33,6 +33,7 @@ from specbeam.backends.torch import TorchBackend
 from specbeam.backends.torch.cache import KeyValues
 from specbeam.backends.torch.transformer import TreeSegment
 from specbeam.cache.slots import Slots
+from specbeam.detokenizing import shared_length
 from specbeam.engine.failures import forget_frames, is_out_of_memory
 from specbeam.errors import SpecbeamError
 from specbeam.generation import generate
@@ -367,7 +368,7 @@ NEAR_TIE = {"float32": 1e-4, "float16": 0.1, "bfloat16": 0.5}
 
 def part(lm: LanguageModel, prompt: list[int], expected: Sequence[int], got: Sequence[int]) -> Difference:
     """The first difference of two texts that are not the same."""
-    at = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), min(len(expected), len(got)))
+    at = shared_length([expected, got])
     if at == min(len(expected), len(got)):
         return Difference(at, gap=None, near_tie=False)
     text = [*prompt, *expected[:at]]

@@ -135,7 +135,7 @@ class Options:
             is over 0 if there are groups, and at most 10000.
         num_draft_tokens: the draft length, in tokens. "auto" adapts to acceptance and to the cost of forward passes.
         draft_width: for a draft model, draft tokens per level below the sequence, or below all beams. For lookups,
-            draft tokens per level below each sequence or beam. "auto" adapts.
+            draft tokens per level below each sequence or beam. "auto" adapts for a draft model, and is 1 for lookups.
         draft_budget: the largest number of draft tokens per pass of the target; "auto" adapts.
         draft_temperature, draft_top_k: with sampling, shape the distribution that a draft model draws from
             [temperature and top_k]. They change how many draft tokens are accepted, but no probability of a sequence.

@@ -83,6 +83,7 @@ ONE_PROMPT = {"completions": PROMPT, "chat/completions": CHAT, "responses": {"in
         ("responses", {"reasoning": "auto"}, ""),
         ("responses", {"truncation": "auto"}, ""),
         ("responses", {"background": True}, ""),
+        ("responses", {"return_token_ids": True}, ""),
         ("responses", {"tools": FUNCTION}, ""),
         ("responses", {"n": 2}, ""),
         ("chat/completions", {"tools": FUNCTION}, "tools is not supported: remove it"),

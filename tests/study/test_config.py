@@ -81,6 +81,11 @@ def test_modes_are_compared_with_their_twins():
     assert not found["speculative"].options["do_sample"]
 
 
+def test_samples_are_compared_with_their_twins():
+    options = ["decode.do_sample=true", "decode.temperature=0.7", "decode.draft_temperature=0.5"]
+    assert [m.twin for m in methods(study("decode.mode=[sample,speculative]", *options))] == [None, "sample"]
+
+
 def test_a_twin_has_the_same_beams_and_weights():
     changes = {"a": "mode: beam", "b": "", "c": "num_beams: 2", "d": "quantize: int4"}
     changes = {name: change if name == "a" else f"mode: speculative-beam, {change}" for name, change in changes.items()}
@@ -95,7 +100,7 @@ PRESETS = "num_draft_tokens draft_width num_beams draft_temperature drafter tree
 def test_presets_are_studies(name):
     found = methods(study(f"ablation={name}"))
     assert len(found) > 2
-    assert all(m.twin is not None for m in found if m.draft and not m.options["do_sample"])
+    assert all(m.twin is not None for m in found if m.draft)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +170,9 @@ def test_every_option_that_yaml_can_hold_is_a_key_of_decode():
             {"beam": 2},
         ),
         ("decode.num_draft_tokens=3 decode.mode=[greedy,beam]", "num_draft_tokens", {}),
-        ("decode.bound_rule=false decode.mode=[beam,speculative]", "bound_rule", {}),
-        ("decode.bound_rule=false", "bound_rule", {"speculative-beam": False}),
+        ("decode.bound_rule=false decode.mode=[beam,speculative]", "bound_rule", {"beam": False}),
+        ("decode.bound_rule=false decode.mode=[greedy,speculative]", "bound_rule", {}),
+        ("decode.bound_rule=false", "bound_rule", {"beam": False, "speculative-beam": False}),
         ("decode.draft_temperature=0.5 decode.mode=[sample,speculative]", "draft_temperature", {}),
         ("decode.num_return_sequences=2 decode.mode=greedy", "num_return_sequences", {}),
         ("decode.num_return_sequences=2 decode.mode=[greedy,sample]", "num_return_sequences", {"sample": 2}),

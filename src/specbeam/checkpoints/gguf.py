@@ -33,15 +33,7 @@ NO_TOKEN = 2**32 - 1
 """llama.cpp's -1, the id of no token, as a header holds it."""
 MAX_DIMENSIONS = 4
 """Of a tensor, as in llama.cpp. To multiply thousands of sizes takes minutes."""
-END_TOKENS = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "</s>",
-    "<|end_of_text|>",
-)
+END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "</s>", "<|end_of_text|>")
 """Control tokens that end a text, besides the tokens that the file names (the same in llama.cpp)."""
 BLOCKS = {kind for kind in GGMLQuantizationType if kind.name not in DTYPES}
 

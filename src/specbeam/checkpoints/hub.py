@@ -16,16 +16,7 @@ from typing import NamedTuple
 from specbeam.checkpoints.files import ADAPTER, ADAPTER_WEIGHTS, WEIGHTS, check_no_link, weight_map
 from specbeam.errors import SpecbeamError
 
-DESCRIPTIONS = [
-    "*.json",
-    "*.jinja",
-    "*.model",
-    "*.spm",
-    "*.tiktoken",
-    "merges.txt",
-    "vocab.txt",
-    "README.md",
-]
+DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.spm", "*.tiktoken", "merges.txt", "vocab.txt", "README.md"]
 """The files beside the weights that are read. The index is among them."""
 ID = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<pick>\w[\w.+-]*(/\w[\w.+-]*)*))?", re.ASCII)
 """A hub id, with the name of a GGUF file or its quantization after a colon: ``org/name:Q4_K_M``."""

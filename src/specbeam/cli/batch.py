@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from specbeam.cli.arguments import add_generation_to, check_sources, load_draft, load_model, options_of
 from specbeam.cli.printing import check_writable, one_line, print_lines
 from specbeam.cli.prompts import read_rows
-from specbeam.errors import FAILED, SpecbeamError
+from specbeam.errors import FAILED, SpecbeamError, located
 from specbeam.option_names import LOOKUPS
 from specbeam.options import ARGUMENTS, Options, check_names
 
@@ -211,12 +211,10 @@ def check_output(source: Path, output: Path) -> None:
 
 def prompt_column(source: Path, columns: list[str], asked: str | None) -> str:
     """The column of prompts. Raises SpecbeamError if there is none, or if several may be meant."""
-    try:
-        if asked is not None:
+    if asked is not None:
+        with located(str(source)):
             check_names([asked], columns, "column")
-            return asked
-    except SpecbeamError as error:
-        raise SpecbeamError(f"{source}: {error}") from error
+        return asked
     usual = [name for name in ("prompt", "messages", "text") if name in columns]
     if usual[:1] == ["prompt"] or len(usual) == 1:
         return usual[0]

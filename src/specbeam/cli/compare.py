@@ -16,7 +16,7 @@ from specbeam.cli.arguments import add_generation_to, check_sources, load_draft,
 from specbeam.cli.generate import numbered_texts
 from specbeam.cli.printing import json_line, one_line, print_lines
 from specbeam.cli.prompts import read_rows
-from specbeam.errors import FAILED, SpecbeamError
+from specbeam.errors import FAILED, SpecbeamError, located
 from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
 
 TWINS = {"greedy": None, "speculative": "greedy", "beam": None, "speculative-beam": "beam", "sample": None}
@@ -113,10 +113,8 @@ def run(given: argparse.Namespace) -> int:
     where = {s: {"system": given.system, "raw": given.raw, "draft": draft if s in drafted else None} for s in chosen}
     for number, prompt in enumerate(prompts, 1):
         for strategy, options in chosen.items():
-            try:
+            with located(f"prompt {number}" if len(prompts) > 1 else ""):
                 engine.check(prompt, options, **where[strategy])
-            except SpecbeamError as error:
-                raise SpecbeamError(f"prompt {number}: {error}" if len(prompts) > 1 else str(error)) from error
 
     done: list[dict[str, Any]] = []
     with tqdm(total=len(prompts) * len(chosen), desc="warm-up", leave=False, disable=None) as bar:

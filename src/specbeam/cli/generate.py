@@ -19,7 +19,7 @@ from specbeam.cli.interrupts import ctrl_c_cancels
 from specbeam.cli.printing import check_writable, json_line, one_line, print_lines, printing_to
 from specbeam.cli.prompts import PromptRow, read_rows
 from specbeam.cli.trace import show_trace
-from specbeam.errors import FAILED, SpecbeamError
+from specbeam.errors import FAILED, SpecbeamError, located
 from specbeam.option_names import OTHER_NAMES
 from specbeam.options import Options, check_names
 
@@ -148,13 +148,11 @@ def options_of_row(given: argparse.Namespace, row: PromptRow) -> Options:
         SpecbeamError: an option is wrong, or a field looks like an option with a wrong name.
     """
     names = [field.name for field in fields(Options) if field.name not in NOT_JSON]
-    try:
+    with located(row.name if row.fields else ""):
         strange = [name for name in row.fields if name not in (*names, *OTHER_FIELDS)]
         check_names([name for name in strange if resembles(name, names)], names, "option")
         own = {name: value for name, value in row.fields.items() if name in names and value is not None}
         return options_of(given, own)
-    except SpecbeamError as error:
-        raise SpecbeamError(f"{row.name}: {error}" if row.fields else str(error)) from error
 
 
 def resembles(name: str, names: list[str]) -> bool:
@@ -177,11 +175,9 @@ def generate(given: argparse.Namespace, rows: list[PromptRow], options: list[Opt
     requests, shown_prompts = [], []
     for row, row_options in zip(rows, options, strict=True):
         how = {"system": row.fields.get("system", given.system), "raw": given.raw}
-        try:
+        with located(row.name):
             requests.append(engine.submit(row.prompt, row_options, draft=draft, **how))
             shown_prompts.append(show_prompt(lm, row.prompt, **how) if given.show_prompt else None)
-        except SpecbeamError as error:
-            raise SpecbeamError(f"{row.name}: {error}" if row.name else str(error)) from error
 
     one_text = len(rows) == 1 and options[0].num_return_sequences == 1
     stream = given.stream and one_text and not given.json and out is sys.stdout

@@ -8,8 +8,10 @@ seen to end with the same ids.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from specbeam.detokenizing import shared_length
 
 MIN_WINDOW_CHARACTERS = 64
 """Encode at least this much text again."""
@@ -36,7 +38,7 @@ def extend(encode: Callable[[str], list[int]], end: EncodedEnd, new: str) -> tup
     None if the new text changes ids before the window.
     """
     ids = tuple(encode(end.text + new))
-    unchanged = _shared(end.ids, ids)
+    unchanged = shared_length([end.ids, ids])
     return (EncodedEnd(end.text + new, ids, end.apart), unchanged) if unchanged >= end.apart else None
 
 
@@ -46,18 +48,8 @@ def shorten(encode: Callable[[str], list[int]], end: EncodedEnd) -> EncodedEnd:
     while 2 * length <= len(end.text):
         text = end.text[-length:]
         ids = tuple(encode(text))
-        same = min(_shared(reversed(ids), reversed(end.ids)), len(end.ids) - end.apart)
+        same = min(shared_length([ids[::-1], end.ids[::-1]]), len(end.ids) - end.apart)
         if same and 2 * same >= len(ids):
             return EncodedEnd(text, ids, len(ids) - same)
         length *= 2
     return end
-
-
-def _shared(some: Iterable[int], others: Iterable[int]) -> int:
-    """With how many equal ids both begin."""
-    shared = 0
-    for one, other in zip(some, others, strict=False):
-        if one != other:
-            break
-        shared += 1
-    return shared

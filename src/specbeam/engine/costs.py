@@ -31,22 +31,6 @@ def nominal_cost(nodes: float) -> float:
     return 1 + nodes / NODES_PER_NOMINAL_COST
 
 
-class PassCosts(Protocol):
-    """What passes of one backend cost."""
-
-    def expected(self, nodes: int) -> float:
-        """Expected seconds of a pass."""
-
-    def knows(self, nodes: int) -> bool:
-        """Whether passes of about this size are known."""
-
-    def nodes_within(self, seconds: float) -> int:
-        """The nodes of a pass that takes about this long: whole tiles, at least one."""
-
-    def add(self, nodes: int, seconds: float) -> None:
-        """Record a pass that has run."""
-
-
 class Costs(Protocol):
     """What passes cost, for all decisions of an engine."""
 
@@ -208,6 +192,8 @@ class SharedCost:
         return together / self._requests + max(0.0, expected(others + nodes) - together)
 
 
+PassCosts = CostTable | PassTimes
+"""What passes of one backend cost."""
 _pass_times: WeakKeyDictionary[Backend, tuple[PassTimes, PassTimes]] = WeakKeyDictionary()
 
 

@@ -89,6 +89,7 @@ class ResponseRequest(Decoding):
     text: TextConfig | None = None
     truncation: Literal["disabled"] | None = None
     background: Literal[False] | None = None
+    return_token_ids: Literal[False] | None = None
     tools: Empty | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = Field(None, description="Accepted: there are no tools.")

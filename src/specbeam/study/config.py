@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
-from specbeam.errors import SpecbeamError
+from specbeam.errors import SpecbeamError, located
 from specbeam.option_names import LOOKUPS, nearest_name
 from specbeam.options import BEAM_OPTIONS, MAX_DRAFT_SIZES, SAMPLING_OPTIONS, Options
 
@@ -23,7 +23,7 @@ USERS: dict[str, frozenset[str]] = {
     **dict.fromkeys((*BEAM_OPTIONS, "num_beams", "num_beam_groups", "diversity_penalty"), frozenset({"has beams"})),
     **dict.fromkeys(MAX_DRAFT_SIZES, frozenset({"drafts"})),
     **dict.fromkeys(("draft_temperature", "draft_top_k"), frozenset({"samples", "drafts"})),
-    "bound_rule": frozenset({"has beams", "drafts"}),
+    "bound_rule": frozenset({"has beams"}),
     "num_return_sequences": frozenset({"returns several texts"}),
 }
 """The traits that a method needs for an option to have an effect. The other options have one in every method."""
@@ -294,10 +294,8 @@ def _method(study: Study, name: str, changes: Mapping[str, Any]) -> Method:
     options["do_sample"] = "samples" in does
     if "has beams" in does:
         options.setdefault("num_return_sequences", options["num_beams"])
-    try:
+    with located(f"method {name}"):
         checked = Options.of(options)
-    except SpecbeamError as error:
-        raise SpecbeamError(f"method {name}: {error}") from error
     options = {key: getattr(checked, key) for key in options}
     load = {key: v[key] for key in load_kinds}
     draft_load = load | ({"quantize": v["draft_quantize"]} if v["draft_quantize"] is not None else {})
@@ -348,12 +346,10 @@ def non_default_options(decode: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _promise(method: Method) -> str:
-    """A key that is equal for methods whose texts must be equal.
-
-    Drafts are part of it only where texts are sampled: there they change the draws, not their distribution.
-    """
-    decides = {key: value for key, value in method.options.items() if "drafts" not in USERS.get(key, ())}
-    return repr((sorted(decides.items()), sorted(method.load.items()), method.draft if decides["do_sample"] else None))
+    """A key that is equal for methods whose texts must be equal. Drafts and lazy steps change no text."""
+    speed = {"bound_rule", *(key for key, needs in USERS.items() if "drafts" in needs)}
+    decides = {key: value for key, value in method.options.items() if key not in speed}
+    return repr((sorted(decides.items()), sorted(method.load.items())))
 
 
 def one_of(name: str, value: Any, allowed: Sequence[str]) -> None:

@@ -24,14 +24,8 @@ from specbeam.recording import Event
 from specbeam.study.composition import leaves
 
 Record = dict[str, Any]
-GENERATIONS, SCORES, RECORDINGS, FINGERPRINT, CONFIG, SUMMARY = (
-    "generations.jsonl",
-    "scores.jsonl",
-    "recordings.jsonl",
-    "fingerprint.json",
-    "config.yaml",
-    "summary.json",
-)
+GENERATIONS, SCORES, RECORDINGS = "generations.jsonl", "scores.jsonl", "recordings.jsonl"
+FINGERPRINT, CONFIG, SUMMARY = "fingerprint.json", "config.yaml", "summary.json"
 KEYS = {
     GENERATIONS: ("key", "method", "row", "turn", "repeat", "mode", "prompt", "started", "error", "wall"),
     SCORES: ("key", "scores"),

@@ -197,12 +197,3 @@ def choose_isa(isa: str = "") -> str:
             f"isa={isa!r} is not available on this machine: give avx512, avxvnni, avx2, neon or portable"
         )
     return str(name.decode())
-
-
-def available() -> bool:
-    """Whether the kernels can be used on this machine."""
-    try:
-        library(choose_isa())
-    except SpecbeamError:
-        return False
-    return True
