@@ -1,4 +1,4 @@
-"""Distinct n-best: against a list of all texts, the search written out over whole sequences, and with drafts."""
+"""Distinct n-best: against the search written out over whole sequences, and with drafts."""
 
 import itertools
 
